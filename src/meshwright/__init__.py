@@ -1,0 +1,3 @@
+"""Meshwright: plan, prove, run and check distributed training."""
+
+__version__ = "0.1.0"

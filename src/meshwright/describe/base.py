@@ -1,0 +1,71 @@
+"""What every described object shares: frozen, typed, validated, printable, and a round trip through TOML.
+
+Validation is pydantic's; this file turns its errors into the one shape of `meshwright.errors`, so that an unknown key
+names the nearest valid one and a bad value names the field it stands in.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from meshwright.errors import MeshwrightError, nearest
+from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
+
+Bytes = Annotated[float, BeforeValidator(parse_bytes)]
+Rate = Annotated[float, BeforeValidator(parse_rate)]
+Seconds = Annotated[float, BeforeValidator(parse_seconds)]
+Flops = Annotated[float, BeforeValidator(parse_flops)]
+Count = Annotated[float, BeforeValidator(parse_count)]
+
+MOST = 2**40  # no dimension, degree or batch is larger: keeps arithmetic exact and hostile input bounded
+Size = Annotated[int, Field(ge=1, le=MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class Described(BaseModel):
+    """Base of Model, Cluster, Stack, Workload and Plan."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise translate(error, type(self)) from None
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated again."""
+        return type(self)(**{**self.as_dict(), **changes})
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was said and differs from the default, ready for TOML; defaults stay unsaid."""
+        return self.model_dump(exclude_defaults=True, exclude_none=True)
+
+
+def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
+    """The first thing pydantic found, in our shape."""
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    place = ".".join(str(p) for p in first["loc"])
+    section = cls.__name__.lower()
+    if isinstance(inner, MeshwrightError):
+        if place and not inner.what.startswith(f"{section}."):
+            inner = MeshwrightError(inner.code, f"{section}.{place}: {inner.what}", why=inner.why, valid=inner.valid,
+                                    fix=inner.fix, exit_code=inner.exit_code)  # fmt: skip
+        return inner
+    if first["type"] == "extra_forbidden":
+        key = str(first["loc"][-1])
+        known = sorted(cls.model_fields)
+        near = nearest(key, known)
+        return MeshwrightError("MW-CONF-001", f"unknown key '{key[:60]}' in [{section}]", valid=known, fix=near)
+    if first["type"] == "missing":
+        return MeshwrightError("MW-CONF-002", f"[{section}] lacks '{place}'", why="It has no default")
+    given = repr(first.get("input"))
+    given = given if len(given) <= 60 else given[:57] + "..."
+    valid = first.get("ctx", {}).get("expected", "")
+    options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
+    near = nearest(str(first.get("input")), options) if options else ""
+    return MeshwrightError("MW-CONF-003", f"{section}.{place} = {given} is not valid", why=first["msg"], valid=options,
+                           fix=f"--set {section}.{place}={near}" if near else "")  # fmt: skip

@@ -1,0 +1,225 @@
+"""The machine: accelerators, links, and a hierarchy of levels that says who reaches whom, how fast.
+
+A **link** obeys the postal model: a message of n bytes takes T(n) = α + n·β, with β = 1 / (bandwidth × achievable share).
+Bandwidth is per port and per **direction**: NVLink 4's advertised 900 GB/s counts both, so it is 450 GB/s here.
+
+A **level** joins `size` units of the level below it: level 0 joins devices into a node (or NVLink domain), level 1 nodes
+into a rail group, and so on up to sites. Devices are numbered so that a unit is a run of consecutive numbers. A message
+pays the α of the lowest level that holds both ends and passes these **ports**:
+
+- inside level 0: the sender's way out and the receiver's way in (a shared bus is one port for all);
+- above: the sender's and the receiver's network card (several devices share one when a node has fewer cards than devices),
+  and, where a level is oversubscribed, the uplinks of the units it leaves and enters.
+
+Flows through one port share it max-min fairly (`programs.walk`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Annotated, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from meshwright.describe.base import Bytes, Described, Flops, Rate, Seconds, Size, Whole
+from meshwright.errors import unknown
+
+DTYPE_BYTES = {
+    "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "fp4": 0.5,
+    "int4": 0.5,
+}  # fmt: skip
+
+
+def named(kind: str):
+    """A field that may be a catalog name or a table."""
+
+    def load(value):
+        if isinstance(value, str):
+            from meshwright.describe import catalog
+
+            return catalog.load(kind, value)
+        return value
+
+    return BeforeValidator(load)
+
+
+class Accelerator(Described):
+    """One device: dense peak rates by dtype, memory, memory bandwidth."""
+
+    name: str
+    memory: Bytes
+    memory_bandwidth: Rate
+    peak: dict[str, Flops] = Field(description="dense FLOP/s by dtype; never the sparse figure")
+    source: str = ""
+
+    def peak_for(self, dtype: str) -> float:
+        """Peak at a dtype; one the device lacks runs at the next wider type it has."""
+        wider = {"fp4": ["mxfp8", "fp8", "bf16"], "mxfp8": ["fp8", "bf16"], "fp8": ["bf16"], "bf16": ["fp16", "fp32"],
+                 "fp16": ["bf16", "fp32"], "tf32": ["fp32"], "int8": ["fp8", "bf16"]}  # fmt: skip
+        for name in [dtype, *wider.get(dtype, []), "fp32"]:
+            if name in self.peak:
+                return self.peak[name]
+        raise unknown("MW-CLUS-002", f"dtype of {self.name}", dtype, self.peak)
+
+    @property
+    def gamma(self) -> float:
+        """Seconds to reduce one byte into another: two reads and a write of memory."""
+        return 3.0 / self.memory_bandwidth
+
+
+class Link(Described):
+    """α, bandwidth per direction and port, and the share of it that large messages reach."""
+
+    name: str
+    alpha: Seconds
+    bandwidth: Rate
+    efficiency: float = Field(default=1.0, gt=0, le=1)
+    source: str = ""
+
+    @property
+    def beta(self) -> float:
+        return 1.0 / (self.bandwidth * self.efficiency)
+
+    @property
+    def crossover(self) -> float:
+        """n* = α/β: below it a message is bound by latency, above it by bandwidth."""
+        return self.alpha / self.beta
+
+    def time(self, n: float) -> float:
+        return self.alpha + n * self.beta
+
+
+class Level(Described):
+    """`size` units of the level below, joined by `link`."""
+
+    name: str
+    size: Size
+    link: Annotated[Link, named("links")]
+    ports: Whole = Field(default=0, description="links that leave one node at this level; 0: one for each device")
+    oversubscription: float = Field(default=1.0, ge=1, description="downlinks over uplinks of one unit below")
+    shared: bool = Field(default=False, description="level 0 only: all devices share one bus")
+
+
+class Path(NamedTuple):
+    """What a message from one device to another meets: α, and the ports it passes."""
+
+    alpha: float
+    ports: tuple[tuple, ...]
+
+
+class Cluster(Described):
+    """`gpus` devices under a hierarchy of levels. The last level may hold any number of units."""
+
+    name: str
+    accelerator: Annotated[Accelerator, named("accelerators")]
+    levels: tuple[Level, ...] = Field(min_length=1)
+    gpus: Whole = Field(default=0, le=10**9, description="devices in all; 0: one unit of level 0")
+    price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
+    source: str = ""
+
+    @property
+    def world(self) -> int:
+        return self.gpus or self.node_size
+
+    @property
+    def node_size(self) -> int:
+        return self.levels[0].size
+
+    @property
+    def nodes(self) -> int:
+        return math.ceil(self.world / self.node_size)
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """Devices under one unit of each level; the last is at least the whole cluster."""
+        spans = list(running_products([level.size for level in self.levels]))
+        spans[-1] = max(spans[-1], self.world)
+        return tuple(spans)
+
+    def with_gpus(self, gpus: int) -> Cluster:
+        return self.but(gpus=gpus)
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        return self.but(gpus=nodes * self.node_size)
+
+    def level_between(self, a: int, b: int) -> int:
+        """Index of the lowest level whose unit holds both devices."""
+        return next(k for k, span in enumerate(self.spans) if a // span == b // span)
+
+    def level_of_span(self, span: int) -> int:
+        """Index of the lowest level whose unit holds `span` consecutive, aligned devices."""
+        return next((k for k, s in enumerate(self.spans) if span <= s), len(self.spans) - 1)
+
+    def device_bandwidth(self, level: int) -> float:
+        """Achievable bytes/s, one direction, that one device has to itself at a level when all devices talk."""
+        entry = self.levels[level]
+        rate = entry.link.bandwidth * entry.link.efficiency
+        if level == 0:
+            return rate / self.node_size if entry.shared else rate
+        ports = entry.ports or self.node_size
+        rate *= ports / self.node_size
+        for k in range(1, level + 1):
+            rate = min(rate, self._uplink(k) / min(self.spans[k - 1], self.world))
+        return rate
+
+    def path(self, src: int, dst: int) -> Path:
+        """α and the ports between two devices."""
+        if src == dst:
+            return Path(0.0, ())
+        k = self.level_between(src, dst)
+        entry = self.levels[k]
+        if k == 0:
+            if entry.shared:
+                return Path(entry.link.alpha, (("bus", src // self.node_size),))
+            return Path(entry.link.alpha, (("out", src), ("in", dst)))
+        ports: list[tuple] = [("nic-out", k, *self._card(src, k)), ("nic-in", k, *self._card(dst, k))]
+        for j in range(1, k + 1):
+            if self.levels[j].oversubscription > 1 and src // self.spans[j - 1] != dst // self.spans[j - 1]:
+                ports += [("up", j, src // self.spans[j - 1]), ("down", j, dst // self.spans[j - 1])]
+        return Path(entry.link.alpha, tuple(ports))
+
+    def capacity(self, port: tuple) -> float:
+        """Achievable bytes/s of a port."""
+        match port:
+            case ("bus", _) | ("out", _) | ("in", _):
+                link = self.levels[0].link
+                return link.bandwidth * link.efficiency
+            case ("nic-out" | "nic-in", k, *_):
+                entry = self.levels[k]
+                ports = entry.ports or self.node_size
+                return entry.link.bandwidth * entry.link.efficiency * max(1.0, ports / self.node_size)
+            case ("up" | "down", k, _):
+                return self._uplink(k)
+        raise ValueError(f"no such port: {port}")
+
+    def _card(self, device: int, level: int) -> tuple[int, int]:
+        node, local = divmod(device, self.node_size)
+        ports = min(self.levels[level].ports or self.node_size, self.node_size)
+        return node, local * ports // self.node_size
+
+    def _uplink(self, level: int) -> float:
+        entry = self.levels[level]
+        devices = self.spans[level - 1]
+        ports = entry.ports or self.node_size
+        per_device = entry.link.bandwidth * entry.link.efficiency * ports / self.node_size
+        return devices * per_device / entry.oversubscription
+
+
+def running_products(sizes: list[int]) -> list[int]:
+    """Running products in exact integers."""
+    out, product = [], 1
+    for size in sizes:
+        product *= size
+        out.append(product)
+    return out
+
+
+def uniform(ranks: int, alpha: float, bandwidth: float, memory_bandwidth: float = 1e30) -> Cluster:
+    """`ranks` devices on one ideal switch: the setting of the closed formulas."""
+    device = Accelerator(name="device", memory=80e9, memory_bandwidth=memory_bandwidth, peak={"bf16": 1e15})
+    link = Link(name="link", alpha=alpha, bandwidth=bandwidth)
+    return Cluster(name="uniform", accelerator=device, levels=(Level(name="switch", size=ranks, link=link),))
+
+
+__all__ = ["DTYPE_BYTES", "Accelerator", "Cluster", "Level", "Link", "Path", "uniform"]
