@@ -71,5 +71,5 @@ def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = 
 
 
 def nearest_number(value: float, choices: Iterable[int]) -> int:
-    """The legal number closest to `value`; a tie goes to the smaller."""
-    return min(choices, key=lambda c: (abs(c - value), c))
+    """The legal number closest to `value`; a tie goes to the larger."""
+    return min(choices, key=lambda c: (abs(c - value), -c))

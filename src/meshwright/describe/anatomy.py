@@ -7,8 +7,8 @@ training step in `lower`, the sharding in `parallel`. A block is one of
 
 Legend: h hidden, N heads, K KV heads, D head dim, f FFN width, E experts, k experts a token, s sequence, V vocabulary.
 
-`split` says what tensor parallelism does to a product of shape (d_in → d_out): `column` splits d_out, `row` splits d_in,
-`none` keeps it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence` (the
+`split` says what tensor parallelism does to a product of shape (d_in → d_out): `column` splits d_out, `row` splits
+d_in, `none` keeps it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence` (the
 regions between the products, which plain tensor parallelism leaves whole and sequence parallelism shards).
 
 With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU layer add up to s·b·h·(34 + 5·N·s/h)
@@ -18,7 +18,7 @@ With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from meshwright.describe.model import Model
@@ -103,7 +103,8 @@ class Block:
 
     def parameters(self) -> dict[str, int]:
         out: dict[str, int] = {}
-        for item in (*self.linears, *self.vectors):
+        items: list[Linear | Vector] = [*self.linears, *self.vectors]
+        for item in items:
             out[item.part] = out.get(item.part, 0) + item.parameters
         return out
 
@@ -119,12 +120,15 @@ def attention_linears(m: Model) -> tuple[list[Linear], AttentionCore]:
         qk, v = m.nope_dim + m.rope_dim, m.value_dim
         q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
         query = (
-            [Linear("q_a", "attention", m.hidden, m.q_rank, "none"), Linear("q_b", "attention", m.q_rank, q_out, "column")]
+            [
+                Linear("q_a", "attention", m.hidden, m.q_rank, "none", m.qkv_bias),
+                Linear("q_b", "attention", m.q_rank, q_out, "column"),
+            ]
             if m.q_rank
             else [Linear("q", "attention", m.hidden, q_out, "column")]
         )
         latent = [
-            Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "none", saves_input=False),
+            Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "none", m.qkv_bias, saves_input=False),
             Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
         ]
         out = Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias)
@@ -157,13 +161,15 @@ def attention_saved(m: Model, core: AttentionCore) -> list[Saved]:
     return saved
 
 
-def ffn_linears(m: Model, part: str, width: int, copies: int = 1, uses: float = 1) -> list[Linear]:
-    """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down."""
-    common = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
+def ffn_linears(
+    m: Model, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
+) -> list[Linear]:
+    """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
+    common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
     gate = [Linear(f"{part}-gate", part, m.hidden, width, "column", saves_input=False, **common)] if m.gated else []
     return [
         *gate,
-        Linear(f"{part}-up", part, m.hidden, width, "column", **common),
+        Linear(f"{part}-up", part, m.hidden, width, "column", saves_input=saves_input, **common),
         Linear(f"{part}-down", part, width, m.hidden, "row", **common),
     ]
 
@@ -195,11 +201,13 @@ def dense_block(m: Model) -> Block:
 def moe_block(m: Model) -> Block:
     attention, core = attention_linears(m)
     router = Linear("router", "router", m.hidden, m.experts, "none", m.router_bias)
-    experts = ffn_linears(m, "experts", m.expert_ffn, copies=m.experts, uses=m.top_k)
-    shared = ffn_linears(m, "shared", m.shared_width) if m.shared_experts else []
+    experts = ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
+    shared = ffn_linears(m, "shared", m.shared_width, saves_input=False) if m.shared_experts else []
+    if m.shared_gate:
+        shared.append(Linear("shared-scale", "shared", m.hidden, 1, "none", saves_input=False))
     saved = attention_saved(m, core) + _norms_saved(m)
     saved += [Saved("router-scores", "router", m.experts, "sequence", 4)]
-    saved += ffn_saved(m, "experts", m.top_k * m.expert_ffn, "expert")
+    saved += ffn_saved(m, "experts", m.top_k * m.expert_width, "expert")
     if m.shared_experts:
         saved += ffn_saved(m, "shared", m.shared_width)
     vectors = _layer_vectors(m)

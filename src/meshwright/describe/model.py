@@ -1,7 +1,7 @@
 """The model: a shape, and what it counts to.
 
-Three kinds. `transformer`: decoders (and encoders, with `causal = false`), dense or mixture of experts, with grouped-query
-or multi-head latent attention. `mlp`: L square layers, the lecture's. `counts`: only totals are known (ResNet-50).
+Three kinds. `transformer`: decoders (and encoders, with `causal = false`), dense or mixture of experts, with
+grouped-query or multi-head latent attention. `mlp`: L square layers, the lecture's. `counts`: only totals are known (ResNet-50).
 
     parameters()        by part; `active` counts each token's own experts only
     flops(seq)          forward FLOPs per token by part: 2 per weight used, and 4·N·D per attended position
@@ -22,12 +22,17 @@ from meshwright.describe import anatomy
 from meshwright.describe.base import Bytes, Count, Described, Size, Whole
 from meshwright.errors import MeshwrightError, nearest_number
 
+MOST_LAYERS = 100_000  # layers are counted one by one
+
 
 class Published(Described):
     """What the makers published, to hold our counts to."""
 
     parameters: Count = 0.0
     active: Count = 0.0
+    active_counts: Literal["all", "no-input-embedding", "no-embeddings"] = Field(
+        default="all", description="what the published active count leaves out"
+    )
     source: str = ""
     note: str = ""
 
@@ -60,7 +65,7 @@ class Model(Described):
     causal: bool = True
     dropout: bool = False
     window: Whole = Field(default=0, description="sliding-window attention: positions seen; 0: all")
-    full_every: Size = Field(default=1, description="with a window: one layer in this many sees all positions")
+    full_every: Whole = Field(default=1, description="with a window: every n-th layer sees all positions; 0: none does")
     sinks: bool = False
     attention: Literal["gqa", "mla"] = "gqa"
     q_rank: Whole = 0
@@ -72,7 +77,8 @@ class Model(Described):
     top_k: Whole = 0
     expert_ffn: Whole = 0
     shared_experts: Whole = 0
-    shared_ffn: Whole = Field(default=0, description="width of all shared experts together; 0: shared_experts × expert_ffn")
+    shared_ffn: Whole = Field(default=0, description="width of all shared experts; 0: shared_experts × expert_ffn")
+    shared_gate: bool = Field(default=False, description="Qwen2-MoE: a learned sigmoid scales the shared experts")
     dense_layers: Whole = Field(default=0, description="first layers that keep a dense FFN")
     moe_every: Size = Field(default=1, description="of the layers after those, every n-th has experts")
     router_bias: bool = False
@@ -86,33 +92,39 @@ class Model(Described):
     def _legal(self) -> Model:
         if self.kind == "counts":
             if self.given_parameters <= 0 or self.given_flops <= 0:
-                raise MeshwrightError("MW-MODEL-001", f"{self.name}: kind 'counts' needs given_parameters and given_flops")
+                raise MeshwrightError("MW-MODEL-001", f"{self.name}: 'counts' needs given_parameters and given_flops")
             return self
         need = ("hidden", "layers") if self.kind == "mlp" else ("hidden", "layers", "vocab")
         for field in need:
             if not getattr(self, field):
                 raise MeshwrightError("MW-MODEL-001", f"{self.name}: a {self.kind} needs '{field}' above 0")
-        if self.kind == "mlp":
-            return self
+        if self.layers > MOST_LAYERS:
+            raise MeshwrightError("MW-MODEL-007", f"{self.name}: {self.layers} layers", valid=[f"1 to {MOST_LAYERS}"],
+                                  fix=f"--set model.layers={MOST_LAYERS}")  # fmt: skip
+        return self if self.kind == "mlp" else self._legal_transformer()
+
+    def _legal_transformer(self) -> Model:
         if self.attention == "gqa" and not self.head_dim and self.hidden % self.heads:
             legal = [n for n in range(1, 257) if self.hidden % n == 0]
             raise MeshwrightError("MW-MODEL-002", f"{self.heads} heads do not divide hidden {self.hidden}", valid=legal,
                                   fix=f"--set model.heads={nearest_number(self.heads, legal)}")  # fmt: skip
         if self.heads % self.kv_groups:
-            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0] if self.heads <= 4096 else []
-            raise MeshwrightError("MW-MODEL-003", f"{self.kv_groups} KV heads do not divide {self.heads} heads", valid=legal,
-                                  fix=f"--set model.kv_heads={nearest_number(self.kv_groups, legal or [1])}")  # fmt: skip
+            legal = [n for n in range(1, min(self.heads, 4096) + 1) if self.heads % n == 0]
+            raise MeshwrightError("MW-MODEL-003", f"{self.kv_groups} KV heads do not divide {self.heads} heads",
+                                  valid=legal, fix=f"--set model.kv_heads={nearest_number(self.kv_groups, legal)}")  # fmt: skip
         if self.attention == "mla" and not (self.kv_rank and self.nope_dim and self.value_dim):
             raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise MeshwrightError("MW-MODEL-005", f"top_k={self.top_k} of {self.experts} experts is impossible",
                                   valid=[f"1 to {self.experts}"], fix="--set model.top_k=1")  # fmt: skip
         if not self.experts and (self.top_k or self.shared_experts):
-            raise MeshwrightError("MW-MODEL-005", "top_k or shared_experts without experts", fix="--set model.experts=8")
-        if not self.experts and not self.ffn:
-            raise MeshwrightError("MW-MODEL-001", f"{self.name}: a transformer needs 'ffn' above 0")
+            raise MeshwrightError(
+                "MW-MODEL-005", "top_k or shared experts, yet no experts", fix="--set model.experts=8"
+            )
         if self.dense_layers > self.layers:
             raise MeshwrightError("MW-MODEL-006", f"{self.dense_layers} dense layers of {self.layers} layers")
+        if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):
+            raise MeshwrightError("MW-MODEL-001", f"{self.name}: a transformer needs 'ffn' above 0")
         return self
 
     # Derived shape
@@ -134,17 +146,22 @@ class Model(Described):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def expert_width(self) -> int:
+        return self.expert_ffn or self.ffn
+
+    @property
     def shared_width(self) -> int:
-        return self.shared_ffn or self.shared_experts * self.expert_ffn
+        return self.shared_ffn or self.shared_experts * self.expert_width
 
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
-        """"dense" or "moe" for each layer."""
-        return tuple(
-            "moe" if self.experts and i >= self.dense_layers and (i - self.dense_layers) % self.moe_every == self.moe_every - 1
-            else "dense"
-            for i in range(min(self.layers, 100_000))
-        )  # fmt: skip
+        """The kind of each layer: "dense" or "moe"."""
+        every = self.moe_every
+        after = (
+            "moe" if self.experts and i % every == every - 1 else "dense"
+            for i in range(self.layers - self.dense_layers)
+        )
+        return ("dense",) * self.dense_layers + tuple(after)
 
     def layer_count(self, kind: str) -> int:
         return self.layer_kinds.count(kind)
@@ -160,7 +177,8 @@ class Model(Described):
             return full
         # Token t sees min(t, w): the average over s is w − w²/2s.
         near = self.window - self.window**2 / (2 * seq) if self.causal and halve_causal else float(self.window)
-        return full / self.full_every + near * (1 - 1 / self.full_every)
+        seeing_all = self.layers // self.full_every / self.layers if self.full_every else 0.0
+        return full * seeing_all + near * (1 - seeing_all)
 
     # Counts
 
@@ -205,7 +223,9 @@ class Model(Described):
         """FLOPs to train one token: forward and twice that for backward, nothing recomputed. MFU's numerator."""
         return 3.0 * sum(self.flops(seq, halve_causal).values())
 
-    def activations(self, seq: int, dtype_bytes: float = 2, flash: bool = True, dropout: bool | None = None) -> dict[str, float]:
+    def activations(
+        self, seq: int, dtype_bytes: float = 2, flash: bool = True, dropout: bool | None = None
+    ) -> dict[str, float]:
         """Bytes one sequence keeps for backward on one device, by part."""
         if self.kind == "counts":
             return {"all": self.given_activations}
@@ -243,7 +263,7 @@ class Model(Described):
             text += f" ({self.kv_groups} KV)"
         text += f", FFN {self.ffn} {self.activation}" if self.ffn else f", {self.activation}"
         if self.experts:
-            text += f", {self.experts} experts of {self.expert_ffn}, top {self.top_k}"
+            text += f", {self.experts} experts of {self.expert_width}, top {self.top_k}"
             text += f", {self.shared_experts} shared" if self.shared_experts else ""
         return text + f", vocabulary {self.vocab}"
 

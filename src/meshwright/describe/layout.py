@@ -1,0 +1,127 @@
+"""The layout: which ranks form the groups of every axis, and which level of the cluster each group spans.
+
+Ranks are numbered with the first axis of the order running fastest. With order tp, cp, pp, dp a rank is
+
+    rank = tp_i + tp · (cp_i + cp · (pp_i + pp · (shard_i + shard · replicate_i)))
+
+so the group of an axis is an arithmetic progression: `size` ranks, `stride` apart. The seeds' 3D example (tp 2, pp 2, dp 2)
+gives tp groups {0,1} {2,3} …, pp groups {0,2} {1,3} …, dp groups {0,4} {1,5} ….
+
+`dp` is shard and replicate together; `dp_cp` is what gradients are summed over, since ranks of one context-parallel group
+hold the same weights and different tokens. Experts re-factorise the ranks of one stage, taken in order: expert_tp fastest,
+then ep, then expert_dp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.plan import Plan
+from meshwright.errors import unknown
+
+BASE = ("tp", "cp", "pp", "shard", "replicate")
+DERIVED = ("dp", "dp_cp", "expert_tp", "ep", "expert_dp", "world")
+
+
+@dataclass(frozen=True)
+class Layout:
+    plan: Plan
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Base axes, fastest first; dp is shard, then replicate."""
+        return tuple(
+            a for name in (self.plan.order or self.order) for a in (("shard", "replicate") if name == "dp" else (name,))
+        )
+
+    @cached_property
+    def grid(self) -> np.ndarray:
+        """Ranks indexed [slowest axis, …, fastest axis]."""
+        sizes = [getattr(self.plan, a) for a in self.axes]
+        return np.arange(self.plan.world).reshape(sizes[::-1])
+
+    def size(self, axis: str) -> int:
+        p = self.plan
+        sizes = {"dp": p.dp, "dp_cp": p.dp * p.cp, "expert_tp": p.etp, "ep": p.ep, "world": p.world,
+                 "expert_dp": p.tp * p.cp * p.dp // (p.etp * p.ep)}  # fmt: skip
+        if axis in sizes:
+            return sizes[axis]
+        if axis not in BASE:
+            raise unknown("MW-PLAN-020", "axis", axis, (*BASE, *DERIVED))
+        return getattr(p, axis)
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours on a base axis."""
+        stride = 1
+        for a in self.axes:
+            if a == axis:
+                return stride
+            stride *= getattr(self.plan, a)
+        raise unknown("MW-PLAN-020", "axis", axis, BASE)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits on every base axis."""
+        out = {}
+        for a in self.axes:
+            rank, out[a] = divmod(rank, getattr(self.plan, a))
+        return out
+
+    def groups(self, axis: str) -> np.ndarray:
+        """Ranks of every group of an axis: [group, member], members in axis order, groups by their first rank."""
+        if axis == "world":
+            return np.arange(self.plan.world)[None, :]
+        if axis in ("expert_tp", "ep", "expert_dp"):
+            return self._expert_groups(axis)
+        wanted = {"dp": ("shard", "replicate"), "dp_cp": ("cp", "shard", "replicate")}.get(axis, (axis,))
+        self.size(axis)
+        slow_first = self.axes[::-1]
+        keep = [i for i, a in enumerate(slow_first) if a not in wanted]
+        move = [i for i, a in enumerate(slow_first) if a in wanted]
+        members = int(np.prod([self.grid.shape[i] for i in move], dtype=int))
+        groups = self.grid.transpose(*keep, *move).reshape(-1, members)
+        return groups[np.argsort(groups[:, 0], kind="stable")]
+
+    def _expert_groups(self, axis: str) -> np.ndarray:
+        slow_first = self.axes[::-1]
+        pp = slow_first.index("pp")
+        stage_ranks = np.moveaxis(self.grid, pp, 0).reshape(self.plan.pp, -1)
+        shape = (self.plan.pp, self.size("expert_dp"), self.plan.ep, self.plan.etp)
+        cube = stage_ranks.reshape(shape)
+        which = {"expert_dp": 1, "ep": 2, "expert_tp": 3}[axis]
+        groups = np.moveaxis(cube, which, -1).reshape(-1, shape[which])
+        return groups[np.argsort(groups[:, 0], kind="stable")]
+
+    def group_of(self, axis: str, rank: int) -> list[int]:
+        groups = self.groups(axis)
+        return groups[(groups == rank).any(axis=1)][0].tolist()
+
+    def level(self, axis: str, cluster: Cluster) -> int:
+        """The highest level any group of the axis spans."""
+        groups = self.groups(axis)
+        return int(
+            max(cluster.level_between(int(a), int(b)) for a, b in zip(groups.min(1), groups.max(1), strict=True))
+        )
+
+    def per_unit(self, axis: str, span: int) -> int:
+        """Most members of one group inside one unit of `span` consecutive devices."""
+        units = self.groups(axis) // span
+        return int(max(np.unique(row, return_counts=True)[1].max() for row in units[:4096]))
+
+    def flows(self, axis: str, cluster: Cluster) -> int:
+        """How many of the axis's groups cross one node's boundary at once: they share its network cards."""
+        groups = self.groups(axis)
+        nodes = groups // cluster.node_size
+        crossing = nodes.min(1) != nodes.max(1)
+        if not crossing.any():
+            return 0
+        first = [set(row.tolist()) for row in nodes[crossing]]
+        counts: dict[int, int] = {}
+        for row in first:
+            for node in row:
+                counts[node] = counts.get(node, 0) + 1
+        return max(counts.values())

@@ -1,0 +1,42 @@
+"""How a training stack behaves: a handful of physical numbers, with a sensible default.
+
+Two stacks on one cluster differ by what their host pays for each launch, what they fuse, which attention kernel they use,
+and what they run beside what. Those differences, not the model, decide small runs: a layer of 60 launches at 6 µs cannot
+take less than 0.36 ms however fast the GPU is (the *host floor*).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.describe.base import Bytes, Described, Seconds
+
+Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
+Axis = Literal["dp", "tp", "cp", "pp", "ep"]
+
+
+class Stack(Described):
+    name: str = "default"
+    launch: Seconds = Field(default=5e-6, description="host time of one kernel launch")
+    collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
+    step_overhead: Seconds = Field(
+        default=5e-3, description="host time of one step outside the model: data, logging, loop"
+    )
+    graphs: bool = Field(default=False, description="launches are replayed from a graph, or compiled away")
+    fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer")
+    attention: Literal["flash", "fused", "stored"] = Field(
+        default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
+    )
+    overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication runs beside compute")
+    blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
+    order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
+    gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")
+    compute_slowdown: float = Field(
+        default=0.1, ge=0, lt=1, description="share of compute lost while communication runs"
+    )
+    allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
+    context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
+    communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
+    source: str = ""

@@ -1,0 +1,33 @@
+"""What is trained: batch, sequence, precision, optimizer and the token budget."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.describe.base import Count, Described, Size
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]
+STATE_COPIES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
+
+
+class Workload(Described):
+    """`batch` is in sequences (samples), over all devices."""
+
+    batch: Size = 1024
+    seq: Size = Field(default=4096, le=2**32)
+    precision: Precision = "bf16"
+    optimizer: Literal["adamw", "adam", "momentum", "sgd"] = "adamw"
+    clip: bool = Field(default=True, description="clip by the global gradient norm")
+    tokens: Count = Field(default=0.0, description="token budget of the whole training; 0: not told")
+    imbalance: float = Field(default=1.0, ge=1, description="tokens of the busiest expert rank over the mean")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def state_copies(self) -> int:
+        """Optimizer moments kept per parameter."""
+        return STATE_COPIES[self.optimizer]
