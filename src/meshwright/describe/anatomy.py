@@ -8,8 +8,8 @@ training step in `lower`, the sharding in `parallel`. A block is one of
 Legend: h hidden, N heads, K KV heads, D head dim, f FFN width, E experts, k experts a token, s sequence, V vocabulary.
 
 `split` says what tensor parallelism does to a product of shape (d_in → d_out): `column` splits d_out, `row` splits
-d_in, `none` keeps it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence` (the
-regions between the products, which plain tensor parallelism leaves whole and sequence parallelism shards).
+d_in, `none` keeps it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence`
+(the regions between the products, which plain tensor parallelism leaves whole and sequence parallelism shards).
 
 With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU layer add up to s·b·h·(34 + 5·N·s/h)
 (Korthikanti et al. 2022): 11 + 5Ns/h from attention, 19 from the FFN, 4 from the norms.
@@ -149,11 +149,14 @@ def attention_saved(m: Model, core: AttentionCore) -> list[Saved]:
         Saved("k", "attention", core.kv_heads * core.qk, "tensor"),
         Saved("v", "attention", core.kv_heads * core.v, "tensor"),
         Saved("softmax", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
-        Saved("softmax-mask", "attention", 0, "tensor", 1, per_position=core.heads, condition="stored-softmax"),
-        Saved("softmax-dropped", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
         Saved("logsumexp", "attention", core.heads, "tensor", 4, condition="flash"),
         Saved("attention-mask", "attention", m.hidden, "sequence", 1, condition="dropout"),
     ]
+    if m.dropout:
+        saved += [
+            Saved("softmax-mask", "attention", 0, "tensor", 1, per_position=core.heads, condition="stored-softmax"),
+            Saved("softmax-dropped", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),
+        ]
     if m.attention == "mla":
         saved += [Saved("latent-norms", "attention", m.q_rank + m.kv_rank, "sequence")]
     if m.qk_norm:

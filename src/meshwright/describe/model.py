@@ -1,7 +1,8 @@
 """The model: a shape, and what it counts to.
 
 Three kinds. `transformer`: decoders (and encoders, with `causal = false`), dense or mixture of experts, with
-grouped-query or multi-head latent attention. `mlp`: L square layers, the lecture's. `counts`: only totals are known (ResNet-50).
+grouped-query or multi-head latent attention. `mlp`: L square layers, the lecture's. `counts`: only totals are known
+(ResNet-50).
 
     parameters()        by part; `active` counts each token's own experts only
     flops(seq)          forward FLOPs per token by part: 2 per weight used, and 4·N·D per attended position
@@ -110,8 +111,9 @@ class Model(Described):
                                   fix=f"--set model.heads={nearest_number(self.heads, legal)}")  # fmt: skip
         if self.heads % self.kv_groups:
             legal = [n for n in range(1, min(self.heads, 4096) + 1) if self.heads % n == 0]
+            near = nearest_number(self.kv_groups, legal)
             raise MeshwrightError("MW-MODEL-003", f"{self.kv_groups} KV heads do not divide {self.heads} heads",
-                                  valid=legal, fix=f"--set model.kv_heads={nearest_number(self.kv_groups, legal)}")  # fmt: skip
+                                  valid=legal, fix=f"--set model.kv_heads={near}")  # fmt: skip
         if self.attention == "mla" and not (self.kv_rank and self.nope_dim and self.value_dim):
             raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         if self.experts and not 1 <= self.top_k <= self.experts:
@@ -229,9 +231,9 @@ class Model(Described):
         """Bytes one sequence keeps for backward on one device, by part."""
         if self.kind == "counts":
             return {"all": self.given_activations}
-        conditions = {"", "flash" if flash else "stored-softmax"}
-        if self.dropout if dropout is None else dropout:
-            conditions.add("dropout")
+        if dropout is not None and dropout != self.dropout:
+            return self.but(dropout=dropout).activations(seq, dtype_bytes, flash)
+        conditions = {"", "flash" if flash else "stored-softmax", "dropout" if self.dropout else ""}
         out: dict[str, float] = {}
         for times, block in self._over_blocks():
             for linear in block.linears:
