@@ -1,0 +1,87 @@
+"""A prediction, a measurement, and their difference: the product's honesty.
+
+Both have one shape, so they subtract. A prediction always carries a band, what it assumed and where its constants came from;
+a measurement leaves unknown what it could not see, and tells its steps, warm-up and spread. Keys are the JSON keys everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Result:
+    """Step time, where it went, memory, traffic. `None` and empty mean unknown."""
+
+    step_time_s: float
+    step_time_low_s: float
+    step_time_high_s: float
+    exposed_s: dict[str, float] = field(default_factory=dict)
+    busy_s: dict[str, float] = field(default_factory=dict)
+    memory_gib: float | None = None
+    memory_by_stage: list[dict[str, float]] = field(default_factory=list)
+    traffic_bytes: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    hfu: float | None = None
+    mfu_denominator: str = ""
+    tokens_per_s: float | None = None
+    bound_by: str = ""
+    assumed: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Prediction(Result):
+    """What the cost model says. `exposed_s` sums exactly to `step_time_s`."""
+
+    fits: bool = True
+    memory_limit_gib: float = 0.0
+    calibrated: str = "uncalibrated"
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measurement(Result):
+    """What a run showed: the median of `steps` after `warmup`, low and high its 10th and 90th percentiles."""
+
+    steps: int = 0
+    warmup: int = 0
+    spread: float = 0.0
+    loss: list[float] = field(default_factory=list)
+
+    def __sub__(self, prediction: Prediction) -> list[Difference]:
+        """Measured against predicted, for everything both sides know."""
+        rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
+        if self.memory_gib is not None and prediction.memory_gib is not None:
+            rows.append(Difference("peak memory", "GiB", prediction.memory_gib, self.memory_gib))
+        if self.tokens_per_s is not None and prediction.tokens_per_s is not None:
+            rows.append(Difference("throughput", "tokens/s", prediction.tokens_per_s, self.tokens_per_s))
+        if self.mfu is not None and prediction.mfu is not None:
+            rows.append(Difference("MFU", "%", 100 * prediction.mfu, 100 * self.mfu))
+        for axis in sorted(set(self.traffic_bytes) | set(prediction.traffic_bytes)):
+            predicted, measured = prediction.traffic_bytes.get(axis, 0.0), self.traffic_bytes.get(axis, 0.0)
+            if predicted or measured:
+                rows.append(Difference(f"traffic {axis}", "bytes", predicted, measured))
+        return rows
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One line of predicted against measured."""
+
+    what: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Signed error of the prediction relative to the measurement; 0 where both are 0."""
+        if self.measured == 0:
+            return 0.0 if self.predicted == 0 else float("inf")
+        return self.predicted / self.measured - 1

@@ -1,0 +1,157 @@
+"""A batch of plans as arrays: one field, one numpy array, one plan an entry.
+
+`estimate` lowers a batch of one, the planner a batch of a hundred thousand; the code that lowers them is the same. Words
+(schedules, kinds of context parallelism, recompute) become small integers, dtypes become bytes.
+
+The placement of an axis is told by two numbers a level: its group's size and how many members share one unit of the level.
+With the strides of `describe.layout` a group has min(size, unit / stride) members in a unit, at least one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.model import Model
+from meshwright.describe.plan import AXES, Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zbv", "dualpipev", "auto")
+RECOMPUTE = ("none", "selective", "full")
+CP_KINDS = ("ring", "ulysses", "all-gather")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd")
+OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
+INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank")
+FLAGS = ("sp", "reshard", "prefetch", "master")
+ORDERS = tuple(permutations(AXES))
+
+
+class Batch:
+    """Plans as arrays. Build with `Batch.of(plans, ...)` or, for a search, straight from arrays."""
+
+    def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
+        self.model, self.workload, self.stack = model, workload, stack
+        self.__dict__.update(fields)
+        self.n = len(fields["tp"])
+        self.dp = self.replicate * self.shard
+        self.world = self.dp * self.tp * self.cp * self.pp
+        self.microbatches = workload.batch / (self.microbatch * self.dp)
+        # Tokens of one micro-batch on one rank; a model without a sequence has one "token" a sample.
+        self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
+        self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
+        self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
+
+    # These are set from `fields`; named here for readers and type checkers.
+    replicate: np.ndarray
+    shard: np.ndarray
+    tp: np.ndarray
+    cp: np.ndarray
+    pp: np.ndarray
+    virtual: np.ndarray
+    ep: np.ndarray
+    etp: np.ndarray
+    microbatch: np.ndarray
+    zero: np.ndarray
+    sp: np.ndarray
+    reshard: np.ndarray
+    prefetch: np.ndarray
+    master: np.ndarray
+    compression_rank: np.ndarray
+    compression_ratio: np.ndarray
+    schedule: np.ndarray
+    recompute: np.ndarray
+    cp_kind: np.ndarray
+    compression: np.ndarray
+    gather_form: np.ndarray
+    reduce_each: np.ndarray
+    bucket: np.ndarray
+    param_bytes: np.ndarray
+    grad_bytes: np.ndarray
+    state_bytes: np.ndarray
+    comm_bytes: np.ndarray
+    offload_states: np.ndarray
+    offload_activations: np.ndarray
+    order: np.ndarray
+    overlap: dict[str, np.ndarray]
+    layers_per_stage: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], model: Model, workload: Workload, stack: Stack) -> Batch:
+        fields: dict[str, Any] = {name: np.array([getattr(p, name) for p in plans], dtype=float) for name in INTEGERS}
+        fields |= {name: np.array([getattr(p, name) for p in plans], dtype=bool) for name in FLAGS}
+        fields["etp"] = np.array([p.etp for p in plans], dtype=float)
+        fields["compression_ratio"] = np.array([p.compression_ratio for p in plans])
+        fields["bucket"] = np.array([p.bucket for p in plans])
+        fields["schedule"] = np.array([SCHEDULES.index(p.schedule) for p in plans])
+        fields["recompute"] = np.array([RECOMPUTE.index(p.recompute) for p in plans])
+        fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
+        fields["compression"] = np.array([COMPRESSIONS.index(p.compression) for p in plans])
+        fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
+        fields["reduce_each"] = np.array([p.reduce == "microbatch" for p in plans])
+        fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
+        fields["grad_bytes"] = np.array([DTYPE_BYTES[p.grad_dtype] for p in plans])
+        fields["state_bytes"] = np.array([DTYPE_BYTES[p.state_dtype] for p in plans])
+        fields["comm_bytes"] = np.array([DTYPE_BYTES[p.reduce_dtype] for p in plans])
+        fields["offload_states"] = np.array([p.offload in ("states", "both") for p in plans])
+        fields["offload_activations"] = np.array([p.offload in ("activations", "both") for p in plans])
+        orders = [p.order or stack.order for p in plans]
+        fields["order"] = np.array([ORDERS.index(tuple(o)) for o in orders])
+        overlaps = [stack.overlap if p.overlap is None else p.overlap for p in plans]
+        fields["overlap"] = {a: np.array([float(a in o) for o in overlaps]) for a in OVERLAP_AXES}
+        fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
+        return cls(fields, model, workload, stack)
+
+    def size(self, axis: str) -> np.ndarray:
+        """Ranks in one group of an axis."""
+        match axis:
+            case "dp_cp":
+                return self.dp * self.cp
+            case "shard_cp":  # ZeRO shards over the context-parallel ranks too: they hold the same weights
+                return self.shard * self.cp
+            case "expert_tp":
+                return self.etp
+            case "expert_shard":
+                return np.minimum(self.expert_dp, np.maximum(1.0, self.shard * self.cp * self.tp / (self.etp * self.ep)))
+            case "world" | "dp" | "expert_dp" | "tp" | "cp" | "pp" | "ep" | "shard" | "replicate":
+                return getattr(self, axis)
+        raise KeyError(axis)
+
+    def members(self, axis: str, unit: float) -> np.ndarray:
+        """Members of one group of the axis inside one unit of `unit` consecutive devices."""
+        match axis:
+            case "dp":
+                return self._inside("shard", unit) * self._inside("replicate", unit)
+            case "dp_cp":
+                return self.members("dp", unit) * self._inside("cp", unit)
+            case "shard_cp":
+                return self._inside("shard", unit) * self._inside("cp", unit)
+            case "expert_tp" | "ep" | "expert_dp" | "expert_shard":
+                room = self._inside("tp", unit) * self.members("dp_cp", unit)  # ranks of one stage in the unit
+                if axis == "expert_tp":
+                    return np.minimum(self.etp, room)
+                if axis == "ep":
+                    return np.minimum(self.ep, np.maximum(1.0, np.floor(room / self.etp)))
+                return np.minimum(self.size(axis), np.maximum(1.0, np.floor(room / (self.etp * self.ep))))
+            case "world":
+                return np.minimum(self.world, unit)
+        return self._inside(axis, unit)
+
+    def _inside(self, axis: str, unit: float) -> np.ndarray:
+        return np.minimum(getattr(self, axis), np.maximum(1.0, np.floor(unit / self.stride(axis))))
+
+    def stride(self, axis: str) -> np.ndarray:
+        out = np.ones(self.n)
+        for code in np.unique(self.order):
+            stride = np.ones(self.n)
+            for name in ORDERS[code]:
+                for a in ("shard", "replicate") if name == "dp" else (name,):
+                    if a == axis:
+                        out = np.where(self.order == code, stride, out)
+                    stride = stride * getattr(self, a)
+        return out
+

@@ -1,0 +1,44 @@
+"""The two ends of the model: embedding, and head with its loss.
+
+Both are split over the vocabulary: the embedding looks up the rows it has and an all-reduce (reduce-scatter with sequence
+parallelism) joins them; the head makes logits for its share and the loss needs only the maximum and the sum over ranks.
+The logits are the largest tensor of many models: T·V/tp, kept in fp32.
+"""
+
+from __future__ import annotations
+
+from meshwright.lower.layer import LayerLowering
+from meshwright.lower.op import Op
+
+
+def embedding(low: LayerLowering) -> dict[str, list[Op]]:
+    b, m = low.b, low.m
+    if not m.vocab or m.kind != "transformer":
+        return low.phases
+    n = b.tokens * m.hidden * low.element
+    low.memory("F", "lookup", "embedding", n, 2, 3)
+    low.collective("F", "embedding-out", "embedding", "all_reduce", "tp", n, low.with_tp * ~b.sp)
+    low.collective("F", "embedding-out", "embedding", "reduce_scatter", "tp", n, low.with_sp)
+    low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
+    low.memory("W", "scatter-add", "embedding", n, 3, 3)
+    return low.phases
+
+
+def head(low: LayerLowering) -> dict[str, list[Op]]:
+    b, m = low.b, low.m
+    if m.kind == "mlp":
+        size = b.microbatch * m.hidden * low.element
+        low.memory("F", "loss", "head", size, 1, 3)
+        low.memory("I", "loss-grad", "head", size, 2, 2)
+        return low.phases
+    if not m.vocab:
+        return low.phases
+    low.norm("final-norm")
+    low.enter_columns("head", m.hidden)
+    low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden)
+    logits = b.tokens * m.padded_vocab / b.tp
+    fused = "loss" in low.fused
+    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8)
+    low.memory("I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5)
+    low.collective("F", "loss-max-sum", "head", "all_reduce", "tp", b.tokens * 4, 3 * low.with_tp)
+    return low.phases

@@ -1,0 +1,75 @@
+"""What a rank holds: parameters of each block after tensor and expert parallelism, and bytes saved for backward.
+
+A column split keeps d_out/tp columns (never less than one KV head), a row split d_in/tp rows, everything else is whole.
+Experts keep copies/ep of width/expert_tp. Saved tensors follow the same splits; `full` recompute keeps only each layer's
+input (2·T·h bytes, sharded with sequence parallelism), `selective` drops what the attention core can make again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.anatomy import Block, Linear, Saved
+from meshwright.lower.batch import Batch
+from meshwright.lower.op import Array
+
+CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
+
+
+def linear_parameters(b: Batch, linear: Linear) -> Array:
+    if linear.part == "experts":
+        per_copy = linear.d_in * linear.d_out / b.etp + (linear.d_out / (b.etp if linear.split == "column" else 1) if linear.bias else 0)
+        return linear.copies / b.ep * per_copy
+    if linear.split == "column":
+        columns = np.maximum(linear.d_out / b.tp, min(linear.granule, linear.d_out))
+        return linear.copies * (linear.d_in * columns + (columns if linear.bias else 0))
+    if linear.split == "row":
+        return linear.copies * (linear.d_in / b.tp * linear.d_out + (linear.d_out if linear.bias else 0))
+    return linear.parameters * np.ones(b.n)
+
+
+def parameters(b: Batch, block: Block) -> dict[str, Array]:
+    """Elements on one rank: `dense` is reduced over dp·cp, `expert` over expert_dp."""
+    out = {"dense": np.zeros(b.n), "expert": np.zeros(b.n)}
+    for linear in block.linears:
+        out["expert" if linear.part == "experts" else "dense"] += linear_parameters(b, linear)
+    for vector in block.vectors:
+        split = b.tp if vector.name == "tokens" else 1.0
+        out["dense"] += vector.parameters / split
+    return out
+
+
+def saved(b: Batch, block: Block, element: float) -> dict[str, Array]:
+    """Bytes one micro-batch keeps for backward in one such block, by part."""
+    conditions = {"", "stored-softmax" if b.stack.attention == "stored" else "flash"}
+    if b.model.dropout:
+        conditions.add("dropout")
+    if "norm" not in b.stack.fused:
+        conditions.add("unfused-norm")
+    splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.workload.imbalance}
+    kept_core = b.recompute == 0
+    out: dict[str, Array] = {}
+
+    def add(part: str, size: Array) -> None:
+        out[part] = out.get(part, 0.0) + size * np.ones(b.n)
+
+    for s in block.saved:
+        if s.condition in conditions:
+            size = b.tokens * _width(b, s, element) / splits[s.split]
+            add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
+    for linear in block.linears:
+        if linear.saves_input:
+            split = b.tp if linear.split == "row" or linear.part == "experts" else b.seq_split
+            add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
+    if block.kind in ("dense", "moe"):
+        full = b.recompute == 2
+        out = {part: np.where(full, 0.0, size) for part, size in out.items()}
+        add("input", np.where(full, b.tokens * b.model.hidden * element / b.seq_split, 0.0))
+    return out
+
+
+def _width(b: Batch, s: Saved, element: float) -> Array:
+    size = element if not s.bytes_ else s.bytes_
+    if s.name == "logits" and "loss" in b.stack.fused:
+        size = element
+    return (s.width + s.per_position * b.workload.seq) * size

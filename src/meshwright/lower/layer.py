@@ -1,0 +1,243 @@
+"""One transformer layer under tensor, sequence, context and expert parallelism, for one micro-batch.
+
+Tensor parallelism (Megatron's form): a column-split product needs no communication forward and an all-reduce of its input's
+gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
+and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
+product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
+inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers.
+
+The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
+
+Context parallelism gives each rank T = b·s/cp tokens. `ring` passes K and V around (2·T·kv, cp−1 times; backward passes
+their gradients too: twice as much), `all-gather` gathers K and V at once, `ulysses` trades sequence for heads with
+all-to-alls of Q, K, V and the output.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.anatomy import Block, Linear
+from meshwright.lower.batch import Batch
+from meshwright.lower.op import Array, Op
+
+
+class LayerLowering:
+    """Collects the operations of one block, phase by phase."""
+
+    def __init__(self, batch: Batch, block: Block, element: float) -> None:
+        self.b, self.block, self.element = batch, block, element
+        self.m = batch.model
+        self.fused = set(batch.stack.fused)
+        self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
+        self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
+        self.with_tp = (batch.tp > 1).astype(float)
+        self.with_sp = self.with_tp * batch.sp
+        self.gather_form = self.with_tp * batch.gather_form
+        self.reduce_form = self.with_tp * ~batch.sp * ~batch.gather_form  # all-reduces, Megatron without sp
+
+    # Small builders
+
+    def memory(self, phase: str, name: str, part: str, size: Array, passes: float, launches: float, count: Array = 1.0) -> None:
+        """A memory-bound operation: `passes` reads or writes of `size` bytes."""
+        self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
+
+    def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
+        op = Op(name, part, "p2p" if kind == "send" else "collective", count, collective=kind, axis=axis, message_bytes=n,
+                stream=f"comm:{axis}")  # fmt: skip
+        self.phases[phase].append(op)
+
+    def gemm(self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0) -> None:
+        """A product forward, and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
+        flops = 2.0 * products * m * n * k
+        e = self.element
+        size = products * (m * k + k * n + m * n) * e
+        grown = products * (m * k + m * n) * e + products * k * n * 4  # weight gradients accumulate in fp32
+        self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), launches=launches))
+        self.phases["I"].append(Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), launches=launches))
+        self.phases["W"].append(Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), launches=launches))
+
+    # Tensor and sequence parallel edges
+
+    def enter_columns(self, part: str, width: Array) -> None:
+        """Before a column-split product of an input of `width`."""
+        n = self.b.tokens * width * self.element
+        self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
+        self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
+        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp)
+        self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
+
+    def leave_rows(self, part: str, width: Array, inner: Array) -> None:
+        """After a row-split product: `width` out of it, `inner` into it. The all-gather form gathers both."""
+        n, n_inner = self.b.tokens * width * self.element, self.b.tokens * inner * self.element
+        self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
+        self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
+        self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", n, self.with_sp)
+        self.collective("F", f"{part}-inner", part, "all_gather", "tp", n_inner, self.gather_form)
+        self.collective("F", f"{part}-out", part, "all_gather", "tp", n, self.gather_form)
+        self.collective("I", f"{part}-inner-grad", part, "reduce_scatter", "tp", n_inner, self.gather_form)
+
+    # Parts
+
+    def norm(self, name: str, width: int | None = None) -> None:
+        size = self.row_tokens * (width or self.m.hidden) * self.element
+        fused = "norm" in self.fused
+        self.memory("F", name, "norm", size, 2 if fused else 6, 1 if fused else 5)
+        self.memory("I", f"{name}-grad", "norm", size, 4 if fused else 10, 2 if fused else 8)
+
+    def residual(self, name: str) -> None:
+        """Bias, dropout and the residual addition."""
+        size = self.row_tokens * self.m.hidden * self.element
+        fused = "bias-dropout" in self.fused
+        extra = 0 if fused else int(self.m.dropout) * 2 + int(self.m.out_bias or self.m.ffn_bias)
+        self.memory("F", name, "norm", size, 3 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
+        self.memory("I", f"{name}-grad", "norm", size, 2 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
+
+    def columns(self, linear: Linear) -> Array:
+        """Local output width of a column split; a KV head is never cut."""
+        if linear.split == "none":
+            return linear.d_out
+        return np.maximum(linear.d_out / self.b.tp, min(linear.granule, linear.d_out))
+
+    def attention(self) -> None:
+        b, m, t = self.b, self.m, self.b.tokens
+        linears = {linear.name: linear for linear in self.block.linears}
+        core = self.block.attention
+        assert core is not None
+        heads = core.heads / b.tp
+        kv_heads = np.maximum(core.kv_heads / b.tp, 1.0)
+        self.norm("norm-1")
+        if m.attention == "mla":
+            # The down-projections are whole on every rank; under sp they run on its own tokens, before the gather.
+            ranks = m.q_rank + m.kv_rank
+            for name in ("q_a", "kv_a"):
+                if name in linears:
+                    self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
+            self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
+            self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
+            self.enter_columns("attention", ranks if m.q_rank else m.hidden + m.kv_rank)
+            for name in ("q_b", "q", "kv_b"):
+                if name in linears:
+                    self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)
+        else:
+            self.enter_columns("attention", m.hidden)
+            width = sum(self.columns(linears[name]) for name in ("q", "k", "v"))
+            self.gemm("qkv", "attention", t, width, m.hidden)
+        self._rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
+        self._context(heads, kv_heads)
+        self._core(heads)
+        self.gemm("o", "attention", t, m.hidden, heads * core.v)
+        self.leave_rows("attention", m.hidden, core.heads * core.v)
+        if m.norms_per_layer == 4:
+            self.norm("norm-3")
+        self.residual("attention-residual")
+
+    def _rotate(self, size: Array) -> None:
+        if self.m.positions == "rope":
+            fused = "rope" in self.fused
+            for phase in ("F", "I"):
+                self.memory(phase, "rope", "attention", size, 2 if fused else 6, 1 if fused else 6)
+        if self.m.qk_norm:
+            self.memory("F", "qk-norm", "norm", size, 2, 2)
+            self.memory("I", "qk-norm-grad", "norm", size, 4, 4)
+
+    def _core(self, heads: Array) -> None:
+        """softmax(QKᵀ)V. Flash attention runs five products backward for forward's two; stored softmax four."""
+        b, m = self.b, self.m
+        core = self.block.attention
+        assert core is not None
+        seq = float(b.workload.seq)
+        positions = m.attended(seq) if b.stack.attention != "stored" else m.attended(seq, halve_causal=False)
+        flops = 2.0 * b.tokens * heads * (core.qk + core.v) * positions
+        shape = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
+        size = b.tokens * heads * (2 * core.qk + 2 * core.v) * self.element
+        if b.stack.attention != "stored":
+            self.phases["F"].append(Op("core", "attention", "attention", 1.0, flops, size, shape))
+            self.phases["I"].append(Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, launches=3))
+            return
+        scores = b.tokens * heads * positions * self.element
+        product = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
+        fused = "softmax" in self.fused
+        passes = (2 if fused else 8) + (2.5 if m.dropout else 0)
+        self.phases["F"].append(Op("scores", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product))
+        self.memory("F", "softmax", "attention", scores, passes, (1 if fused else 4) + int(m.dropout))
+        self.phases["F"].append(Op("values", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product))
+        for name in ("scores", "values"):
+            self.phases["I"].append(Op(f"{name}-grad", "attention", "gemm", 2.0, flops / 2, size / 2 + scores, product))
+        self.memory("I", "softmax-grad", "attention", scores, passes + 1, (1 if fused else 4) + int(m.dropout))
+
+    def _context(self, heads: Array, kv_heads: Array) -> None:
+        core = self.block.attention
+        assert core is not None
+        b = self.b
+        on = b.cp > 1
+        kv = b.tokens * kv_heads * (core.qk + core.v) * self.element  # this rank's K and V
+        ring, ulysses, gather = (on & (b.cp_kind == i) for i in range(3))
+        self.collective("F", "ring-kv", "attention", "send", "cp", kv, ring * (b.cp - 1))
+        self.collective("I", "ring-kv-grad", "attention", "send", "cp", 2 * kv, ring * (b.cp - 1))
+        self.collective("F", "gather-kv", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
+        self.collective("I", "gather-kv-again", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
+        self.collective("I", "scatter-kv-grad", "attention", "reduce_scatter", "cp", kv * b.cp, gather * 1.0)
+        # Ulysses needs at least one KV head a rank: fewer are repeated.
+        kv_u = np.maximum(kv_heads, b.cp) * (core.qk + core.v)
+        q_in, out = heads * core.qk, heads * core.v
+        for phase in ("F", "I"):
+            self.collective(phase, "ulysses-qkv", "attention", "all_to_all", "cp", b.tokens * (q_in + kv_u) * self.element, ulysses * 1.0)
+            self.collective(phase, "ulysses-out", "attention", "all_to_all", "cp", b.tokens * out * self.element, ulysses * 1.0)
+
+    def feed_forward(self, part: str, width: int, edges: bool = True) -> None:
+        """The products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""
+        b, m = self.b, self.m
+        local = width / b.tp
+        if edges:
+            self.enter_columns(part, m.hidden)
+        self.gemm(f"{part}-up", part, b.tokens, local * (2 if m.gated else 1), m.hidden)
+        self.activation(part, b.tokens * local * self.element)
+        self.gemm(f"{part}-down", part, b.tokens, m.hidden, local)
+        if edges:
+            self.leave_rows(part, m.hidden, width)
+
+    def activation(self, part: str, size: Array) -> None:
+        """GELU reads and writes one tensor; a gated one reads two."""
+        inputs = 2 if self.m.gated else 1
+        fused = "activation" in self.fused
+        self.memory("F", f"{part}-activation", part, size, inputs + 1 if fused else 2 * inputs + 2, 1 if fused else inputs + 1)
+        self.memory("I", f"{part}-activation-grad", part, size, 2 * inputs + 1 if fused else 4 * inputs + 2, 1 if fused else 2 * inputs + 1)
+
+    # Whole layers
+
+    def dense(self) -> dict[str, list[Op]]:
+        if self.m.kind == "mlp":
+            return self.square()
+        self.attention()
+        self.norm("norm-2")
+        self.feed_forward("ffn", self.m.ffn)
+        if self.m.norms_per_layer == 4:
+            self.norm("norm-4")
+        self.residual("ffn-residual")
+        self.recomputed()
+        return self.phases
+
+    def square(self) -> dict[str, list[Op]]:
+        """The lecture's layer: x ← gelu(x·W), column-split with its output gathered."""
+        b, h = self.b, self.m.hidden
+        tokens = b.tokens
+        n = tokens * h * self.element
+        self.gemm("linear", "ffn", tokens, h / b.tp, h)
+        self.memory("F", "gelu", "ffn", tokens * h / b.tp * self.element, 2, 1)
+        self.memory("I", "gelu-grad", "ffn", tokens * h / b.tp * self.element, 3, 1)
+        self.collective("F", "gather", "ffn", "all_gather", "tp", n, self.with_tp)
+        self.collective("I", "reduce", "ffn", "reduce_scatter", "tp", n, self.with_tp)
+        self.recomputed()
+        return self.phases
+
+    def recomputed(self) -> None:
+        """What backward computes again: everything of forward under `full`, the attention core under `selective`."""
+        full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
+        for op in self.phases["F"]:
+            core = op.name in ("core", "scores", "softmax", "values")
+            again = full + (selective if core else 0.0)
+            if np.any(again):
+                copy = Op(f"{op.name}-again", op.part, op.kind, op.count * again, op.flops, op.bytes, op.shape, op.dtype,
+                          op.collective, op.axis, op.message_bytes, op.stream, launches=op.launches)  # fmt: skip
+                self.phases["R"].append(copy)

@@ -1,0 +1,68 @@
+"""A mixture-of-experts layer: route, dispatch, compute, combine.
+
+Each token goes to k of E experts. With ep ranks holding E/ep experts each, dispatch is an all-to-all: a rank sends its
+tokens' k copies, t·k·h bytes in all, of which (ep−1)/ep leave it. Combine sends the results back, and backward does both
+again: four all-to-alls a layer and micro-batch. (The seeds' 4·B·S·H·(E−1)/E forgets the k and uses E where the degree of
+expert parallelism belongs.)
+
+Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A token lives on tp/expert_tp different
+ranks' share, so each rank dispatches tokens / (tp / expert_tp) × (1 / expert_tp) of its own, and an all-gather over
+expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank sees `imbalance` times the mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.lower.layer import LayerLowering
+from meshwright.lower.op import Op
+
+
+def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
+    b, m, e = low.b, low.m, low.element
+    low.attention()
+    low.norm("norm-2")
+    # Tokens this rank routes: its own under sequence parallelism; without it each tp rank takes its slice.
+    own = b.tokens / b.tp
+    low.gemm("router", "router", own, m.experts, m.hidden)
+    low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
+    low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
+    copies = own * m.top_k * m.hidden * e
+    _permute(low, copies)
+    with_ep = (b.ep > 1) * 1.0
+    with_etp = (b.etp > 1) * 1.0
+    for phase in ("F", "I"):
+        low.collective(phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep)
+        low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
+    _experts(low, own * m.top_k * b.etp * b.workload.imbalance)
+    for phase in ("F", "I"):
+        low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)
+        low.collective(phase, "combine" if phase == "F" else "dispatch-grad", "experts", "all_to_all", "ep", copies, with_ep)
+    _permute(low, copies)
+    if m.shared_experts:
+        low.feed_forward("shared", m.shared_width)
+    # Without sp the layer's output must be whole again on every tp rank.
+    n = b.tokens * m.hidden * e
+    split_without_sp = low.with_tp * ~b.sp
+    low.collective("F", "experts-out", "experts", "all_gather", "tp", n, split_without_sp)
+    low.collective("I", "experts-out-grad", "experts", "all_gather", "tp", n, split_without_sp)
+    low.residual("ffn-residual")
+    low.recomputed()
+    return low.phases
+
+
+def _permute(low: LayerLowering, size) -> None:  # type: ignore[no-untyped-def]
+    """Sort token copies by expert, or back: a read and a write."""
+    low.memory("F", "permute", "experts", size, 2, 3)
+    low.memory("I", "permute-grad", "experts", size, 2, 3)
+
+
+def _experts(low: LayerLowering, tokens) -> None:  # type: ignore[no-untyped-def]
+    """Grouped products: E/ep experts, each on its share of the tokens."""
+    b, m = low.b, low.m
+    local = m.experts / b.ep
+    each = np.maximum(tokens / local, 1.0)
+    width = m.expert_ffn / b.etp
+    low.gemm("experts-up", "experts", each, width * (2 if m.gated else 1), m.hidden, products=local, launches=2)
+    low.activation("experts", tokens * width * low.element)
+    low.gemm("experts-down", "experts", each, m.hidden, width, products=local, launches=2)

@@ -1,0 +1,74 @@
+"""The step program: what one rank does in one training step, as plain data.
+
+    blocks   {(block, phase): [Op]}   one micro-batch through one embedding, dense layer, MoE layer or head
+    sync     {name: [Op]}             once a step: gradient reduction, clipping, optimizer, parameter gathering
+    stages   which blocks each pipeline rank holds
+
+Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward computes again.
+
+Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan
+does not have it). Traffic, memory, time, traces and verification are all read off these operations.
+
+Streams: `compute`; `comm:<axis>` for communication that may run beside compute; `host` for launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.lower.batch import Batch
+
+Array = Any  # a numpy array over the batch, or a scalar that broadcasts against it
+PHASES = ("F", "I", "W", "R")
+
+
+@dataclass(slots=True)
+class Op:
+    name: str
+    part: str  # attention | ffn | norm | head | embedding | router | experts | shared | optimizer
+    kind: str  # gemm | attention | memory | collective | p2p | host
+    count: Array = 1.0
+    flops: Array = 0.0
+    bytes: Array = 0.0  # moved through device memory
+    shape: tuple[Array, ...] = ()  # gemm: (products, m, n, k); attention: (batch·heads, s_q, s_kv, d)
+    dtype: str = ""  # of the arithmetic; "" = the workload's
+    collective: str = ""  # all_reduce | all_gather | reduce_scatter | all_to_all | send
+    axis: str = ""
+    message_bytes: Array = 0.0  # n, the full unsharded buffer
+    stream: str = "compute"
+    saves: Array = 0.0  # bytes kept for backward
+    launches: Array = 1.0
+
+
+@dataclass
+class StepProgram:
+    """One training step of a batch of plans."""
+
+    batch: Batch
+    blocks: dict[tuple[str, str], list[Op]] = field(default_factory=dict)
+    sync: dict[str, list[Op]] = field(default_factory=dict)
+    saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → part → bytes kept per micro-batch
+    parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → dense|expert → elements on this rank
+    gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
+
+    def ops(self, block: str) -> Iterator[tuple[str, Op]]:
+        for phase in PHASES:
+            for op in self.blocks.get((block, phase), ()):
+                yield phase, op
+
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(block for block, _ in self.blocks))
+
+
+def sent(collective: str, n: Array, size: Array) -> Array:
+    """Bytes one rank **sends** for a collective over `size` ranks of a full buffer of n bytes, bandwidth-optimally.
+
+    all-reduce 2(P−1)/P·n; all-gather, reduce-scatter and all-to-all (P−1)/P·n; send n.
+    """
+    if collective == "send":
+        return n * np.minimum(size - 1, 1)
+    return (2.0 if collective == "all_reduce" else 1.0) * (size - 1) / np.maximum(size, 1) * n

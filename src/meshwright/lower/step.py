@@ -1,0 +1,95 @@
+"""Model and plans → step program: the blocks of the model, then what happens once a step.
+
+`step_program` is the one lowering. `estimate`, the planner, the simulator and `verify` all start from its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower import ends, holds, sync
+from meshwright.lower.batch import Batch
+from meshwright.lower.layer import LayerLowering
+from meshwright.lower.moe import moe_layer
+from meshwright.lower.op import Op, StepProgram
+
+# Activations are kept in 16 bits when the arithmetic is narrower than that.
+ACTIVATION_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
+
+
+def step_program(model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None) -> StepProgram:
+    """Lower one plan or many. Plans are taken as legal: `Plan.check` says so."""
+    if isinstance(plans, Plan):
+        plans = [plans]
+    return lower(Batch.of(plans, model, workload, stack or Stack()))
+
+
+def lower(batch: Batch) -> StepProgram:
+    program = StepProgram(batch)
+    model = batch.model
+    element = ACTIVATION_BYTES.get(batch.workload.precision, DTYPE_BYTES["bf16"])
+    if model.kind == "counts":
+        _counts_only(program, element)
+        return program
+    makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
+    for kind, block in model.blocks.items():
+        low = LayerLowering(batch, block, element)
+        for phase, ops in makers[kind](low).items():
+            program.blocks[kind, phase] = ops
+        program.saved[kind] = holds.saved(batch, block, element)
+        program.parameters[kind] = holds.parameters(batch, block)
+        _add_weight_gathers(program, kind)
+        _add_boundary(program, kind, element)
+    _drop_impossible(program)
+    return program
+
+
+def _add_weight_gathers(program: StepProgram, kind: str) -> None:
+    batch = program.batch
+    if not np.any(batch.zero == 3):
+        program.gathered[kind] = np.zeros(batch.n)
+        return
+    program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
+    for group, elements in program.parameters[kind].items():
+        for phase, ops in sync.weight_gathers(batch, elements, group).items():
+            program.blocks[kind, phase] = ops + program.blocks[kind, phase]
+
+
+def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
+    """What a stage sends on: kept apart from the blocks, since a stage sends once however many layers it has."""
+    if kind != "dense":
+        return
+    batch = program.batch
+    n = batch.tokens * batch.model.hidden * element / batch.seq_split
+    on = (batch.pp > 1) * 1.0
+    for phase in ("F", "I"):
+        program.sync[f"boundary-{phase}"] = [
+            Op("activations" if phase == "F" else "gradients", "pipeline", "p2p", on, collective="send", axis="pp",
+               message_bytes=n, stream="comm:pp")
+        ]  # fmt: skip
+
+
+def _counts_only(program: StepProgram, element: float) -> None:
+    """A model of which only totals are known: one product forward and two backward, of unknown shape."""
+    batch = program.batch
+    flops = batch.model.given_flops * batch.microbatch
+    make = {"F": "forward", "I": "backward-inputs", "W": "backward-weights"}
+    for phase, name in make.items():
+        program.blocks["dense", phase] = [Op(name, "all", "gemm", 1.0, flops, 0.0, launches=60.0)]
+    program.blocks["dense", "R"] = []
+    program.saved["dense"] = {"all": batch.model.given_activations * batch.microbatch}
+    program.parameters["dense"] = {"dense": batch.model.given_parameters * np.ones(batch.n), "expert": np.zeros(batch.n)}
+    _add_weight_gathers(program, "dense")
+
+
+def _drop_impossible(program: StepProgram) -> None:
+    """Leave out what no plan of the batch does: a program of one plan lists just what that plan does."""
+    for key, ops in program.blocks.items():
+        program.blocks[key] = [op for op in ops if np.any(op.count)]

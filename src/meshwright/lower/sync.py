@@ -1,0 +1,110 @@
+"""What happens once a step: gradients are reduced, clipped, the optimizer steps, sharded parameters are gathered.
+
+    zero 0   all-reduce of the gradients over dp·cp, in buckets
+    zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce
+    zero 2   the same; gradients are kept only as shards, so each micro-batch reduces
+    zero 3   parameters live as shards: each layer gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
+    hybrid   shard inside a group, then all-reduce the shard over the replicas
+
+Weights of experts are replicated on fewer ranks (expert_dp) and reduce there. Context-parallel ranks hold the same weights,
+so they reduce with dp.
+
+Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8 and int4 send one or half a byte and a scale; top-k sends
+a share r of the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens); PowerSGD sends
+two factors of rank r.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.lower.batch import COMPRESSIONS, Batch
+from meshwright.lower.op import Array, Op
+
+
+def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
+    """Bytes each rank contributes per reduction of `elements` gradients, and the extra memory passes it costs (γ)."""
+    wire = {"none": batch.comm_bytes, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
+    passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0}
+    size = np.zeros(batch.n)
+    extra = np.zeros(batch.n)
+    for code, name in enumerate(COMPRESSIONS):
+        chosen = batch.compression == code
+        if not chosen.any():
+            continue
+        if name == "top-k":
+            value = elements * batch.compression_ratio * (batch.comm_bytes + 4)
+        elif name == "powersgd":
+            # A square matrix of `elements` has two factors of √elements × rank; real layers are near enough to square.
+            value = np.minimum(2 * np.sqrt(np.maximum(elements, 0)) * batch.compression_rank, elements) * batch.comm_bytes
+        else:
+            value = elements * wire[name]
+        size = np.where(chosen, value, size)
+        extra = np.where(chosen, passes[name] * elements * batch.comm_bytes, extra)
+    return size, extra
+
+
+def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
+    """Reduce `elements` gradients of this rank; kind 'dense' over dp·cp, 'expert' over expert_dp."""
+    whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
+    n, extra = compressed_bytes(batch, elements)
+    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
+    sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
+    topk = batch.compression == COMPRESSIONS.index("top-k")
+    hybrid = sharded & (batch.replicate > 1)
+    # ZeRO-2 and 3 keep gradients as shards, so every micro-batch reduces unless the plan accumulates whole gradients.
+    times = np.where((batch.reduce_each) | (batch.zero == 2), np.maximum(batch.microbatches, 1), 1.0)
+    times = np.where((batch.zero == 3) & batch.reduce_each, np.maximum(batch.microbatches, 1), times)
+    buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
+    ops = []
+
+    def reduce(name: str, collective: str, axis: str, total: Array, count: Array) -> None:
+        ops.append(Op(name, kind, "collective", on * count * buckets, collective=collective, axis=axis,
+                      message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
+
+    reduce("reduce-gradients", "all_reduce", whole, n, (~sharded & ~topk) * times)
+    reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & topk) * times)
+    reduce("reduce-gradients", "reduce_scatter", shard, n, sharded * times)
+    reduce("reduce-shards", "all_reduce", "replicate", n / batch.size(shard), hybrid * times)
+    if np.any(extra):
+        ops.append(Op("compress", kind, "memory", on * times, bytes=extra, launches=4.0))
+    return ops
+
+
+def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
+    """ZeRO-1 and 2: updated parameters come back whole after the optimizer."""
+    shard = "shard_cp" if kind == "dense" else "expert_shard"
+    n = elements * batch.param_bytes
+    on = ((batch.zero == 1) | (batch.zero == 2)) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
+    buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
+    return [Op("gather-parameters", kind, "collective", on * buckets, collective="all_gather", axis=shard,
+               message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
+
+
+def weight_gathers(batch: Batch, elements: Array, kind: str) -> dict[str, list[Op]]:
+    """ZeRO-3: the gathers of one block, forward and backward, in every micro-batch."""
+    shard = "shard_cp" if kind == "dense" else "expert_shard"
+    on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
+    n = elements * batch.param_bytes
+
+    def gather(count: Array) -> Op:
+        return Op("gather-weights", kind, "collective", count, collective="all_gather", axis=shard, message_bytes=n, stream="comm:dp")
+
+    # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
+    once = np.where(batch.reshard, 1.0, 1.0 / np.maximum(batch.microbatches, 1))
+    return {"F": [gather(on * once)], "I": [gather(on * batch.reshard * 1.0)]}
+
+
+def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
+    """The update: memory-bound over the states this rank owns. Unfused, each of `tensors` launches a dozen kernels."""
+    copies = batch.workload.state_copies
+    state = batch.state_bytes
+    touched = batch.grad_bytes + 2 * copies * state + np.where(batch.master, 8.0, 0.0) + 2 * batch.param_bytes
+    fused = "optimizer" in batch.stack.fused
+    launches = np.ceil(tensors / 100) + 1 if fused else 12 * tensors
+    ops = [Op("update", "optimizer", "memory", 1.0, bytes=elements * touched * (1 if fused else 2.5), launches=launches)]
+    if batch.workload.clip:
+        ops.append(Op("norm", "optimizer", "memory", 1.0, bytes=elements * batch.grad_bytes * 2, launches=np.ceil(tensors / 50) + 4))
+        ops.append(Op("norm-sum", "optimizer", "collective", (batch.world > 1) * 1.0, collective="all_reduce", axis="world",
+                      message_bytes=4.0, stream="comm:dp"))  # fmt: skip
+    return ops
