@@ -39,15 +39,15 @@ def parameters(b: Batch, block: Block) -> dict[str, Array]:
     return out
 
 
-def saved(b: Batch, block: Block, element: float) -> dict[str, Array]:
-    """Bytes one micro-batch keeps for backward in one such block, by part."""
+def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
+    """Bytes one micro-batch keeps for backward in one such block, by part; `recompute=False` as if nothing were recomputed."""
     conditions = {"", "stored-softmax" if b.stack.attention == "stored" else "flash"}
     if b.model.dropout:
         conditions.add("dropout")
     if "norm" not in b.stack.fused:
         conditions.add("unfused-norm")
     splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.workload.imbalance}
-    kept_core = b.recompute == 0
+    kept_core = (b.recompute == 0) | (not recompute)
     out: dict[str, Array] = {}
 
     def add(part: str, size: Array) -> None:
@@ -61,7 +61,7 @@ def saved(b: Batch, block: Block, element: float) -> dict[str, Array]:
         if linear.saves_input:
             split = b.tp if linear.split == "row" or linear.part == "experts" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
-    if block.kind in ("dense", "moe"):
+    if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
         add("input", np.where(full, b.tokens * b.model.hidden * element / b.seq_split, 0.0))

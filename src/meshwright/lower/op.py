@@ -54,6 +54,8 @@ class StepProgram:
     saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → part → bytes kept per micro-batch
     parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → dense|expert → elements on this rank
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
+    transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
+    element: float = 2.0  # bytes of an activation
 
     def ops(self, block: str) -> Iterator[tuple[str, Op]]:
         for phase in PHASES:

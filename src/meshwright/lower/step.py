@@ -32,9 +32,9 @@ def step_program(model: Model, plans: Plan | Sequence[Plan], workload: Workload,
 
 
 def lower(batch: Batch) -> StepProgram:
-    program = StepProgram(batch)
-    model = batch.model
     element = ACTIVATION_BYTES.get(batch.workload.precision, DTYPE_BYTES["bf16"])
+    program = StepProgram(batch, element=element)
+    model = batch.model
     if model.kind == "counts":
         _counts_only(program, element)
         return program
@@ -44,6 +44,9 @@ def lower(batch: Batch) -> StepProgram:
         for phase, ops in makers[kind](low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = holds.saved(batch, block, element)
+        if kind in ("dense", "moe") and np.any(batch.recompute == 2):
+            whole = sum(holds.saved(batch, block, element, recompute=False).values())
+            program.transient = np.maximum(program.transient, whole)
         program.parameters[kind] = holds.parameters(batch, block)
         _add_weight_gathers(program, kind)
         _add_boundary(program, kind, element)

@@ -1,0 +1,144 @@
+"""How long a collective takes: closed formulas of the algorithms, and the library's curve that a training run meets.
+
+**Formulas** (P ranks, one level, n the full buffer; γ for reductions):
+
+    broadcast, reduce    binomial tree   ⌈log₂P⌉ (α + nβ)              (the seeds drop the log from nβ)
+    scatter, gather      binomial tree   ⌈log₂P⌉ α + (P−1)/P nβ
+    all-gather,
+    reduce-scatter       ring            (P−1) α + (P−1)/P nβ          recursive: ⌈log₂P⌉ α + the same
+    all-reduce           naive           2(P−1)(α + nβ)
+                         tree            2⌈log₂P⌉ (α + nβ)
+                         ring            2(P−1) α + 2(P−1)/P nβ
+                         halving-doubling 2⌈log₂P⌉ α + 2(P−1)/P nβ
+    all-to-all           pairwise        (P−1) α + (P−1)/P nβ          Bruck: ⌈log₂P⌉ (α + n/2 β)
+
+**Library** (NCCL and its kin): a base cost per call, hops along the cheaper of ring and tree, and the slower of what passes
+inside nodes and what passes between them, since the levels are pipelined. A group with p members in each of N nodes uses p network
+cards a node:
+
+    t = base + hops + 2√(ℓ·t_wire) + t_wire,   t_wire = max( m(n,P)/B₀ , m(n,N)/(p·B₁) )
+
+The square root is what remains of α when a message is cut into the best number of chunks. Bandwidths are the *reached* ones of the
+cluster's links. Where switches reduce (NVLink SHARP) an all-reduce inside a node moves each byte once instead of twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
+from meshwright.lower.batch import Batch
+from meshwright.lower.op import Array, Op
+
+BASE = 8e-6  # one call: kernel start and its synchronisation
+CHUNK = 2.5e-6  # ℓ
+PAIR_LOSS = 0.45  # a group of P reaches 1 − 0.45/P of what a large one does
+
+
+def log2ceil(p: Array) -> Array:
+    return np.ceil(np.log2(np.maximum(p, 1)))
+
+
+def formula(collective: str, algorithm: str, n: Array, p: Array, alpha: Array, beta: Array, gamma: Array = 0.0) -> Array:
+    """Closed form of an algorithm on P ranks of one level; 0 for one rank."""
+    log, share = log2ceil(p), (p - 1) / np.maximum(p, 1)
+    table = {
+        ("broadcast", "naive"): (p - 1) * (alpha + n * beta),
+        ("broadcast", "binomial"): log * (alpha + n * beta),
+        ("reduce", "naive"): (p - 1) * (alpha + n * beta + n * gamma),
+        ("reduce", "binomial"): log * (alpha + n * beta + n * gamma),
+        ("scatter", "binomial"): log * alpha + share * n * beta,
+        ("gather", "binomial"): log * alpha + share * n * beta,
+        ("all_gather", "ring"): (p - 1) * alpha + share * n * beta,
+        ("all_gather", "recursive"): log * alpha + share * n * beta,
+        ("reduce_scatter", "ring"): (p - 1) * alpha + share * n * (beta + gamma),
+        ("reduce_scatter", "recursive"): log * alpha + share * n * (beta + gamma),
+        ("all_reduce", "naive"): 2 * (p - 1) * (alpha + n * beta) + (p - 1) * n * gamma,
+        ("all_reduce", "tree"): 2 * log * (alpha + n * beta) + log * n * gamma,
+        ("all_reduce", "ring"): 2 * (p - 1) * alpha + share * n * (2 * beta + gamma),
+        ("all_reduce", "halving-doubling"): 2 * log * alpha + share * n * (2 * beta + gamma),
+        ("all_to_all", "pairwise"): (p - 1) * alpha + share * n * beta,
+        ("all_to_all", "bruck"): log * (alpha + n / 2 * beta),
+        ("send", "direct"): alpha + n * beta,
+    }
+    return np.where(p > 1, table[collective, algorithm], 0.0)
+
+
+ALGORITHMS = {
+    "broadcast": ("naive", "binomial"),
+    "reduce": ("naive", "binomial"),
+    "scatter": ("binomial",),
+    "gather": ("binomial",),
+    "all_gather": ("ring", "recursive"),
+    "reduce_scatter": ("ring", "recursive"),
+    "all_reduce": ("naive", "tree", "ring", "halving-doubling"),
+    "all_to_all": ("pairwise", "bruck"),
+    "send": ("direct",),
+}
+
+
+def hierarchical_all_reduce(n: float, inner: int, nodes: int, fast: tuple[float, float], slow: tuple[float, float]) -> float:
+    """Reduce-scatter inside nodes, all-reduce of the shards between them, all-gather inside: each (α, β)."""
+    inside = formula("reduce_scatter", "ring", n, inner, *fast) + formula("all_gather", "ring", n, inner, *fast)
+    return float(inside + formula("all_reduce", "ring", n / inner, nodes, *slow))
+
+
+def best_algorithm(collective: str, n: float, p: int, alpha: float, beta: float, gamma: float = 0.0) -> tuple[str, float]:
+    """The fastest algorithm by the formulas; ties go to the one that moves fewer bytes."""
+    times = {a: float(formula(collective, a, n, p, alpha, beta, gamma)) for a in ALGORITHMS[collective]}
+    return min(times.items(), key=lambda item: item[1])
+
+
+class Network:
+    """The library's collectives on a cluster, for a batch of plans."""
+
+    def __init__(self, cluster: Cluster, batch: Batch) -> None:
+        self.cluster, self.batch = cluster, batch
+        self._axes: dict[str, tuple[Array, ...]] = {}
+        top = len(cluster.levels) - 1
+        self.inside = cluster.device_bandwidth(0)
+        self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [self.inside]
+        self.hop_in = cluster.levels[0].link.library_hop
+        self.hop_out = cluster.levels[min(1, top)].link.library_hop
+
+    def geometry(self, axis: str) -> tuple[Array, ...]:
+        """Group size P, members p in a node, nodes N, and the device bandwidth of the highest level spanned."""
+        if axis not in self._axes:
+            size = self.batch.size(axis)
+            inner = np.minimum(self.batch.members(axis, self.cluster.node_size), size)
+            nodes = size / inner
+            outside = np.full(self.batch.n, self.outside[0])
+            for k in range(1, len(self.cluster.levels) - 1):
+                crosses = self.batch.members(axis, self.cluster.spans[k]) < size
+                outside = np.where(crosses, self.outside[k], outside)
+            self._axes[axis] = (size, inner, nodes, outside)
+        return self._axes[axis]
+
+    def time(self, op: Op) -> Array:
+        """Seconds of one occurrence of a collective or a send."""
+        size, inner, nodes, outside = self.geometry(op.axis)
+        n = op.message_bytes
+        across = nodes > 1
+        if op.collective == "send":
+            return np.where(size > 1, BASE + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0)
+        factor = 2.0 if op.collective == "all_reduce" else 1.0
+        inside_rate = self.inside * (1 - PAIR_LOSS / size)
+        if op.collective == "all_to_all":
+            wire_in = (inner - 1) / size * n / inside_rate
+            wire_out = (size - inner) / size * n / outside
+        else:
+            in_switch = factor == 2.0 and self.cluster.levels[0].reduces
+            moved = np.where(~across & (inner >= 8), 1.45, 2.0) if in_switch else factor
+            wire_in = moved * (size - 1) / size * n / inside_rate
+            wire_out = factor * (nodes - 1) / nodes * n / (inner * outside)
+        ring = (size - nodes) * self.hop_in + np.where(across, nodes * self.hop_out, 0.0)
+        if op.collective == "all_reduce":
+            tree = 2 * (log2ceil(inner) * self.hop_in + log2ceil(nodes) * self.hop_out)
+            # A tree carries every byte twice through its inner ranks: it wins only while latency rules.
+            wire = np.maximum(wire_in, wire_out)
+            ring_time = 2 * ring + wire + 2 * np.sqrt(CHUNK * wire)
+            tree_time = tree + 2 * wire + 2 * np.sqrt(CHUNK * wire)
+            return np.where(size > 1, BASE + np.minimum(ring_time, tree_time), 0.0)
+        wire = np.maximum(wire_in, wire_out)
+        hops = np.where(op.collective == "all_to_all", np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)), ring)
+        return np.where(size > 1, BASE + hops + wire + 2 * np.sqrt(CHUNK * wire), 0.0)

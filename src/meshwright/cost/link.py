@@ -1,0 +1,55 @@
+"""One message on one link: the α-β model, and α-β-γ where something is computed on the way.
+
+    T(n) = α + n·β + n·γ        n* = α/β
+
+α is the time to start, β = 1/bandwidth the time per byte, γ the time to reduce one byte. Below the crossover n* latency
+dominates: send fewer, larger messages, or use a tree. Above it bandwidth dominates: use a ring, compress, overlap. (The seeds
+print n* as "450 KB" after dividing 450,000 B by 1024: it is 450 kB, or 439.5 KiB.)
+"""
+
+from __future__ import annotations
+
+from meshwright.describe.cluster import Link
+from meshwright.lower.op import Array
+from meshwright.units import format_decimal_bytes
+
+LATENCY_ADVICE = (
+    "fuse small messages into buckets",
+    "issue them asynchronously",
+    "use fewer collectives",
+    "use a tree or recursive doubling: log₂P steps instead of P",
+)
+BANDWIDTH_ADVICE = (
+    "use a ring or halving-doubling: each link carries 2(P−1)/P·n",
+    "compress or send a narrower dtype",
+    "overlap with compute",
+    "keep the traffic on the faster level",
+)
+
+
+def message_time(n: Array, alpha: Array, beta: Array, gamma: Array = 0.0) -> Array:
+    """T(n) = α + n·β + n·γ."""
+    return alpha + n * beta + n * gamma
+
+
+def crossover(alpha: float, beta: float) -> float:
+    """n* = α/β: the size at which latency and bandwidth cost the same."""
+    return alpha / beta
+
+
+def regime(n: float, link: Link) -> tuple[str, tuple[str, ...]]:
+    """Which term rules a message of n bytes, and what to do about it."""
+    if n < link.crossover:
+        return f"latency-bound (below n* = {format_decimal_bytes(link.crossover)})", LATENCY_ADVICE
+    return f"bandwidth-bound (above n* = {format_decimal_bytes(link.crossover)})", BANDWIDTH_ADVICE
+
+
+def fit_alpha_beta(sizes: list[float], times: list[float]) -> tuple[float, float]:
+    """Least-squares α and β of measured T(n), weighted by 1/T so that small messages count as much as large ones."""
+    import numpy as np
+
+    n, t = np.asarray(sizes, float), np.asarray(times, float)
+    weights = 1 / t
+    design = np.stack([np.ones_like(n), n], axis=1) * weights[:, None]
+    (alpha, beta), *_ = np.linalg.lstsq(design, np.ones_like(n), rcond=None)
+    return max(float(alpha), 0.0), max(float(beta), 0.0)

@@ -1,0 +1,50 @@
+"""How long a pipeline takes when its ranks are unequal: the closed forms of `programs.pipelines.formulas`, for a batch of plans.
+
+The formulas are exact on equal stages. Real stages are not equal: the first has the embedding, the last the head, and layers
+may not divide. The slowest rank then sets the pace, and filling and draining pass through all of them, so
+
+    T = M · t_slowest + ( makespan of M micro-batches on stages of the mean − M · t_mean )
+
+The second term is the ramp: (P−1)·t for 1F1B, (P−1)·t/V interleaved, less for the zero-bubble schedules.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.lower.batch import SCHEDULES, Batch
+from meshwright.lower.op import Array
+from meshwright.programs.pipelines import formulas
+
+CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
+
+
+def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, blocking: bool) -> Array:
+    """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks."""
+    out = np.zeros(batch.n)
+    m = np.maximum(1, np.round(batch.microbatches)).astype(int)
+    for code in np.unique(batch.schedule):
+        at = (batch.schedule == code) & (batch.pp > 1)
+        if not at.any():
+            continue
+        name = CLOSED_FORM_OF.get(SCHEDULES[code], SCHEDULES[code])
+        v = batch.virtual[at].astype(int)
+        times = [np.broadcast_to(x, batch.n)[at] for x in (f, i, w, p2p)]
+        f_, i_, w_ = (t / v for t in times[:3])
+        span = formulas.makespan(name, batch.pp[at].astype(int), m[at], v, f_, i_, w_, times[3], overlap=not blocking)
+        out[at] = np.maximum(span - m[at] * v * (f_ + i_ + w_), 0.0)
+    return out
+
+
+def in_flight(batch: Batch, rank: Array) -> Array:
+    """Micro-batches a rank keeps at its peak, in units of all its stages together."""
+    out = np.ones(batch.n)
+    m = np.maximum(1, np.round(batch.microbatches)).astype(int)
+    for code in np.unique(batch.schedule):
+        at = (batch.schedule == code) & (batch.pp > 1)
+        if at.any():
+            name = CLOSED_FORM_OF.get(SCHEDULES[code], SCHEDULES[code])
+            v = batch.virtual[at].astype(int)
+            p = batch.pp[at].astype(int)
+            out[at] = formulas.in_flight(name, p, m[at], v, np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)) / v
+    return out
