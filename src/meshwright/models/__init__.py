@@ -1,0 +1,45 @@
+"""The networks behind a described `Model`: one transformer of which every preset is a shape, and the deep MLP.
+
+They know nothing of parallelism. Three habits make them easy to divide all the same: every matrix is a module of its
+own (`q`, `k`, `v`, `gate`, `up`), so that any shard of any parameter is a box of the full tensor; shapes inside are
+read off the tensors (`-1` heads), so that a module with fewer heads still works; and layers keep their number of the
+whole model in their name, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of
+every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.models.initialise import initial_value
+from meshwright.models.mlp import Mlp, squared_error
+from meshwright.models.transformer import Transformer, cross_entropy
+
+__all__ = ["Mlp", "Transformer", "build", "initial_value", "loss_function", "width_of_output"]
+
+
+def build(model: Model, layers: range | None = None) -> nn.Module:
+    """The network on the meta device; `layers` builds one pipeline stage of it: those layers, the embedding with the
+    first and the head with the last."""
+    layers = layers if layers is not None else range(model.layers)
+    with torch.device("meta"):
+        if model.kind == "mlp":
+            return Mlp(model, layers)
+        if model.kind == "transformer":
+            return Transformer(model, layers)
+    raise MeshwrightError("MW-BUILD-001", f"{model.name} cannot be built",
+                          why="Only its counts are known, not its shape", valid=["transformer", "mlp"])  # fmt: skip
+
+
+def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(output, target) → the loss summed over valid tokens, never averaged: only the step knows the global count."""
+    return squared_error if model.kind == "mlp" else cross_entropy
+
+
+def width_of_output(model: Model) -> int:
+    return model.hidden if model.kind == "mlp" else model.padded_vocab

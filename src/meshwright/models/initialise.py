@@ -1,0 +1,45 @@
+"""Initial weights that do not depend on the layout.
+
+Each parameter is drawn from a generator of its own, seeded by a hash of (seed, name), with the full tensor's shape. A
+rank that holds a part of it draws the whole and keeps its box, so the same seed gives the same weights under every
+plan, at the price of drawing what others keep: one parameter at a time, never a whole model.
+
+    matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
+    into the residual         σ / √(2·layers)              (attention output and FFN down projection)
+    layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
+    norm weights 1, biases 0
+
+`scatter` adds N(0, 0.1²) to norm weights and biases as well: a proof of parity must not start where a wrong bias is
+zero.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+
+from meshwright.describe.model import Model
+
+INTO_RESIDUAL = ("attention.o.weight", "ffn.down.weight")
+SCATTER = 0.1
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> torch.Tensor:
+    """The full float32 tensor a parameter starts from."""
+    draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
+    if len(shape) == 1:
+        centre = 0.0 if name.endswith("bias") else 1.0
+        return draw.mul_(SCATTER if scatter else 0.0).add_(centre)
+    if model.kind == "mlp":
+        return draw.mul_(math.sqrt(2 / model.hidden))
+    deviation = math.sqrt(2 / (5 * model.hidden))
+    if name.endswith(INTO_RESIDUAL):
+        deviation /= math.sqrt(2 * model.layers)
+    return draw.mul_(deviation)

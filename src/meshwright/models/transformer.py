@@ -1,0 +1,219 @@
+"""The transformer of which every dense preset is a shape.
+
+    x = tokens + positions                              (embedding, its norm where the shape has one)
+    x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms a layer also norms what it adds)
+    logits = project(norm(x))                           (head; its weight is the embedding's where tied)
+
+attention: grouped queries; positions by rotation (RoPE), learned, or none. ffn: σ(W₁x) W₂, or gated, σ(W_g x) ∘ W₁x.
+
+Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
+Dropout is a flag of the shape that counts memory; these networks train without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+
+EPSILON = 1e-5
+ROTARY_BASE = 10_000.0
+IGNORED = -100  # a target that is padding
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "geglu": F.gelu,
+    "relu": F.relu,
+    "swiglu": F.silu,
+}
+
+
+def make_norm(model: Model, width: int = 0) -> nn.Module:
+    if model.norm == "layernorm":
+        return nn.LayerNorm(width or model.hidden, eps=EPSILON)
+    return nn.RMSNorm(width or model.hidden, eps=EPSILON)
+
+
+class Geometry:
+    """What attention needs to know of positions: the rotation and the mask, made once a length and shared by all
+    layers."""
+
+    def __init__(self, model: Model) -> None:
+        self.rotate, self.width = model.positions == "rope", model.head_width
+        self.causal, self.window = model.causal, model.window
+        self._made: dict[tuple, torch.Tensor] = {}
+
+    def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
+        """Each pair (x_i, x_{i+D/2}) at position p turned by the angle p · base^(−2i/D)."""
+        if not self.rotate:
+            return x_BNSD
+        cosine_SD, sine_SD = self._angles(x_BNSD)
+        first, second = x_BNSD.chunk(2, dim=-1)
+        return x_BNSD * cosine_SD + torch.cat((-second, first), dim=-1) * sine_SD
+
+    def _angles(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = ("angles", x.shape[-2], x.dtype, x.device)
+        if key not in self._made:
+            frequency = ROTARY_BASE ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+            angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency).repeat(1, 2)
+            self._made[key] = torch.stack((angle.cos(), angle.sin())).to(x)
+        cosine, sine = self._made[key]
+        return cosine, sine
+
+    def mask(self, x: torch.Tensor, full: bool) -> torch.Tensor | None:
+        """True where a query may look; None where `is_causal` or no mask says it all."""
+        length = x.shape[-2]
+        if full or not self.window or self.window >= length:
+            return None
+        key = ("mask", length, x.device)
+        if key not in self._made:
+            position = torch.arange(length, device=x.device)
+            ago = position[:, None] - position[None, :]
+            near = ago.abs() < self.window
+            self._made[key] = near & (ago >= 0) if self.causal else near
+        return self._made[key]
+
+
+class Attention(nn.Module):
+    def __init__(self, model: Model, geometry: Geometry, full: bool) -> None:
+        super().__init__()
+        self.width, self.geometry, self.full = model.head_width, geometry, full
+        queries, keys = model.heads * self.width, model.kv_groups * self.width
+        self.q = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
+        self.k = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.v = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
+        self.q_norm = nn.RMSNorm(self.width, eps=EPSILON) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.width, eps=EPSILON) if model.qk_norm else nn.Identity()
+        self.o = nn.Linear(queries, model.hidden, bias=model.out_bias)
+
+    def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
+        return x_BSX.unflatten(-1, (-1, self.width))
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        q_BNSD = self.geometry.rotated(self.q_norm(self.heads(self.q(x_BSH))).transpose(1, 2))
+        k_BKSD = self.geometry.rotated(self.k_norm(self.heads(self.k(x_BSH))).transpose(1, 2))
+        v_BKSD = self.heads(self.v(x_BSH)).transpose(1, 2)
+        mask = self.geometry.mask(q_BNSD, self.full)
+        mixed_BNSD = F.scaled_dot_product_attention(
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=self.geometry.causal and mask is None,
+            enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
+        )  # fmt: skip
+        return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        if model.gated:
+            self.gate = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
+        self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
+        self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
+        self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        if self.gated:
+            return self.down(self.activation(self.gate(x_BSH)) * self.up(x_BSH))
+        return self.down(self.activation(self.up(x_BSH)))
+
+
+class Layer(nn.Module):
+    def __init__(self, model: Model, geometry: Geometry, index: int) -> None:
+        super().__init__()
+        full = bool(model.full_every) and (index + 1) % model.full_every == 0
+        self.attention_norm = make_norm(model)
+        self.attention = Attention(model, geometry, full)
+        self.ffn_norm = make_norm(model)
+        self.ffn = FeedForward(model)
+        self.attention_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
+        self.ffn_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        x_BSH = x_BSH + self.attention_post_norm(self.attention(self.attention_norm(x_BSH)))
+        return x_BSH + self.ffn_post_norm(self.ffn(self.ffn_norm(x_BSH)))
+
+
+class LearnedPositions(nn.Module):
+    """The first S rows of a learned table."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden))
+
+    def forward(self, length: int) -> torch.Tensor:
+        if length > self.weight.shape[0]:
+            raise MeshwrightError("MW-BUILD-003", f"a sequence of {length} with {len(self.weight)} learned positions",
+                                  fix=f"--set workload.seq={self.weight.shape[0]}")  # fmt: skip
+        return self.weight[:length]
+
+
+class Embedding(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(model.padded_vocab, model.hidden)
+        self.positions = LearnedPositions(model) if model.positions == "learned" else None
+        self.norm = make_norm(model) if model.embedding_norm else nn.Identity()
+
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = self.tokens(ids_BS)
+        if self.positions is not None:
+            x_BSH = x_BSH + self.positions(ids_BS.shape[1])
+        return self.norm(x_BSH)
+
+
+class Head(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = make_norm(model) if model.final_norm else nn.Identity()
+        self.project = nn.Linear(model.hidden, model.padded_vocab, bias=False)
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return self.project(self.norm(x_BSH))
+
+
+class Transformer(nn.Module):
+    """All of it, or the stage that holds `layers`. A tied head shares its weight where both ends are here."""
+
+    def __init__(self, model: Model, layers: range) -> None:
+        super().__init__()
+        check_buildable(model)
+        geometry = Geometry(model)
+        self.embedding = Embedding(model) if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i) for i in layers})
+        self.head = Head(model) if layers.stop == model.layers else None
+        if model.tied and self.embedding is not None and self.head is not None:
+            self.head.project.weight = self.embedding.tokens.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x) if self.embedding is not None else x
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(x) if self.head is not None else x
+
+
+def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
+    """Summed over valid tokens, in float32 or wider."""
+    wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
+    return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def check_buildable(model: Model) -> None:
+    lacking = {
+        "experts": bool(model.experts),
+        "attention=mla": model.attention == "mla",
+        "positions=alibi": model.positions == "alibi",
+        "sinks": model.sinks,
+        f"norms_per_layer={model.norms_per_layer}": model.norms_per_layer not in (2, 4),
+    }
+    for what, present in lacking.items():
+        if present:
+            raise MeshwrightError("MW-BUILD-002", f"{model.name} has {what}, which the dense transformer does not run",
+                                  why="It can be described, planned and costed",
+                                  valid=["attention=gqa", "positions=rope|learned|none",
+                                         "norms_per_layer=2|4"])  # fmt: skip
+    if model.positions == "rope" and model.head_width % 2:
+        raise MeshwrightError("MW-BUILD-002", f"RoPE turns pairs; head_dim {model.head_width} of {model.name} is odd",
+                              fix=f"--set model.head_dim={model.head_width + 1}")  # fmt: skip

@@ -1,0 +1,21 @@
+"""The harness of every test that needs ranks: fresh processes a test, a limit on its silence, nothing left behind.
+
+def work(context, x): ...                 # in the test's own module results = ranks.run(4, work, x)           #
+what each rank returned; a rank that fails fails the test with its traceback
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.train import launch
+
+SILENCE_S = 25.0
+GROUP_TIMEOUT_S = 15.0
+
+
+def run(world: int, work: Callable[..., Any], *args: Any, silence: float = SILENCE_S,
+        group_timeout: float = GROUP_TIMEOUT_S, **options: Any) -> list[Any]:  # fmt: skip
+    target = f"{work.__module__}:{work.__qualname__}"
+    return launch.run(target, world, *args, silence=silence, group_timeout=group_timeout, **options)
