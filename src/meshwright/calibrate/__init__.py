@@ -1,0 +1,1 @@
+"""Predictions held to measurements: published runs read as cases, their errors told, constants fitted."""

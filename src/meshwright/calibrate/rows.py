@@ -1,0 +1,314 @@
+"""A row of published measurements → model, cluster, stack, workload and plan, saying what was not told and so assumed.
+
+Blank means *not told*, never zero. What a stack always does is taken from the stack; what a family of models always has is
+taken from the catalog; recompute that is not told is the least that makes the run fit. A row without the shape of its model, its
+GPUs or its batch is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.describe import catalog
+from meshwright.describe.cluster import Cluster, Level, Link
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+
+LIMIT = 200_000_000
+REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
+
+FAMILIES = (  # how a model's name leads to its catalog entry; told shapes override it
+    (r"deepseek.?v3", "deepseek-v3"),
+    (r"qwen3.235b", "qwen3-235b-a22b"),
+    (r"qwen3.30b", "qwen3-30b-a3b"),
+    (r"gpt.oss.120b", "gpt-oss-120b"),
+    (r"mixtral.8x22b", "mixtral-8x22b"),
+    (r"mixtral.8x7b", "mixtral-8x7b"),
+    (r"llama.?3\.1.405b|llama.?3.405b", "llama3.1-405b"),
+    (r"llama.?3(\.1)?.70b", "llama3-70b"),
+    (r"llama.?3(\.1)?.8b", "llama3-8b"),
+    (r"llama.?2.70b", "llama2-70b"),
+    (r"llama.?65b", "llama-65b"),
+    (r"mt.nlg", "mt-nlg-530b"),
+    (r"gpt.?3.175b", "gpt3-175b"),
+    (r"opt.175b", "gpt3-175b"),
+)
+GATED = r"llama|qwen|mixtral|deepseek|grok|gpt.?oss|mistral"
+SCHEDULES = {"": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved", "1f1b-i": "interleaved",
+             "zb-1p": "zb-h1", "zb-2p": "zb-h2"}  # fmt: skip
+PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
+
+
+@dataclass
+class Case:
+    """One run: what was measured, and the configuration it was measured with."""
+
+    row: dict[str, str]
+    model: Model | None = None
+    cluster: Cluster | None = None
+    stack: Stack = field(default_factory=Stack)
+    workload: Workload | None = None
+    plan: Plan | None = None
+    assumed: list[str] = field(default_factory=list)
+    refused: str = ""
+
+    @property
+    def row_id(self) -> str:
+        return self.row.get("row_id", "")
+
+    @property
+    def step_time(self) -> float | None:
+        return number(self.row.get("step_time_s", ""))
+
+    @property
+    def memory(self) -> float | None:
+        return number(self.row.get("memory_gib", ""))
+
+
+def number(text: str | None) -> float | None:
+    """The first number in a cell, or None when it is blank."""
+    match = re.search(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text or "")
+    return float(match[0]) if match else None
+
+
+def whole(text: str | None, default: int = 0) -> int:
+    value = number(text)
+    return default if value is None else int(min(value, 2**40))
+
+
+def read(path: str | Path) -> Iterator[dict[str, str]]:
+    """Rows of a CSV with the columns of `runs.csv`."""
+    path = Path(path)
+    if not path.is_file():
+        raise MeshwrightError("MW-VAL-001", f"there is no file {str(path)!r}", fix="give a CSV with the columns of runs.csv")
+    if path.stat().st_size > LIMIT:
+        raise MeshwrightError("MW-VAL-001", f"{str(path)!r} is larger than {LIMIT // 10**6} MB")
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [c for c in REQUIRED if c not in (reader.fieldnames or [])]
+            if missing:
+                raise MeshwrightError("MW-VAL-002", f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}",
+                                      valid=REQUIRED)  # fmt: skip
+            for row in reader:
+                yield {k: (v or "").strip() for k, v in row.items() if isinstance(k, str) and (v is None or isinstance(v, str))}
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise MeshwrightError("MW-VAL-001", f"{path.name} is not a readable CSV", why=str(error)[:100]) from None
+
+
+def case(row: dict[str, str]) -> Case:
+    """Read one row; `refused` says why when it cannot be predicted."""
+    out = Case(row)
+    try:
+        out.stack = _stack(out)
+        out.model = _model(out)
+        out.cluster = _cluster(out)
+        _plan(out)
+        assert out.plan is not None and out.workload is not None
+        out.plan.check(out.model, out.workload, out.cluster)
+    except MeshwrightError as error:
+        out.refused = error.what
+    return out
+
+
+def _refuse(what: str) -> MeshwrightError:
+    return MeshwrightError("MW-VAL-003", what)
+
+
+def _stack(c: Case) -> Stack:
+    name = c.row["stack"]
+    stack: Stack = catalog.load("stacks", name if name in catalog.names("stacks") else "default")
+    if not name:
+        c.assumed.append("stack: default")
+    kernel = {"0": "stored", "1": "flash"}.get(c.row["flash_attn"])
+    if c.row["flash_attn"] in ("TE auto", "fused (cuDNN)"):
+        kernel = "fused"
+    if kernel:
+        return stack.but(attention=kernel)
+    c.assumed.append(f"attention: {stack.attention}")
+    return stack
+
+
+def _model(c: Case) -> Model:
+    r, name = c.row, c.row["model"].lower()
+    base = next((entry for pattern, entry in FAMILIES if re.search(pattern, name) and entry in catalog.names("models")), None)
+    if re.search(r"nemotron.h|nemotron.?3|kimi|v4 flash", name):
+        raise _refuse(f"the shape of {r['model']} is not one we describe")
+    told = {k: whole(r[col]) for k, col in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab")) if whole(r[col])}
+    if base:
+        shape: Model = catalog.load("models", base)
+        if told.get("hidden", shape.hidden) == shape.hidden:
+            keep = {k: v for k, v in told.items() if k != "heads" or shape.attention == "gqa"}
+            if r["kv_heads"].isdigit() and shape.attention == "gqa":
+                keep["kv_heads"] = whole(r["kv_heads"])
+            if "layers" in keep:
+                keep["dense_layers"] = min(shape.dense_layers, keep["layers"])
+            if not told:
+                c.assumed.append(f"shape: catalog {base}")
+            return shape.but(name=r["model"], **keep)
+    if not {"layers", "hidden"} <= set(told):
+        raise _refuse("the shape of the model is not told")
+    return _custom(c, told, name)
+
+
+def _custom(c: Case, told: dict[str, int], name: str) -> Model:
+    r = c.row
+    hidden = told["hidden"]
+    if "heads" not in told:
+        told["heads"] = max(1, hidden // 128)
+        c.assumed.append(f"heads: hidden / 128 = {told['heads']}")
+    if "vocab" not in told:
+        told["vocab"] = 50304
+        c.assumed.append("vocabulary: 50304")
+    gated = bool(re.search(GATED, name))
+    ffn = whole(r["ffn_hidden"])
+    if not ffn:
+        ffn = 4 * hidden
+        c.assumed.append("FFN: 4 × hidden")
+    experts = whole(r["experts"])
+    fields = dict(told, name=r["model"], kv_heads=whole(r["kv_heads"]) or told["heads"], ffn=ffn, max_positions=whole(r["seq_len"], 2048))
+    if told["heads"] % fields["kv_heads"]:
+        fields["kv_heads"] = told["heads"]
+    if experts:
+        dense = re.search(r"dense (\d+)", r["ffn_hidden"])
+        shared = re.search(r"\+ (\d+) shared", r["ffn_hidden"])
+        fields |= dict(experts=experts, top_k=whole(r["topk"], 2), expert_ffn=ffn, ffn=int(dense[1]) if dense else ffn)
+        if shared:
+            fields |= dict(shared_experts=1, shared_ffn=int(shared[1]))
+        if "every 2nd" in r["ffn_hidden"]:
+            fields["moe_every"] = 2
+    if gated:
+        tied = r["stack"] == "nanotron" and hidden <= 3072
+        return Model(**fields, activation="swiglu", tied=tied)
+    squared = "nemotron" in name
+    gpt = dict(norm="layernorm", positions="learned", tied=True, qkv_bias=True, out_bias=True, ffn_bias=True, dropout=True)
+    if "mpt" in name:
+        gpt = dict(norm="layernorm", positions="alibi", tied=True)
+    if "bloom" in c.row["file"]:
+        gpt |= dict(positions="alibi", embedding_norm=True, dropout=False)
+    if squared:
+        gpt = dict(norm="layernorm", tied=False)
+    return Model(**fields, activation="relu" if squared else "gelu", vocab_multiple=128, **gpt)
+
+
+CLUSTERS = (  # what the row says of GPU and network → catalog cluster
+    (r"gb300", r"", "gb300-nvl72"),
+    (r"gb200", r"", "gb200-nvl72"),
+    (r"b300", r"", "dgx-b300"),
+    (r"b200", r"", "dgx-b200"),
+    (r"h800", r"", "dgx-h800"),
+    (r"h100|h200", r"efa", "aws-p5"),
+    (r"h100", r"roce per gpu", "meta-h100"),
+    (r"h100", r"", "dgx-h100"),
+    (r"v100", r"", "dgx-v100"),
+    (r"a100.?40|40gb", r"", "a100-40gb-roce"),
+    (r"a100|ampere", r"omni.path", "jean-zay-a100"),
+    (r"a100|ampere", r"800 gb/s per node", "a100-hdr4"),
+    (r"a100|ampere", r"", "dgx-a100"),
+)
+
+
+def _cluster(c: Case) -> Cluster:
+    r = c.row
+    gpus = whole(r["gpus"])
+    if not gpus:
+        gpus = max(1, whole(r["tp"], 1) * whole(r["pp"], 1) * whole(r["cp"], 1) * max(1, whole(r["dp"], 1)))
+        ranks = whole(r["ep"], 1) * max(1, whole(r["etp"], 1)) * whole(r["pp"], 1)
+        gpus = max(gpus, ranks)
+        c.assumed.append(f"GPUs: {gpus}, the fewest the degrees allow")
+    if not r["gpu_type"]:
+        raise _refuse("the GPU is not told")
+    kind, network = r["gpu_type"].lower(), r["interconnect"].lower()
+    name = next((n for gpu, net, n in CLUSTERS if re.search(gpu, kind) and re.search(net, network)), None)
+    if name is None:
+        raise _refuse(f"GPU {r['gpu_type']!r} is not in the catalog")
+    if not network and gpus > 8:
+        c.assumed.append(f"network: as {name}")
+    return preset(name).with_gpus(gpus)
+
+
+def preset(name: str) -> Cluster:
+    """A catalog cluster, or one of the published runs' that no catalog would list."""
+    if name in catalog.names("clusters"):
+        return catalog.load("clusters", name)
+    base: Cluster = catalog.load("clusters", "dgx-a100")
+    node, network = base.levels[0], base.levels[1]
+    if name == "a100-hdr4":
+        return base.but(name=name, levels=(node, Level(name="fabric", size=1024, link=network.link, ports=4)))
+    if name == "a100-40gb-roce":
+        roce = Link(name="roce", alpha="6us", bandwidth="200Gb/s", efficiency=0.75, hop=network.link.library_hop)
+        return base.but(name=name, accelerator="a100-40gb", levels=(node, Level(name="fabric", size=1024, link=roce)))
+    raise _refuse(f"cluster {name} is not in the catalog")
+
+
+def _plan(c: Case) -> None:
+    r = c.row
+    assert c.cluster is not None and c.model is not None
+    gpus = c.cluster.world
+    tp, pp, cp = whole(r["tp"], 0), whole(r["pp"], 0), whole(r["cp"], 1) or 1
+    if not tp or not pp:
+        raise _refuse("the parallel degrees are not told")
+    if gpus % (tp * pp * cp):
+        raise _refuse(f"tp × cp × pp = {tp} × {cp} × {pp} does not divide {gpus} GPUs")
+    dp = gpus // (tp * pp * cp)
+    if r["dp"] and whole(r["dp"]) != dp:
+        c.assumed.append(f"dp: {dp} by arithmetic (the table says {r['dp']})")
+    batch, seq = whole(r["global_batch"]), whole(r["seq_len"])
+    if not batch or not seq or "token" in r["global_batch"]:
+        raise _refuse("the batch or the sequence is not told")
+    micro = whole(r["micro_batch"])
+    if not micro:
+        local = max(1, batch // dp)
+        micro = max(1, local // whole(r["grad_accum"])) if whole(r["grad_accum"]) else (1 if pp > 1 else min(local, 8))
+        c.assumed.append(f"micro-batch: {micro}")
+    while micro > 1 and batch % (micro * dp):
+        micro -= 1
+    zero = whole(r["zero"]) if r["zero"] else 1
+    if not r["zero"]:
+        c.assumed.append("ZeRO: 1 (distributed optimizer)")
+    schedule, virtual = SCHEDULES.get(r["schedule"], "1f1b"), max(1, whole(r["vpp"], 1))
+    if pp == 1 or schedule not in ("interleaved",):
+        virtual = 1
+    if schedule == "interleaved" and virtual == 1:
+        virtual = max(2, next((v for v in (2, 3, 4, 5) if c.model.layers % (pp * v) == 0), 2))
+        c.assumed.append(f"virtual stages: {virtual}")
+    while virtual > 1 and pp * virtual > c.model.layers:
+        virtual -= 1
+    if pp == 1 or virtual == 1 and schedule == "interleaved":
+        schedule = "1f1b"
+    if r["sp"]:
+        sp = whole(r["sp"]) > 0 and tp > 1
+    else:
+        sp = tp > 1
+        c.assumed.append(f"sequence parallel: {'on' if sp else 'off'}")
+    sharded = zero > 0 and dp > 1
+    grad = c.stack.gradient_dtype
+    c.workload = Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+    fields = dict(
+        replicate=1 if sharded else dp, shard=dp if sharded else 1, zero=zero if sharded else 0, tp=tp, sp=sp, cp=cp, pp=pp,
+        virtual=virtual, schedule=schedule, microbatch=micro, grad_dtype=grad, comm_dtype=grad, bucket=_bucket(c),
+        reduce="microbatch" if zero >= 2 else "step", master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
+    )  # fmt: skip
+    if c.stack.name == "composer-fsdp":
+        fields |= dict(param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16", reduce="microbatch")
+    if c.model.experts:
+        fields |= dict(ep=max(1, whole(r["ep"], 1)), expert_tp=whole(r["etp"]) or (1 if whole(r["ep"], 1) > 1 else 0))
+        room = tp * cp * dp
+        if room % (fields["ep"] * max(1, fields["expert_tp"] or tp)):
+            fields["expert_tp"] = 1
+    mode = r["recompute_mode"]
+    c.plan = Plan(**fields, recompute=mode or "none")
+    if not mode:
+        c.assumed.append("recompute: the least that fits")
+
+
+def _bucket(c: Case) -> float:
+    """Megatron reduces in large buckets (40M elements or whole), DDP in 25 MB ones."""
+    return 160e6 if c.stack.name.startswith(("megatron", "nemo")) else 25e6

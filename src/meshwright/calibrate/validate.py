@@ -1,0 +1,179 @@
+"""How true the predictions are: every published run predicted, its errors told by source.
+
+    error      predicted / measured − 1, of step time
+    bias       the median signed error: above 0 we are too slow
+    MAPE       mean of |error|; the median and the 90th percentile beside it
+    Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch): is the order right
+    regret     how much slower the configuration we would pick in a group is than the measured best
+    memory     error of peak memory; false alarms: finished runs we say do not fit; recall: failed ones we say do not fit
+
+Figures are macro-averaged over sources, so that a source of a thousand rows counts as much as one of twenty.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.calibrate.rows import Case, case
+from meshwright.cost.predict import cost_of
+from meshwright.cost.predict import prediction as describe
+from meshwright.describe.result import Prediction
+
+STALLED = 1.3  # twins of one configuration that differ by more are stalls of the run, judged apart
+NOT_FOR_TIME = ("megatron_lm_golden_values",)
+
+
+@dataclass
+class Outcome:
+    case: Case
+    prediction: Prediction | None = None
+    refused: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Signed relative error of step time."""
+        if self.prediction is None or not self.case.step_time:
+            return None
+        return self.prediction.step_time_s / self.case.step_time - 1
+
+    @property
+    def stalled(self) -> bool:
+        ratio = self.case.row.get("pair_ratio", "")
+        return bool(ratio) and float(ratio) > STALLED
+
+    def as_dict(self) -> dict[str, Any]:
+        p = self.prediction
+        out: dict[str, Any] = {"row_id": self.case.row_id, "assumed": self.case.assumed, "refused": self.refused or None}
+        keys = ("step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "fits")
+        return out | {k: getattr(p, k) if p else None for k in keys}
+
+
+@dataclass
+class Score:
+    """Figures of one source or group."""
+
+    rows: int = 0
+    refused: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    bias: float | None = None
+    mape: float | None = None
+    median: float | None = None
+    p90: float | None = None
+    inside_band: float | None = None
+    spearman: float | None = None
+    regret: float | None = None
+    memory_median: float | None = None
+    false_alarms: float | None = None
+    stalled: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def predict_row(row: dict[str, str]) -> Outcome:
+    """Predict one row. Recompute that was not told is the least that fits."""
+    c = case(row)
+    if c.refused:
+        return Outcome(c, refused=c.refused)
+    assert c.model and c.cluster and c.plan and c.workload
+    options = [c.plan.recompute] if row.get("recompute_mode") else ["none", "selective", "full"]
+    for mode in options:
+        plan = c.plan.but(recompute=mode)
+        cost = cost_of(c.model, c.cluster, plan, c.workload, c.stack)
+        result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
+        if result.fits or mode == options[-1]:
+            break
+    if len(options) > 1:
+        c.assumed = [a if not a.startswith("recompute") else f"recompute: {mode}" for a in c.assumed]
+        if not result.fits:
+            plan = c.plan.but(recompute="none")
+            cost = cost_of(c.model, c.cluster, plan, c.workload, c.stack)
+            result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
+    return Outcome(c, result)
+
+
+def predict_rows(rows: Iterable[dict[str, str]], progress: Callable[[], None] | None = None) -> list[Outcome]:
+    out = []
+    for row in rows:
+        out.append(predict_row(row))
+        if progress:
+            progress()
+    return out
+
+
+def score(outcomes: list[Outcome]) -> Score:
+    """Errors of one set of rows; stalled twins are counted and left out of the errors."""
+    s = Score(rows=len(outcomes))
+    usable = []
+    for o in outcomes:
+        if o.refused:
+            s.refused += 1
+            s.reasons[o.refused] = s.reasons.get(o.refused, 0) + 1
+        elif o.stalled:
+            s.stalled += 1
+        else:
+            usable.append(o)
+    errors = np.array([o.error for o in usable if o.error is not None])
+    if len(errors):
+        size = np.abs(errors)
+        s.bias, s.mape = float(np.median(errors)), float(size.mean())
+        s.median, s.p90 = float(np.median(size)), float(np.quantile(size, 0.9))
+        inside = [o.prediction.step_time_low_s <= o.case.step_time <= o.prediction.step_time_high_s  # type: ignore[union-attr, operator]
+                  for o in usable if o.error is not None]  # fmt: skip
+        s.inside_band = float(np.mean(inside))
+        s.spearman, s.regret = ranking(usable)
+    memory = [abs(o.prediction.memory_gib / o.case.memory - 1) for o in usable
+              if o.prediction and o.prediction.memory_gib and o.case.memory]  # fmt: skip
+    if memory:
+        s.memory_median = float(np.median(memory))
+    finished = [o.prediction.fits for o in usable if o.prediction is not None and o.case.step_time]
+    if finished:
+        s.false_alarms = 1 - float(np.mean(finished))
+    return s
+
+
+def group_key(o: Outcome) -> tuple[str, ...]:
+    r = o.case.row
+    return tuple(r.get(k, "") for k in ("file", "model", "layers", "hidden", "gpus", "gpu_type", "global_batch", "seq_len", "dtype"))
+
+
+def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
+    """Mean Spearman and mean regret over groups of at least three configurations of one problem."""
+    groups = defaultdict(list)
+    for o in outcomes:
+        if o.error is not None:
+            groups[group_key(o)].append((o.prediction.step_time_s, o.case.step_time))  # type: ignore[union-attr]
+    rhos, regrets = [], []
+    for pairs in groups.values():
+        if len(pairs) < 3:
+            continue
+        predicted, measured = np.array(pairs, dtype=float).T
+        regrets.append(measured[predicted.argmin()] / measured.min() - 1)
+        ranks = [np.argsort(np.argsort(x)).astype(float) for x in (predicted, measured)]
+        if ranks[0].std() and ranks[1].std():
+            rhos.append(float(np.corrcoef(*ranks)[0, 1]))
+    return (float(np.mean(rhos)) if rhos else None), (float(np.mean(regrets)) if regrets else None)
+
+
+def macro(scores: dict[str, Score]) -> dict[str, float]:
+    """Means over sources of the figures they have; sources kept for memory alone do not count for time."""
+    out = {}
+    for name in ("bias", "mape", "median", "p90", "inside_band", "spearman", "regret", "memory_median", "false_alarms"):
+        values = [getattr(s, name) for source, s in scores.items()
+                  if getattr(s, name) is not None and (source not in NOT_FOR_TIME or name == "memory_median")]  # fmt: skip
+        if values:
+            out[name] = float(np.mean(values))
+    return out
+
+
+def by(outcomes: list[Outcome], columns: list[str]) -> dict[str, list[Outcome]]:
+    names = {"source": "file"}
+    groups: dict[str, list[Outcome]] = defaultdict(list)
+    for o in outcomes:
+        groups[" · ".join(o.case.row.get(names.get(c, c), "") or "?" for c in columns)].append(o)
+    return dict(groups)

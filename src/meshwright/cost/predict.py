@@ -1,0 +1,75 @@
+"""From one configuration to a `Prediction`: lower, cost, and say what was assumed and how sure we are."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost.step import StepCost, step_cost
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.result import GIB, Prediction
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+
+# Quantiles of measured / predicted over published runs that were not used to choose a constant (docs/accuracy.md).
+BAND = (0.80, 1.45)
+
+
+def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
+    """Cost one plan, every pipeline rank of it."""
+    return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
+
+
+def predict(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None) -> Prediction:
+    """What this configuration will take."""
+    cost = cost_of(model, cluster, plan, workload, stack)
+    return prediction(cost, model, cluster, plan, workload, stack, assumed)
+
+
+def prediction(cost: StepCost, model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack,
+               assumed: list[str] | None = None) -> Prediction:  # fmt: skip
+    time = float(cost.time[0])
+    peak = cluster.accelerator.peak_for(workload.precision)
+    samples = workload.tokens_per_step if model.kind == "transformer" else workload.batch
+    useful = model.model_flops(workload.seq) * samples
+    exposed = {part: float(np.broadcast_to(s, 1)[0]) for part, s in cost.exposed.items()}
+    memory = [{part: float(np.broadcast_to(x, 1)[0]) / GIB for part, x in parts.items()} for parts in cost.memory]
+    total = float(cost.peak_memory[0])
+    source = cluster.accelerator.efficiency.source
+    return Prediction(
+        step_time_s=time,
+        step_time_low_s=time * BAND[0],
+        step_time_high_s=time * BAND[1],
+        exposed_s={part: s for part, s in exposed.items() if s},
+        busy_s={stream: float(np.broadcast_to(s, 1)[0]) for stream, s in cost.busy.items()},
+        memory_gib=total / GIB,
+        memory_by_stage=memory,
+        traffic_bytes={axis: float(np.broadcast_to(x, 1)[0]) for axis, x in cost.traffic.items() if np.any(x)},
+        mfu=useful / (time * plan.world * peak),
+        hfu=float(np.broadcast_to(cost.flops, 1)[0]) / (time * peak),
+        mfu_denominator=f"{plan.world} × {peak / 1e12:,.0f} TFLOP/s dense {workload.precision} of {cluster.accelerator.name}",
+        tokens_per_s=samples / time,
+        bound_by=bound_by(exposed),
+        assumed=list(assumed or []),
+        fits=bool(total <= cluster.accelerator.memory),
+        memory_limit_gib=cluster.accelerator.memory / GIB,
+        calibrated=source,
+        sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
+    )
+
+
+COMMUNICATION = {"tp": "tensor-parallel communication", "dp": "data-parallel communication", "cp": "context-parallel communication",
+                 "ep": "expert dispatch and combine", "pp": "pipeline messages"}  # fmt: skip
+
+
+def bound_by(exposed: dict[str, float]) -> str:
+    """The largest of compute, each axis's communication, bubble and host."""
+    named = {**COMMUNICATION, "bubble": "the pipeline bubble", "host": "the host's launches", "optimizer": "the optimizer",
+             "overhead": "step overhead"}  # fmt: skip
+    groups: dict[str, float] = {}
+    for part, seconds in exposed.items():
+        name = named.get(part, "compute")
+        groups[name] = groups.get(name, 0.0) + seconds
+    return max(groups, key=lambda k: groups[k])
