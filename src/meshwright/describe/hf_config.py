@@ -1,0 +1,154 @@
+"""A JSON config read with care: bounded, typed, and with a record of what was read.
+
+`load` refuses before it reads (a regular file of at most 2 MB), `parse` refuses NaN, infinities and anything but an
+object, and `Config` hands out whole numbers, flags and words within bounds or names the key that is wrong. What a
+family of `hf` never asked for, and what is not known to be harmless, comes out of `unread`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.base import MOST
+from meshwright.errors import MeshwrightError
+
+MOST_BYTES = 2_000_000
+# What a config may leave unsaid, because it equals the default of its class (nested configs are saved as differences).
+DEFAULTS: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
+    "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+                    "sliding_window": 4096},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen3": {"head_dim": 128},
+}  # fmt: skip
+# Keys that change no count: token ids, rates, precisions, rotary details, routing rules, housekeeping.
+HARMLESS = re.compile(
+    r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
+    r"dropout|pdrop|^init|dtype$|^use_cache$|^transformers|^tokenizer|^auto_map$|label|^pretraining_tp$|^pad|^bos|^eos|"
+    r"^router_|aux_loss|^seq_aux$|^ep_size$|scaling|^scoring_func$|^topk_|^n_group$|^norm_topk_prob$|softcapping$|"
+    r"^query_pre_attn_scalar$|^quantization_config$|^cache_impl|^summary_|^task_specific|^output_|^return_dict$|"
+    r"^use_parallel_residual$|^gradient_checkpointing$|^scale_attn|^reorder_and|^n_ctx$|^original_max_position|"
+    r"^swiglu_|^experts_per_token$|^initial_context_length$|^is_|^chunk_size|^problem_type$|^full_attn_mod$|"
+    r"^interpolate_factor$|^layer_types$|^qk_head_dim$|^max_window_layers$|sliding_window|^torchscript$|^tie_|^mm_tokens|^rms_norm"
+)
+
+
+class Config:
+    """The keys of one config: typed reading, with a record of what was read and what was assumed."""
+
+    def __init__(self, family: str, data: dict[str, Any], notes: list[str]) -> None:
+        self.family, self.data, self.notes = family, data, notes
+        self.asked: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        self.asked.add(key)
+        return self.data.get(key)
+
+    def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """A whole number. Null or absent: the default given, else the default of the family's class, else an error."""
+        value = self.get(key)
+        if value is None:
+            assumed = DEFAULTS.get(self.family, {}).get(key) if key not in self.data else None
+            if assumed is not None:
+                self.notes.append(f"{key} is not said: {assumed}, the default of {self.family}, is taken")
+                return assumed
+            if default is None:
+                raise MeshwrightError("MW-HF-005", f"the {self.family} config lacks '{key}'", why="It has no default")
+            return default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.bad(key, value, f"a whole number from {least} to {most}")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(key, value, "true or false")
+        return value
+
+    def word(self, key: str, default: str) -> str:
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.bad(key, value, "text")
+        return value
+
+    def many(self, key: str, kind: type) -> list[Any] | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
+            raise self.bad(key, value, f"a list of {'whole numbers' if kind is int else 'texts'}")
+        return value
+
+    def bad(self, key: str, value: object, wanted: str) -> MeshwrightError:
+        return MeshwrightError("MW-HF-006", f"{key} = {shown(value)} is not valid", valid=[wanted])
+
+    @property
+    def drops(self) -> bool:
+        rates = [v for k, v in self.data.items() if re.fullmatch(r"(attention|hidden|resid|embd|attn)_p?drop(out)?", k)]
+        return any(isinstance(v, int | float) and v > 0 for v in rates)
+
+    def unread(self) -> list[str]:
+        """Keys that say something and that nobody here read."""
+        said = (k for k, v in self.data.items() if k not in self.asked and v not in (None, False, 0, "", [], {}))
+        return [
+            f"not understood, so not counted: {k[:60]} = {shown(self.data[k])}" for k in said if not HARMLESS.search(k)
+        ]
+
+
+def shown(value: object) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except (RecursionError, ValueError):
+        text = type(value).__name__
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    try:
+        place = Path(path)
+        place = place / "config.json" if place.is_dir() else place
+        facts = place.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is no regular file")
+        if facts.st_size > MOST_BYTES:
+            raise MeshwrightError("MW-HF-002", f"{str(path)[:200]} has {facts.st_size:,} bytes",
+                                  why="The config of a model is small", valid=[f"at most {MOST_BYTES:,}"])  # fmt: skip
+        with place.open("rb") as file:
+            raw = file.read(MOST_BYTES)
+    except MeshwrightError:
+        raise
+    except (OSError, ValueError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise MeshwrightError("MW-HF-001", f"{str(path)[:200]!r} cannot be read", why=reason) from None
+    return parse(raw)
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """JSON without NaN or infinities, an object at the top."""
+    try:
+        data = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        why = "It is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise MeshwrightError("MW-HF-003", "the config is not valid JSON", why=why) from None
+    if not isinstance(data, dict):
+        raise MeshwrightError("MW-HF-003", f"the config is a {type(data).__name__}, not a JSON object")
+    return data
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")

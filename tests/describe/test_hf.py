@@ -1,0 +1,301 @@
+"""Reading Hugging Face configs: equal to transformers' own models, to our catalog, and never a traceback."""
+
+import contextlib
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.describe import hf, hf_config
+from meshwright.describe.catalog import load
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+
+COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+GROUPED = COMMON | {"num_key_value_heads": 2}
+LATENT = COMMON | {
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+ROUTED = GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GPT2 = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+
+ORACLE = {
+    "llama": [GROUPED, COMMON | TIED | {"head_dim": 24}, GROUPED | {"attention_bias": True, "mlp_bias": True}],
+    "mistral": [GROUPED | {"sliding_window": 32}, GROUPED | TIED | {"head_dim": 20, "sliding_window": None}],
+    "phi3": [GROUPED | {"pad_token_id": 0}, COMMON | TIED | {"pad_token_id": 0, "resid_pdrop": 0.1}],
+    "qwen2": [GROUPED | UNTIED, GROUPED | TIED | {"vocab_size": 700, "num_hidden_layers": 5}],
+    "qwen3": [GROUPED | {"head_dim": 32}, GROUPED | TIED | {"head_dim": 16, "attention_bias": True}],
+    "qwen2_moe": [
+        ROUTED | {"shared_expert_intermediate_size": 96},
+        ROUTED | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "num_hidden_layers": 6} | TIED,
+        ROUTED | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [0, 1], "qkv_bias": False},
+    ],
+    "qwen3_moe": [
+        ROUTED | {"head_dim": 32},
+        ROUTED | {"mlp_only_layers": [0], "head_dim": 16, "attention_bias": True, "num_hidden_layers": 4} | TIED,
+    ],
+    "mixtral": [
+        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        COMMON | {"num_key_value_heads": 1, "num_local_experts": 6, "num_experts_per_tok": 3} | TIED,
+    ],
+    "deepseek_v2": [
+        LATENT,
+        LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0} | TIED,
+        LATENT | {"attention_bias": True},
+    ],
+    "deepseek_v3": [
+        LATENT,
+        LATENT | {"q_lora_rank": None, "n_shared_experts": 1, "first_k_dense_replace": 2},
+        LATENT | {"attention_bias": True} | TIED,
+    ],
+    "gpt2": [GPT2, GPT2 | UNTIED | {"n_inner": 100}, GPT2 | {"activation_function": "relu", "resid_pdrop": 0.0}],
+    "gpt_neox": [COMMON, COMMON | TIED | {"attention_bias": False, "hidden_dropout": 0.1}],
+    "gemma": [GROUPED | {"head_dim": 20}, GROUPED | UNTIED | {"head_dim": 16, "attention_bias": True}],
+    "gemma2": [GROUPED | {"head_dim": 20}, GROUPED | UNTIED | {"head_dim": 16, "num_hidden_layers": 4}],
+    "gemma3_text": [
+        GROUPED | {"head_dim": 20},
+        GROUPED | {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 8} | UNTIED,
+    ],
+    "gpt_oss": [
+        GROUPED | {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+        GROUPED | {"head_dim": 16, "num_local_experts": 6, "attention_bias": False} | TIED,
+    ],
+}  # fmt: skip
+
+
+def test_oracle_covers_every_family():
+    assert set(ORACLE) == set(hf.FAMILIES)
+
+
+@pytest.mark.parametrize("family", ORACLE)
+def test_counts_equal_transformers(family, tmp_path):
+    """Every parameter of the model transformers builds on the meta device, from the config file it would save."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    for shape in ORACLE[family]:
+        config = transformers.AutoConfig.for_model(family, **shape)
+        with torch.device("meta"):
+            reference = transformers.AutoModelForCausalLM.from_config(config)
+        expected = sum(p.numel() for p in reference.parameters())
+        expected += sum(b.numel() for n, b in reference.named_buffers() if n.endswith("e_score_correction_bias"))
+        path = tmp_path / "config.json"
+        path.write_text(config.to_json_string())
+        model, notes = hf.read_with_notes(path)
+        assert model.total == expected, shape
+        assert not [n for n in notes if n.startswith("not understood")], notes
+        # The same shape in the bare words of older files.
+        assert hf.interpret({"model_type": family, **shape})[0].total == expected
+
+
+REAL = {
+    "llama3.1-405b": {
+        "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "max_position_embeddings": 32768,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+        "moe_layer_freq": 1, "vocab_size": 129280, "max_position_embeddings": 163840, "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+    },
+    "gemma2-9b": {
+        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096,
+        "max_position_embeddings": 8192,
+    },
+    "gpt2-xl": {
+        "model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024, "n_ctx": 1024,
+        "vocab_size": 50257, "activation_function": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1,
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
+        "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128, "attention_bias": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 18, "max_position_embeddings": 131072,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "max_window_layers": 48, "use_sliding_window": False, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
+        "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_released_configs_agree_with_the_catalog(name, tmp_path):
+    """The keys of released configs describe the catalog's model: counts, FLOPs and saved bytes alike."""
+    (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
+    model, ours = Model.from_hf(str(tmp_path), name), load("models", name)
+    assert model.name == name
+    assert model.parameters() == ours.parameters()
+    assert model.active == ours.active
+    assert model.flops(8192) == ours.flops(8192)
+    assert model.activations(8192) == ours.activations(8192)
+    assert model.max_positions == ours.max_positions
+
+
+def notes_of(**config) -> list[str]:
+    return hf.interpret(config)[1]
+
+
+def test_notes_name_what_is_assumed_or_not_understood():
+    assert notes_of(model_type="llama", **COMMON) == []
+    [note] = notes_of(model_type="llama", **COMMON, moe_intermediate_size=12, rope_theta=1e4, bos_token_id=1)
+    assert "moe_intermediate_size = 12" in note
+    assert "multi-token-prediction" in notes_of(model_type="deepseek_v3", **LATENT, num_nextn_predict_layers=1)[0]
+    assert (
+        "8, the default of mistral"
+        in notes_of(model_type="mistral", **COMMON | {"num_attention_heads": 16, "sliding_window": None})[0]
+    )
+    irregular = ["full_attention", "sliding_attention", "sliding_attention"]
+    assert "1 of 3 layers" in notes_of(model_type="mistral", **GROUPED, sliding_window=8, layer_types=irregular)[0]
+    assert len(notes_of(model_type="llama", **COMMON, **{f"odd_{i}": 1 for i in range(500)})) == hf.MOST_NOTES + 1
+
+
+def test_language_model_inside_a_larger_config():
+    """Nested configs are saved as differences from their class: what is unsaid is its default, and told."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+            "sliding_window": 1024}  # fmt: skip
+    model, notes = hf.interpret({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    assert (model.heads, model.kv_heads, model.head_dim, model.vocab, model.tied) == (8, 4, 256, 262208, True)
+    assert (model.window, model.full_every) == (1024, 6)
+    assert "language model" in notes[0]
+    assert sum("default of gemma3_text" in n for n in notes) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"model_type": "lama", **COMMON}, "MW-HF-004"),
+        ({"model_type": 7, **COMMON}, "MW-HF-004"),
+        ({**COMMON}, "MW-HF-004"),
+        ({"model_type": "llama", "hidden_size": 64}, "MW-HF-005"),
+        ({"model_type": "llama", **COMMON, "hidden_size": -64}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "hidden_size": 10**30}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "hidden_size": 64.5}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "hidden_size": "64"}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "hidden_size": True}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "tie_word_embeddings": 1}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "hidden_act": 3}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "num_hidden_layers": 10**9}, "MW-HF-006"),
+        ({"model_type": "llama", **COMMON, "num_attention_heads": 5}, "MW-MODEL-002"),
+        ({"model_type": "gpt2", **GPT2, "add_cross_attention": True}, "MW-HF-007"),
+        ({"model_type": "qwen3_moe", **ROUTED, "mlp_only_layers": [1], "num_hidden_layers": 6}, "MW-HF-007"),
+        ({"model_type": "qwen3_moe", **ROUTED, "mlp_only_layers": "all"}, "MW-HF-006"),
+        ({"model_type": "mixtral", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 9}, "MW-MODEL-005"),
+    ],
+)
+def test_refusals(config, code):
+    with pytest.raises(MeshwrightError) as caught:
+        hf.interpret(config)
+    assert caught.value.code == code
+
+
+def test_an_unknown_family_names_the_nearest():
+    with pytest.raises(MeshwrightError) as caught:
+        hf.interpret({"model_type": "deepseek-v3"})
+    assert caught.value.fix == "deepseek_v3"
+    assert "gpt_neox" in caught.value.valid
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"{", "MW-HF-003"),
+        (b"[1, 2]", "MW-HF-003"),
+        (b'{"model_type": "llama", "hidden_size": NaN}', "MW-HF-003"),
+        (b'{"hidden_size": -Infinity}', "MW-HF-003"),
+        (b"\xff\xfe\x00", "MW-HF-003"),
+        (b"[" * 100_000, "MW-HF-003"),
+        (b'{"a": ' + b"9" * 6000 + b"}", "MW-HF-003"),
+        (b"", "MW-HF-003"),
+        (b'{"model_type": "llama", "num_attention_heads": 1e400}', "MW-HF-006"),
+    ],
+)
+def test_hostile_files(content, code, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(MeshwrightError) as caught:
+        hf.read(path)
+    assert caught.value.code == code
+    assert caught.value.exit_code == 2
+
+
+def test_a_huge_file_is_refused_unread(tmp_path):
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(100 * 2**20)
+    with pytest.raises(MeshwrightError) as caught:
+        hf.read(path)
+    assert caught.value.code == "MW-HF-002"
+
+
+@pytest.mark.parametrize("path", ["no/such/config.json", "", "\0", ".", "/dev/null", "x" * 5000])
+def test_paths_that_hold_no_config(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeshwrightError) as caught:
+        hf.read(path)
+    assert caught.value.code == "MW-HF-001"
+
+
+def test_names(tmp_path):
+    assert hf.interpret({"model_type": "llama", **COMMON})[0].name == "llama"
+    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "org/Some-7B"})[0].name == "Some-7B"
+    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "../.."})[0].name == "llama"
+    assert hf.interpret({"model_type": "llama", **COMMON}, "mine")[0].name == "mine"
+
+
+KEYS = sorted({k for shapes in ORACLE.values() for shape in shapes for k in shape} | {"layer_types", "text_config"})
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 300) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+    | st.sampled_from(["silu", "gelu", "full_attention"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(hf.FAMILIES)), st.data())
+def test_any_values_in_the_right_keys(family, data):
+    """Either a model that counts, or our error; a mutated real shape reaches deep, where random keys would not."""
+    shape = dict(data.draw(st.sampled_from(ORACLE[family])))
+    shape.update(data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3)))
+    try:
+        model, notes = hf.interpret({"model_type": family, **shape})
+    except MeshwrightError:
+        return
+    assert 0 < model.active <= model.total
+    assert len(notes) <= hf.MOST_NOTES + 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | VALUES.map(lambda v: json.dumps(v).encode()))
+def test_any_bytes(raw):
+    with contextlib.suppress(MeshwrightError):
+        hf.interpret(hf_config.parse(raw))
