@@ -44,6 +44,18 @@ def named(kind: str):
     return BeforeValidator(load)
 
 
+class Efficiency(Described):
+    """What share of its peaks a device reaches in long runs, from measured products and copies (`calibrate`)."""
+
+    gemm: float = Field(default=0.80, gt=0, le=1, description="large matrix products, sustained")
+    gemm_traffic: float = Field(default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden")
+    floor: Seconds = Field(default=2e-6, description="ramp of any kernel")
+    flash: float = Field(default=0.5, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
+    fused: float = Field(default=0.5, gt=0, le=1, description="the vendor's fused attention")
+    memory: float = Field(default=0.80, gt=0, le=1, description="elementwise kernels, of memory bandwidth")
+    source: str = "uncalibrated default"
+
+
 class Accelerator(Described):
     """One device: dense peak rates by dtype, memory, memory bandwidth."""
 
@@ -51,6 +63,7 @@ class Accelerator(Described):
     memory: Bytes
     memory_bandwidth: Rate
     peak: dict[str, Flops] = Field(description="dense FLOP/s by dtype; never the sparse figure")
+    efficiency: Efficiency = Efficiency()
     source: str = ""
 
     def peak_for(self, dtype: str) -> float:
@@ -75,7 +88,12 @@ class Link(Described):
     alpha: Seconds
     bandwidth: Rate
     efficiency: float = Field(default=1.0, gt=0, le=1)
+    hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: three times alpha")
     source: str = ""
+
+    @property
+    def library_hop(self) -> float:
+        return self.hop or 3 * self.alpha
 
     @property
     def beta(self) -> float:
@@ -99,6 +117,7 @@ class Level(Described):
     ports: Whole = Field(default=0, description="links that leave one node at this level; 0: one for each device")
     oversubscription: float = Field(default=1.0, ge=1, description="downlinks over uplinks of one unit below")
     shared: bool = Field(default=False, description="level 0 only: all devices share one bus")
+    reduces: bool = Field(default=False, description="the switch adds for us: all-reduce moves each byte once")
 
 
 class Path(NamedTuple):

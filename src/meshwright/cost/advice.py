@@ -1,0 +1,120 @@
+"""Small closed forms that answer common questions: buckets, chunks, overlap, accumulation, stages, ring attention, inference.
+
+    chunks          T(k) = k·o + t/k  ⇒  k* = √(t/o)           o: cost of one more chunk, t: what remains exposed of the last one
+    bucket          at least n* = α/β, so that bandwidth, not latency, rules it
+    overlap ratio   R = T_comm / T_comp: hidden entirely while R ≤ 1
+    between stages  bandwidth ≥ activation bytes sent and received per micro-batch / compute time of a stage
+    ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; free while a block's compute outlasts its transfer
+    accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.lower.op import Array
+
+
+def optimal_chunks(exposed: float, overhead: float) -> int:
+    """k* = √(t/o), whole and at least 1: cutting a transfer in k hides all but t/k and costs k·o."""
+    return max(1, round(math.sqrt(exposed / overhead))) if overhead > 0 else 1
+
+
+def minimum_bucket(alpha: float, beta: float) -> float:
+    """A bucket below n* = α/β is bound by latency."""
+    return alpha / beta
+
+
+def buckets(total: float, alpha: float, beta: float, window: float) -> int:
+    """Most useful number of gradient buckets: the last one is never hidden, each costs α; none below n*."""
+    most = max(1, int(total * beta / alpha)) if alpha else 1 << 20
+    return max(1, min(optimal_chunks(min(total * beta, window), alpha), most))
+
+
+def overlap_ratio(communication: Array, computation: Array) -> Array:
+    """R = T_comm / T_comp; communication can be hidden while R ≤ 1."""
+    return communication / computation
+
+
+def overlapped_step(compute: float, communication: float, hideable: float = 1.0) -> float:
+    """max(T_comp, T_comm) where everything can overlap; in general T_comp + max(0, T_comm − hideable·T_comp)."""
+    return compute + max(0.0, communication - hideable * compute)
+
+
+def minimum_stage_bandwidth(activation_bytes: float, compute_seconds: float, passes: int = 2) -> float:
+    """Bytes/s between stages so that sends (one forward, one backward) keep up with compute of a micro-batch."""
+    return passes * activation_bytes / compute_seconds
+
+
+def ring_buffer(seq: int, ranks: int, kv_width: int, dtype_bytes: float) -> float:
+    """K and V blocks, one in use and one arriving: 4·(s/P)·width·bytes."""
+    return 4 * seq / ranks * kv_width * dtype_bytes
+
+
+def ring_step(seq: int, ranks: int, heads: int, head_dim: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2,
+              causal: bool = True) -> tuple[float, float]:  # fmt: skip
+    """Seconds of attention on one block and of passing one K/V block on: free-overlap while the first is the longer."""
+    block = seq / ranks
+    work = 4 * heads * head_dim * block * block * (0.5 if causal else 1.0)
+    return work / flops, 2 * block * kv_heads * head_dim * dtype_bytes / bandwidth
+
+
+def ring_is_free(*args: float, **kwargs: float) -> bool:
+    """Whether ring attention's transfers hide behind its compute."""
+    compute, transfer = ring_step(*args, **kwargs)  # type: ignore[arg-type]
+    return compute >= transfer
+
+
+def ring_free_block(heads: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2, causal: bool = True) -> float:
+    """Smallest block of tokens per rank at which ring attention's transfers hide: kv·bytes·F / (heads·c·B)."""
+    return 2 * kv_heads * dtype_bytes * flops / (4 * heads * (0.5 if causal else 1.0) * bandwidth)
+
+
+def accumulation(batch: int, microbatch: int, dp: int) -> int:
+    """Micro-batches a rank accumulates: batch = micro-batch × accumulation × dp."""
+    return batch // (microbatch * dp)
+
+
+def scaled_learning_rate(rate: float, batch: float, reference: float, rule: str = "linear") -> float:
+    """Linear (SGD) or square-root (Adam) scaling of the learning rate with the batch."""
+    ratio = batch / reference
+    return rate * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+def scaling_efficiency(time_one: float, time_many: float, devices: int, strong: bool = False) -> float:
+    """Weak scaling: T₁/T_P at the same work per device; strong: T₁/(P·T_P) at the same total work."""
+    return time_one / (devices * time_many) if strong else time_one / time_many
+
+
+def communication_share(compute: float, communication: float) -> tuple[float, float]:
+    """Share of an unoverlapped step spent communicating, and the efficiency left; above 80% needs a share below 20%."""
+    share = communication / (compute + communication)
+    return share, 1 - share
+
+
+def compression_break_even(gradient_bytes: float, ratio: float, gamma_seconds: float, factor: float = 2.0) -> float:
+    """Bandwidth below which compressing by `ratio` pays: the bytes saved must take longer than compressing does."""
+    return factor * gradient_bytes * (1 - 1 / ratio) / gamma_seconds
+
+
+def topk_compression(share: float, value_bytes: float = 4, index_bytes: float = 8, ranks: int = 0) -> float:
+    """Compression of top-k: values and indices against dense values; with `ranks`, against a ring all-reduce by all-gather.
+
+    1% of fp32 values with int64 indices is 33×, and at P = 8 8.3× in bytes sent, since the sparse all-gather grows with P.
+    """
+    dense = value_bytes * (2 * (ranks - 1) / ranks if ranks else 1)
+    sparse = share * (value_bytes + index_bytes) * ((ranks - 1) if ranks else 1)
+    return dense / sparse
+
+
+def inference_latency(parameters: float, layers: int, hidden: int, tp: int, memory_bandwidth: float, alpha: float, beta: float,
+                      dtype_bytes: float = 2, batch: int = 1) -> float:  # fmt: skip
+    """Seconds per generated token at small batch: every weight is read once, plus two all-reduces of b·h a layer.
+
+    Tensor parallelism divides the reading by tp; a pipeline does not: each token still reads every weight in turn.
+    """
+    read = parameters * dtype_bytes / (tp * memory_bandwidth)
+    if tp == 1:
+        return read
+    message = batch * hidden * dtype_bytes
+    return read + 2 * layers * (2 * math.ceil(math.log2(tp)) * alpha + 2 * (tp - 1) / tp * message * beta)
