@@ -1,0 +1,161 @@
+"""A configuration: model, cluster, stack, workload and plan put together from names, files and overrides.
+
+    extends = "base.toml"                    # a file, relative to this one: read first, this one lies over it
+    model = "llama3-70b"                     # a catalog name, or the path of a Hugging Face config.json
+    stack = "megatron-core"
+    [cluster]
+    extends = "dgx-h100"                     # a table may start from a catalog entry
+    gpus = 64
+    [workload]
+    batch = 1024
+    [plan]
+    tp = 8
+
+Later words win, key by key: catalog entry, then `extends` files from the root up, then the file, then each `--set a.b=c`.
+A section that names an entry (a string, or a table with `extends`) starts anew; a table without goes over what is
+there. Every value remembers who said it. A cluster that does not say its `gpus` takes the plan's world size where its
+levels reach that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from meshwright.describe import catalog
+from meshwright.describe.base import Described
+from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.draft import HERE, NAMED, SECTIONS, Draft, flat
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+
+CLASSES: dict[str, type[Described]] = {
+    "model": Model, "cluster": Cluster, "stack": Stack, "workload": Workload, "plan": Plan
+}  # fmt: skip
+Part = str | dict[str, Any] | Described
+
+
+@dataclass(frozen=True)
+class Config:
+    """The five objects, resolved, and the origin of every value that was said (by dotted path)."""
+
+    model: Model
+    cluster: Cluster
+    stack: Stack
+    workload: Workload
+    plan: Plan
+    origins: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def from_parts(
+        cls,
+        model: Part = "",
+        cluster: Part = "",
+        stack: Part = "default",
+        workload: Part | None = None,
+        plan: Part | None = None,
+        overrides: Iterable[str] = (),
+    ) -> Self:
+        """From names, tables or objects, one for each section."""
+        draft = Draft()
+        said = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
+        for section, part in said.items():
+            if part:
+                draft.lay(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
+        return cls._resolved(draft, overrides)
+
+    @classmethod
+    def _resolved(cls, draft: Draft, overrides: Iterable[str]) -> Self:
+        for override in overrides:
+            draft.override(override)
+        if "stack" not in draft.tables:
+            draft.lay("stack", "default", "default", HERE)
+        for section in ("model", "cluster"):
+            if section not in draft.tables:
+                raise MeshwrightError("MW-CONF-002", f"no [{section}] is given", why="It has no default",
+                                      valid=catalog.names(NAMED[section]), fix=f"--set {section}=NAME")  # fmt: skip
+        for section in ("workload", "plan"):
+            draft.tables.setdefault(section, {})
+        parts: dict[str, Any] = {name: CLASSES[name](**draft.opened(name)) for name in SECTIONS}
+        config = cls(**parts, origins=draft.origins)
+        return config._with_plan_size()
+
+    def _with_plan_size(self) -> Self:
+        """A cluster of unsaid size is as large as the plan, if its levels reach that far."""
+        world = self.plan.world
+        reaches = len(self.cluster.levels) > 1 or world <= self.cluster.node_size
+        if self.cluster.gpus or not any(path.startswith("plan.") for path in self.origins) or not reaches:
+            return self
+        origins = {**self.origins, "cluster.gpus": "the plan's world size"}
+        return type(self)(self.model, self.cluster.with_gpus(world), self.stack, self.workload, self.plan, origins)
+
+    def check(self) -> Self:
+        """Raise the first thing that makes the plan impossible here; return the configuration otherwise."""
+        self.plan.check(self.model, self.workload, self.cluster)
+        return self
+
+    def parts(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SECTIONS}
+
+    def origin(self, path: str) -> str:
+        """Who said the value at a dotted path."""
+        return self.origins.get(path, "default")
+
+    def values(self) -> dict[str, Any]:
+        """Every value by its dotted path, defaults too."""
+        return {path: value for name, part in self.parts().items() for path, value in flat(part.model_dump(), name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sections as a person would write them: names where the catalog says the same."""
+        return {name: spoken(part) for name, part in self.parts().items()}
+
+    def to_toml(self) -> str:
+        """A file that `load` reads back to the same configuration."""
+        import tomli_w
+
+        return tomli_w.dumps({name: said for name, said in self.to_dict().items() if said})
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file, with what it extends, and `--set` overrides on top."""
+    draft = Draft()
+    draft.lay_file(Path(path))
+    return Config._resolved(draft, overrides)
+
+
+def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Values that differ, by dotted path; None where one side has no such value."""
+    left, right = a.values(), b.values()
+    return {
+        path: (left.get(path), right.get(path))
+        for path in {**left, **right}
+        if left.get(path) != right.get(path) or (path in left) != (path in right)
+    }
+
+
+def spoken(part: Described) -> str | dict[str, Any]:
+    """A name if the catalog's entry of that name is the same, else a table: over that entry, or in full."""
+    kind = {Accelerator: "accelerators", Link: "links"}.get(type(part)) or NAMED.get(type(part).__name__.lower())
+    name = getattr(part, "name", "")
+    if not kind or name not in catalog.tables(kind):
+        return table(part)
+    base = catalog.load(kind, name)
+    changed = {key for key in type(part).model_fields if getattr(part, key) != getattr(base, key)}
+    if not changed:
+        return name
+    full = part.model_dump(exclude_none=True)
+    return {"extends": name, **{key: value for key, value in {**full, **table(part)}.items() if key in changed}}
+
+
+def table(part: Described) -> dict[str, Any]:
+    """What was said of a part, its own parts spoken in turn."""
+    said = part.as_dict()
+    if isinstance(part, Cluster):
+        said["accelerator"] = spoken(part.accelerator)
+        said["levels"] = [{**level.as_dict(), "link": spoken(level.link)} for level in part.levels]
+    return said

@@ -1,0 +1,82 @@
+"""Reading small text files from people: bounded in size, time and memory, every failure a clear error.
+
+A configuration is a page of text. Anything above a megabyte is refused by its size, before a byte of it is read; what
+is no regular file (a folder, a pipe, a device) is refused too, since it may never end.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError, nearest
+
+LIMIT = 1_000_000  # bytes
+DEPTH = 20  # levels of tables and lists
+DOTS = 100  # per line: a dotted key costs the parser its length squared
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a regular file of at most `LIMIT` bytes."""
+    shown = str(path) if len(str(path)) <= 200 else str(path)[:197] + "..."
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise MeshwrightError("MW-CONF-004", f"'{shown}' is not a file", why="It is a folder, a pipe or a device")
+        if status.st_size > LIMIT:
+            raise MeshwrightError("MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes",
+                                  why=f"A configuration has at most {LIMIT:,}")  # fmt: skip
+        with open(path, "rb") as file:
+            return file.read(LIMIT).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MeshwrightError("MW-CONF-006", f"'{shown}' is not text", why=f"Byte {error.start} is not UTF-8") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, MeshwrightError):
+            raise
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise MeshwrightError("MW-CONF-004", f"cannot read '{shown}'", why=why, fix=_beside(path)) from None
+
+
+def _beside(path: str | Path) -> str:
+    """A file in the same folder whose name is close to one that is missing."""
+    try:
+        folder = Path(path).parent
+        near = nearest(Path(path).name, [entry.name for entry, _ in zip(os.scandir(folder), range(1000), strict=False)])
+        return str(folder / near) if near else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """A TOML document, refused where it is malformed or nested beyond reason."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > DOTS:
+            raise MeshwrightError("MW-CONF-007", f"{name}:{number} has a line with {line.count('.')} dots",
+                                  why="No key is nested that deep")  # fmt: skip
+    try:
+        return shallow(tomllib.loads(text), name)
+    except RecursionError:
+        raise MeshwrightError("MW-CONF-007", f"{name} is nested too deep", why=f"At most {DEPTH} levels") from None
+    except ValueError as error:
+        if isinstance(error, MeshwrightError):
+            raise
+        raise MeshwrightError("MW-CONF-006", f"{name} is not TOML", why=str(error)[:300]) from None
+
+
+def shallow(document: Any, name: str) -> Any:
+    """`document` itself, if it is at most `DEPTH` levels deep; walked without recursion."""
+    level = [document]
+    for _ in range(DEPTH):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return document
+    raise MeshwrightError("MW-CONF-007", f"{name} is nested too deep", why=f"At most {DEPTH} levels")
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
