@@ -1,0 +1,205 @@
+"""`auto`: a schedule for the stage times and the memory there are, at least as good as every handmade one.
+
+The handmade schedules assume equal stages and F = I = W. Real stages differ (embedding, loss, uneven layers),
+attention makes I longer than W, transfers take time, and memory is whatever is left. So:
+
+1. walk every handmade schedule that is legal for P, M and V and fits the limit;
+2. play the list scheduler (`greedy`) under a grid of policies: how far forwards run ahead, whether backwards are
+   split, how long to wait for a backward, when a W may fill a gap; on looped and, with an even V, on V-shaped
+   placement;
+3. improve the best few by exchanging neighbours on their longest path (`improve`).
+
+The best of all is kept, so nothing handmade beats it under the same limit. `effort` bounds the work, counted in actions
+walked: no clock and no chance is involved, and the same request gives the same schedule. A limit of P micro-batches
+is the setting that Qi et al. call ZB-1p, 2P is ZB-2p.
+
+`bound` is what no schedule can beat: a rank cannot start before the first activation reaches it and has its own work
+to do, and one micro-batch must go all the way down and back. A schedule that meets it ends the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.programs.pipelines.greedy import Policy, Setting, list_schedule
+from meshwright.programs.pipelines.improve import Key, improve
+from meshwright.programs.pipelines.program import PipelineProgram, looped, v_shaped
+from meshwright.programs.pipelines.rules import refusal, require
+from meshwright.programs.pipelines.schedules import HANDMADE
+from meshwright.programs.pipelines.walk import Durations, Times, Walked, by_stage, walk
+
+EFFORT = 600_000  # actions walked: about a second
+OBJECTIVES = ("makespan", "span")
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The best schedule, where it came from, and what else was tried."""
+
+    walked: Walked
+    origin: str
+    bound: float
+    handmade: dict[str, float | None] = field(default_factory=dict)  # objective of each; None: does not fit the limit
+
+    @property
+    def program(self) -> PipelineProgram:
+        return self.walked.program
+
+
+def auto(ranks: int, microbatches: int, virtual: int = 1, **options: Any) -> PipelineProgram:
+    """The program that `search` finds; its options are search's."""
+    return search(ranks, microbatches, virtual, **options).program
+
+
+def search(
+    ranks: int,
+    microbatches: int,
+    virtual: int = 1,
+    *,
+    durations: Durations | None = None,
+    p2p: Times = 0.0,
+    overlap: bool = True,
+    hidden: float | None = None,
+    limit: Times | None = None,
+    activation: Times | None = None,
+    released_at_input: Times = 0.0,
+    objective: str = "makespan",
+    effort: int = EFFORT,
+) -> Found:
+    """Search for P ranks, M micro-batches, V stages a rank.
+
+    `limit` is the most memory a rank may hold, in the unit of `activation` (by default micro-batches of a whole rank).
+    The `objective` "span" is for steps that follow each other without a barrier.
+    """
+    require("auto", ranks, microbatches, virtual)
+    if objective not in OBJECTIVES:
+        raise unknown("MW-PIPE-031", "objective", objective, OBJECTIVES)
+    stages = ranks * virtual
+    setting = Setting(
+        microbatches,
+        looped(ranks, virtual),
+        durations or Durations.of(stages),
+        by_stage(p2p, stages - 1, "p2p"),
+        by_stage(1.0 / virtual if activation is None else activation, stages, "activation"),
+        by_stage(released_at_input, stages, "released_at_input"),
+        np.full(ranks, np.inf) if limit is None else by_stage(limit, ranks, "limit"),
+    )
+    options = {"p2p": setting.p2p, "overlap": overlap, "hidden": hidden, "activation": setting.activation,
+               "released_at_input": setting.released_at_input}  # fmt: skip
+    return _Search(setting, virtual, options, objective, effort).run()
+
+
+class _Search:
+    """The best so far, and the effort left."""
+
+    def __init__(self, setting: Setting, virtual: int, options: dict[str, Any], objective: str, effort: int) -> None:
+        self.setting, self.virtual, self.options, self.objective = setting, virtual, options, objective
+        self.left = effort
+        ranks = setting.ranks
+        self.placements = [looped(ranks, virtual)] + ([v_shaped(ranks, virtual)] if virtual % 2 == 0 else [])
+        self.bound = min(lower_bound(setting, rank_of, objective) for rank_of in self.placements)
+        self.pool: list[tuple[Key, int, str, Walked]] = []
+
+    def run(self) -> Found:
+        ranks, microbatches, virtual = self.setting.ranks, self.setting.microbatches, self.virtual
+        handmade: dict[str, float | None] = {}
+        for name, build in HANDMADE.items():
+            if refusal(name, ranks, microbatches, virtual) is None:
+                handmade[name] = self.consider(name, build(ranks, microbatches, virtual))
+        self.play()
+        if not self.pool:
+            self.refuse()
+        self.polish()
+        _, _, origin, walked = min(self.pool, key=lambda entry: entry[:2])
+        program = walked.program.replace(np.arange(len(walked.program)), schedule="auto")
+        return Found(walk(program, walked.durations, **self.options), origin, self.bound, handmade)
+
+    def rate(self, program: PipelineProgram) -> tuple[Key, Walked] | None:
+        """What is minimised: the objective, then memory, then how soon ranks are done. None: over the limit."""
+        walked = walk(program, self.setting.durations, **self.options)
+        if (walked.peak_memory > self.setting.limit * (1 + 1e-9)).any():
+            return None
+        goal = walked.makespan if self.objective == "makespan" else walked.longest_span
+        key = (goal, float(walked.peak_memory.max()), float(walked.span.sum()))
+        return tuple(float(f"{k:.12g}") for k in key), walked
+
+    def consider(self, origin: str, program: PipelineProgram) -> float | None:
+        self.left -= len(program)
+        rated = self.rate(program)
+        if rated is None:
+            return None
+        self.pool.append((rated[0], len(self.pool), origin, rated[1]))
+        return rated[0][0]
+
+    def at_bound(self) -> bool:
+        return any(key[0] <= self.bound * (1 + 1e-11) for key, *_ in self.pool)
+
+    def play(self) -> None:
+        """List scheduling under the grid of policies, with half of the effort."""
+        games = [
+            (turn, policy, rank_of)
+            for rank_of in self.placements
+            for turn, policy in enumerate(_policies(self.setting, self.virtual, rank_of))
+        ]
+        reserve = self.left // 2
+        for _, policy, rank_of in sorted(games, key=lambda game: game[0]):
+            if self.at_bound() or (self.left <= reserve and self.pool):
+                return
+            program = list_schedule(replace(self.setting, rank_of=rank_of), policy)
+            if program is not None:
+                self.consider("list scheduling", program)
+
+    def polish(self) -> None:
+        """Improve the best few that differ, sharing what effort is left."""
+        self.pool.sort(key=lambda entry: entry[:2])
+        seeds = list({entry[0]: entry for entry in reversed(self.pool)}.values())[::-1][:3]
+        for k, (key, _, origin, walked) in enumerate(seeds):
+            if self.at_bound():
+                return
+            tries = self.left // (len(walked.program) * (len(seeds) - k))
+            better, better_key, used = improve(walked, self.rate, key, tries, self.bound * (1 + 1e-11))
+            self.left -= used * len(walked.program)
+            if better_key < key:
+                self.pool.append((better_key, len(self.pool), f"{origin}, improved", better))
+
+    def refuse(self) -> NoReturn:
+        setting = self.setting
+        needed = np.bincount(setting.rank_of, setting.activation, minlength=setting.ranks)
+        rank = int(np.argmin(setting.limit - needed))
+        raise MeshwrightError(
+            "MW-PIPE-030", f"no schedule fits rank {rank}: the limit is {setting.limit[rank]:g}",
+            why=f"One micro-batch needs {needed[rank]:g} there", valid=[f"{needed[rank]:g} or more"], exit_code=3,
+        )  # fmt: skip
+
+
+def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespan") -> float:
+    """Seconds that no schedule on this placement can beat."""
+    d = setting.durations
+    hop = np.where(rank_of[1:] != rank_of[:-1], setting.p2p, 0.0)
+    whole = np.minimum(d.backward, d.input + d.weight)
+    work = np.bincount(rank_of, (d.forward + whole) * setting.microbatches, minlength=setting.ranks)
+    if objective == "span":
+        return float(work.max())
+    reached = np.concatenate([[0.0], np.cumsum(d.forward[:-1] + hop)])  # earliest start of each stage's first forward
+    first = np.array([reached[rank_of == r].min() for r in range(setting.ranks)])
+    there_and_back = reached[-1] + d.forward[-1] + np.minimum(d.input, d.backward).sum() + hop.sum()
+    return float(max((first + work).max(), there_and_back))
+
+
+def _policies(setting: Setting, virtual: int, rank_of: np.ndarray) -> Iterator[Policy]:
+    """The grid, the most promising first."""
+    ranks, microbatches = setting.ranks, setting.microbatches
+    to_last = np.arange(ranks - 1, -1, -1)
+    on_v = virtual > 1 and ranks > 1 and rank_of[ranks] == ranks - 1
+    base = virtual * ranks - to_last if on_v else (virtual - 1) * min(ranks, microbatches) + 1
+    for split in (True, False):
+        for reach in (1.0, 2.0, np.inf, 1.5, 3.0):
+            ahead = base + reach * to_last if ranks > 1 and np.isfinite(reach) else np.full(ranks, np.inf)
+            for patience, least_gap in ((0.0, 1.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0), (0.25, 0.75)):
+                for breadth_first in (False, True) if virtual > 1 else (False,):
+                    yield Policy(split, np.asarray(ahead, float), patience, least_gap, breadth_first)

@@ -1,0 +1,244 @@
+"""Closed forms: what a schedule costs on equal stages, without building it. All arguments may be arrays over plans.
+
+A program's makespan is its longest path: a chain of actions, each waiting for the one before. On equal stages only a
+handful of chains can be the longest, so the makespan is a maximum over them, each counted in forwards, backwards of
+inputs, backwards of weights (a full backward is one of each) and transfers between ranks. With q = P−1 and n = M·V
+pieces of work a rank:
+
+    schedule          F          I          W          transfers    the chain
+    naive             M·P        M·P        M·P        2Mq          everything
+    gpipe             M+q        M+q        M+q        2q           fill, work, drain
+    1f1b              M+q        M+q        M+q        2q + 2⌊…⌋    the same; forwards and backwards wait for each other
+    interleaved       n+q        n+q        n+q        2q …         V times shorter stages: q counts V times less
+    zb-h1             M+q        M          M          3q           weights fill the drain, the fill is left
+                      M          M+q        M          2q
+                      M+q        M+q        M−q        4q           … where W is too short to fill it
+    zb-h2             M+q        M          M          q            only the staircase is left
+    zbv, dualpipev    the same kind, on stages half as long
+
+So on any times f, i, w of equal stages GPipe and 1F1B idle q(f+i+w), ZB-H1 q·max(f, i, f+i−w), ZB-H2 q·max(f, i−f,
+f+i−2w). The **bubble fraction** is idle / makespan, (P−1)/(M+P−1) for GPipe and 1F1B and (P−1)/(M·V+P−1) interleaved;
+the **bubble overhead** is idle / busy, (P−1)/M and (P−1)/(M·V). Two numbers, two names.
+
+Exact (tests hold them to `walk`): f, i, w free, no p2p: all but interleaved-zb at M < P and zbv at P < M < 2P−1,
+where equal f, i, w are exact and others close. Overlapped p2p: exact while it is small beside f, i and w (it then
+bends no other chain). Blocking p2p: exact for naive, gpipe, 1f1b; for the rest each action is taken to be p2p longer,
+a little too much. A stage's f, i, w are those of one **stage**: with V stages a rank, a V-th of the rank's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines.rules import RULES, name_of
+
+Number = int | float | np.ndarray
+Path = tuple[Number, Number, Number, Number]  # forwards, backwards of inputs, backwards of weights, transfers
+
+
+def makespan(
+    schedule: str,
+    ranks: Number,
+    microbatches: Number,
+    virtual: Number = 1,
+    forward: Number = 1.0,
+    input: Number = 1.0,
+    weight: Number = 1.0,
+    p2p: Number = 0.0,
+    overlap: bool = True,
+) -> np.ndarray:
+    """Seconds from the first action to the last on equal stages; for full backwards only input + weight counts."""
+    schedule = name_of(schedule)
+    f, i, w, t = (np.asarray(x, float) for x in (forward, input, weight, p2p))
+    if not overlap and schedule not in ("naive", "gpipe", "1f1b"):
+        several = np.where(np.asarray(ranks) > 1, t, 0.0)
+        f, i, w, t = f + several, i + several, w + several * RULES[schedule].splits, np.zeros_like(t)
+    paths = critical_paths(schedule, ranks, microbatches, virtual, overlap)
+    longest = [nf * f + ni * i + nw * w + nt * t for nf, ni, nw, nt in paths]
+    return np.maximum.reduce(np.broadcast_arrays(*longest))
+
+
+def bubble_overhead(
+    schedule: str,
+    ranks: Number,
+    microbatches: Number,
+    virtual: Number = 1,
+    forward: Number = 1.0,
+    input: Number = 1.0,
+    weight: Number = 1.0,
+    **transfers: Any,
+) -> np.ndarray:
+    """Idle over busy: what the pipeline adds to the work of a rank. `transfers` are makespan's p2p and overlap."""
+    total = makespan(schedule, ranks, microbatches, virtual, forward, input, weight, **transfers)
+    busy = np.asarray(microbatches, float) * virtual * (np.asarray(forward, float) + input + weight)
+    return total / busy - 1.0
+
+
+def bubble_fraction(
+    schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, **times: Any
+) -> np.ndarray:
+    """Idle share of the makespan; `times` are those of `bubble_overhead`."""
+    overhead = bubble_overhead(schedule, ranks, microbatches, virtual, **times)
+    return overhead / (1.0 + overhead)
+
+
+def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, rank: Number = 0) -> np.ndarray:
+    """Most activations, counted in (stage, micro-batch), that a rank holds from F until B or W."""
+    p, m, v, r = np.broadcast_arrays(ranks, microbatches, virtual, rank)
+    n, widest = m * v, -(-m // np.maximum(1, m // p))
+    match name_of(schedule):
+        case "naive":
+            return np.ones_like(n)
+        case "gpipe" | "looped-bfs":
+            return n.copy()
+        case "1f1b":
+            return np.minimum(n, p - r)
+        case "interleaved":
+            return np.minimum(n, (v - 1) * widest + 2 * (p - 1 - r) + 1)
+        case "interleaved-zb":
+            return np.minimum(n, (v - 1) * widest + p)
+        case "zb-h1":
+            return np.minimum(n, p)
+        case "zb-h2":
+            return np.minimum(n, 2 * p - 1)
+        case "zbv":
+            return np.minimum(2 * p, m + np.minimum(r + 1, m))
+        case "dualpipev":
+            return 2 * p + 1
+        case other:
+            raise _no_closed_form(other)
+
+
+def critical_paths(
+    schedule: str, ranks: Number, microbatches: Number, virtual: Number, overlap: bool = True
+) -> list[Path]:
+    """The chains of which one is the longest."""
+    p, m, v = (np.asarray(x) for x in (ranks, microbatches, virtual))
+    looped = v * np.maximum(m, p) + np.minimum(m, p) - 1
+    turn = (p > 1) * p * (v - 1)  # transfers a micro-batch makes while it passes all stages but the last round of ranks
+    match name_of(schedule):
+        case "naive":
+            return [(m * p, m * p, m * p, 2 * m * (p - 1))]
+        case "gpipe":
+            return _one_path(m + p - 1, 2 * (p - 1) if overlap else np.where(p > 1, 2 * (m + p - 2), 0))
+        case "1f1b":
+            return _one_path(m + p - 1, _transfers_1f1b(p, m, overlap))
+        case "interleaved":
+            return _one_path(looped, 2 * (p - 1) + turn * _full_rounds(p, m).sum(axis=0))
+        case "looped-bfs":
+            return _one_path(looped, 2 * (p - 1) + turn * 2 * (m <= p))
+        case "zb-h1":
+            return _interleaved_zb(p, m, np.ones_like(m))
+        case "zb-h2":
+            return _zb_h2(p, m)
+        case "interleaved-zb":
+            return _interleaved_zb(p, m, v)
+        case "zbv":
+            return _zbv(p, m)
+        case "dualpipev":
+            return _dualpipev(p, m)
+        case other:
+            raise _no_closed_form(other)
+
+
+def _no_closed_form(schedule: str) -> MeshwrightError:
+    return MeshwrightError("MW-PIPE-007", f"'{schedule}' has no closed form", why="It is found by search: walk it")
+
+
+def _one_path(pieces: Number, transfers: Number) -> list[Path]:
+    return [(pieces, pieces, pieces, transfers)]
+
+
+def _transfers_1f1b(p: np.ndarray, m: np.ndarray, overlap: bool) -> np.ndarray:
+    """Overlapped, P−1 of every P micro-batches wait for a forward and a backward transfer; blocking, all do."""
+    if overlap:
+        return 2 * (p - 1) + 2 * (m - 1 + (1 - m) // p)
+    inner = np.where(m == 1, 2 * (p - 1), 2 * (p + m) - 5)
+    return np.select([p == 1, p == 2], [0, m + 1], inner)
+
+
+def _full_rounds(p: np.ndarray, m: np.ndarray) -> np.ndarray:
+    """Whether the first and the last round are no wider than P: then a turn to the next stage waits for transfers."""
+    count = np.maximum(1, m // p)
+    return np.stack([-(-m // count) <= p, m // count <= p]).astype(int)
+
+
+def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
+    """Also zb-h1, with v = 1."""
+    q, n = p - 1, m * v
+    turns = (p > 1) * p * (v - 1)
+    all_around = 2 * (v * p - 1)
+    enough = turns * _full_rounds(p, m)[0]
+    short = 2 * (m == p)
+    few = m < p
+    wide = v * p + m - 1
+    back = p + n - 1
+    return [
+        (np.where(few, wide, n + q), np.where(few, (v - 1) * m + p, n), n,
+         np.where(few, turns + 2 * p + m - 5, enough + 3 * q - short)),
+        (np.where(few, v * p, n), np.where(few, back, n + q), n, np.where(few, turns, enough) + 2 * q),
+        (np.where(few, wide, n + q), np.where(few, back, n + q), np.where(few, (v - 1) * m + 1, n - q),
+         np.where(few, turns + 2 * (p + m) - 6, enough + 4 * q - short)),
+        (np.where(few, wide, n), np.where(few, wide, n), np.where(few, 1, n),
+         few * (all_around + 2 * np.maximum(0, m - 2))),
+        (np.where(few, v * p, n), np.where(few, wide, n), np.where(few, m, n), few * all_around),
+    ]  # fmt: skip
+
+
+def _zb_h2(p: np.ndarray, m: np.ndarray) -> list[Path]:
+    q = p - 1
+    few, half, even = m < 2 * p - 1, m // 2, m % 2 == 0
+    return [
+        (m + q, np.where(few, p - 1 + half + 1 - even, m), m, np.where(few, 2 * q - half, q)),
+        (m - np.where(few, m - p, q), m + q, m, 2 * q),
+        (m + q, m + q, np.where(few, 1, m - 2 * q), 2 * q),
+        (m + q - (few & even), np.where(few, p - 1 + half + 1, m), m, np.where(few, 2 * q - half + even, q)),
+        (m + q, np.where(few, p - 1 + half + 1, m), m - (few & even), np.where(few, 2 * q - half + even, q)),
+    ]
+
+
+def _zbv(p: np.ndarray, m: np.ndarray) -> list[Path]:
+    q, n = p - 1, 2 * m
+    one = (q > 0).astype(int)
+    k = q - one  # q − 1, and 0 on a single rank
+    enough = [
+        (n + q + k, n - k, n, 3 * q - 2 * one),
+        (n + one, n, n + k, 3 * q - 2 * one),
+        (n, n + one, n + k, 3 * q),
+        (n, n + q, n, 5 * q - 2 * one),
+        (n + k, n + one, n, 5 * q - 2 * one),
+        (n, n + 2 * q, n - 2 * q, 6 * q - 2 * one),
+        (n + k, n + q + one, n - 2 * q, 6 * q - 2 * one),
+        (n + 2 * q, n - q, n - one, 3 * q),
+        (n + 2 * q, n, n - 2 * q - one, 4 * q),
+        (n + q + k, n + one, n - 2 * q, 4 * q - 2 * one),
+    ]
+    late = np.maximum(m - p, 0)
+    early = m - late
+    few = [
+        (2 * p + early - 1 + 2 * late, 2 * p + early - 1 + 2 * late, 2 * early, 4 * q - 2 * (early - 1)),
+        (2 * p + 2 * late, 2 * p + 2 * (m - 1), 2 * early, 4 * q),
+        (2 * p + 2 * (m - 1), 2 * p - early + 1 + 2 * late, early + 1 + 2 * late, 4 * q),
+    ]
+    return _when(m > p, enough) + _when((m < 2 * p - 1) | (m <= p), few)
+
+
+def _when(where: np.ndarray, paths: list[Path]) -> list[Path]:
+    """Paths that exist only under a condition; no length elsewhere."""
+    return [(np.where(where, f, 0), np.where(where, i, 0), np.where(where, w, 0), np.where(where, t, 0))
+            for f, i, w, t in paths]  # fmt: skip
+
+
+def _dualpipev(p: np.ndarray, m: np.ndarray) -> list[Path]:
+    q, n = p - 1, 2 * m
+    return [
+        (n + q, n, n, 3 * q),
+        (n + q, n + q, n - q, 4 * q),
+        (n - 1, n + q, n, 5 * q),
+        (n - 1, n + 2 * q, n - q, 6 * q),
+        (n + 2 * q, n, n - 2 * q, 4 * q),
+        (n + 2 * q, n - q, n - q, 4 * q),
+    ]

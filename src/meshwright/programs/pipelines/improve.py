@@ -1,0 +1,102 @@
+"""Local search: change the order of neighbours on the longest path until no such change helps.
+
+The makespan is the longest path through a program. Two actions that stand next to each other on a rank and both lie
+on that path are the only pairs whose exchange can shorten it (the argument of job-shop scheduling, where this
+neighbourhood is classic). A W on the path has a second way out: nobody waits for it, so it may move to the end of the
+rank's longest run, right before the next wait, or to the end of the list. Every move is tried on the real walk; the
+first that is better is kept, and the search goes on from there. No chance is involved: the same input gives the same
+schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines.check import needs_and_order
+from meshwright.programs.pipelines.program import PipelineProgram, W
+from meshwright.programs.pipelines.walk import Walked
+
+Key = tuple[float, ...]
+
+
+def improve(
+    best: Walked,
+    rate: Callable[[PipelineProgram], tuple[Key, Walked] | None],
+    key: Key,
+    tries: int,
+    bound: float = 0.0,
+) -> tuple[Walked, Key, int]:
+    """Hill-climb with at most `tries` walks, down to `bound`; `rate` says None to a program over the memory limit."""
+    used = 0
+    moved = True
+    while moved and used < tries and key[0] > bound:
+        moved = False
+        for order in _moves(best):
+            if used >= tries:
+                break
+            used += 1
+            try:
+                rated = rate(best.program.replace(order))
+            except MeshwrightError:  # the new order waits in a circle
+                continue
+            if rated is not None and rated[0] < key:
+                key, best = rated
+                moved = True
+                break
+    return best, key, used
+
+
+def longest_path(walked: Walked) -> list[int]:
+    """Actions of one longest path, last first: each starts when the next in the list ends (or its transfer does)."""
+    program = walked.program
+    needs, _ = needs_and_order(program)
+    start, end, first = walked.start, walked.end, set(program.first[:-1].tolist())
+    at = int(end.argmax())
+    path = [at]
+    while start[at] > 0:
+        before = at - 1 if at not in first else -1
+        held_by_rank = before >= 0 and end[before] >= start[at] * (1 - 1e-12)
+        at = before if held_by_rank or needs[at] < 0 else int(needs[at])
+        if at < 0:
+            break
+        path.append(at)
+    return path
+
+
+def _moves(walked: Walked) -> Iterator[np.ndarray]:
+    """New orders of the program, the most promising first."""
+    program = walked.program
+    path = longest_path(walked)
+    for later, earlier in pairwise(path):
+        if later == earlier + 1 and program.rank[later] == program.rank[earlier]:
+            if program.kind[earlier] == W:
+                yield from _put_off(walked, earlier)
+            if _may_swap(program, earlier):
+                order = np.arange(len(program))
+                order[[earlier, later]] = later, earlier
+                yield order
+
+
+def _may_swap(program: PipelineProgram, i: int) -> bool:
+    """Not a forward with its own backward, nor an I with its own W; joined pairs stay together."""
+    if program.joined[max(i - 1, 0) : i + 2].any():
+        return False
+    a, b = program.action(i), program.action(i + 1)
+    return a.stage != b.stage or a.microbatch != b.microbatch
+
+
+def _put_off(walked: Walked, i: int) -> Iterator[np.ndarray]:
+    """Orders with the W at i moved behind: before the next wait of its rank, and to the end of the list."""
+    program = walked.program
+    stop = int(program.first[program.rank[i] + 1])
+    gap = walked.start[i + 1 : stop] - walked.end[i : stop - 1] > 1e-12 * walked.makespan
+    places = [i + int(gap.argmax())] if gap.any() else []
+    for place in dict.fromkeys([*places, stop - 1]):
+        if place > i:
+            order = np.arange(len(program))
+            order[i : place + 1] = np.append(np.arange(i + 1, place + 1), i)
+            yield order

@@ -1,0 +1,18 @@
+"""All schedules by name. A new one is a builder and a line in `rules.RULES`: then it is checked, walked and drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.programs.pipelines.auto import auto
+from meshwright.programs.pipelines.program import PipelineProgram
+from meshwright.programs.pipelines.rules import RULES, name_of
+from meshwright.programs.pipelines.schedules import HANDMADE, Builder
+
+SCHEDULES: dict[str, Builder] = {**HANDMADE, "auto": auto}
+
+
+def build(schedule: str, ranks: int, microbatches: int, virtual: int | None = None, **options: Any) -> PipelineProgram:
+    """The program of a schedule; `virtual` defaults to what the schedule is made for (1 or 2 stages a rank)."""
+    name = name_of(schedule)
+    return SCHEDULES[name](ranks, microbatches, RULES[name].virtual if virtual is None else virtual, **options)
