@@ -205,7 +205,7 @@ class Model(Described):
     @cached_property
     def active(self) -> float:
         """Parameters one token meets: of the experts only its own k."""
-        idle = self.parameters().get("experts", 0) * (1 - self.top_k / self.experts) if self.experts else 0
+        idle = self.parameters().get("experts", 0) * (self.experts - self.top_k) / self.experts if self.experts else 0
         return self.total - idle
 
     def flops(self, seq: float, halve_causal: bool = True) -> dict[str, float]:
