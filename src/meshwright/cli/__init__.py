@@ -34,6 +34,7 @@ class Command(NamedTuple):
 
 LEAD = "The four questions"
 COMMANDS: dict[str, Command] = {
+    "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
     "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
     "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),
 }

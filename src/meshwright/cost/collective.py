@@ -32,7 +32,7 @@ from meshwright.lower.op import Array, Op
 
 BASE = 8e-6  # one call: kernel start and its synchronisation
 CHUNK = 2.5e-6  # ℓ
-PAIR_LOSS = 0.45  # a group of P reaches 1 − 0.45/P of what a large one does
+PAIR_LOSS = 0.45  # a group of P reaches (1 − 0.45/P) / (1 − 0.45/8) of what eight do, where links are measured
 
 
 def log2ceil(p: Array) -> Array:
@@ -122,7 +122,7 @@ class Network:
         if op.collective == "send":
             return np.where(size > 1, BASE + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0)
         factor = 2.0 if op.collective == "all_reduce" else 1.0
-        inside_rate = self.inside * (1 - PAIR_LOSS / size)
+        inside_rate = self.inside * (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
         if op.collective == "all_to_all":
             wire_in = (inner - 1) / size * n / inside_rate
             wire_out = (size - inner) / size * n / outside

@@ -88,12 +88,12 @@ class Link(Described):
     alpha: Seconds
     bandwidth: Rate
     efficiency: float = Field(default=1.0, gt=0, le=1)
-    hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: three times alpha")
+    hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: alpha")
     source: str = ""
 
     @property
     def library_hop(self) -> float:
-        return self.hop or 3 * self.alpha
+        return self.hop or self.alpha
 
     @property
     def beta(self) -> float:

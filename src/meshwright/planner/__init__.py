@@ -1,0 +1,1 @@
+"""The planner: which plan is the fastest that fits, and why."""

@@ -1,0 +1,38 @@
+"""`meshwright estimate`: what will training cost?"""
+
+from __future__ import annotations
+
+import typer
+
+
+def command(
+    model: str = typer.Argument("", help="A catalog name, a TOML file or a Hugging Face config.json. Unsaid: the plan file's."),
+    cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
+    nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
+    gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
+    plan: str = typer.Option("", "--plan", "-p", help="A plan file. Unsaid: the simplest plan that fits."),
+    stack: str = typer.Option("", "--stack", help="The training stack."),
+    batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
+    seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
+    tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
+    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
+    explain: str = typer.Option("", "--explain", help="Show one part's formula with the numbers put in."),
+    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+) -> None:
+    """What will training cost? Step time, memory and traffic of one plan, with where it goes."""
+    from meshwright.cli.configure import configured
+    from meshwright.cost.estimate import estimate
+
+    config, assumed = configured(model, cluster, nodes, gpus, plan, stack, batch, seq, tokens, settings)
+    result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+    if as_json:
+        import json
+
+        print(json.dumps(result.as_dict(), indent=1, default=float))
+        return
+    from rich.console import Console
+
+    from meshwright.view.estimate import page
+    from meshwright.view.explain import explain as explained
+
+    Console(highlight=False).print(explained(result, explain) if explain else page(result))

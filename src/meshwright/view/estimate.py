@@ -1,0 +1,161 @@
+"""An estimate as a page of tables a person enjoys reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cost.estimate import Estimate
+from meshwright.cost.predict import COMMUNICATION
+from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
+
+BAR = 28
+COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once a step": "green"}
+WORDS = {
+    **COMMUNICATION,
+    "bubble": "pipeline bubble",
+    "host": "waiting for the host",
+    "interference": "slowed by overlap",
+    "dp": "data-parallel communication",
+    "overhead": "step overhead",
+    "recompute": "recompute",
+    "ffn": "FFN",
+    "head": "head and loss",
+}
+SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts", "working": "work"}
+KIND = {**dict.fromkeys(COMMUNICATION, "communication"), "bubble": "waiting", "host": "waiting", "interference": "waiting",
+        "optimizer": "once a step", "overhead": "once a step"}  # fmt: skip
+
+
+def page(e: Estimate) -> RenderableType:
+    """The whole answer."""
+    return Group(*sections(e))
+
+
+def sections(e: Estimate) -> Iterator[RenderableType]:
+    yield header(e)
+    yield breakdown(e)
+    yield memory(e)
+    if e.prediction.traffic_bytes:
+        yield traffic(e)
+    yield verdicts(e)
+    yield notes(e)
+
+
+def header(e: Estimate) -> Panel:
+    p = e.prediction
+    low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
+    big = Text.assemble(
+        ("step ", "dim"), (format_seconds(p.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
+        ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+        ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold green" if p.fits else "bold red"),
+        ("   tokens/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold"),
+    )  # fmt: skip
+    count = format_count(e.model.total)
+    active = f", {format_count(e.model.active)} active" if e.model.experts else ""
+    lines = [
+        Text.assemble((e.model.name, "bold"), (f"  {count} parameters{active}: {e.model.describe_shape()}", "dim")),
+        Text.assemble((f"{e.plan.world} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}", "dim")),
+        Text.assemble((e.plan.title(), "bold"), (f"  batch {e.workload.batch} × {e.workload.seq} tokens, {e.workload.precision}", "dim")),
+        Text(""),
+        big,
+    ]
+    if not p.fits:
+        over = (p.memory_gib or 0) - p.memory_limit_gib
+        lines.append(Text(f"does not fit: {over:.1f} GiB too much on the fullest stage", style="bold red"))
+    if e.workload.tokens:
+        seconds = e.workload.tokens / (p.tokens_per_s or 1)
+        hours = seconds / 3600 * e.plan.world
+        cost = f", ${hours * e.cluster.price:,.0f}" if e.cluster.price else ""
+        lines.append(Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"))
+    return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
+
+
+def breakdown(e: Estimate) -> Table:
+    p = e.prediction
+    table = Table(title="Where the step goes", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table.add_column("part")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    longest = max(p.exposed_s.values())
+    for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
+        colour = COLOURS[KIND.get(part, "compute")]
+        bar = Text("█" * max(1, round(BAR * seconds / longest)) if seconds > 0.002 * longest else "▏", style=colour)
+        table.add_row(WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar)
+    table.add_row("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", "")
+    table.caption = legend()
+    table.caption_justify = "left"
+    return table
+
+
+def legend() -> str:
+    return "  ".join(f"[{colour}]█[/] {kind}" for kind, colour in COLOURS.items())
+
+
+def shown_stages(count: int) -> list[int]:
+    """All stages of a short pipeline; both ends of a long one."""
+    return list(range(count)) if count <= 6 else [0, 1, 2, count // 2, count - 2, count - 1]
+
+
+def memory(e: Estimate) -> Table:
+    stages = e.prediction.memory_by_stage
+    unit = "stage" if e.plan.pp > 1 else ""
+    table = Table(title=f"Memory by {unit or 'part'}, GiB", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table.add_column(unit)
+    parts = [p for p in stages[0] if any(s[p] >= 0.005 for s in stages)]
+    for part in parts:
+        table.add_column(SHORT.get(part, part), justify="right")
+    table.add_column("total", justify="right")
+    table.add_column(f"of {e.prediction.memory_limit_gib:.0f}", justify="left")
+    for s in shown_stages(len(stages)):
+        total = sum(stages[s].values())
+        share = total / e.prediction.memory_limit_gib
+        style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
+        bar = Text("█" * min(20, max(1, round(12 * share))), style=style)
+        table.add_row(str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar)
+    return table
+
+
+def traffic(e: Estimate) -> Table:
+    table = Table(title="Traffic, sent per GPU and step", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for name, side in (("axis", "left"), ("degree", "right"), ("bytes", "right"), ("over", "left"), ("exposed", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for axis, size in sorted(e.prediction.traffic_bytes.items(), key=lambda item: -item[1]):
+        degree = {"dp": e.plan.dp * e.plan.cp}.get(axis, getattr(e.plan, axis, 1))
+        exposed = e.prediction.exposed_s.get(axis, 0.0)
+        table.add_row(axis, str(degree), format_decimal_bytes(size), e.levels.get(axis, ""), format_seconds(exposed))
+    return table
+
+
+def verdicts(e: Estimate) -> Table:
+    table = Table(title="Against the targets", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    for name in ("", "", "", ""):
+        table.add_column(name)
+    for v in e.verdicts:
+        mark = "[green]✓[/]" if v.good else "[yellow]✗[/]"
+        table.add_row(mark, v.name, f"{100 * v.value:.1f}%", f"[dim]{v.target}[/]")
+    return table
+
+
+def notes(e: Estimate) -> Group:
+    p, place = e.prediction, e.roofline
+    lines = [Text.assemble(("bound by ", "dim"), (p.bound_by, "bold"))]
+    if place.ccr != float("inf"):
+        ceilings = ", ".join(f"{c.level} {c.ridge:,.0f} ({format_rate(c.bandwidth)})" for c in place.ceilings[:3])
+        lines.append(Text.assemble(("roofline ", "dim"), f"{place.ccr:,.0f} FLOP/byte against a ridge of {place.ridge:,.0f}: {place.regime}",
+                                   (f"; ridges: {ceilings}", "dim")))  # fmt: skip
+        lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
+    if len(e.inference) > 1:
+        first, last = e.inference[0], e.inference[-1]
+        lines.append(Text.assemble(("inference ", "dim"), f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU's bandwidth and "
+                                   f"{format_seconds(last.seconds)} with tp={last.tp}: {first.seconds / last.seconds:.1f}× sooner; pipelining does not help latency"))  # fmt: skip
+    lines.append(Text.assemble(("MFU over ", "dim"), (p.mfu_denominator, "dim")))
+    lines.append(Text.assemble(("constants ", "dim"), (p.calibrated, "dim")))
+    for item in p.assumed:
+        lines.append(Text(f"assumed: {item}", style="dim"))
+    return Group(*lines)

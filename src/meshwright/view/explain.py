@@ -1,0 +1,148 @@
+"""One part of an estimate with its formula and the numbers put in."""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cost import compute
+from meshwright.cost.collective import Network
+from meshwright.cost.estimate import Estimate
+from meshwright.cost.step import AXIS_OF
+from meshwright.errors import unknown
+from meshwright.lower.op import PHASES, Op
+from meshwright.units import format_decimal_bytes, format_flops, format_seconds
+
+FORMULAS = {
+    "gemm": "t = floor + max(a, m) + c·min(a, m)    a = 2·products·m·n·k / (e·peak), m = bytes / bandwidth",
+    "attention": "t = floor + flops / (e · s/(s+700) · peak) + bytes / bandwidth",
+    "memory": "t = floor·launches + bytes / (share · bandwidth)",
+    "collective": "t = base + hops + 2√(ℓ·w) + w    w = max(bytes inside nodes / B₀, bytes between nodes / B₁)",
+    "p2p": "t = base + hop + n / bandwidth",
+}
+
+
+def parts(e: Estimate) -> list[str]:
+    return [*e.prediction.exposed_s, "memory", "mfu", "roofline"]
+
+
+def explain(e: Estimate, part: str) -> RenderableType:
+    """The formula of a part, its operations and their times, and how they add up."""
+    special = {"memory": explain_memory, "mfu": explain_mfu, "roofline": explain_roofline, "bubble": explain_bubble}
+    if part in special:
+        return special[part](e)
+    if part not in e.prediction.exposed_s:
+        raise unknown("MW-EST-001", "part", part, parts(e), "--explain {}")
+    return explain_operations(e, part)
+
+
+def one(value: object) -> float:
+    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
+
+
+def explain_operations(e: Estimate, part: str) -> RenderableType:
+    rank = int(e.cost.slowest[0])
+    holding = e.cost.holdings[rank]
+    network = Network(e.cluster, e.program.batch)
+    table = Table(box=None, pad_edge=False)
+    for name, side in (("block × count", "left"), ("phase", "left"), ("operation", "left"), ("shape", "left"), ("once", "right"), ("per micro-batch", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    kinds, total = set(), 0.0
+    for block in e.program.kinds():
+        times = one(holding.counts[block])
+        for phase in PHASES:
+            for op in e.program.blocks.get((block, phase), ()):
+                if not times or belongs(op, phase) != part:
+                    continue
+                kinds.add(op.kind)
+                seconds = one(network.time(op) if op.axis else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack.attention, op))
+                total += times * one(op.count) * seconds
+                table.add_row(f"{block} × {times:.0f}", phase, f"{op.name} × {one(op.count):g}", shape_of(op), format_seconds(seconds),
+                              format_seconds(times * one(op.count) * seconds))  # fmt: skip
+    m = e.plan.microbatches(e.workload)
+    lines: list[RenderableType] = [Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")]
+    lines += [Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds]
+    eff = e.cluster.accelerator.efficiency
+    peak = e.cluster.accelerator.peak_for(e.workload.precision)
+    lines.append(Text(f"peak {format_flops(peak)}, e {eff.gemm:g}, c {eff.gemm_traffic:g}, floor {format_seconds(eff.floor)}; {e.cluster.accelerator.name}", style="dim"))
+    if table.row_count:
+        lines += [table, Text(f"{format_seconds(total)} a micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
+                              + ("" if abs(total * m - e.prediction.exposed_s[part]) < 1e-3 * total * m else
+                                 f"; exposed {format_seconds(e.prediction.exposed_s[part])} after overlap and what happens once a step"))]  # fmt: skip
+    else:
+        lines.append(Text("once a step: gradient reduction, optimizer and overhead are not micro-batch operations", style="dim"))
+    return Group(*lines)
+
+
+def belongs(op: Op, phase: str) -> str:
+    if op.axis:
+        return AXIS_OF[op.axis]
+    return "recompute" if phase == "R" else op.part
+
+
+def shape_of(op: Op) -> str:
+    if op.collective:
+        return f"{op.collective} of {format_decimal_bytes(one(op.message_bytes))} over {op.axis}"
+    if op.shape:
+        return " × ".join(f"{one(x):,.0f}" for x in op.shape)
+    return format_decimal_bytes(one(op.bytes))
+
+
+def explain_bubble(e: Estimate) -> RenderableType:
+    p, m, v = e.plan.pp, e.plan.microbatches(e.workload), e.plan.virtual
+    means = [sum(one(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
+    idle = e.prediction.exposed_s.get("bubble", 0.0)
+    return Group(
+        Text(f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}", style="bold"),
+        Text("1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`", style="cyan"),
+        Text(f"{e.plan.schedule}: P = {p}, M = {m}, V = {v};  mean f = {format_seconds(means[0])}, input gradient {format_seconds(means[1])}, "
+             f"weight gradient {format_seconds(means[2])}"),
+        Text(f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  overhead (P−1)/(V·M) = {100 * (p - 1) / (v * m):.1f}%, "
+             f"fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"),
+    )  # fmt: skip
+
+
+def explain_memory(e: Estimate) -> RenderableType:
+    worst = max(range(len(e.prediction.memory_by_stage)), key=lambda s: sum(e.prediction.memory_by_stage[s].values()))
+    table = Table(box=None, pad_edge=False)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for part, size in e.prediction.memory_by_stage[worst].items():
+        table.add_row(part, f"{size:.2f}")
+    saved = {b: {k: one(v) / 2**20 for k, v in parts.items() if one(v)} for b, parts in e.program.saved.items()}
+    lines = [Text(f"fullest stage {worst}: {sum(e.prediction.memory_by_stage[worst].values()):.1f} GiB", style="bold"),
+             Text("states = N·(param + grad + master + moments), each divided by the shard group from its ZeRO stage on", style="cyan"),
+             Text("activations = saved bytes of a micro-batch × micro-batches in flight on the stage", style="cyan")]  # fmt: skip
+    for block, by_part in saved.items():
+        if by_part:
+            lines.append(Text(f"saved by one {block}: " + ", ".join(f"{k} {v:,.0f} MiB" for k, v in by_part.items()), style="dim"))
+    return Group(*lines, table)
+
+
+def explain_mfu(e: Estimate) -> RenderableType:
+    p = e.prediction
+    per_token = e.model.model_flops(e.workload.seq)
+    return Group(
+        Text(f"MFU {100 * (p.mfu or 0):.1f}%", style="bold"),
+        Text("MFU = FLOPs of the model per token × tokens per second / (devices × dense peak)", style="cyan"),
+        Text(f"{per_token:.4g} FLOP/token × {p.tokens_per_s:,.0f} tokens/s / ({p.mfu_denominator}); causal attention counts half of s²"),
+        Text(f"HFU {100 * (p.hfu or 0):.1f}% counts recomputed and wasted arithmetic too", style="dim"),
+    )
+
+
+def explain_roofline(e: Estimate) -> RenderableType:
+    place = e.roofline
+    table = Table(box=None, pad_edge=False)
+    for name in ("level", "bandwidth a device", "ridge", "ceiling"):
+        table.add_column(name)
+    for c in place.ceilings:
+        table.add_row(c.level, f"{c.bandwidth / 1e9:,.1f} GB/s", f"{c.ridge:,.0f}", f"{100 * c.efficiency:.0f}%")
+    return Group(
+        Text(f"{place.regime}: CCR {place.ccr:,.0f} FLOP/byte", style="bold"),
+        Text("CCR = FLOPs per device / bytes sent per device;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)", style="cyan"),
+        table,
+        Text(f"critical batch {place.critical_batch:,.0f} sequences, {place.batch_for_90:,.0f} for 90%"),
+        Text("; ".join(place.advice), style="dim"),
+    )
