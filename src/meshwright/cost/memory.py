@@ -75,7 +75,7 @@ def working_memory(program: StepProgram, holding: Holding) -> Array:
     if m.kind == "counts":
         return b.bucket * (b.dp > 1)
     e = program.element
-    widest = max(m.ffn * (2 if m.gated else 1), m.top_k * m.expert_ffn * (2 if m.gated else 1), 3 * m.hidden)
+    widest = max(m.ffn * (2 if m.gated else 1), m.top_k * m.expert_width * (2 if m.gated else 1), 3 * m.hidden)
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = holding.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)

@@ -62,7 +62,7 @@ def _experts(low: LayerLowering, tokens) -> None:  # type: ignore[no-untyped-def
     b, m = low.b, low.m
     local = m.experts / b.ep
     each = np.maximum(tokens / local, 1.0)
-    width = m.expert_ffn / b.etp
+    width = m.expert_width / b.etp
     low.gemm("experts-up", "experts", each, width * (2 if m.gated else 1), m.hidden, products=local, launches=2)
     low.activation("experts", tokens * width * low.element)
     low.gemm("experts-down", "experts", each, m.hidden, width, products=local, launches=2)
