@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from meshwright.errors import MeshwrightError, nearest
 from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 
-Bytes = Annotated[float, BeforeValidator(parse_bytes)]
-Rate = Annotated[float, BeforeValidator(parse_rate)]
-Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-Flops = Annotated[float, BeforeValidator(parse_flops)]
-Count = Annotated[float, BeforeValidator(parse_count)]
 
+def quantity(*examples: str) -> WithJsonSchema:
+    """A schema that allows a number or a text with its unit."""
+    return WithJsonSchema({"type": ["number", "string"], "examples": list(examples)}, mode="validation")
+
+
+Bytes = Annotated[float, BeforeValidator(parse_bytes), quantity("80GiB", "25MB")]
+Rate = Annotated[float, BeforeValidator(parse_rate), quantity("400Gb/s", "900GB/s")]
+Seconds = Annotated[float, BeforeValidator(parse_seconds), quantity("1.5us", "20ms")]
+Flops = Annotated[float, BeforeValidator(parse_flops), quantity("989TFLOP/s")]
+Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
+
+SECTIONS = ("model", "cluster", "stack", "workload", "plan")
 MOST = 2**40  # no dimension, degree or batch is larger: keeps arithmetic exact and hostile input bounded
 Size = Annotated[int, Field(ge=1, le=MOST)]
 Whole = Annotated[int, Field(ge=0, le=MOST)]
@@ -67,5 +74,6 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     valid = first.get("ctx", {}).get("expected", "")
     options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
     near = nearest(str(first.get("input")), options) if options else ""
+    fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
     return MeshwrightError("MW-CONF-003", f"{section}.{place} = {given} is not valid", why=first["msg"], valid=options,
-                           fix=f"--set {section}.{place}={near}" if near else "")  # fmt: skip
+                           fix=fix)  # fmt: skip

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from meshwright.describe import catalog
-from meshwright.describe.base import Described
+from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
-from meshwright.describe.draft import HERE, NAMED, SECTIONS, Draft, flat
+from meshwright.describe.draft import HERE, NAMED, Draft, flat
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack

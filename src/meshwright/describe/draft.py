@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.describe import catalog
+from meshwright.describe.base import SECTIONS
 from meshwright.describe.files import DEPTH, parse_toml, read_text
 from meshwright.errors import MeshwrightError, nearest, unknown
 
-SECTIONS = ("model", "cluster", "stack", "workload", "plan")
 MOST_EXTENDS = 8
 HERE = Path()
 

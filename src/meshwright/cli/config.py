@@ -1,0 +1,63 @@
+"""`meshwright config`: what a plan file comes to, and where each value came from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from meshwright.describe.config import CLASSES, diff, load
+from meshwright.errors import unknown
+from meshwright.view import config as view
+from meshwright.view.tables import show, show_json
+
+command = typer.Typer(no_args_is_help=True)
+
+File = Annotated[str, typer.Argument(help="A plan file (TOML).")]
+Set = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a value; may be given again.")]
+Json = Annotated[bool, typer.Option("--json", help="Print what a program can read.")]
+
+
+@command.command("show")
+def show_command(
+    file: File,
+    settings: Set = [],  # noqa: B006
+    everything: Annotated[bool, typer.Option("--all", help="Show defaults of every section too.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print one file that says the same.")] = False,
+    json: Json = False,
+) -> None:
+    """Print the resolved configuration and where each value came from; check the plan."""
+    config = load(file, settings).check()
+    if json:
+        show_json(view.as_json(config))
+    elif toml:
+        print(config.to_toml(), end="")
+    else:
+        show(view.page(config, everything))
+
+
+@command.command("diff")
+def diff_command(
+    first: File,
+    second: File,
+    settings: Set = [],  # noqa: B006
+    json: Json = False,
+) -> None:
+    """Print the values in which two plan files differ, after --set on both."""
+    changed = diff(load(first, settings), load(second, settings))
+    if json:
+        show_json({path: {"first": a, "second": b} for path, (a, b) in changed.items()})
+    else:
+        show(view.difference(changed, (first, second)))
+
+
+@command.command("schema")
+def schema_command(
+    section: Annotated[str, typer.Argument(help="One section; unsaid: the whole file.")] = "",
+) -> None:
+    """Print the JSON Schema of a plan file."""
+    from meshwright.describe.schema import schema
+
+    if section and section not in CLASSES:
+        raise unknown("MW-CONF-010", "section", section, CLASSES, "meshwright config schema {}")
+    show_json(schema(section))

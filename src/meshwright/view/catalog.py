@@ -1,0 +1,193 @@
+"""The catalog to look at: one table a kind, one card an entry, each with its sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.describe import catalog
+from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.model import Model
+from meshwright.describe.stack import Stack
+from meshwright.units import format_bytes, format_count, format_flops, format_rate, format_seconds
+from meshwright.view.tables import facts, filled, heading
+
+
+def overview() -> RenderableType:
+    """How much the catalog knows, and how to ask for more."""
+    rows = [(kind, len(catalog.names(kind)), ", ".join(catalog.names(kind)[-4:])) for kind in catalog.KINDS]
+    return Group(
+        filled(("kind", ">entries", "~such as"), rows),
+        Text("meshwright catalog KIND lists them, meshwright catalog KIND NAME shows one", "dim"),
+    )
+
+
+def listing(kind: str) -> RenderableType:
+    """All entries of a kind."""
+    columns, row = LISTS[kind]
+    return filled(columns, (row(catalog.load(kind, name)) for name in catalog.names(kind)))
+
+
+def card(kind: str, name: str) -> RenderableType:
+    """One entry in full."""
+    return CARDS[kind](catalog.load(kind, name))
+
+
+def as_json(kind: str, name: str) -> dict[str, Any]:
+    """One entry for a program: every field, and what it counts to."""
+    entry = catalog.load(kind, name)
+    out = entry.model_dump(mode="json")
+    if isinstance(entry, Model):
+        out |= {"parameters": entry.total, "active_parameters": entry.active, "parameters_by_part": entry.parameters()}
+    return out
+
+
+# Models
+
+
+def model_row(model: Model) -> tuple[object, ...]:
+    active = format_count(model.active) if model.experts else ""
+    return model.name, format_count(model.total), active, model.describe_shape()
+
+
+def model_card(model: Model) -> RenderableType:
+    seq = model.max_positions or 4096
+    parameters = model.parameters()
+    sparse = f", {format_count(model.active, 4)} active a token" if model.experts else ""
+    published = model.published
+    said = [f"{format_count(published.parameters, 4)} ({model.total / published.parameters - 1:+.2%} ours)"
+            if published.parameters else "",
+            f"{format_count(published.active, 4)} active" if published.active else ""]  # fmt: skip
+    top = facts(
+        [
+            ("shape", model.describe_shape()),
+            ("parameters", f"{format_count(model.total, 4)}{sparse}"),
+            ("published", ", ".join(s for s in said if s)),
+            ("source", published.source),
+            ("note", published.note),
+        ]
+    )
+    if model.kind == "counts":
+        return Group(heading(model.name), top)
+    flops = model.flops(seq)
+    rows = [
+        (part, format_count(parameters.get(part, 0)) if part in parameters else "",
+         f"{parameters.get(part, 0) / model.total:.1%}" if part in parameters else "",
+         format_count(flops[part]) if part in flops else "")
+        for part in {**parameters, **flops}
+    ]  # fmt: skip
+    columns = ("part", ">parameters", ">share", f">forward FLOPs a token, sequence {seq}")
+    return Group(heading(model.name), top, filled(columns, rows))
+
+
+# Clusters and what they are made of
+
+
+def cluster_row(cluster: Cluster) -> tuple[object, ...]:
+    """Like `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s`: rates are what one device has to itself."""
+    said = []
+    for k, level in enumerate(cluster.levels):
+        over = f" 1:{level.oversubscription:g}" if level.oversubscription > 1 else ""
+        said.append(f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}{over}")
+    price = f"{cluster.price:.2f}" if cluster.price else ""
+    between = " · ".join(dict.fromkeys(said[1:]))
+    return cluster.name, cluster.accelerator.name, cluster.node_size, said[0], between, price
+
+
+def cluster_card(cluster: Cluster) -> RenderableType:
+    rows = []
+    for k, level in enumerate(cluster.levels):
+        last = k == len(cluster.levels) - 1 and k > 0
+        asides = [
+            f"{level.ports} cards a node" if level.ports else "",
+            f"1:{level.oversubscription:g} oversubscribed" if level.oversubscription > 1 else "",
+            "one shared bus" if level.shared else "",
+            "reduces in the switch" if level.reduces else "",
+        ]
+        rows.append((
+            level.name, "any" if last else level.size, level.link.name, format_rate(level.link.bandwidth),
+            f"{level.link.efficiency:.0%}", format_seconds(level.link.alpha),
+            format_rate(cluster.device_bandwidth(k)), ", ".join(a for a in asides if a),
+        ))  # fmt: skip
+    columns = ("level", ">joins", "link", ">rate a port", ">reached", ">α", ">a device's share", "~")
+    price = f"{cluster.price:.2f} US dollars a GPU-hour (indicative)" if cluster.price else ""
+    top = facts([("accelerator", accelerator_line(cluster.accelerator)), ("price", price), ("source", cluster.source)])
+    return Group(heading(cluster.name), top, filled(columns, rows), sources([level.link for level in cluster.levels]))
+
+
+def sources(links: list[Link]) -> RenderableType:
+    return facts({link.name: (link.name, link.source) for link in links}.values())
+
+
+def accelerator_line(device: Accelerator) -> str:
+    main = "bf16" if "bf16" in device.peak else next(iter(device.peak))
+    return (f"{device.name}: {format_flops(device.peak[main])} {main}, {format_bytes(device.memory)} "
+            f"at {format_rate(device.memory_bandwidth)}")  # fmt: skip
+
+
+def accelerator_row(device: Accelerator) -> tuple[object, ...]:
+    peaks = [
+        f"{device.peak[d] / 1e12:,.4g}" if d in device.peak else "" for d in ("fp32", "tf32", "bf16", "fp8", "fp4")
+    ]
+    if not peaks[2] and "fp16" in device.peak:
+        peaks[2] = f"{device.peak['fp16'] / 1e12:,.4g} (fp16)"
+    return device.name, format_bytes(device.memory, 4), format_rate(device.memory_bandwidth), *peaks
+
+
+def accelerator_card(device: Accelerator) -> RenderableType:
+    top = facts([
+        ("memory", f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"),
+        ("source", device.source),
+        ("efficiency", device.efficiency.source),
+    ])  # fmt: skip
+    rows = [(d, format_flops(rate, 4), f"{rate / device.memory_bandwidth:,.0f}") for d, rate in device.peak.items()]
+    return Group(heading(device.name), top, filled(("type", ">dense peak", ">FLOPs a byte at the ridge"), rows))
+
+
+def link_row(link: Link) -> tuple[object, ...]:
+    return (link.name, format_rate(link.bandwidth), f"{link.efficiency:.0%}", format_seconds(link.alpha),
+            format_bytes(link.crossover), link.source)  # fmt: skip
+
+
+def link_card(link: Link) -> RenderableType:
+    top = facts([
+        ("rate", f"{format_rate(link.bandwidth)} a direction and port, {link.efficiency:.0%} of it reached"),
+        ("α", format_seconds(link.alpha)),
+        ("library hop", format_seconds(link.library_hop)),
+        ("n* = α/β", f"{format_bytes(link.crossover)}: below it latency rules, above it bandwidth"),
+        ("source", link.source),
+    ])  # fmt: skip
+    rows = [
+        (format_bytes(n), format_seconds(link.time(n)), format_rate(n / link.time(n))) for n in (2**10, 2**20, 2**30)
+    ]
+    return Group(heading(link.name), top, filled((">message", ">time", ">rate"), rows))
+
+
+def stack_row(stack: Stack) -> tuple[object, ...]:
+    return (stack.name, format_seconds(stack.launch), stack.attention, ", ".join(stack.overlap) or "nothing",
+            ", ".join(stack.order), stack.source)  # fmt: skip
+
+
+def stack_card(stack: Stack) -> RenderableType:
+    rows = [(name, value if not isinstance(value, tuple) else ", ".join(value) or "nothing")
+            for name, value in stack.model_dump(exclude={"name"}).items()]  # fmt: skip
+    return Group(heading(stack.name), facts(rows))
+
+
+LISTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[object, ...]]]] = {
+    "models": (("model", ">parameters", ">active", "~shape"), model_row),
+    "clusters": (("cluster", "accelerator", ">node", "inside", "between", ">$/h"), cluster_row),
+    "accelerators": (
+        ("accelerator", ">memory", ">bandwidth", ">fp32", ">tf32", ">bf16", ">fp8", ">fp4 TFLOP/s"),
+        accelerator_row,
+    ),
+    "links": (("link", ">rate", ">reached", ">α", ">n*", "~source"), link_row),
+    "stacks": (("stack", ">launch", "attention", "overlaps", "order", "~source"), stack_row),
+}
+CARDS: dict[str, Callable[[Any], RenderableType]] = {
+    "models": model_card, "clusters": cluster_card, "accelerators": accelerator_card,
+    "links": link_card, "stacks": stack_card,
+}  # fmt: skip

@@ -1,0 +1,90 @@
+"""A configuration to look at: each value in its unit, and who said it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+from pydantic import BeforeValidator
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.describe.base import Described
+from meshwright.describe.config import Config
+from meshwright.units import (
+    format_bytes,
+    format_count,
+    format_flops,
+    format_rate,
+    format_seconds,
+    parse_bytes,
+    parse_count,
+    parse_flops,
+    parse_rate,
+    parse_seconds,
+)
+from meshwright.view.tables import filled, heading, table
+
+FORMATS = {
+    parse_bytes: format_bytes, parse_rate: format_rate, parse_seconds: format_seconds, parse_flops: format_flops,
+    parse_count: format_count,
+}  # fmt: skip
+
+
+def values(part: Described, path: str) -> Iterator[tuple[str, str]]:
+    """Every value of a part by its dotted path, as a person writes it."""
+    for name, field in type(part).model_fields.items():
+        value, here = getattr(part, name), f"{path}.{name}"
+        if isinstance(value, Described):
+            yield from values(value, here)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Described):
+            for i, inner in enumerate(value):
+                yield from values(inner, f"{here}.{i}")
+        elif isinstance(value, dict) and value:
+            metadata = getattr(get_args(field.annotation)[1], "__metadata__", ())
+            yield from ((f"{here}.{key}", written(inner, metadata)) for key, inner in value.items())
+        else:
+            yield here, written(value, field.metadata)
+
+
+def written(value: Any, metadata: Any) -> str:
+    for note in metadata:
+        if isinstance(note, BeforeValidator) and note.func in FORMATS and value:
+            return FORMATS[note.func](value, 4)  # type: ignore[index]
+    if isinstance(value, tuple):
+        return ", ".join(str(v) for v in value) or "—"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "—" if value in ("", None) else str(value)
+
+
+def page(config: Config, everything: bool = False) -> RenderableType:
+    """Sections one below the other. Sources, and defaults of all but workload and plan, only when everything is asked."""
+    out = table("value", "", "~from")
+    hidden = 0
+    for section, part in config.parts().items():
+        out.add_row(heading(f"[{section}]"))
+        for path, text in values(part, section):
+            origin = config.origin(path)
+            aside = path.endswith(".source") or (origin == "default" and section not in ("workload", "plan"))
+            if aside and not everything:
+                hidden += 1
+                continue
+            style = "dim" if origin == "default" else ""
+            out.add_row(Text("  " + path.partition(".")[2], style), Text(text, style), Text(origin))
+    more = [Text(f"{hidden} sources and defaults are not shown: --all", "dim")] if hidden else []
+    return Group(out, *more)
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """Every value by section, and the origins of those that were said."""
+    sections = {name: part.model_dump(mode="json") for name, part in config.parts().items()}
+    return {**sections, "origins": config.origins}
+
+
+def difference(changed: dict[str, tuple[Any, Any]], names: tuple[str, str]) -> RenderableType:
+    """What differs between two configurations."""
+    if not changed:
+        return Text("no difference")
+    rows = [(path, *("—" if side in ("", None, ()) else str(side) for side in pair)) for path, pair in changed.items()]
+    return filled(("value", *names), rows)
