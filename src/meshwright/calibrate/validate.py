@@ -12,6 +12,7 @@ Figures are macro-averaged over sources, so that a source of a thousand rows cou
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.calibrate.rows import Case, case
-from meshwright.cost.predict import cost_of
+from meshwright.calibrate.rows import Case, case, number
+from meshwright.cost.step import step_cost
+from meshwright.lower.step import step_program
 from meshwright.cost.predict import prediction as describe
 from meshwright.describe.result import Prediction
 
-STALLED = 1.3  # twins of one configuration that differ by more are stalls of the run, judged apart
+STALLED = 1.3  # twins of one configuration that differ by more show a stall of the run
 NOT_FOR_TIME = ("megatron_lm_golden_values",)
 
 
@@ -42,9 +44,18 @@ class Outcome:
         return self.prediction.step_time_s / self.case.step_time - 1
 
     @property
-    def stalled(self) -> bool:
-        ratio = self.case.row.get("pair_ratio", "")
-        return bool(ratio) and float(ratio) > STALLED
+    def memory_error(self) -> float | None:
+        """Signed relative error of peak memory. A framework's own peak does not see the driver's context; nvidia-smi does."""
+        p, measured = self.prediction, self.case.memory
+        if p is None or p.memory_gib is None or not measured:
+            return None
+        seen_from_outside = "nvidia-smi" in self.case.row.get("notes", "")
+        hidden = 0.0 if seen_from_outside else max(s["context"] for s in p.memory_by_stage)
+        return (p.memory_gib - hidden) / measured - 1
+
+    @property
+    def pair_ratio(self) -> float | None:
+        return number(self.case.row.get("pair_ratio"))
 
     def as_dict(self) -> dict[str, Any]:
         p = self.prediction
@@ -69,7 +80,8 @@ class Score:
     regret: float | None = None
     memory_median: float | None = None
     false_alarms: float | None = None
-    stalled: int = 0
+    apart: int = 0
+    apart_median: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return self.__dict__.copy()
@@ -84,7 +96,7 @@ def predict_row(row: dict[str, str]) -> Outcome:
     options = [c.plan.recompute] if row.get("recompute_mode") else ["none", "selective", "full"]
     for mode in options:
         plan = c.plan.but(recompute=mode)
-        cost = cost_of(c.model, c.cluster, plan, c.workload, c.stack)
+        cost = step_cost(step_program(c.model, plan, c.workload, c.stack), c.cluster)
         result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
         if result.fits or mode == options[-1]:
             break
@@ -92,7 +104,7 @@ def predict_row(row: dict[str, str]) -> Outcome:
         c.assumed = [a if not a.startswith("recompute") else f"recompute: {mode}" for a in c.assumed]
         if not result.fits:
             plan = c.plan.but(recompute="none")
-            cost = cost_of(c.model, c.cluster, plan, c.workload, c.stack)
+            cost = step_cost(step_program(c.model, plan, c.workload, c.stack), c.cluster)
             result = describe(cost, c.model, c.cluster, plan, c.workload, c.stack, c.assumed)
     return Outcome(c, result)
 
@@ -107,17 +119,21 @@ def predict_rows(rows: Iterable[dict[str, str]], progress: Callable[[], None] | 
 
 
 def score(outcomes: list[Outcome]) -> Score:
-    """Errors of one set of rows; stalled twins are counted and left out of the errors."""
+    """Errors of one set of rows. Where a source has twins, rows whose twin disagrees or is missing may be stalls: told apart."""
     s = Score(rows=len(outcomes))
-    usable = []
+    paired = {o.case.row.get("file") for o in outcomes if o.pair_ratio is not None}
+    usable, apart = [], []
     for o in outcomes:
         if o.refused:
             s.refused += 1
             s.reasons[o.refused] = s.reasons.get(o.refused, 0) + 1
-        elif o.stalled:
-            s.stalled += 1
+        elif o.case.row.get("file") in paired and (o.pair_ratio or math.inf) > STALLED:
+            apart.append(o)
         else:
             usable.append(o)
+    s.apart = len(apart)
+    rest = [abs(o.error) for o in apart if o.error is not None]
+    s.apart_median = float(np.median(rest)) if rest else None
     errors = np.array([o.error for o in usable if o.error is not None])
     if len(errors):
         size = np.abs(errors)
@@ -127,8 +143,7 @@ def score(outcomes: list[Outcome]) -> Score:
                   for o in usable if o.error is not None]  # fmt: skip
         s.inside_band = float(np.mean(inside))
         s.spearman, s.regret = ranking(usable)
-    memory = [abs(o.prediction.memory_gib / o.case.memory - 1) for o in usable
-              if o.prediction and o.prediction.memory_gib and o.case.memory]  # fmt: skip
+    memory = [abs(o.memory_error) for o in outcomes if o.memory_error is not None]
     if memory:
         s.memory_median = float(np.median(memory))
     finished = [o.prediction.fits for o in usable if o.prediction is not None and o.case.step_time]

@@ -38,7 +38,7 @@ class LayerLowering:
 
     # Small builders
 
-    def memory(self, phase: str, name: str, part: str, size: Array, passes: float, launches: float, count: Array = 1.0) -> None:
+    def memory(self, phase: str, name: str, part: str, size: Array, passes: Array, launches: float, count: Array = 1.0) -> None:
         """A memory-bound operation: `passes` reads or writes of `size` bytes."""
         self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
 
@@ -52,10 +52,14 @@ class LayerLowering:
         flops = 2.0 * products * m * n * k
         e = self.element
         size = products * (m * k + k * n + m * n) * e
-        grown = products * (m * k + m * n) * e + products * k * n * 4  # weight gradients accumulate in fp32
+        weights = products * k * n
+        direct = "accumulate" in self.fused  # the product adds into the gradient itself
+        grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
         self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), launches=launches))
         self.phases["I"].append(Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), launches=launches))
         self.phases["W"].append(Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), launches=launches))
+        if not direct:
+            self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, 1)
 
     # Tensor and sequence parallel edges
 
