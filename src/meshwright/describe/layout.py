@@ -21,8 +21,9 @@ import numpy as np
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
-from meshwright.errors import unknown
+from meshwright.errors import MeshwrightError, unknown
 
+MOST_RANKS = 2**22  # every rank is listed: keeps hostile plans within memory
 BASE = ("tp", "cp", "pp", "shard", "replicate")
 DERIVED = ("dp", "dp_cp", "expert_tp", "ep", "expert_dp", "world")
 
@@ -42,6 +43,10 @@ class Layout:
     @cached_property
     def grid(self) -> np.ndarray:
         """Ranks indexed [slowest axis, …, fastest axis]."""
+        if self.plan.world > MOST_RANKS:
+            raise MeshwrightError(
+                "MW-PLAN-021", f"a layout of {self.plan.world:,} ranks", why=f"At most {MOST_RANKS:,}"
+            )
         sizes = [getattr(self.plan, a) for a in self.axes]
         return np.arange(self.plan.world).reshape(sizes[::-1])
 

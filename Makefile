@@ -1,0 +1,41 @@
+# Two commands to know: `make demo` and `make test`. Both set up first; nothing but Python 3.11 or later is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := train,web,plot,dev
+
+.PHONY: setup demo test lint bench soak clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Meshwright needs Python 3.11 or later")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@
+
+# One line a step; a step that fails stops the demo.
+demo: setup
+	$(BIN)/meshwright catalog clusters dgx-h100
+	$(BIN)/meshwright catalog models llama3-70b
+	$(BIN)/meshwright config diff examples/demo-dp2-tp2.toml examples/demo-pp2-shard2.toml
+	$(BIN)/meshwright config show examples/demo-dp2-tp2.toml
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: setup
+	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+soak: setup
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output
