@@ -222,6 +222,7 @@ def _zbv(p: np.ndarray, m: np.ndarray) -> list[Path]:
         (2 * p + early - 1 + 2 * late, 2 * p + early - 1 + 2 * late, 2 * early, 4 * q - 2 * (early - 1)),
         (2 * p + 2 * late, 2 * p + 2 * (m - 1), 2 * early, 4 * q),
         (2 * p + 2 * (m - 1), 2 * p - early + 1 + 2 * late, early + 1 + 2 * late, 4 * q),
+        (2 * p + 2 * (m - 1), 2 * p, 2, 4 * q),
     ]
     return _when(m > p, enough) + _when((m < 2 * p - 1) | (m <= p), few)
 

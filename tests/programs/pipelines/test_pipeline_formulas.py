@@ -1,0 +1,115 @@
+"""Closed forms held to the walk, where they claim to be exact and where they claim to be close."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines import (
+    RULES,
+    Durations,
+    bubble_fraction,
+    bubble_overhead,
+    build,
+    in_flight,
+    makespan,
+    walk,
+)
+from meshwright.programs.pipelines.schedules import HANDMADE
+
+TIMES = st.floats(0.4, 1.6)
+
+
+@st.composite
+def settings_of(draw, names=tuple(HANDMADE)):
+    name = draw(st.sampled_from(names))
+    ranks, microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 24))
+    virtual = draw(st.integers(2, 4)) if RULES[name].most_virtual > 2 else RULES[name].virtual
+    return name, ranks, max(microbatches, RULES[name].least_microbatches_per_rank * ranks), virtual
+
+
+def no_closed_form_beyond_equal_times(name, ranks, microbatches):
+    """The two corners that the docstring of `formulas` names."""
+    return (name == "interleaved-zb" and microbatches < ranks) or (
+        name == "zbv" and ranks < microbatches < 2 * ranks - 1
+    )
+
+
+def walked(name, ranks, microbatches, virtual, times, **transfers):
+    return walk(build(name, ranks, microbatches, virtual), Durations.of(ranks * virtual, *times), **transfers)
+
+
+@given(settings_of(), TIMES)
+@settings(max_examples=120, deadline=None)
+def test_exact_on_equal_times(setting, time):
+    found = walked(*setting, (time, time, time))
+    assert makespan(*setting, time, time, time) == pytest.approx(found.makespan, rel=1e-12)
+    assert bubble_overhead(*setting, time, time, time) == pytest.approx(found.bubble_overhead, abs=1e-9)
+    assert bubble_fraction(*setting) == pytest.approx(found.bubble_fraction, abs=1e-9)
+
+
+@given(settings_of(), st.tuples(TIMES, TIMES, TIMES))
+@settings(max_examples=200, deadline=None)
+def test_exact_on_any_times_of_equal_stages(setting, times):
+    name, ranks, microbatches, _ = setting
+    close = 0.15 if no_closed_form_beyond_equal_times(name, ranks, microbatches) else 1e-12
+    assert makespan(*setting, *times) == pytest.approx(walked(*setting, times).makespan, rel=close)
+
+
+@given(settings_of(), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 0.01))
+@settings(max_examples=150, deadline=None)
+def test_small_overlapped_transfers(setting, times, p2p):
+    name, ranks, microbatches, _ = setting
+    close = 0.15 if no_closed_form_beyond_equal_times(name, ranks, microbatches) else 2e-3
+    found = walked(*setting, times, p2p=p2p)
+    assert makespan(*setting, *times, p2p) == pytest.approx(found.makespan, rel=close)
+
+
+@given(settings_of(("naive", "gpipe", "1f1b")), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 1.0), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_transfers_of_any_length_are_exact_for_one_stage_a_rank(setting, times, p2p, overlap):
+    found = walked(*setting, times, p2p=p2p, overlap=overlap)
+    assert makespan(*setting, *times, p2p, overlap) == pytest.approx(found.makespan, rel=1e-12)
+
+
+@given(settings_of(), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 0.1))
+@settings(max_examples=120, deadline=None)
+def test_blocking_transfers_are_estimated_from_above_and_closely(setting, times, p2p):
+    name, ranks, microbatches, _ = setting
+    if no_closed_form_beyond_equal_times(name, ranks, microbatches):
+        return
+    estimate = makespan(*setting, *times, p2p, False)
+    found = walked(*setting, times, p2p=p2p, overlap=False).makespan
+    assert found * (1 - 1e-9) <= estimate <= found * 1.15
+
+
+def test_the_textbook():
+    assert bubble_fraction("gpipe", 4, 8) == pytest.approx(3 / 11)
+    assert bubble_overhead("1f1b", 4, 8) == pytest.approx(3 / 8)
+    assert bubble_fraction("interleaved", 4, 8, 2) == pytest.approx(3 / 19)
+    assert bubble_overhead("zb-h1", 4, 8) == pytest.approx(3 / 24)
+    assert bubble_fraction("naive", 4, 5) == pytest.approx(3 / 4)
+    # Qi et al. 2024, Table 1 with their T_B = input, T_W = weight, in the regime W < F and W < I
+    assert makespan("zb-h1", 4, 8, 1, 1.0, 1.2, 0.8) == pytest.approx(8 * 3.0 + 3 * (1.0 + 1.2 - 0.8))
+    assert makespan("zb-h2", 4, 8, 1, 1.0, 1.8, 0.4) == pytest.approx(8 * 3.2 + 3 * (1.0 + 1.8 - 2 * 0.4))
+
+
+def test_arrays_over_plans():
+    ranks, microbatches = np.array([1, 2, 4, 8])[:, None], np.array([8, 16, 64])[None, :]
+    for name in HANDMADE:
+        virtual = np.full((4, 3), RULES[name].virtual)
+        many = microbatches if name != "dualpipev" else microbatches * 2
+        overhead = bubble_overhead(name, ranks, many, virtual, 1.0, 1.1, 0.9, p2p=np.zeros((4, 3)))
+        peak = in_flight(name, ranks, many, virtual, ranks - 1)
+        for i, j in np.ndindex(4, 3):
+            one = name, int(ranks[i, 0]), int(np.broadcast_to(many, (4, 3))[i, j]), RULES[name].virtual
+            assert overhead[i, j] == bubble_overhead(*one, 1.0, 1.1, 0.9)
+            assert peak[i, j] == in_flight(*one, int(ranks[i, 0]) - 1)
+
+
+def test_auto_has_no_closed_form():
+    for formula in (makespan, in_flight):
+        with pytest.raises(MeshwrightError) as caught:
+            formula("auto", 4, 8)
+        assert caught.value.code == "MW-PIPE-007"
