@@ -19,7 +19,7 @@ from meshwright.programs.pipelines import formulas
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 
 
-def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, blocking: bool) -> Array:
+def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array) -> Array:
     """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks."""
     out = np.zeros(batch.n)
     m = np.maximum(1, np.round(batch.microbatches)).astype(int)
@@ -31,7 +31,7 @@ def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, blocking: bool)
         v = batch.virtual[at].astype(int)
         times = [np.broadcast_to(x, batch.n)[at] for x in (f, i, w, p2p)]
         f_, i_, w_ = (t / v for t in times[:3])
-        span = formulas.makespan(name, batch.pp[at].astype(int), m[at], v, f_, i_, w_, times[3], overlap=not blocking)
+        span = formulas.makespan(name, batch.pp[at].astype(int), m[at], v, f_, i_, w_, times[3])
         out[at] = np.maximum(span - m[at] * v * (f_ + i_ + w_), 0.0)
     return out
 

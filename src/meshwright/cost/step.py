@@ -31,29 +31,29 @@ from meshwright.lower.stages import Holding, holdings
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
            "expert_dp": "dp", "replicate": "dp", "world": "dp", "pp": "pp"}  # fmt: skip
 HIDEABLE = 0.85  # share of compute that communication can really run behind
+GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
+HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
 
 
 @dataclass
 class PhaseTime:
-    """One block and phase: compute seconds by part, communication seconds by axis, host seconds, attention seconds."""
+    """One block and phase: seconds by part (compute, and communication as far as it is exposed), their sum, and the host's."""
 
-    compute: dict[str, Array] = field(default_factory=dict)
-    comm: dict[str, Array] = field(default_factory=dict)
+    parts: dict[str, Array] = field(default_factory=dict)
+    comm: dict[str, Array] = field(default_factory=dict)  # by axis, hidden or not
+    busy: Array = 0.0
     host: Array = 0.0
-    core: Array = 0.0
     flops: Array = 0.0
 
 
 @dataclass
 class RankTime:
-    """One micro-batch on one rank: seconds by (phase, part), and the totals of f, i, w."""
+    """Seconds one micro-batch takes a rank: forward, gradient of inputs (and recompute), gradient of weights."""
 
-    parts: dict[str, Array]
     f: Array
     i: Array
     w: Array
-    hidden: dict[str, Array]
-    comm: dict[str, Array]
+    waits: Array  # of these, waiting for the host
 
     @property
     def total(self) -> Array:
@@ -71,132 +71,119 @@ class StepCost:
     memory: list[dict[str, Array]]  # per rank looked at
     peak_memory: Array
     flops: Array  # of the hardware, per device and step
-    slowest: Array
+    slowest: Array  # index into `ranks`
     ranks: list[RankTime]
     holdings: list[Holding]
     boundary: Array  # seconds of one pipeline message
-    reduce: Array
-    window: Array
+    reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
 
     def fits(self, cluster: Cluster) -> Array:
         return self.peak_memory <= cluster.accelerator.memory
-
-
-def phase_times(program: StepProgram, cluster: Cluster, network: Network) -> dict[tuple[str, str], PhaseTime]:
-    """Time every operation of every block once."""
-    b, device = program.batch, cluster.accelerator
-    stack = b.stack
-    out = {}
-    for key, ops in program.blocks.items():
-        t = out[key] = PhaseTime()
-        for op in ops:
-            if op.kind in ("collective", "p2p"):
-                axis = AXIS_OF[op.axis]
-                t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
-                t.host = t.host + op.count * stack.collective_launch
-            else:
-                seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
-                t.compute[op.part] = t.compute.get(op.part, 0.0) + seconds
-                t.host = t.host + op.count * op.launches * stack.launch
-                t.flops = t.flops + op.count * op.flops
-                if op.kind == "attention":
-                    t.core = t.core + seconds
-        if stack.graphs:
-            t.host = t.host * 0.05
-    return out
-
-
-def rank_time(program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array) -> RankTime:
-    """One micro-batch on one rank, phase by phase: hide what overlaps, then let the host hold it up."""
-    b = program.batch
-    parts: dict[str, Array] = {}
-    hidden: dict[str, Array] = {}
-    comm: dict[str, Array] = {}
-    phase_total: dict[str, Array] = {}
-
-    def add(part: str, seconds: Array) -> None:
-        parts[part] = parts.get(part, 0.0) + seconds
-
-    for phase in PHASES:
-        busy, host, slow = np.zeros(b.n), np.zeros(b.n), np.zeros(b.n)
-        for block in program.kinds():
-            t = times.get((block, phase))
-            if t is None:
-                continue
-            count = holding.counts[block]
-            work = sum(t.compute.values()) if t.compute else 0.0
-            for part, seconds in t.compute.items():
-                add("recompute" if phase == "R" else part, count * seconds)
-            busy = busy + count * work
-            host = host + count * t.host
-            room = {"tp": work - t.core, "cp": t.core, "ep": work, "dp": work}
-            for axis, seconds in t.comm.items():
-                can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
-                behind = np.minimum(seconds, HIDEABLE * room[axis]) * can
-                comm[axis] = comm.get(axis, 0.0) + count * seconds
-                hidden[axis] = hidden.get(axis, 0.0) + count * behind
-                add(axis, count * (seconds - behind))
-                busy = busy + count * (seconds - behind)
-                slow = slow + count * behind
-        slow = b.stack.compute_slowdown * slow
-        add("interference", slow)
-        busy = busy + slow
-        waits = np.maximum(host - busy, 0.0)
-        add("host", waits)
-        phase_total[phase] = busy + waits
-    if b.stack.blocking_p2p:
-        # Every micro-batch waits for its message on each side of every stage, both ways.
-        waits = np.where(b.pp > 1, b.virtual * boundary, 0.0)
-        add("pp", 2 * waits)
-        phase_total["F"] = phase_total["F"] + waits
-        phase_total["I"] = phase_total["I"] + waits
-    return RankTime(parts, phase_total["F"], phase_total["I"] + phase_total["R"], phase_total["W"], hidden, comm)
 
 
 def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) -> StepCost:
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
     network = Network(cluster, b)
-    times = phase_times(program, cluster, network)
+    times = {key: phase_time(program, cluster, network, ops) for key, ops in program.blocks.items()}
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
     held = holdings(b, every_rank)
     ranks = [rank_time(program, times, h, boundary) for h in held]
     m = np.maximum(b.microbatches, 1.0)
 
-    totals = np.stack([np.broadcast_to(r.total, b.n) for r in ranks])
-    slowest = totals.argmax(axis=0)
-    mean = _mean(b, held, ranks, every_rank)
-    idle = ramp(b, *mean, np.where(b.pp > 1, 0.0 if b.stack.blocking_p2p else boundary, 0.0), blocking=False)
+    slowest = np.stack([np.broadcast_to(r.total, b.n) for r in ranks]).argmax(axis=0)
 
     def of_slowest(values: list[Array]) -> Array:
+        if len(values) == 1:
+            return np.broadcast_to(values[0], b.n)
         return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
 
+    counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
     exposed: dict[str, Array] = {}
-    for part in dict.fromkeys(p for r in ranks for p in r.parts):
-        exposed[part] = m * of_slowest([r.parts.get(part, 0.0) for r in ranks])
-    exposed["bubble"] = idle
+    busy: dict[str, Array] = {}
+    flops: Array = 0.0
+    for (block, phase), t in times.items():
+        for part, seconds in t.parts.items():
+            name = "recompute" if phase == "R" and part not in b.overlap else part
+            exposed[name] = exposed.get(name, 0.0) + counts[block] * seconds
+        for axis, seconds in t.comm.items():
+            busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + counts[block] * seconds
+        flops = flops + counts[block] * t.flops
+    busy["compute"] = sum((s for part, s in exposed.items() if part not in b.overlap), np.zeros(b.n))
+    exposed["host"] = m * of_slowest([r.waits for r in ranks])
+    if b.stack.blocking_p2p:
+        exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
+    exposed["bubble"] = ramp(b, *_mean(program, held, ranks, every_rank), np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
-    counts = [elements(program, h) for h in held]
-    closing = [_closing(program, cluster, network, c, r, h) for c, r, h in zip(counts, ranks, held, strict=True)]
-    # The fullest rank is the last to finish its reduction and its optimizer.
-    for name in ("dp", "optimizer"):
-        exposed[name] = exposed.get(name, 0.0) + np.maximum.reduce([np.broadcast_to(c[name], b.n) for c in closing])
+    fullest = _fullest(program, held)
+    syncs = sync_ops(program, fullest)
+    slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
+    closing = _closing(program, cluster, network, fullest, syncs, slow)
+    exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
+    exposed["optimizer"] = closing["optimizer"]
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
-    total = sum(exposed.values())
 
     by_rank = [memory(program, h) for h in held]
-    peak = np.maximum.reduce([sum(parts.values()) for parts in by_rank])
-    busy = _busy(ranks, slowest, m, of_slowest)
-    flops = m * of_slowest([_rank_flops(program, times, h) for h in held])
-    traffic = _traffic(program, held, counts)
-    return StepCost(total, exposed, busy, traffic, by_rank, peak, flops, slowest, ranks, held, boundary,
-                    np.maximum.reduce([np.broadcast_to(c["reduce"], b.n) for c in closing]),
-                    np.maximum.reduce([np.broadcast_to(c["window"], b.n) for c in closing]))  # fmt: skip
+    peak = np.maximum.reduce([np.broadcast_to(sum(parts.values()), b.n) for parts in by_rank])
+    return StepCost(sum(exposed.values()), exposed, busy, _traffic(program, held, syncs), by_rank, peak, flops, slowest, ranks, held,
+                    boundary, closing["reduce"])  # fmt: skip
 
 
-def _mean(b, held, ranks, every_rank):  # type: ignore[no-untyped-def]
+def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op]) -> PhaseTime:
+    """Time the operations of one block and phase, and hide what overlaps behind its compute."""
+    b, device, stack = program.batch, cluster.accelerator, program.batch.stack
+    t = PhaseTime()
+    core: Array = 0.0
+    work: Array = 0.0
+    for op in ops:
+        if op.axis:
+            axis = AXIS_OF[op.axis]
+            t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
+            t.host = t.host + op.count * stack.collective_launch
+            continue
+        seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
+        t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
+        t.host = t.host + op.count * op.launches * stack.launch
+        t.flops = t.flops + op.count * op.flops
+        work = work + seconds
+        if op.kind == "attention":
+            core = core + seconds
+    t.busy = work
+    room = {"tp": work - core, "cp": core, "ep": work, "dp": work}
+    for axis, seconds in t.comm.items():
+        can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
+        behind = np.minimum(seconds, HIDEABLE * room[axis]) * can
+        slowed = stack.compute_slowdown * behind
+        t.parts[axis] = seconds - behind
+        t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
+        t.busy = t.busy + seconds - behind + slowed
+    if stack.graphs:
+        t.host = t.host * GRAPH_HOST
+    return t
+
+
+def rank_time(program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array) -> RankTime:
+    """One micro-batch on one rank: each phase takes what the device or what the host needs, whichever is longer."""
+    b = program.batch
+    total, waits = {}, np.zeros(b.n)
+    for phase in PHASES:
+        busy, host = np.zeros(b.n), np.zeros(b.n)
+        for block in program.kinds():
+            t = times.get((block, phase))
+            if t is not None:
+                busy = busy + holding.counts[block] * t.busy
+                host = host + holding.counts[block] * t.host
+        total[phase] = np.maximum(busy, host)
+        waits = waits + (total[phase] - busy)
+    # A blocking stack waits for its message on each side of every stage, both ways.
+    message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
+    return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
+
+
+def _mean(program: StepProgram, held: list[Holding], ranks: list[RankTime], every_rank: bool) -> list[Array]:
     """Mean f, i, w over the ranks; a batch looks at first, second, middle and last, and counts the middle for the rest."""
+    b = program.batch
     out = []
     for name in ("f", "i", "w"):
         values = [np.broadcast_to(getattr(r, name), b.n) for r in ranks]
@@ -211,92 +198,84 @@ def _mean(b, held, ranks, every_rank):  # type: ignore[no-untyped-def]
     return out
 
 
-def _closing(program: StepProgram, cluster: Cluster, network: Network, counts: dict, rank: RankTime, holding: Holding) -> dict[str, Array]:
+def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:
+    """Elements on the rank that has most to reduce and update: it finishes last."""
+    counts = [elements(program, h) for h in held]
+    return {group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]}
+
+
+def sync_ops(program: StepProgram, counts: dict[str, Array]) -> list[Op]:
+    """Gradient reductions and parameter gathers of a rank that holds `counts` elements."""
+    groups = {g: c for g, c in counts.items() if g == "dense" or program.batch.model.experts}
+    return [op for group, count in groups.items()
+            for op in (*sync.gradient_reduction(program.batch, count, group), *sync.parameter_gather(program.batch, count, group))
+            if np.any(op.count)]  # fmt: skip
+
+
+def _closing(program: StepProgram, cluster: Cluster, network: Network, counts: dict[str, Array], ops: list[Op], slow: RankTime) -> dict[str, Array]:
     """Gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
-    reduce, gather, host = np.zeros(b.n), np.zeros(b.n), np.zeros(b.n)
-    compress = np.zeros(b.n)
-    last = np.zeros(b.n)
-    for group, count in counts.items():
-        for op in sync.gradient_reduction(b, count, group):
-            if op.kind == "memory":
-                compress = compress + op.count * compute.memory_time(device, op)
-                continue
-            seconds = network.time(op)
+    reduce, gather, compress, last = (np.zeros(b.n) for _ in range(4))
+    for op in ops:
+        if op.kind == "memory":
+            compress = compress + op.count * compute.memory_time(device, op)
+            continue
+        seconds = network.time(op)
+        if op.name == "gather-parameters":
+            gather = gather + op.count * seconds
+        else:
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
-            host = host + op.count * b.stack.collective_launch
-        for op in sync.parameter_gather(b, count, group):
-            gather = gather + op.count * network.time(op)
-            host = host + op.count * b.stack.collective_launch
     rounds = np.where(b.reduce_each | (b.zero == 2), np.maximum(b.microbatches, 1.0), 1.0)
-    window = HIDEABLE * (rank.i + rank.w) * b.overlap["dp"] * rounds
+    window = HIDEABLE * (slow.i + slow.w) * b.overlap["dp"] * rounds
     hidden = np.minimum(reduce, window)
-    exposed = np.maximum(reduce - hidden, np.where(reduce > 0, last, 0.0)) + b.stack.compute_slowdown * hidden
-    forward = HIDEABLE * rank.f * b.overlap["dp"]
-    exposed = exposed + gather - np.minimum(gather, forward) + compress
+    exposed = np.maximum(reduce - hidden, last) + b.stack.compute_slowdown * hidden
+    exposed = exposed + gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"]) + compress
 
     shard = {"dense": b.size("shard_cp"), "expert": b.size("expert_shard")}
     owned = sum(count / np.where(b.zero >= 1, shard[group], 1.0) for group, count in counts.items())
-    tensors = sum(holding.counts[k] * (len(blk.linears) + len(blk.vectors)) for k, blk in b.model.blocks.items()) if (
-        b.model.kind != "counts"
-    ) else 160.0
     update = np.zeros(b.n)
-    for op in sync.optimizer(b, owned, tensors):
-        if op.kind == "collective":
+    for op in sync.optimizer(b, owned, tensors(program)):
+        if op.axis:
             update = update + op.count * network.time(op)
         else:
             seconds = np.maximum(compute.memory_time(device, op), op.launches * b.stack.launch)
             # Offloaded states are updated by the host, over its own memory and the device's PCIe link.
-            update = update + np.where(b.offload_states & (op.name == "update"), op.bytes / 25e9, seconds)
-    return {"dp": exposed, "optimizer": update, "reduce": reduce + gather, "window": window}
+            update = update + np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, seconds)
+    return {"dp": exposed, "optimizer": update, "reduce": reduce + gather}
 
 
-def _rank_flops(program: StepProgram, times: dict, holding: Holding) -> Array:
-    return sum(holding.counts[block] * t.flops for (block, _), t in times.items())
+def tensors(program: StepProgram) -> Array:
+    """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
+    model = program.batch.model
+    if model.kind == "counts":
+        return 160.0
+    per_layer = len(model.blocks["dense"].linears) + len(model.blocks["dense"].vectors)
+    return model.layers * per_layer / program.batch.pp + 4
 
 
-def _busy(ranks, slowest, m, of_slowest):  # type: ignore[no-untyped-def]
-    axes = dict.fromkeys(a for r in ranks for a in r.comm)
-    busy = {f"comm:{a}": m * of_slowest([r.comm.get(a, 0.0) for r in ranks]) for a in axes}
-    compute_parts = [sum((v for k, v in r.parts.items() if k not in (*axes, "host", "pp")), 0.0) for r in ranks]
-    busy["compute"] = m * of_slowest(compute_parts)
-    return busy
-
-
-def _traffic(program: StepProgram, held: list[Holding], counts: list[dict[str, Array]]) -> dict[str, Array]:
+def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict[str, Array]:
     """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
     b = program.batch
     m = np.maximum(b.microbatches, 1.0)
-    out: dict[str, Array] = {}
-
-    def grow(axis: str, per_rank: list[Array]) -> None:
-        out[axis] = out.get(axis, 0.0) + np.maximum.reduce([np.broadcast_to(x, b.n) for x in per_rank])
 
     def bytes_of(op: Op) -> Array:
         return op.count * sent(op.collective, op.message_bytes, b.size(op.axis))
 
-    by_axis: dict[str, list[Array]] = {}
+    by_block: dict[str, dict[str, Array]] = {}
     for (block, _), ops in program.blocks.items():
         for op in ops:
-            if op.kind in ("collective", "p2p"):
-                axis = AXIS_OF[op.axis]
-                row = by_axis.setdefault(axis, [np.zeros(b.n) for _ in held])
-                size = m * bytes_of(op)
-                for i, h in enumerate(held):
-                    row[i] = row[i] + h.counts[block] * size
-    for axis, rows in by_axis.items():
-        grow(axis, rows)
-    reductions = []
-    for c in counts:
-        total = np.zeros(b.n)
-        for group, count in c.items():
-            for op in [*sync.gradient_reduction(b, count, group), *sync.parameter_gather(b, count, group)]:
-                if op.kind == "collective":
-                    total = total + bytes_of(op)
-        reductions.append(total)
-    grow("dp", reductions)
+            if op.axis:
+                row = by_block.setdefault(AXIS_OF[op.axis], {})
+                row[block] = row.get(block, 0.0) + m * bytes_of(op)
+    out = {
+        axis: np.maximum.reduce([np.broadcast_to(sum(h.counts[block] * x for block, x in row.items()), b.n) for h in held])
+        for axis, row in by_block.items()
+    }
+    for op in syncs:
+        if op.axis:
+            out["dp"] = out.get("dp", 0.0) + bytes_of(op)
     for name in ("boundary-F", "boundary-I"):
         for op in program.sync.get(name, []):
-            grow("pp", [m * b.virtual * op.count * op.message_bytes])
+            out["pp"] = out.get("pp", 0.0) + m * b.virtual * bytes_of(op)
     return out

@@ -45,6 +45,8 @@ class Batch:
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
+        self._members: dict[tuple[str, float], np.ndarray] = {}
+        self._strides = self._lay_out()
 
     # These are set from `fields`; named here for readers and type checkers.
     replicate: np.ndarray
@@ -123,6 +125,12 @@ class Batch:
 
     def members(self, axis: str, unit: float) -> np.ndarray:
         """Members of one group of the axis inside one unit of `unit` consecutive devices."""
+        key = (axis, unit)
+        if key not in self._members:
+            self._members[key] = self._count_members(axis, unit)
+        return self._members[key]
+
+    def _count_members(self, axis: str, unit: float) -> np.ndarray:
         match axis:
             case "dp":
                 return self._inside("shard", unit) * self._inside("replicate", unit)
@@ -142,16 +150,17 @@ class Batch:
         return self._inside(axis, unit)
 
     def _inside(self, axis: str, unit: float) -> np.ndarray:
-        return np.minimum(getattr(self, axis), np.maximum(1.0, np.floor(unit / self.stride(axis))))
+        return np.minimum(getattr(self, axis), np.maximum(1.0, np.floor(unit / self._strides[axis])))
 
-    def stride(self, axis: str) -> np.ndarray:
-        out = np.ones(self.n)
-        for code in np.unique(self.order):
-            stride = np.ones(self.n)
+    def _lay_out(self) -> dict[str, np.ndarray]:
+        """Distance between neighbours on every axis, under each plan's order."""
+        out = {axis: np.ones(self.n) for axis in ("tp", "cp", "pp", "shard", "replicate")}
+        codes = np.unique(self.order)
+        for code in codes:
+            at = slice(None) if len(codes) == 1 else self.order == code
+            stride = np.ones(self.n)[at]
             for name in ORDERS[code]:
-                for a in ("shard", "replicate") if name == "dp" else (name,):
-                    if a == axis:
-                        out = np.where(self.order == code, stride, out)
-                    stride = stride * getattr(self, a)
+                for axis in ("shard", "replicate") if name == "dp" else (name,):
+                    out[axis][at] = stride
+                    stride = stride * getattr(self, axis)[at]
         return out
-

@@ -30,6 +30,7 @@ class LayerLowering:
         self.m = batch.model
         self.fused = set(batch.stack.fused)
         self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
+        self._messages: dict[float, Array] = {}
         self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
         self.with_tp = (batch.tp > 1).astype(float)
         self.with_sp = self.with_tp * batch.sp
@@ -63,9 +64,14 @@ class LayerLowering:
 
     # Tensor and sequence parallel edges
 
+    def message(self, width: Array) -> Array:
+        """Bytes of this rank's tokens at a width; the same array for the same width, so that it is timed once."""
+        key = width if isinstance(width, int | float) else id(width)
+        return self._messages.setdefault(key, self.b.tokens * width * self.element)
+
     def enter_columns(self, part: str, width: Array) -> None:
         """Before a column-split product of an input of `width`."""
-        n = self.b.tokens * width * self.element
+        n = self.message(width)
         self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
         self.collective("W", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp)
@@ -73,7 +79,7 @@ class LayerLowering:
 
     def leave_rows(self, part: str, width: Array, inner: Array) -> None:
         """After a row-split product: `width` out of it, `inner` into it. The all-gather form gathers both."""
-        n, n_inner = self.b.tokens * width * self.element, self.b.tokens * inner * self.element
+        n, n_inner = self.message(width), self.message(inner)
         self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
         self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
         self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", n, self.with_sp)
