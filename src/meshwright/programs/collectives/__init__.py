@@ -1,0 +1,22 @@
+"""Collectives as programs: each algorithm a table of moves that is checked, walked, drawn and run.
+
+    program = build("all-reduce", "ring", ranks=8, elements=1000)
+    check(program)                                 # proves it, or names rank, step and chunk
+    walk(program, cluster).makespan                # seconds over the cluster's links
+    run_on_arrays(program, inputs)                 # the numbers themselves
+
+Read `program` for the form, then `ring` for the most used algorithm; `formulas` has the closed costs.
+"""
+
+from meshwright.programs.collectives import bruck, double_tree, exchange, nodes, recursive, ring, trees
+from meshwright.programs.collectives.checker import check
+from meshwright.programs.collectives.compose import reverse, then
+from meshwright.programs.collectives.contract import OPERATIONS
+from meshwright.programs.collectives.program import Program
+from meshwright.programs.collectives.registry import ALGORITHMS, accepts, build, groups_of
+from meshwright.programs.collectives.walker import Walk, walk
+
+__all__ = [
+    "ALGORITHMS", "OPERATIONS", "Program", "Walk", "accepts", "bruck", "build", "check", "double_tree", "exchange", "groups_of",
+    "nodes", "recursive", "reverse", "ring", "then", "trees", "walk",
+]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Programs on actual numbers: the smallest interpreter, for tests against numpy and for `show --values`.
+
+A rank's input is the concatenation, in order, of the chunks it starts with; its output that of the chunks it ends with. So an
+all-reduce takes the whole buffer from each rank and gives it to each; an all-gather takes a shard; an all-to-all takes P blocks, one for
+each rank, and gives P blocks, one from each, exactly as `torch.distributed` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.program import Array, Program
+
+Slots = dict[tuple[int, int], Array]  # (rank, chunk) → numbers
+
+
+def run_on_arrays(program: Program, inputs: Sequence) -> list[Array]:
+    """Each rank's output from each rank's input."""
+    slots = loaded(program, inputs)
+    for _ in states(program, slots):
+        pass
+    outputs = []
+    for rank in range(program.ranks):
+        chunks = [slots[rank, chunk] for chunk in chunks_of(program, program.ends, rank)]
+        outputs.append(np.concatenate(chunks) if chunks else np.zeros(0))
+    return outputs
+
+
+def loaded(program: Program, inputs: Sequence) -> Slots:
+    """The slots before the first step."""
+    slots: Slots = {}
+    for rank in range(program.ranks):
+        chunks = chunks_of(program, program.starts, rank)
+        edges = np.cumsum([program.sizes[chunk] for chunk in chunks], dtype=np.int64)
+        data = np.asarray(inputs[rank] if len(chunks) else [])
+        if len(chunks) and data.shape != (edges[-1],):
+            wanted = f"rank {rank} of {program.name} starts with {edges[-1]} elements"
+            raise MeshwrightError("MW-PROG-021", f"{wanted}, not with shape {data.shape}")
+        pieces = np.split(data, edges[:-1]) if len(chunks) else []
+        slots |= {(rank, chunk): piece.copy() for chunk, piece in zip(chunks, pieces, strict=True)}
+    return slots
+
+
+def states(program: Program, slots: Slots) -> Iterator[int]:
+    """Play the program on `slots`, in place; yields each step's number after it."""
+    bounds = np.searchsorted(program.moves.step, np.arange(program.steps + 1))
+    columns = [column.tolist() for column in program.moves]
+    for step, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+        posted = []
+        for _, source, target, chunk, width, adds, into in zip(*(c[low:high] for c in columns), strict=True):
+            posted += [(target, into + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
+        for target, into, adds, data in posted:
+            slots[target, into] = slots[target, into] + data if adds else data
+        yield step
+
+
+def chunks_of(program: Program, slots: Array, rank: int) -> list[int]:
+    """The chunks of one rank among some slots, ascending."""
+    low, high = np.searchsorted(slots, [rank * program.chunks, (rank + 1) * program.chunks])
+    return (slots[low:high] - rank * program.chunks).tolist()
+
+
+__all__ = ["chunks_of", "loaded", "run_on_arrays", "states"]

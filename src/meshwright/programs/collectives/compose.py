@@ -1,0 +1,91 @@
+"""Larger programs from smaller ones.
+
+    in_turn(a, b)       the moves of a, then those of b: steps add up
+    together(a, b)      the moves of both in the same steps: groups of ranks, or parts of the buffer, at once
+    relabelled(a, …)    the moves of a small program played by some ranks of a larger one, on a finer grid of chunks
+    then(op, p, q)      two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
+    reverse(p)          the dual: the film played backwards, where every copy handed out becomes a sum drawn in
+
+Why reversal works: in a broadcast every rank receives each chunk once, so its moves form a tree (or chain, or ring) away from
+the root. Turn the arrows and the order of steps around, and the same tree leads every rank's contribution to the root exactly
+once. Stores become additions; scatter, whose chunks each travel one path, has gather as its dual with stores on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.contract import DUAL, collective
+from meshwright.programs.collectives.program import Array, Moves, Program, in_order, joined
+
+together = joined
+
+
+def in_turn(*tables: Moves) -> Moves:
+    """One table after the other."""
+    shifted, first = [], 0
+    for table in tables:
+        shifted.append(table._replace(step=table.step + np.int32(first)))
+        first += int(table.step[-1]) + 1 if len(table.step) else 0
+    return joined(shifted)
+
+
+def relabelled(table: Moves, members: Sequence[int], edges: Array | None = None) -> Moves:
+    """Rank k becomes members[k]; chunk c becomes the finer chunks [edges[c], edges[c+1])."""
+    rank = np.asarray(members, dtype=np.int32)
+    source, target = rank[table.source], rank[table.target]
+    chunk, width = table.chunk, table.width
+    if edges is not None:
+        edges = np.asarray(edges, dtype=np.int32)
+        chunk, width = edges[chunk], edges[chunk + width] - edges[chunk]
+    return in_order(Moves(table.step, source, target, chunk, width, table.reduce, chunk))
+
+
+def then(operation: str, *programs: Program) -> Program:
+    """Programs one after the other as one program of `operation`."""
+    first, *others = programs
+    for other in others:
+        if other.ranks != first.ranks or not np.array_equal(other.sizes, first.sizes):
+            raise MeshwrightError(
+                "MW-PROG-002",
+                f"{first!r} and {other!r} do not compose",
+                why="Both need the same ranks and the same chunks",
+            )
+    table = in_turn(*(p.moves for p in programs))
+    groups = next((p.groups for p in programs if p.groups), ())
+    return collective(operation, first.ranks, first.elements, table, sizes=first.sizes, root=first.root, groups=groups)
+
+
+def reverse(program: Program) -> Program:
+    """The dual program: broadcast becomes reduce, scatter gather, all-gather reduce-scatter, and back."""
+    if program.operation not in DUAL:
+        raise MeshwrightError(
+            "MW-PROG-003", f"{program.operation or 'this program'} has no dual", valid=sorted(DUAL)
+        )  # fmt: skip
+    dual, table = DUAL[program.operation], program.moves
+    reduces = np.full(len(table.step), dual in ("reduce", "reduce-scatter"))
+    backwards = table._replace(
+        step=np.int32(program.steps - 1) - table.step, source=table.target, target=table.source, reduce=reduces
+    )
+    return collective(
+        dual, program.ranks, program.elements, in_order(backwards), sizes=program.sizes, root=program.root,
+        groups=program.groups,
+    )  # fmt: skip
+
+
+def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:
+    """Chunks fine enough that the buffer splits into p equal parts for every p in `parts`, and where each part begins.
+
+    The cuts are the fractions c/p of the buffer, each rounded down to a whole element: exactly those of `split(n, p)`.
+    """
+    cuts = sorted({Fraction(c, p) for p in parts for c in range(p + 1)})
+    place = {cut: k for k, cut in enumerate(cuts)}
+    offsets = np.array([int(cut * elements) for cut in cuts], dtype=np.int64)
+    return np.diff(offsets), {p: np.array([place[Fraction(c, p)] for c in range(p + 1)]) for p in parts}
+
+
+__all__ = ["grid", "in_turn", "relabelled", "reverse", "then", "together"]

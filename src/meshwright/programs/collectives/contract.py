@@ -1,0 +1,110 @@
+"""What each operation promises: where its chunks start, and where each must end as the sum of its starts.
+
+    operation        chunks   starts                       ends
+    broadcast        any      all at the root              all on every rank
+    reduce           any      all on every rank            all at the root
+    scatter          P        all at the root              chunk r at rank r
+    gather           P        chunk r at rank r            all at the root
+    all-reduce       any      all on every rank            all on every rank
+    all-gather       P        chunk r at rank r            all on every rank
+    reduce-scatter   P        all on every rank            chunk r at rank r
+    all-to-all       P·P      chunk i·P + j at rank i      chunk i·P + j at rank j
+    point-to-point   any      all at the sender            all at one other rank
+    barrier          P        chunk r (empty) at rank r    all on every rank: each knows that all arrived
+
+Read a row backwards and it is another row: reduce is the **dual** of broadcast, gather of scatter, reduce-scatter of
+all-gather. Put rows one after the other where ends meet starts, and they compose: all-reduce = reduce-scatter + all-gather
+= reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.programs.collectives.program import Array, Moves, Program, split
+
+OPERATIONS = {
+    "broadcast": "one rank's buffer to all ranks",
+    "reduce": "the sum of all ranks' buffers on one rank",
+    "scatter": "one rank's buffer, a different shard to each rank",
+    "gather": "every rank's shard to one rank",
+    "all-reduce": "the sum of all ranks' buffers on all ranks",
+    "all-gather": "every rank's shard to all ranks",
+    "reduce-scatter": "the sum of all ranks' buffers, one shard of it on each rank",
+    "all-to-all": "a different block from every rank to every rank: a transpose",
+    "point-to-point": "one rank's buffer to one other rank",
+    "barrier": "nobody leaves before all have arrived",
+}
+SHARDED = {"scatter", "gather", "all-gather", "reduce-scatter", "barrier"}
+ROOTED = {"broadcast", "reduce", "scatter", "gather"}
+DUAL = {"broadcast": "reduce", "scatter": "gather", "all-gather": "reduce-scatter"}
+DUAL |= {dual: operation for operation, dual in DUAL.items()}
+
+
+def contract(operation: str, ranks: int, chunks: int, root: int = 0, target: int = 0) -> tuple[Array, Array]:
+    """The slots (rank·chunks + chunk) in which data starts and must end, ascending."""
+    everywhere = all_slots(ranks * chunks) if operation not in ("all-to-all", "point-to-point") else np.zeros(0)
+    at_root = root * chunks + np.arange(chunks, dtype=np.int64)
+    shards = np.arange(ranks, dtype=np.int64) * (chunks + 1)
+    match operation:
+        case "broadcast":
+            return at_root, everywhere
+        case "reduce":
+            return everywhere, at_root
+        case "scatter":
+            return at_root, shards
+        case "gather":
+            return shards, at_root
+        case "all-reduce":
+            return everywhere, everywhere
+        case "all-gather" | "barrier":
+            return shards, everywhere
+        case "reduce-scatter":
+            return everywhere, shards
+        case "all-to-all":
+            i, j = np.divmod(np.arange(chunks, dtype=np.int64), ranks)
+            return i * chunks + np.arange(chunks), np.sort(j * chunks + np.arange(chunks))
+        case "point-to-point":
+            return at_root, at_root + (target - root) * chunks
+    raise ValueError(operation)
+
+
+@lru_cache(maxsize=4)
+def all_slots(count: int) -> Array:
+    """0, 1, 2, …: every slot of every rank; kept, for the parts of a composed program share it."""
+    slots = np.arange(count, dtype=np.int64)
+    slots.flags.writeable = False
+    return slots
+
+
+def chunk_sizes(operation: str, ranks: int, elements: int, chunks: int) -> Array:
+    """Whole elements of each chunk; an all-to-all block from any rank to rank j is as large as shard j."""
+    if operation == "all-to-all":
+        return np.tile(split(elements, ranks), ranks)
+    return split(elements, chunks)
+
+
+def collective(
+    operation: str,
+    ranks: int,
+    elements: int,
+    table: Moves,
+    *,
+    chunks: int = 1,
+    sizes: Array | None = None,
+    root: int = 0,
+    target: int = 0,
+    groups: tuple[tuple[int, ...], ...] = (),
+) -> Program:
+    """A program of `operation` with its promise filled in; an algorithm is only its table of moves."""
+    chunks = len(sizes) if sizes is not None else ranks if operation in SHARDED else chunks
+    if operation == "all-to-all":
+        chunks = ranks * ranks
+    sizes = chunk_sizes(operation, ranks, elements, chunks) if sizes is None else sizes
+    starts, ends = contract(operation, ranks, chunks, root, target)
+    return Program(operation, "", ranks, elements, sizes, starts, ends, table, root, groups)
+
+
+__all__ = ["DUAL", "OPERATIONS", "ROOTED", "SHARDED", "chunk_sizes", "collective", "contract"]

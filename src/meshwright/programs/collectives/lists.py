@@ -1,0 +1,170 @@
+"""A program as each rank sees it: its own list of steps. And back: lists written by rank, lined up into a program.
+
+    >>> for line in instructions(build("all-reduce", "ring", 2, 4), rank=0): print(line)
+    step 0: send chunk 1 to rank 1
+    step 0: reduce chunk 0 from rank 1
+    step 1: send chunk 0 to rank 1
+    step 1: receive chunk 1 from rank 1
+
+Lists by hand need not number their steps alike on all ranks. **Lining up**: the k-th send from a to b belongs to b's k-th receive
+from a, as in MPI. A step of a and a step of b that share a message must happen together, so merge them; the steps of each rank are in
+order. If the merged steps have an order that suits all ranks they are numbered along it. If they have none, some ranks wait for each
+other in a circle: a **deadlock**, refused with the rank and step where it is stuck.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.programs.collectives.contract import collective
+from meshwright.programs.collectives.program import Array, Program, moves, take
+
+KINDS = ("send", "receive", "reduce", "copy")
+Visit = tuple[int, int]  # rank, step
+
+
+class Instruction(NamedTuple):
+    """One thing a rank does in a step. `into` is where a copy goes."""
+
+    step: int
+    kind: str
+    peer: int
+    chunk: int
+    width: int = 1
+    into: int | None = None
+
+    def __str__(self) -> str:
+        chunks = f"chunk {self.chunk}" if self.width == 1 else f"chunks {self.chunk} to {self.chunk + self.width - 1}"
+        if self.kind == "copy":
+            return f"step {self.step}: copy {chunks} to {self.into}"
+        return f"step {self.step}: {self.kind} {chunks} {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+
+
+def instructions(program: Program, rank: int) -> list[Instruction]:
+    """What one rank does, in order; its sends before its receives within a step."""
+    table = take(program.moves, np.flatnonzero((program.moves.source == rank) | (program.moves.target == rank)))
+    told = []
+    for step, source, target, chunk, width, adds, into in zip(*(c.tolist() for c in table), strict=True):
+        if source == target:
+            told.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
+        elif source == rank:
+            told.append(Instruction(step, "send", target, chunk, width))
+        else:
+            told.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
+    return sorted(told, key=lambda i: (i.step, i.kind != "send"))
+
+
+def rank_lists(program: Program) -> list[list[Instruction]]:
+    """The whole program, rank by rank."""
+    return [instructions(program, rank) for rank in range(program.ranks)]
+
+
+def assemble(
+    operation: str, lists: Sequence[Sequence[Instruction]], elements: int, *, sizes: Array | None = None, chunks: int = 1,
+    root: int = 0, target: int = 0,
+) -> Program:  # fmt: skip
+    """A program from one list a rank, steps lined up; unmatched sends and deadlocks are refused."""
+    rows, visits = [], []
+    for (a, send), (b, receive) in pairs(lists):
+        rows.append((a, b, send.chunk, send.width, receive.kind == "reduce", receive.chunk))
+        visits.append(((a, send.step), (b, receive.step)))
+    for rank, program in enumerate(lists):
+        for i in program:
+            if i.kind == "copy" or (i.kind == "reduce" and i.peer == rank):
+                rows.append((rank, rank, i.chunk, i.width, i.kind == "reduce", i.chunk if i.into is None else i.into))
+                visits.append(((rank, i.step), (rank, i.step)))
+    number = {visit: visit[1] for pair in visits for visit in pair}
+    if any(a[1] != b[1] for a, b in visits):
+        number = lined_up(visits, lists)
+    columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    source, receiver, chunk, width, adds, into = columns
+    in_place = np.array_equal(chunk, into)
+    step = np.array([number[a] for a, _ in visits], dtype=np.int64)
+    table = moves(step, source, receiver, chunk, width, adds.astype(bool), None if in_place else into)
+    return collective(operation, len(lists), elements, table, sizes=sizes, chunks=chunks, root=root, target=target)
+
+
+def pairs(lists: Sequence[Sequence[Instruction]]) -> list[tuple[tuple[int, Instruction], tuple[int, Instruction]]]:
+    """Every send with its receive."""
+    sends, receives = defaultdict(list), defaultdict(list)
+    for rank, program in enumerate(lists):
+        for i in sorted(program, key=lambda i: i.step):
+            if i.kind not in KINDS:
+                raise unknown("MW-PROG-017", f"rank {rank}, step {i.step}: instruction", i.kind, KINDS)
+            if not 0 <= i.peer < len(lists):
+                raise MeshwrightError("MW-PROG-017", f"rank {rank}, {i}: there is no rank {i.peer}")
+            if i.kind == "send":
+                sends[rank, i.peer].append(i)
+            elif i.kind != "copy" and i.peer != rank:
+                receives[i.peer, rank].append(i)
+    matched = []
+    for a, b in sorted(set(sends) | set(receives)):
+        out, in_ = sends[a, b], receives[a, b]
+        if len(out) != len(in_):
+            rank, lone = (a, out[len(in_)]) if len(out) > len(in_) else (b, in_[len(out)])
+            raise MeshwrightError(
+                "MW-PROG-018",
+                f"rank {rank}, {lone}: waits for ever",
+                why=f"Rank {a} sends {len(out)} times to rank {b}, which receives {len(in_)} times from it",
+            )
+        for send, receive in zip(out, in_, strict=True):
+            if send.width != receive.width:
+                said = f"rank {b}, {receive}: rank {a} sends {send.width} chunks at its step {send.step}"
+                raise MeshwrightError("MW-PROG-018", said)
+            matched.append(((a, send), (b, receive)))
+    return matched
+
+
+def lined_up(together: list[tuple[Visit, Visit]], lists: Sequence[Sequence[Instruction]]) -> dict[Visit, int]:
+    """A number for each (rank, step) such that visits that share a message have the same, and each rank's rise."""
+    leader: dict[Visit, Visit] = {}
+
+    def find(visit: Visit) -> Visit:
+        while leader.setdefault(visit, visit) != visit:
+            visit = leader[visit]
+        return visit
+
+    for a, b in together:
+        leader[find(a)] = find(b)
+    queue: dict[int, list[Visit]] = defaultdict(list)
+    for visit in sorted(leader):
+        queue[visit[0]].append(visit)
+    waits_for: dict[Visit, set[Visit]] = defaultdict(set)
+    for own in queue.values():
+        for before, after in pairwise(own):
+            waits_for[find(after)].add(find(before))
+    number: dict[Visit, int] = {}
+    open_steps = {find(visit) for visit in leader}
+    while open_steps:
+        free = {visit for visit in open_steps if waits_for[visit] <= number.keys()}
+        if not free:
+            raise stuck(open_steps, leader, find, lists)
+        for visit in free:
+            number[visit] = 1 + max((number[before] for before in waits_for[visit]), default=-1)
+        open_steps -= free
+    return {visit: number[find(visit)] for visit in leader}
+
+
+def stuck(
+    open_steps: set[Visit],
+    leader: dict[Visit, Visit],
+    find: Callable[[Visit], Visit],
+    lists: Sequence[Sequence[Instruction]],
+) -> MeshwrightError:
+    """The earliest step that can never begin."""
+    step, rank = min((step, rank) for rank, step in leader if find((rank, step)) in open_steps)
+    waiting = next(i for i in lists[rank] if i.step == step)
+    return MeshwrightError(
+        "MW-PROG-019",
+        f"rank {rank}, {waiting}: waits for ever",
+        why=f"Deadlock: rank {waiting.peer} comes to its side of it only after a step that waits, in turn, for rank {rank}",
+    )
+
+
+__all__ = ["Instruction", "assemble", "instructions", "rank_lists"]

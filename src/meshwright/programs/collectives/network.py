@@ -1,0 +1,148 @@
+"""A program's messages, and the ports of a cluster that they pass.
+
+Chunks that one rank sends to another in one step are one **message**: they pay α once. A message from device to device passes
+ports (`Cluster.path`), each with a capacity in bytes/s. Flows that meet at a port share it **max-min fairly**: nobody can get more
+without someone who has less getting even less. The rates follow by *progressive filling*: raise all rates together until a port
+is full, freeze the flows through it, go on with the rest.
+
+A port is **private** to a message when no other message can ever be in it at the same time: all that pass it leave one rank, or
+all enter one rank, and never two in one step. Where every port is private no rate depends on what others do, and the walk needs no
+events at all (`walker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
+from meshwright.programs.collectives.program import Array, Program
+
+
+class Messages(NamedTuple):
+    """Columns sorted by step, source, target."""
+
+    step: Array
+    source: Array
+    target: Array
+    bytes: Array
+    work: Array  # seconds that the target computes once it has arrived: γ a byte added, ⅔γ a byte copied in place
+    bounds: Array  # messages of step t are [bounds[t], bounds[t+1])
+
+
+def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
+    """The moves of a program, those between the same ranks in the same step taken together."""
+    table = program.moves
+    size = program.moved * float(element_bytes)
+    work = np.zeros(len(size))
+    np.multiply(size, gamma, out=work, where=table.reduce)
+    np.multiply(size, gamma * 2 / 3, out=work, where=(table.source == table.target) & ~table.reduce)
+    step, source, target = table.step, table.source, table.target
+    new = np.ones(len(step), dtype=bool)
+    new[1:] = (step[1:] != step[:-1]) | (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+    if not new.all():
+        first = np.flatnonzero(new)
+        step, source, target = step[first], source[first], target[first]
+        size, work = np.add.reduceat(size, first), np.add.reduceat(work, first)
+    return Messages(step, source, target, size, work, np.searchsorted(step, np.arange(program.steps + 1)))
+
+
+class Routes(NamedTuple):
+    """What each pair of ranks that talk meets; `pair` gives the pair of each message."""
+
+    pair: Array
+    source: Array
+    target: Array
+    alpha: Array
+    ports: Array  # pairs × most ports on a path, padded with the number of a boundless port
+    capacity: Array  # bytes/s of each port, the boundless one last
+    names: list[tuple]
+
+    @property
+    def bottleneck(self) -> Array:
+        """Bytes/s of each pair when it is alone."""
+        return self.capacity[self.ports].min(axis=1)
+
+
+def routes(sent: Messages, cluster: Cluster, devices: Sequence[int]) -> Routes:
+    """The paths of all pairs of ranks that exchange messages."""
+    ranks = len(devices)
+    key = sent.source * np.int32(ranks) + sent.target
+    talks = np.zeros(ranks * ranks, dtype=bool)
+    talks[key] = True
+    pairs = np.flatnonzero(talks)
+    number = np.zeros(ranks * ranks, dtype=np.int32)
+    number[pairs] = np.arange(len(pairs))
+    source, target = np.divmod(pairs, ranks)
+    paths = [cluster.path(devices[s], devices[t]) for s, t in zip(source.tolist(), target.tolist(), strict=True)]
+    index: dict[tuple, int] = {}
+    for path in paths:
+        for port in path.ports:
+            index.setdefault(port, len(index))
+    ports = np.full((len(paths), max((len(path.ports) for path in paths), default=1) or 1), len(index), dtype=np.int64)
+    for k, path in enumerate(paths):
+        ports[k, : len(path.ports)] = [index[port] for port in path.ports]
+    capacity = np.array([cluster.capacity(port) for port in index] + [np.inf])
+    alpha = np.array([path.alpha for path in paths])
+    return Routes(number[key], source, target, alpha, ports, capacity, list(index))
+
+
+def private_pairs(sent: Messages, via: Routes) -> Array:
+    """For each pair, whether all ports on its path are private."""
+    count = len(via.capacity)
+    pairs_through = np.bincount(via.ports.ravel(), minlength=count)
+    one_end = np.zeros(count, dtype=bool)
+    for rank in (via.source, via.target):
+        low, high = np.full(count, np.iinfo(np.int64).max), np.full(count, -1)
+        np.minimum.at(low, via.ports, rank[:, None])
+        np.maximum.at(high, via.ports, rank[:, None])
+        one_end |= low == high
+    one_end[-1] = True  # the boundless port is everybody's
+    crowded = one_end & (pairs_through > 1)
+    crowded[-1] = False
+    if crowded.any():
+        steps = len(sent.bounds)
+        keys = []
+        for column in via.ports.T:
+            port = column[via.pair]
+            there = crowded[port]
+            keys.append(port[there] * steps + sent.step[there])
+        port_step, times = np.unique(np.concatenate(keys), return_counts=True)
+        one_end[port_step[times > 1] // steps] = False
+    return one_end[via.ports].all(axis=1)
+
+
+def max_min_rates(ports: Array, capacity: Array) -> Array:
+    """Fair rates of flows through `ports` (flows × ports, padded with the last, boundless port)."""
+    rates = np.full(len(ports), np.inf)
+    left = capacity.copy()
+    open_flows = np.arange(len(ports))
+    while len(open_flows):
+        through = np.bincount(ports[open_flows].ravel(), minlength=len(left))
+        through[-1] = 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(through > 0, left / through, np.inf)
+        least = share.min()
+        if not np.isfinite(least):
+            break
+        full = share <= least * (1 + 1e-12)
+        stops = full[ports[open_flows]].any(axis=1)
+        frozen = open_flows[stops]
+        rates[frozen] = least
+        left = np.maximum(left - least * np.bincount(ports[frozen].ravel(), minlength=len(left)), 0.0)
+        left[-1] = np.inf
+        open_flows = open_flows[~stops]
+    return rates
+
+
+def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple, float]:
+    """Bytes through every port."""
+    by_pair = np.bincount(via.pair, weights=sent.bytes, minlength=len(via.alpha))
+    total = np.zeros(len(via.capacity))
+    np.add.at(total, via.ports, by_pair[:, None])
+    return dict(zip(via.names, total[:-1].tolist(), strict=True))
+
+
+__all__ = ["Messages", "Routes", "bytes_by_port", "max_min_rates", "messages", "private_pairs", "routes"]

@@ -1,0 +1,114 @@
+"""Algorithms that know which ranks share a node: fast links inside, slow ones between.
+
+**Hierarchical all-reduce**, as the textbooks draw it: all-reduce inside every node, all-reduce between one leader of each node,
+broadcast inside. With g ranks in each of N nodes, α' and β' between nodes:
+
+    T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ)
+
+The slow links see 2(N−1) messages instead of the flat ring's 2(P−1); but the leader alone carries 2(N−1)/N·n through its one
+card while its mates' cards idle. A flat ring with whole nodes in a row sends as many bytes through each node's card.
+
+**Two-level**: reduce-scatter inside every node, all-reduce of the shards between the ranks at the same *place* of each node, and
+all-gather inside. Every card works on 1/g of the buffer:
+
+    T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/(gN)·β')
+
+Nodes may be uneven: the rank at place l of a node stands in for the places l+g, l+2g, … that its node lacks.
+
+**Two-level all-to-all**: exchange inside the node first, so that the mate at the receiver's place holds all that goes there; then
+between nodes along the places, g blocks a message: (g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead of (N−1)g slow messages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.programs.collectives import ring
+from meshwright.programs.collectives.compose import grid, in_turn, relabelled, reverse, then, together
+from meshwright.programs.collectives.contract import collective
+from meshwright.programs.collectives.program import Array, Moves, Program, moves
+from meshwright.programs.collectives.registry import Groups, algorithm
+from meshwright.programs.collectives.trees import binomial_broadcast
+
+
+@algorithm("all-reduce", "hierarchical")
+def hierarchical_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
+    """All-reduce inside nodes, between leaders, broadcast inside."""
+    sizes, edges = grid(elements, {1, len(groups), *(len(group) for group in groups)})
+
+    def inside(group: tuple[int, ...]) -> Moves:
+        return relabelled(ring.all_reduce(len(group), elements).moves, group, edges[len(group)])
+
+    def spread(group: tuple[int, ...]) -> Moves:
+        return relabelled(binomial_broadcast(len(group), elements).moves, group, edges[1])
+
+    if len(groups) == 1:
+        table = inside(groups[0])
+    else:
+        leaders = [group[0] for group in groups]
+        between = relabelled(ring.all_reduce(len(groups), elements).moves, leaders, edges[len(groups)])
+        local, down = together([inside(g) for g in groups]), together([spread(g) for g in groups])
+        table = in_turn(local, between, down)
+    return collective("all-reduce", ranks, elements, table, sizes=sizes, groups=groups)
+
+
+@algorithm("all-gather", "two-level")
+def two_level_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Program:
+    """Rings between nodes along each place; then a ring inside each node passes on all that its ranks hold."""
+    node, place, at = coordinates(groups)
+    nodes, chunk = len(groups), np.arange(ranks)
+    hop = np.arange(nodes - 1)[:, None]
+    source, target = (at[(node + hop + k) % nodes, place] for k in (0, 1))
+    between = moves(hop, source, target, chunk)
+    local = []
+    for group in groups:
+        g, members = len(group), np.asarray(group)
+        hop = np.arange(g - 1)[:, None]
+        source, target = (members[(place + hop + k) % g] for k in (0, 1))
+        local.append(moves(hop, source, target, chunk))
+    table = in_turn(between, together(local))
+    return collective("all-gather", ranks, elements, table, groups=groups)
+
+
+@algorithm("reduce-scatter", "two-level")
+def two_level_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> Program:
+    """The all-gather backwards: inside nodes first, then between."""
+    return reverse(two_level_all_gather(ranks, elements, groups=groups))
+
+
+@algorithm("all-reduce", "two-level")
+def two_level_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
+    """Reduce-scatter inside, reduce-scatter and all-gather of the shards between, all-gather inside."""
+    halves = [build(ranks, elements, groups=groups) for build in (two_level_reduce_scatter, two_level_all_gather)]
+    return then("all-reduce", *halves)
+
+
+@algorithm("all-to-all", "two-level")
+def two_level_all_to_all(ranks: int, elements: int, groups: Groups = ()) -> Program:
+    """Inside nodes to the mate at the receiver's place, then between nodes along places; pairwise both times."""
+    node, place, at = coordinates(groups)
+    size = np.array([len(group) for group in groups])[node]
+    source, target = np.nonzero(~np.eye(ranks, dtype=bool))
+    block = source * ranks + target
+    mate = np.where(node[source] == node[target], target, at[node[source], place[target]])
+    first, second = mate != source, mate != target
+    distance = (place[mate] - place[source]) % size[source]
+    inside = moves(distance[first] - 1, source[first], mate[first], block[first])
+    distance = (node[target] - node[source]) % len(groups)
+    between = moves(distance[second] - 1, mate[second], target[second], block[second])
+    return collective("all-to-all", ranks, elements, in_turn(inside, between), groups=groups)
+
+
+def coordinates(groups: Groups) -> tuple[Array, Array, Array]:
+    """Node and place of each rank, and the rank at each (node, place); small nodes repeat theirs up to the widest node."""
+    ranks, width = sum(map(len, groups)), max(map(len, groups))
+    node, place = np.zeros((2, ranks), dtype=np.int64)
+    for k, group in enumerate(groups):
+        node[list(group)], place[list(group)] = k, np.arange(len(group))
+    return node, place, np.array([np.resize(group, width) for group in groups])
+
+
+__all__ = [
+    "hierarchical_all_reduce", "two_level_all_gather", "two_level_all_reduce", "two_level_all_to_all",
+    "two_level_reduce_scatter",
+]  # fmt: skip

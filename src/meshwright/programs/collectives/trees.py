@@ -1,0 +1,154 @@
+"""From one rank to all, and back: one by one, down a binomial tree, along a pipelined chain.
+
+**Naive.** The root sends to one rank after the other: (P−1)(α + nβ). The root's link is the bottleneck, all others idle.
+
+**Binomial tree.** Whoever has the data helps: in round k the 2ᵏ ranks that have it send to 2ᵏ that do not. After ⌈log₂P⌉ rounds
+all have it: ⌈log₂P⌉(α + nβ). Every round moves the whole buffer, so the bandwidth term keeps its logarithm; it is *not* nβ,
+which only pipelining reaches. To **scatter**, send halves instead: the root gives the upper half of the ranks their half of the
+buffer, then both halves go on alone: ⌈log₂P⌉α + (P−1)/P·nβ.
+
+**Pipelined chain.** Cut the buffer in k segments and pass them along a line; the line works on k segments at once. The last
+segment arrives after P−1+k−1 hops: (P+k−2)(α + nβ/k), which for k* = √((P−2)nβ/α) approaches nβ: best for large n.
+
+Reduce and gather are the same trees with the arrows turned round (`compose.reverse`). All-reduce = reduce + broadcast,
+all-gather = gather + broadcast and reduce-scatter = reduce + scatter follow by composition: simple, and slow at the root.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.programs.collectives.compose import reverse, then
+from meshwright.programs.collectives.contract import collective
+from meshwright.programs.collectives.program import Program, Row, moves, rows
+from meshwright.programs.collectives.registry import algorithm
+
+SEGMENTS = 8  # of the pipelined algorithms unless told; `formulas.best_segments` finds the best for a link and size
+
+
+@algorithm("broadcast", "naive")
+def naive_broadcast(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
+    """The root sends to each rank in turn."""
+    step = np.arange(ranks - 1)
+    table = moves(step, root, (root + 1 + step) % ranks, 0, chunks)
+    return collective("broadcast", ranks, elements, table, chunks=chunks, root=root)
+
+
+@algorithm("broadcast", "binomial")
+def binomial_broadcast(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
+    """In round k the first 2ᵏ ranks, counted from the root, send to the next 2ᵏ."""
+    table = [
+        (k, (root + r) % ranks, (root + r + 2**k) % ranks, 0, chunks)
+        for k in range(rounds(ranks))
+        for r in range(min(2**k, ranks - 2**k))
+    ]
+    return collective("broadcast", ranks, elements, rows(table), chunks=chunks, root=root)
+
+
+@algorithm("broadcast", "chain")
+def chain_broadcast(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
+    """Segment s makes hop h at step h + s."""
+    hop, segment = np.ogrid[: ranks - 1, :segments]
+    table = moves(hop + segment, (root + hop) % ranks, (root + hop + 1) % ranks, segment)
+    return collective("broadcast", ranks, elements, table, chunks=segments, root=root)
+
+
+@algorithm("scatter", "naive")
+def naive_scatter(ranks: int, elements: int, root: int = 0) -> Program:
+    """The root sends each rank its shard in turn."""
+    step = np.arange(ranks - 1)
+    shard = (root + 1 + step) % ranks
+    return collective("scatter", ranks, elements, moves(step, root, shard, shard), root=root)
+
+
+@algorithm("scatter", "binomial")
+def binomial_scatter(ranks: int, elements: int, root: int = 0) -> Program:
+    """Counted from the root, rank r hands the shards [r+2ᵏ, r+2ᵏ⁺¹) to rank r+2ᵏ, the widest span first."""
+    table: list[Row] = []
+    for step, k in enumerate(reversed(range(rounds(ranks)))):
+        for r in range(0, ranks - 2**k, 2 ** (k + 1)):
+            half = min(2**k, ranks - r - 2**k)
+            source, target = (root + r) % ranks, (root + r + 2**k) % ranks
+            table += [(step, source, target, *run) for run in wrapped(target, half, ranks)]
+    return collective("scatter", ranks, elements, rows(table), root=root)
+
+
+@algorithm("reduce", "naive")
+def naive_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
+    """Each rank in turn sends its buffer to the root, which adds it."""
+    return reverse(naive_broadcast(ranks, elements, root=root, chunks=chunks))
+
+
+@algorithm("reduce", "binomial")
+def binomial_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
+    """The binomial tree from the leaves to the root."""
+    return reverse(binomial_broadcast(ranks, elements, root=root, chunks=chunks))
+
+
+@algorithm("reduce", "chain")
+def chain_reduce(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
+    """Segments pass along the line to the root, each rank adding its own."""
+    return reverse(chain_broadcast(ranks, elements, root=root, segments=segments))
+
+
+@algorithm("gather", "naive")
+def naive_gather(ranks: int, elements: int, root: int = 0) -> Program:
+    """Each rank in turn sends its shard to the root."""
+    return reverse(naive_scatter(ranks, elements, root=root))
+
+
+@algorithm("gather", "binomial")
+def binomial_gather(ranks: int, elements: int, root: int = 0) -> Program:
+    """Shards collect up the binomial tree."""
+    return reverse(binomial_scatter(ranks, elements, root=root))
+
+
+@algorithm("all-reduce", "naive")
+def naive_all_reduce(ranks: int, elements: int) -> Program:
+    """All to rank 0, one by one, then back to all, one by one."""
+    return then("all-reduce", naive_reduce(ranks, elements), naive_broadcast(ranks, elements))
+
+
+@algorithm("all-reduce", "tree")
+def tree_all_reduce(ranks: int, elements: int) -> Program:
+    """Up a binomial tree, and down again."""
+    return then("all-reduce", binomial_reduce(ranks, elements), binomial_broadcast(ranks, elements))
+
+
+@algorithm("all-gather", "tree")
+def tree_all_gather(ranks: int, elements: int) -> Program:
+    """Gather to rank 0, then broadcast, by binomial trees."""
+    return then("all-gather", binomial_gather(ranks, elements), binomial_broadcast(ranks, elements, chunks=ranks))
+
+
+@algorithm("reduce-scatter", "tree")
+def tree_reduce_scatter(ranks: int, elements: int) -> Program:
+    """Reduce to rank 0, then scatter, by binomial trees."""
+    return then("reduce-scatter", binomial_reduce(ranks, elements, chunks=ranks), binomial_scatter(ranks, elements))
+
+
+@algorithm("point-to-point", "direct")
+def point_to_point(ranks: int, elements: int, root: int = 0, target: int | None = None) -> Program:
+    """One message from `root` to `target`, the next rank unless told."""
+    target = (root + 1) % ranks if target is None else target
+    table = rows([(0, root, target, 0, 1)] if target != root else [])
+    return collective("point-to-point", ranks, elements, table, root=root, target=target)
+
+
+def rounds(ranks: int) -> int:
+    """⌈log₂P⌉."""
+    return (ranks - 1).bit_length()
+
+
+def wrapped(first: int, count: int, modulus: int) -> list[tuple[int, int]]:
+    """`count` chunks from `first` on, wrapping at `modulus`, as (first, count) runs without empty ones."""
+    first %= modulus
+    head = min(count, modulus - first)
+    return [run for run in ((first, head), (0, count - head)) if run[1] > 0]
+
+
+__all__ = [
+    "binomial_broadcast", "binomial_gather", "binomial_reduce", "binomial_scatter", "chain_broadcast", "chain_reduce",
+    "naive_all_reduce", "naive_broadcast", "naive_gather", "naive_reduce", "naive_scatter", "point_to_point", "rounds",
+    "tree_all_gather", "tree_all_reduce", "tree_reduce_scatter", "wrapped",
+]  # fmt: skip

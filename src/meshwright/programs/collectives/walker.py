@@ -1,0 +1,115 @@
+"""The time of a program on a cluster, by discrete events.
+
+The machine:
+
+1. A rank works through its steps in order. It enters a step when all sends, receives and additions of its step before are done;
+   within a step they are concurrent. Nothing else holds it up: there is no barrier between ranks.
+2. A message starts when both its ranks have entered the step (the receiver's buffer is free, the sender's data is there). It
+   takes α, then its bytes flow through the ports of its path; links work in both directions at once.
+3. Flows that meet at a port share it max-min fairly (`network`), anew whenever a flow begins or ends.
+4. What is to be added is added on arrival, γ seconds a byte, one message at a time on a rank.
+
+With no shared port this is the α-β-γ model: the walk of a ring *is* 2(P−1)(α + n/P·β) + (P−1)/P·nγ (`formulas`). With mixed or shared
+links it tells what the formulas cannot: the ring that waits for its slowest hop, cards shared by devices, uplinks crowded by an
+all-to-all.
+
+Two engines give the same times. Where all ports are private a step is three numpy operations on all its messages (`rounds`);
+otherwise time goes from event to event (`events`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.events import play
+from meshwright.programs.collectives.network import Messages, Routes, bytes_by_port, messages, private_pairs, routes
+from meshwright.programs.collectives.program import Array, Program
+from meshwright.programs.collectives.registry import place
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """When everything happened, and what passed where."""
+
+    makespan: float
+    messages: Messages
+    start: Array  # of each message: both ranks are there
+    end: Array  # of each message: its last byte has arrived
+    step_start: Array  # of each step: its first message starts
+    step_end: Array  # of each step: its last message has arrived and is added
+    sent: Array  # bytes sent by each rank
+    bytes_by_port: dict[tuple, float]
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_end)
+
+
+def walk(
+    program: Program,
+    cluster: Cluster,
+    placement: Sequence[int] | None = None,
+    element_bytes: float = 4.0,
+    engine: str = "auto",
+) -> Walk:
+    """Walk a program over a cluster; rank r stands on device placement[r], or on device r."""
+    devices = place(cluster, program.ranks, placement)
+    sent = messages(program, element_bytes, cluster.accelerator.gamma)
+    via = routes(sent, cluster, devices)
+    private = private_pairs(sent, via)
+    fast = bool(private.all()) and one_sum_a_step(sent)
+    if engine == "rounds" and not fast:
+        what = "the engine 'rounds' cannot walk messages that share a port or additions that queue"
+        raise MeshwrightError("MW-PROG-020", what, fix="engine='events'")
+    if engine != "events" and fast:
+        start, end, done = rounds(sent, via, program.ranks)
+    else:
+        start, end, done = play(sent, via, private, program.ranks)
+    step_start, step_end = by_step(sent, start, done)
+    bytes_sent = np.bincount(sent.source, weights=sent.bytes * (sent.source != sent.target), minlength=program.ranks)
+    makespan = float(step_end.max(initial=0.0))
+    return Walk(makespan, sent, start, end, step_start, step_end, bytes_sent, bytes_by_port(sent, via))
+
+
+def rounds(sent: Messages, via: Routes, ranks: int) -> tuple[Array, Array, Array]:
+    """Step by step, all messages of a step at once: ready ranks start, and are ready again when theirs have ended."""
+    start, end = np.empty(len(sent.step)), np.empty(len(sent.step))
+    ready = np.zeros(ranks)
+    alpha, beta = via.alpha, 1.0 / via.bottleneck
+    for low, high in zip(sent.bounds[:-1].tolist(), sent.bounds[1:].tolist(), strict=True):
+        source, target, pair = (column[low:high].astype(np.intp) for column in (sent.source, sent.target, via.pair))
+        begin = np.maximum(ready[source], ready[target])
+        there = begin + (alpha[pair] + sent.bytes[low:high] * beta[pair])
+        start[low:high], end[low:high] = begin, there
+        np.maximum.at(ready, source, there)
+        np.maximum.at(ready, target, there + sent.work[low:high])
+    return start, end, end + sent.work
+
+
+def one_sum_a_step(sent: Messages) -> bool:
+    """No rank has two messages to add in one step: their additions would queue."""
+    adds = np.flatnonzero(sent.work)
+    ranks = int(sent.target.max(initial=0)) + 1
+    visited = np.zeros(len(sent.bounds) * ranks, dtype=bool)
+    visited[sent.step[adds] * np.int64(ranks) + sent.target[adds]] = True
+    return np.count_nonzero(visited) == len(adds)
+
+
+def by_step(sent: Messages, start: Array, done: Array) -> tuple[Array, Array]:
+    """First start and last end of each step's messages; a step without messages is told as 0 to 0."""
+    first = np.full(len(sent.bounds) - 1, np.inf)
+    last = np.zeros(len(sent.bounds) - 1)
+    filled = np.flatnonzero(sent.bounds[1:] > sent.bounds[:-1])
+    if len(filled):
+        first[filled] = np.minimum.reduceat(start, sent.bounds[filled])
+        last[filled] = np.maximum.reduceat(done, sent.bounds[filled])
+    first[~np.isfinite(first)] = 0.0
+    return first, last
+
+
+__all__ = ["Walk", "walk"]
