@@ -47,6 +47,9 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     if "norm" not in b.stack.fused:
         conditions.add("unfused-norm")
     splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.workload.imbalance}
+    # A KV head is never cut; the all-gather form brings a row-split product's input whole to every rank.
+    kv_split = np.minimum(b.tp, block.attention.kv_heads) if block.attention else b.tp
+    row_split = np.where(b.gather_form, 1.0, b.tp)
     kept_core = (b.recompute == 0) | (not recompute)
     out: dict[str, Array] = {}
 
@@ -55,11 +58,12 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
 
     for s in block.saved:
         if s.condition in conditions:
-            size = b.tokens * _width(b, s, element) / splits[s.split]
+            split = kv_split if s.name in ("k", "v") else splits[s.split]
+            size = b.tokens * _width(b, s, element) / split
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
-            split = b.tp if linear.split == "row" or linear.part == "experts" else b.seq_split
+            split = b.tp if linear.part == "experts" else row_split if linear.split == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2

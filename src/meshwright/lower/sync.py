@@ -67,7 +67,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     reduce("reduce-gradients", "reduce_scatter", shard, n, sharded * times)
     reduce("reduce-shards", "all_reduce", "replicate", n / batch.size(shard), hybrid * times)
     if np.any(extra):
-        ops.append(Op("compress", kind, "memory", on * times, bytes=extra, launches=4.0))
+        ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
 
 

@@ -1,0 +1,122 @@
+"""What the tests of `lower` and `cost` share: small models, lowering in one line, sums over operations, legal plans."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from meshwright.describe import catalog
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.op import Op, StepProgram, sent
+from meshwright.lower.step import step_program
+
+GPT = Model(name="gpt", hidden=256, layers=8, heads=8, ffn=1024, activation="gelu", norm="layernorm", vocab=1000,
+            positions="none", dropout=True)  # fmt: skip
+GQA = catalog.load("models", "tiny").but(layers=8, tied=False)
+MOE = catalog.load("models", "tiny-moe").but(layers=8)
+MLA = catalog.load("models", "tiny-mla").but(layers=8)
+MLP = catalog.load("models", "lecture-mlp").but(layers=8)
+COUNTS = catalog.load("models", "resnet-50")
+MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP}
+STORED = Stack(name="stored", attention="stored")
+WORK = Workload(batch=64, seq=512)
+
+
+def lowered(model: Model = GPT, workload: Workload = WORK, stack: Stack | None = None, **plan: Any) -> StepProgram:
+    """One checked plan, lowered."""
+    return step_program(model, Plan(**plan).check(model, workload), workload, stack)
+
+
+def one(value: Any) -> float:
+    """The number in an array over a batch of one."""
+    return float(np.broadcast_to(value, 1)[0])
+
+
+def calls(
+    program: StepProgram, block: str = "dense", phases: str = "FIWR", axis: str = ""
+) -> dict[tuple[str, str, str], float]:
+    """How often each (phase, collective, axis) happens in a block and micro-batch."""
+    out: dict[tuple[str, str, str], float] = {}
+    for phase, op in program.ops(block):
+        if op.collective and phase in phases and axis in ("", op.axis):
+            key = (phase, op.collective, op.axis)
+            out[key] = out.get(key, 0.0) + one(op.count)
+    return out
+
+
+def bytes_sent(program: StepProgram, ops: list[Op], axis: str = "") -> float:
+    """Bytes one rank sends for some operations."""
+    picked = [op for op in ops if op.collective and axis in ("", op.axis)]
+    return sum(one(op.count * sent(op.collective, op.message_bytes, program.batch.size(op.axis))) for op in picked)
+
+
+def block_bytes(program: StepProgram, axis: str, block: str = "dense", phases: str = "FIWR") -> float:
+    return bytes_sent(program, [op for phase, op in program.ops(block) if phase in phases], axis)
+
+
+def flops(program: StepProgram, block: str, phases: str = "FIWR", kind: str = "gemm") -> float:
+    """FLOPs of one kind of operation in a block and micro-batch."""
+    return sum(one(op.count * op.flops) for phase, op in program.ops(block) if phase in phases and op.kind == kind)
+
+
+@functools.cache
+def stack(name: str) -> Stack:
+    plain = Stack(
+        name="plain", fused=(), attention="stored", overlap=(), blocking_p2p=True, order=("tp", "pp", "cp", "dp")
+    )
+    graphs = Stack(name="graphs", graphs=True, overlap=("dp", "tp", "cp", "ep"), fused=("norm", "loss", "accumulate"))
+    return {"default": Stack(), "plain": plain, "graphs": graphs}[name]
+
+
+POWERS = st.sampled_from([1, 1, 2, 4])
+SCHEDULES = [
+    "1f1b",
+    "gpipe",
+    "zb-h1",
+    "zb-h2",
+    "naive",
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+    "zbv",
+    "dualpipev",
+]
+
+
+@st.composite
+def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
+    """A legal plan for a model: degrees first, then everything else a plan can say."""
+    shard = draw(POWERS)
+    schedule = draw(st.sampled_from(SCHEDULES))
+    twice = schedule in ("zbv", "dualpipev") or (schedule not in SCHEDULES[:5] and draw(st.booleans()))
+    said: dict[str, Any] = {
+        "replicate": draw(POWERS), "shard": shard, "zero": draw(st.integers(1 if shard > 1 else 0, 3)), "tp": draw(POWERS),
+        "pp": draw(POWERS), "schedule": schedule, "virtual": 2 if twice else 1, "microbatch": draw(st.sampled_from([1, 2])),
+        "recompute": draw(st.sampled_from(["none", "selective", "full"])), "reshard": draw(st.booleans()),
+        "prefetch": draw(st.booleans()), "reduce": draw(st.sampled_from(["step", "microbatch"])),
+        "bucket": draw(st.sampled_from([1e5, 25e6])), "grad_dtype": draw(st.sampled_from(["fp32", "bf16"])),
+        "compression": draw(st.sampled_from(["none", "none", "fp16", "int8", "int4", "top-k", "powersgd"])),
+        "overlap": draw(st.sampled_from([None, (), ("dp",), ("dp", "tp", "cp", "ep")])),
+        "offload": draw(st.sampled_from(["none", "none", "states", "activations"])),
+    }  # fmt: skip
+    if model.kind == "transformer":
+        said |= {
+            "sp": draw(st.booleans()),
+            "cp": draw(POWERS),
+            "cp_kind": draw(st.sampled_from(["ring", "ulysses", "all-gather"])),
+        }
+    if model.experts:
+        said |= {"ep": draw(POWERS), "expert_tp": draw(st.sampled_from([0, 1]))}
+    try:
+        return Plan(**said).check(model, workload)
+    except MeshwrightError:
+        assume(False)
+        raise

@@ -1,0 +1,85 @@
+"""A batch of plans lowers to what each plan alone lowers to, and places its groups as the layout does."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lower.cases import MODELS, WORK, one, plans, stack
+from meshwright.cost.memory import elements
+from meshwright.describe.layout import Layout
+from meshwright.describe.plan import Plan
+from meshwright.lower import sync
+from meshwright.lower.batch import Batch
+from meshwright.lower.stages import holdings
+from meshwright.lower.step import step_program
+
+FIELDS = ("count", "flops", "bytes", "message_bytes", "launches")
+
+
+def numbers(program, i):
+    """Every number of a lowered program for plan i of its batch, by name; operations that do not happen are left out."""
+    n = program.batch.n
+    out: dict[tuple, float] = {}
+
+    def at(value):
+        return float(np.broadcast_to(value, n)[i])
+
+    def add(key, ops):
+        for op in ops:
+            if at(op.count):
+                for field in FIELDS:
+                    name = (*key, op.name, op.collective, op.axis, field)
+                    out[name] = out.get(name, 0.0) + at(op.count) * (1 if field == "count" else at(getattr(op, field)))
+                for k, side in enumerate(op.shape):
+                    out[(*key, op.name, "shape", k)] = at(side)
+
+    for (block, phase), ops in program.blocks.items():
+        add((block, phase), ops)
+    for name, ops in program.sync.items():
+        add((name,), ops)
+    for what in ("saved", "parameters"):
+        for block, parts in getattr(program, what).items():
+            out |= {(what, block, part): at(size) for part, size in parts.items()}
+    out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
+    for h in holdings(program.batch)[:1]:
+        for group, count in elements(program, h).items():
+            out["elements", group] = at(count)
+            ops = [
+                *sync.gradient_reduction(program.batch, count, group),
+                *sync.parameter_gather(program.batch, count, group),
+            ]
+            add(("step", group), ops + sync.optimizer(program.batch, count, 10))
+    return {key: value for key, value in out.items() if value}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
+def test_a_batch_lowers_as_each_plan_alone(data, name, which):
+    model = MODELS[name]
+    several = data.draw(st.lists(plans(model), min_size=2, max_size=4))
+    together = step_program(model, several, WORK, stack(which))
+    for i, plan in enumerate(several):
+        alone = step_program(model, plan, WORK, stack(which))
+        assert numbers(together, i) == pytest.approx(numbers(alone, 0), rel=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from(sorted(MODELS)),
+    st.sampled_from([("tp", "cp", "pp", "dp"), ("tp", "dp", "pp", "cp"), ("pp", "tp", "dp", "cp")]),
+)
+def test_groups_lie_in_nodes_as_the_layout_says(data, name, order):
+    plan = data.draw(plans(MODELS[name])).but(order=order)
+    batch = Batch.of([plan], MODELS[name], WORK, stack("default"))
+    layout = Layout(plan)
+    for axis in ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "expert_tp", "ep", "expert_dp", "world"):
+        assert one(batch.size(axis)) == layout.size(axis)
+        for unit in (2, 8, 32):
+            assert one(batch.members(axis, unit)) == layout.per_unit(axis, unit), (axis, unit)
+
+
+def test_a_program_of_one_plan_lists_only_what_it_does():
+    program = step_program(MODELS["gqa"], Plan(), WORK)
+    assert all(one(op.count) > 0 for ops in program.blocks.values() for op in ops)

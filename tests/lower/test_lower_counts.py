@@ -1,0 +1,182 @@
+"""What lowering must not lose: FLOPs, parameters and saved bytes are those of the model, split as the plan says."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lower.cases import COUNTS, GPT, GQA, MLA, MLP, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
+from meshwright.cost.memory import elements
+from meshwright.describe import catalog
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.stages import holdings
+from meshwright.lower.step import step_program
+
+NAMES = ["gpt", "gqa", "moe", "mla", "mlp"]
+CATALOG = [
+    "gpt3-175b",
+    "llama2-70b",
+    "mixtral-8x7b",
+    "deepseek-v3",
+    "gpt-oss-20b",
+    "gemma2-9b",
+    "palm-8b",
+    "bert-large",
+]
+
+
+def held(program):
+    """(holding, program) of every pipeline rank."""
+    return holdings(program.batch, every_rank=True)
+
+
+def total_flops(program, phases, kind="gemm"):
+    return sum(
+        one(h.counts[block]) * flops(program, block, phases, kind) for h in held(program) for block in program.kinds()
+    )
+
+
+def products(model, seq):
+    return sum(n for part, n in model.flops(seq).items() if part != "attention-core")
+
+
+@pytest.mark.parametrize(
+    "model", [*MODELS.values(), *(catalog.load("models", n) for n in CATALOG)], ids=lambda m: m.name
+)
+def test_forward_and_backward_products_are_three_times_the_models(model):
+    program = lowered(model, Workload(batch=4, seq=512), microbatch=2)
+    tokens = 2 * (512 if model.kind == "transformer" else 1)
+    for phase in "FIW":
+        assert total_flops(program, phase) == pytest.approx(tokens * products(model, 512), rel=1e-12)
+    assert total_flops(program, "R") == 0
+
+
+def test_counts_only_model_has_its_given_flops():
+    program = lowered(COUNTS, Workload(batch=8, seq=1), microbatch=4)
+    assert total_flops(program, "FIW") == pytest.approx(3 * 4 * COUNTS.given_flops)
+
+
+@pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA], ids=lambda m: m.name)
+def test_attention_core_is_the_models_forward_and_pays_five_products_for_two_backward(model):
+    program = lowered(model)
+    core = model.flops(WORK.seq)["attention-core"] * WORK.seq
+    assert total_flops(program, "F", "attention") == pytest.approx(core)
+    assert total_flops(program, "I", "attention") == pytest.approx(2.5 * core)
+    stored = lowered(model, stack=STORED)
+    whole = model.flops(WORK.seq, halve_causal=False)["attention-core"] * WORK.seq
+    assert total_flops(stored, "F") - total_flops(program, "F") == pytest.approx(whole)
+    assert total_flops(stored, "I") - total_flops(program, "I") == pytest.approx(2 * whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(NAMES))
+def test_splitting_keeps_the_products(data, name):
+    """tp · cp · dp shares of a micro-batch add up to the whole, but for what tensor parallelism repeats (MLA's latents)."""
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    program = step_program(model, plan, WORK)
+    tokens = plan.microbatch * (WORK.seq if model.kind == "transformer" else 1)
+    whole = total_flops(program, "FIW") * plan.tp * plan.cp
+    expected = 3 * tokens * products(model, WORK.seq)
+    assert whole >= expected * (1 - 1e-9)
+    if model.attention != "mla" or plan.tp == 1 or plan.sp:
+        assert whole == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA, MLP], ids=lambda m: m.name)
+@pytest.mark.parametrize("attention", ["flash", "stored"])
+def test_saved_bytes_of_one_rank_are_the_models(model, attention):
+    program = lowered(model, stack=Stack(attention=attention))
+    seq = WORK.seq if model.kind == "transformer" else 1
+    saved: dict[str, float] = {}
+    for block, parts in program.saved.items():
+        for part, size in parts.items():
+            saved[part] = saved.get(part, 0) + one(held(program)[0].counts[block]) * one(size)
+    assert {p: n for p, n in saved.items() if n} == pytest.approx(model.activations(seq, flash=attention == "flash"))
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_korthikanti_family(t):
+    """sbh(10 + 24/t + 5as/(ht)) with tensor parallelism, sbh/t·(34 + 5as/h) with sequence parallelism as well."""
+    s, b, h, a = WORK.seq, 2, GPT.hidden, GPT.heads
+    tensor = sum(map(one, lowered(tp=t, microbatch=b, stack=STORED).saved["dense"].values()))
+    assert tensor == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
+    sequence = sum(map(one, lowered(tp=t, sp=True, microbatch=b, stack=STORED).saved["dense"].values()))
+    assert sequence == pytest.approx(s * b * h / t * (34 + 5 * a * s / h))
+    selective = sum(
+        map(one, lowered(tp=t, sp=True, microbatch=b, recompute="selective", stack=STORED).saved["dense"].values())
+    )
+    assert selective == pytest.approx(34 * s * b * h / t)
+    full = sum(map(one, lowered(tp=t, sp=True, microbatch=b, recompute="full", stack=STORED).saved["dense"].values()))
+    assert full == pytest.approx(2 * s * b * h / t)
+
+
+def test_lecture_form_keeps_gathered_inputs_whole():
+    """The inputs of the output projection and of the FFN's second product are gathered, so every rank keeps all of both."""
+    megatron, lecture = lowered(tp=4), lowered(tp=4, tp_form="all-gather")
+    inputs = WORK.seq * 2 * (GPT.hidden + GPT.ffn)
+    more = sum(map(one, lecture.saved["dense"].values())) - sum(map(one, megatron.saved["dense"].values()))
+    assert more == pytest.approx(inputs * 3 / 4)
+
+
+def test_one_sample_of_gpt3_keeps_275_gigabytes():
+    gpt3 = catalog.load("models", "gpt3-175b")
+    program = lowered(gpt3, Workload(batch=1, seq=2048), stack=STORED)
+    assert 96 * sum(map(one, program.saved["dense"].values())) / 1e9 == pytest.approx(275.4, abs=0.05)
+
+
+def test_kv_heads_are_repeated_not_cut():
+    """tp beyond the KV heads: every rank keeps one whole KV head, in weights and in what it saves."""
+    few = GQA.but(kv_heads=2)
+    core = few.blocks["dense"].attention
+    at = {tp: lowered(few, tp=tp) for tp in (2, 8)}
+    weights = {tp: one(p.parameters["dense"]["dense"]) for tp, p in at.items()}
+    kv_weights = 2 * few.hidden * core.qk
+    assert weights[8] - kv_weights - 2 * few.hidden == pytest.approx((weights[2] - kv_weights - 2 * few.hidden) / 4)
+    saved = {tp: one(p.saved["dense"]["attention"]) for tp, p in at.items()}
+    kv_saved = WORK.seq * (core.qk + core.v) * 2
+    inputs = WORK.seq * few.hidden * 2  # of q, k and v: whole without sequence parallelism
+    assert saved[8] - kv_saved - inputs == pytest.approx((saved[2] - kv_saved - inputs) / 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(NAMES))
+def test_parameters_of_all_ranks_are_the_models_plus_what_is_repeated(data, name):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    program = step_program(model, plan, WORK)
+    dense = sum(one(elements(program, h)["dense"]) for h in held(program)) * plan.tp
+    experts = sum(one(elements(program, h)["expert"]) for h in held(program)) * plan.etp * plan.ep
+    parts = model.parameters()
+    assert experts == pytest.approx(parts.get("experts", 0))
+    whole_dense = model.total - parts.get("experts", 0)
+    extra = dense - whole_dense
+    # Repeated on every tp rank: norms, MLA's latents, routers, biases of row-split products; a tied head on another rank.
+    tied = model.tied and model.kind == "transformer" and plan.pp > 1 and plan.schedule not in ("zbv", "dualpipev")
+    copy = model.padded_vocab * model.hidden if tied else 0
+    assert -1e-6 <= extra - copy <= (plan.tp - 1) * 0.25 * whole_dense
+    if plan.tp == 1:
+        assert extra == pytest.approx(copy)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(NAMES))
+def test_stages_hold_every_layer_once(data, name):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    program = step_program(model, plan, WORK)
+    ranks = held(program)
+    for kind in ("dense", "moe"):
+        assert sum(one(h.counts[kind]) for h in ranks) == model.layer_count(kind)
+    assert sum(one(h.counts["embedding"]) for h in ranks) == sum(one(h.counts["head"]) for h in ranks) == 1
+    by_stage = plan.stage_layers(model.layers)
+    first = by_stage[0] + (by_stage[-1] if plan.schedule in ("zbv", "dualpipev") and plan.pp > 1 else 0)
+    if plan.virtual == 1:
+        assert one(ranks[0].counts["dense"] + ranks[0].counts["moe"]) == by_stage[0]
+    elif plan.schedule in ("zbv", "dualpipev") and plan.pp > 1:
+        assert one(ranks[0].counts["dense"] + ranks[0].counts["moe"]) == first
+
+
+def test_told_layers_per_stage():
+    program = lowered(pp=4, layers_per_stage=(1, 3, 3, 1))
+    assert [one(h.counts["dense"]) for h in held(program)] == [1, 3, 3, 1]

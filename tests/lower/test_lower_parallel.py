@@ -1,0 +1,193 @@
+"""The operations of one layer under each way of splitting it, for known cases counted by hand."""
+
+import pytest
+
+from lower.cases import GPT, GQA, MLA, MLP, MOE, STORED, WORK, block_bytes, calls, flops, lowered, one
+from meshwright.describe import catalog
+from meshwright.describe.workload import Workload
+from meshwright.lower.op import sent
+
+TOKENS = WORK.seq  # of one micro-batch of one sequence
+ACTIVATION = TOKENS * GPT.hidden * 2  # bytes of T·h in 16 bits
+
+
+def test_one_rank_has_no_communication():
+    for model in (GPT, GQA, MOE, MLA):
+        program = lowered(model)
+        assert not any(calls(program, block) for block in program.kinds())
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_megatron_has_four_all_reduces_a_layer(tp):
+    program = lowered(tp=tp)
+    assert calls(program) == {("F", "all_reduce", "tp"): 2, ("I", "all_reduce", "tp"): 2}
+    assert block_bytes(program, "tp") == pytest.approx(4 * 2 * (tp - 1) / tp * ACTIVATION)
+
+
+def test_sequence_parallel_cuts_each_all_reduce_in_two_and_gathers_again():
+    program = lowered(tp=4, sp=True)
+    assert calls(program) == {
+        ("F", "all_gather", "tp"): 2,
+        ("F", "reduce_scatter", "tp"): 2,
+        ("I", "all_gather", "tp"): 2,
+        ("I", "reduce_scatter", "tp"): 2,
+        ("W", "all_gather", "tp"): 2,  # the saved inputs were sharded: gathered again for the weights' gradients
+    }
+    again = block_bytes(program, "tp", phases="W")
+    assert again == pytest.approx(2 * 3 / 4 * ACTIVATION)
+    assert block_bytes(program, "tp") - again == pytest.approx(block_bytes(lowered(tp=4), "tp"))
+
+
+def test_lecture_form_gathers_every_output():
+    program = lowered(tp=4, tp_form="all-gather")
+    assert calls(program) == {
+        ("F", "all_gather", "tp"): 4,
+        ("I", "reduce_scatter", "tp"): 2,
+        ("I", "all_reduce", "tp"): 2,
+    }
+    assert block_bytes(program, "tp") > block_bytes(lowered(tp=4), "tp")
+
+
+def test_lecture_mlp_gathers_once_a_layer_and_its_layers_are_cut_by_columns():
+    """The lecture's own figures: batch 128 of width 1024 on 4 ranks, 256 columns each."""
+    work = Workload(batch=128, seq=1, precision="fp32")
+    program = lowered(MLP, work, tp=4, microbatch=128)
+    assert calls(program) == {("F", "all_gather", "tp"): 1, ("I", "reduce_scatter", "tp"): 1}
+    product = next(op for _, op in program.ops("dense") if op.kind == "gemm")
+    assert [one(x) for x in product.shape] == [1, 128, 256, 1024]
+    assert block_bytes(program, "tp", phases="F") == pytest.approx(3 / 4 * 128 * 1024 * 4)
+
+
+def test_embedding_and_head_are_split_over_the_vocabulary():
+    plain, sequence = lowered(tp=4), lowered(tp=4, sp=True)
+    assert calls(plain, "embedding") == {("F", "all_reduce", "tp"): 1}
+    assert calls(sequence, "embedding") == {("F", "reduce_scatter", "tp"): 1, ("W", "all_gather", "tp"): 1}
+    head = calls(plain, "head")
+    assert head[("I", "all_reduce", "tp")] == 1
+    assert block_bytes(plain, "tp", "head", "F") < 0.1 * ACTIVATION  # the loss needs maxima and sums, not the logits
+
+
+def kv_bytes(model, cp, tp=1):
+    """K and V of one rank's tokens."""
+    core = model.blocks["dense"].attention
+    return TOKENS / cp * max(core.kv_heads / tp, 1) * (core.qk + core.v) * 2
+
+
+@pytest.mark.parametrize("model", [GPT, GQA], ids=["mha", "gqa"])
+def test_ring_attention_passes_keys_and_values_round(model):
+    program = lowered(model, cp=4)
+    assert calls(program, axis="cp") == {("F", "send", "cp"): 3, ("I", "send", "cp"): 3}
+    assert block_bytes(program, "cp", phases="F") == pytest.approx(3 * kv_bytes(model, 4))
+    assert block_bytes(program, "cp", phases="I") == pytest.approx(2 * 3 * kv_bytes(model, 4))
+
+
+@pytest.mark.parametrize("model", [GPT, GQA], ids=["mha", "gqa"])
+def test_all_gather_context_moves_what_a_ring_does_in_one_call(model):
+    gather, ring = lowered(model, cp=4, cp_kind="all-gather"), lowered(model, cp=4)
+    assert calls(gather, axis="cp") == {
+        ("F", "all_gather", "cp"): 1,
+        ("I", "all_gather", "cp"): 1,
+        ("I", "reduce_scatter", "cp"): 1,
+    }
+    assert block_bytes(gather, "cp") == pytest.approx(block_bytes(ring, "cp"))
+
+
+def test_ulysses_trades_sequence_for_heads():
+    """Q, K, V there and the output back, each 1/cp of the tokens: (cp−1)/cp of 4·T/cp·h leaves; backward the same."""
+    program = lowered(cp=4, cp_kind="ulysses")
+    assert calls(program, axis="cp") == {("F", "all_to_all", "cp"): 2, ("I", "all_to_all", "cp"): 2}
+    assert block_bytes(program, "cp", phases="F") == pytest.approx(3 / 4 * 4 * TOKENS / 4 * GPT.hidden * 2)
+    assert block_bytes(program, "cp", phases="I") == block_bytes(program, "cp", phases="F")
+
+
+def test_ulysses_repeats_too_few_kv_heads():
+    few = GQA.but(kv_heads=2)
+    core = few.blocks["dense"].attention
+    program = lowered(few, cp=8, cp_kind="ulysses")
+    width = core.heads * (core.qk + core.v) + 8 * (core.qk + core.v)  # 8 KV heads, not 2: one a rank
+    assert block_bytes(program, "cp", phases="F") == pytest.approx(7 / 8 * TOKENS / 8 * width * 2)
+
+
+@pytest.mark.parametrize(("ep", "top_k"), [(2, 1), (4, 2), (8, 2), (8, 3)])
+def test_experts_dispatch_every_token_k_times(ep, top_k):
+    model = MOE.but(top_k=top_k)
+    program = lowered(model, replicate=8, ep=ep)
+    assert calls(program, "moe", axis="ep") == {("F", "all_to_all", "ep"): 2, ("I", "all_to_all", "ep"): 2}
+    token_bytes = TOKENS * model.hidden * 2
+    assert block_bytes(program, "ep", "moe") == pytest.approx(4 * top_k * (ep - 1) / ep * token_bytes)
+
+
+def test_experts_under_tensor_parallelism_share_the_tokens_out():
+    """With expert_tp = 1 each tp rank dispatches its own slice; with expert_tp = tp the slice is gathered inside experts."""
+    apart = lowered(MOE, tp=4, sp=True, ep=4, expert_tp=1)
+    split = lowered(MOE, tp=4, sp=True, replicate=4, ep=4)
+    share = TOKENS * MOE.hidden * 2 / 4 * MOE.top_k
+    assert block_bytes(apart, "ep", "moe") == pytest.approx(4 * 3 / 4 * share)
+    assert block_bytes(apart, "expert_tp", "moe") == 0
+    assert calls(split, "moe", axis="expert_tp") == {
+        ("F", "all_gather", "expert_tp"): 1,
+        ("F", "reduce_scatter", "expert_tp"): 1,
+        ("I", "all_gather", "expert_tp"): 1,
+        ("I", "reduce_scatter", "expert_tp"): 1,
+    }
+    assert block_bytes(split, "expert_tp", "moe") == pytest.approx(4 * 3 / 4 * share * 4)
+
+
+def test_imbalance_lengthens_the_experts_of_the_busiest_rank():
+    even, skewed = lowered(MOE, ep=8, replicate=8), lowered(MOE, WORK.but(imbalance=1.5), ep=8, replicate=8)
+
+    def experts(program):
+        return sum(one(op.flops) for _, op in program.ops("moe") if op.kind == "gemm" and op.part == "experts")
+
+    assert experts(skewed) == pytest.approx(1.5 * experts(even))
+
+
+@pytest.mark.parametrize(
+    ("model", "block"), [(GPT, "dense"), (GQA, "dense"), (MOE, "moe"), (MLA, "moe"), (MLP, "dense")]
+)
+def test_full_recompute_runs_forward_once_more(model, block):
+    """The forward's products again: a third more than forward and backward, the seeds' 33%."""
+    program = lowered(model, tp=2, recompute="full")
+    assert flops(program, block, "R") == pytest.approx(flops(program, block, "F"))
+    assert flops(program, block, "R") / flops(program, block, "FIW") == pytest.approx(1 / 3)
+    again = {key[1:]: n for key, n in calls(program, block, "R").items()}
+    assert again == {key[1:]: n for key, n in calls(program, block, "F").items()}
+    assert flops(lowered(model, tp=2), block, "R") == 0
+
+
+def test_selective_recompute_repeats_the_attention_core_alone():
+    program = lowered(recompute="selective", stack=STORED)
+    assert {op.name for phase, op in program.ops("dense") if phase == "R"} == {
+        "scores-again",
+        "softmax-again",
+        "values-again",
+    }
+    flash = lowered(recompute="selective")
+    assert {op.name for phase, op in flash.ops("dense") if phase == "R"} == {"core-again"}
+
+
+def test_pipeline_sends_one_activation_a_boundary_and_way():
+    for virtual, schedule in ((1, "1f1b"), (2, "interleaved")):
+        program = lowered(pp=4, virtual=virtual, schedule=schedule)
+        for way in "FI":
+            (op,) = program.sync[f"boundary-{way}"]
+            assert (op.collective, op.axis, one(op.count)) == ("send", "pp", 1)
+            assert one(op.message_bytes) == ACTIVATION  # interleaving sends more often, never less at a time
+    (op,) = lowered(pp=4, tp=4, sp=True).sync["boundary-F"]
+    assert one(op.message_bytes) == ACTIVATION / 4  # sequence parallelism sends its own tokens only
+    assert one(lowered().sync["boundary-F"][0].count) == 0
+
+
+def test_seeds_example_of_tensor_parallel_traffic():
+    """GPT-3, one sequence of 2048, tp 8: 352 MB a layer, 33.8 GB in all (the seeds print 175 MB and 16.8 GB)."""
+    gpt3 = catalog.load("models", "gpt3-175b")
+    program = lowered(gpt3, Workload(batch=1, seq=2048), tp=8)
+    assert block_bytes(program, "tp") / 1e6 == pytest.approx(352.3, abs=0.1)
+    assert 96 * block_bytes(program, "tp") / 1e9 == pytest.approx(33.8, abs=0.05)
+
+
+def test_bytes_sent_by_each_collective():
+    assert sent("all_reduce", 800.0, 8) == 1400
+    assert sent("all_gather", 800.0, 8) == sent("reduce_scatter", 800.0, 8) == sent("all_to_all", 800.0, 8) == 700
+    assert sent("send", 800.0, 8) == 800
+    assert all(sent(c, 800.0, 1) == 0 for c in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"))

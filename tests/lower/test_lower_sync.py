@@ -1,0 +1,135 @@
+"""What happens once a step: volumes of DDP, ZeRO and hybrid sharding, buckets, compression, the optimizer."""
+
+import numpy as np
+import pytest
+
+from lower.cases import COUNTS, GPT, MOE, WORK, block_bytes, bytes_sent, lowered, one
+from meshwright.cost.memory import elements
+from meshwright.describe.workload import Workload
+from meshwright.lower import sync
+from meshwright.lower.stages import holdings
+
+P = 8
+ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" and "per micro-batch" agree
+
+
+def volume(program, rank=0):
+    """Elements of data-parallel traffic one rank sends in one step, over the parameters it holds."""
+    b = program.batch
+    holding = holdings(b, every_rank=True)[rank]
+    counts = elements(program, holding)
+    total = 0.0
+    for group, n in counts.items():
+        ops = [*sync.gradient_reduction(b, n, group), *sync.parameter_gather(b, n, group)]
+        for op in ops:
+            width = one(b.comm_bytes if "reduce" in op.name or "compressed" in op.name else b.param_bytes)
+            total += bytes_sent(program, [op]) / width
+    for block, times in holding.counts.items():
+        if block in program.parameters:
+            for axis in ("shard_cp", "expert_shard"):
+                total += one(times) * one(b.microbatches) * block_bytes(program, axis, block) / one(b.param_bytes)
+    return total / one(sum(counts.values()))
+
+
+@pytest.mark.parametrize(("plan", "times"), [
+    ({"replicate": P}, 2), ({"zero": 1, "shard": P}, 2), ({"zero": 2, "shard": P}, 2), ({"zero": 3, "shard": P}, 3),
+    ({"zero": 3, "shard": P, "reshard": False}, 2),
+])  # fmt: skip
+@pytest.mark.parametrize("model", [GPT, COUNTS], ids=["gpt", "counts"])
+def test_data_parallel_volume(plan, times, model):
+    """2N elements for DDP, ZeRO-1 and 2; 3N for ZeRO-3, which gathers again backward; all × (P−1)/P."""
+    assert volume(lowered(model, ONCE, **plan)) == pytest.approx(times * (P - 1) / P)
+
+
+def test_hybrid_sharding_reduces_shards_between_replicas():
+    """Inside the group of 4: two gathers and a scatter; between 2 replicas: an all-reduce of a quarter."""
+    program = lowered(GPT, ONCE, zero=3, shard=4, replicate=2)
+    assert volume(program) == pytest.approx(3 * 3 / 4 + 2 * (1 / 2) / 4)
+    ops = {op.name: op for op in sync.gradient_reduction(program.batch, np.array([1e6]), "dense") if one(op.count)}
+    assert {name: (op.collective, op.axis) for name, op in ops.items()} == {
+        "reduce-gradients": ("reduce_scatter", "shard_cp"),
+        "reduce-shards": ("all_reduce", "replicate"),
+    }
+
+
+def test_context_parallel_ranks_reduce_and_shard_too():
+    assert volume(lowered(GPT, Workload(batch=4, seq=512), replicate=4, cp=2)) == pytest.approx(2 * 7 / 8)
+    assert volume(lowered(GPT, Workload(batch=4, seq=512), zero=1, shard=4, cp=2)) == pytest.approx(2 * 7 / 8)
+
+
+def test_experts_reduce_over_their_own_replicas():
+    program = lowered(MOE, replicate=8, ep=4)
+    ops = sync.gradient_reduction(program.batch, np.array([1e6]), "expert")
+    assert [(op.axis, one(program.batch.size(op.axis))) for op in ops if one(op.count)] == [("expert_dp", 2)]
+    alone = lowered(MOE, replicate=8, ep=8)
+    assert not any(one(op.count) for op in sync.gradient_reduction(alone.batch, np.array([1e6]), "expert"))
+
+
+@pytest.mark.parametrize(("plan", "rounds"), [
+    ({"replicate": P}, 1), ({"replicate": P, "reduce": "microbatch"}, 8), ({"zero": 1, "shard": P}, 1),
+    ({"zero": 2, "shard": P}, 8), ({"zero": 3, "shard": P, "reduce": "microbatch"}, 8),
+])  # fmt: skip
+def test_how_often_gradients_are_reduced(plan, rounds):
+    """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
+    program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)
+    ops = sync.gradient_reduction(program.batch, np.array([1e6]), "dense")
+    assert sum(one(op.count) for op in ops) == rounds
+
+
+def test_weights_kept_whole_are_gathered_once_a_step():
+    work = Workload(batch=8 * P, seq=512)
+    freed, kept = (lowered(GPT, work, zero=3, shard=P, reshard=r) for r in (True, False))
+    n = one(sum(freed.parameters["dense"].values())) * 2 * (P - 1) / P
+    assert 8 * block_bytes(freed, "shard_cp") == pytest.approx(8 * 2 * n)
+    assert 8 * block_bytes(kept, "shard_cp") == pytest.approx(n)
+
+
+def test_buckets_cut_the_calls_not_the_bytes():
+    for bucket, calls in ((25e6, 16), (100e6, 4), (1e9, 1)):
+        program = lowered(replicate=2, bucket=bucket)
+        (op,) = [op for op in sync.gradient_reduction(program.batch, np.array([100e6]), "dense") if one(op.count)]
+        assert one(op.count) == calls
+        assert one(op.count * op.message_bytes) == 400e6
+
+
+def reduced_bytes(ranks, **plan):
+    program = lowered(GPT, Workload(batch=ranks, seq=512), replicate=ranks, **plan)
+    return bytes_sent(program, sync.gradient_reduction(program.batch, np.array([1e8]), "dense"))
+
+
+@pytest.mark.parametrize(("compression", "times"), [("fp16", 2), ("bf16", 2), ("int8", 4), ("int4", 8)])
+def test_quantised_gradients_are_smaller_by_their_width(compression, times):
+    assert reduced_bytes(8) / reduced_bytes(8, compression=compression) == pytest.approx(times)
+
+
+def test_top_k_gathers_so_its_gain_falls_with_the_ranks():
+    """1% of fp32 values with 4-byte indices is 50× in bytes kept, 12.5× of a ring's at P = 8, 1.6× at 64."""
+    for ranks in (2, 8, 64):
+        gain = reduced_bytes(ranks) / reduced_bytes(ranks, compression="top-k", compression_ratio=0.01)
+        assert gain == pytest.approx(2 * 50 / ranks)
+
+
+def test_powersgd_sends_two_factors():
+    """A 10⁴ × 10⁴ gradient at rank 4: 10⁸ against 2 · 10⁴ · 4 elements."""
+    assert reduced_bytes(8) / reduced_bytes(8, compression="powersgd", compression_rank=4) == pytest.approx(1e8 / 8e4)
+
+
+def test_compression_costs_memory_passes():
+    batch = lowered(replicate=8).batch
+    assert not [op for op in sync.gradient_reduction(batch, np.array([1e8]), "dense") if op.kind == "memory"]
+    for name in ("fp16", "int8", "int4", "top-k", "powersgd"):
+        ops = sync.gradient_reduction(lowered(replicate=8, compression=name).batch, np.array([1e8]), "dense")
+        (extra,) = [op for op in ops if op.kind == "memory"]
+        assert one(extra.bytes) >= 1e8 * 4
+
+
+def test_optimizer_touches_what_its_states_are():
+    """AdamW: read gradient; read and write two moments, the master copy and the weight."""
+    program = lowered()
+    update, norm, total = sync.optimizer(program.batch, np.array([1e6]), 10)
+    assert one(update.bytes) == 1e6 * (4 + 2 * (4 + 4) + 8 + 4)
+    assert (norm.name, total.collective, one(total.message_bytes)) == ("norm", "all_reduce", 4)
+    assert one(total.count) == 0  # one rank has nobody to ask for the norm
+    plain = lowered(GPT, WORK.but(optimizer="sgd", clip=False), master=False)
+    (update,) = sync.optimizer(plain.batch, np.array([1e6]), 10)
+    assert one(update.bytes) == 1e6 * (4 + 4)
