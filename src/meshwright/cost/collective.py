@@ -9,7 +9,7 @@
     all-reduce           naive           2(P−1)(α + nβ)
                          tree            2⌈log₂P⌉ (α + nβ)
                          ring            2(P−1) α + 2(P−1)/P nβ
-                         halving-doubling 2⌈log₂P⌉ α + 2(P−1)/P nβ
+                         halving-doubling 2⌈log₂P⌉ α + 2(P−1)/P nβ   (P a power of two; else 2(α + nβ) more)
     all-to-all           pairwise        (P−1) α + (P−1)/P nβ          Bruck: ⌈log₂P⌉ (α + n/2 β)
 
 **Library** (NCCL and its kin): a base cost per call, hops along the cheaper of ring and tree, and the slower of what passes
@@ -42,6 +42,9 @@ def log2ceil(p: Array) -> Array:
 def formula(collective: str, algorithm: str, n: Array, p: Array, alpha: Array, beta: Array, gamma: Array = 0.0) -> Array:
     """Closed form of an algorithm on P ranks of one level; 0 for one rank."""
     log, share = log2ceil(p), (p - 1) / np.maximum(p, 1)
+    # Halving-doubling runs on the largest power of two; the ranks beyond it send all they have in, and get all back.
+    core = 2.0 ** np.floor(np.log2(np.maximum(p, 1)))
+    outside, core_share = (core < p) * 1.0, (core - 1) / core
     table = {
         ("broadcast", "naive"): (p - 1) * (alpha + n * beta),
         ("broadcast", "binomial"): log * (alpha + n * beta),
@@ -56,7 +59,7 @@ def formula(collective: str, algorithm: str, n: Array, p: Array, alpha: Array, b
         ("all_reduce", "naive"): 2 * (p - 1) * (alpha + n * beta) + (p - 1) * n * gamma,
         ("all_reduce", "tree"): 2 * log * (alpha + n * beta) + log * n * gamma,
         ("all_reduce", "ring"): 2 * (p - 1) * alpha + share * n * (2 * beta + gamma),
-        ("all_reduce", "halving-doubling"): 2 * log * alpha + share * n * (2 * beta + gamma),
+        ("all_reduce", "halving-doubling"): 2 * (np.log2(core) + outside) * alpha + (core_share + outside) * n * (2 * beta + gamma),
         ("all_to_all", "pairwise"): (p - 1) * alpha + share * n * beta,
         ("all_to_all", "bruck"): log * (alpha + n / 2 * beta),
         ("send", "direct"): alpha + n * beta,

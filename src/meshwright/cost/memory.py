@@ -83,16 +83,18 @@ def working_memory(program: StepProgram, holding: Holding) -> Array:
     return np.maximum(flow, loss) + buckets
 
 
-def gathered_memory(program: StepProgram) -> Array:
-    """ZeRO-3: whole weights of the layer at work and the prefetched one, and its whole gradient before it is scattered."""
+def gathered_memory(program: StepProgram, holding: Holding) -> Array:
+    """ZeRO-3: whole weights of the layer at work and the prefetched one (of all, where forward does not free them), and the whole
+    gradient of one layer before it is scattered."""
     b = program.batch
     if not np.any(b.zero == 3):
         return np.zeros(b.n)
-    largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in program.gathered.values()])
+    here = {block: np.minimum(holding.counts[block], 1.0) * size for block, size in program.gathered.items()}
+    largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in here.values()])
     copies = np.where(b.prefetch, 2.0, 1.0)
     grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
-    whole = sum(program.gathered.values())
-    return np.where(b.zero == 3, np.where(b.reshard, copies * largest, whole) + grads, 0.0)
+    whole = sum(holding.counts[block] * size for block, size in program.gathered.items())
+    return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 
 def memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
@@ -100,7 +102,7 @@ def memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     b = program.batch
     out = state_memory(program, holding)
     out["activations"] = activation_memory(program, holding)
-    out["gathered"] = gathered_memory(program)
+    out["gathered"] = gathered_memory(program, holding)
     out["working"] = working_memory(program, holding)
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
