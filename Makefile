@@ -36,6 +36,7 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
+	$(BIN)/python -m pytest tests/describe/test_fuzz.py tests/test_units.py --hypothesis-profile soak --timeout 1800
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output

@@ -19,7 +19,8 @@ BUDGET_S = {
     "models": 40, "parallel": 150, "comm": 40, "train": 90, "verify": 90, "cli": 60, "web": 20,
 }  # fmt: skip
 
-settings.register_profile("frugal", deadline=None, max_examples=60, print_blob=True)
+settings.register_profile("frugal", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("soak", deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("frugal")
 
 spent: dict[str, float] = defaultdict(float)

@@ -79,11 +79,10 @@ def test_any_text_parses_or_is_refused(text) -> None:
     for parse in (units.parse_bytes, units.parse_rate, units.parse_seconds, units.parse_flops, units.parse_count):
         try:
             value = parse(text)
-        except MeshwrightError as error:
-            assert error.code.startswith("MW-UNIT-")
-        else:
-            assert math.isfinite(value)
-            assert value >= 0
+        except MeshwrightError:
+            continue
+        assert math.isfinite(value)
+        assert value >= 0
 
 
 def test_a_bad_unit_names_the_valid_ones_and_the_nearest() -> None:

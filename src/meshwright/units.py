@@ -34,8 +34,8 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)\
 
 
 def _parse(text: str | float, units: dict[str, float], what: str, examples: list[str]) -> float:
-    if isinstance(text, bool):
-        raise MeshwrightError("MW-UNIT-001", f"{text!r} is not {what}", valid=examples)
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
+        raise MeshwrightError("MW-UNIT-001", f"{str(text)[:40]!r} is not {what}", valid=examples)
     if isinstance(text, int | float):
         try:
             value = float(text)
@@ -87,9 +87,8 @@ def parse_count(text: str | float) -> float:
 def _scaled(value: float, steps: list[tuple[float, str]], digits: int) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {steps[-1][1]}".strip()
-    for factor, unit in steps:
-        if abs(value) >= factor * (1 - 0.5 * 10 ** (-digits)):
-            break
+    fits = (step for step in steps if abs(value) >= step[0] * (1 - 0.5 * 10 ** (-digits)))
+    factor, unit = next(fits, steps[-1])
     scaled = value / factor
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(scaled))))
     text = f"{scaled:,.{decimals}f}"

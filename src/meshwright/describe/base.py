@@ -27,8 +27,17 @@ Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
 
 SECTIONS = ("model", "cluster", "stack", "workload", "plan")
 MOST = 2**40  # no dimension, degree or batch is larger: keeps arithmetic exact and hostile input bounded
-Size = Annotated[int, Field(ge=1, le=MOST)]
-Whole = Annotated[int, Field(ge=0, le=MOST)]
+
+
+def number(value: Any) -> Any:
+    """Python takes True for 1; a person who writes it meant something else."""
+    if isinstance(value, bool):
+        raise MeshwrightError("MW-CONF-003", f"{str(value).lower()} is not a number")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(number), Field(ge=1, le=MOST)]
+Whole = Annotated[int, BeforeValidator(number), Field(ge=0, le=MOST)]
 
 
 class Described(BaseModel):

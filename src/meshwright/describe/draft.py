@@ -53,11 +53,11 @@ class Draft:
 
     def lay_file(self, path: Path, above: tuple[Path, ...] = ()) -> None:
         """The file a file extends first, then its own sections."""
+        text = read_text(path)
         if path.resolve() in above:
             raise MeshwrightError("MW-CONF-008", f"'{path}' extends itself", why=" → ".join(p.name for p in above))
         if len(above) >= MOST_EXTENDS:
             raise MeshwrightError("MW-CONF-008", f"'{path}': more than {MOST_EXTENDS} files extend each other")
-        text = read_text(path)
         document = parse_toml(text, str(path))
         base = document.pop("extends", "")
         if not isinstance(base, str):
@@ -195,7 +195,7 @@ class Draft:
         if isinstance(said, dict) and "extends" in said:
             who = Who(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
             rest = {inner: value for inner, value in said.items() if inner != "extends"}
-            said_by = {leaf: self.origins.get(leaf, who.name) for leaf, _ in flat(rest, here)}
+            said_by = {leaf: self.origins.get(leaf, who.name) for leaf, _ in flat(rest, here) if rest}
             table[key] = self._opened(POSITION.sub("", here), said["extends"], here, who)
             self._over(table[key], rest, here, who)
             self.origins.update(said_by)

@@ -1,0 +1,121 @@
+"""Hostile input: whatever is read, the answer is a configuration or one clear error, soon and in little memory."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+import tomli_w
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshwright.describe import catalog
+from meshwright.describe.config import CLASSES, Config, load
+from meshwright.describe.draft import Draft, parse_value
+from meshwright.describe.files import parse_toml
+from meshwright.errors import MeshwrightError
+
+WORDS = st.sampled_from(
+    ["plan", "model", "cluster", "workload", "stack", "extends", "levels", "link", "accelerator", "tp", "name", "peak",
+     "llama3-8b", "dgx-h100", "nvlink4", "layers_per_stage", "published", "order", "80GiB", "-1us", "../x", "x.json", ""]
+)  # fmt: skip
+NUMBERS = st.integers(-(10**35), 10**35) | st.floats() | st.sampled_from([0, 1, -1, 2**63, 10**30])
+LEAVES = st.booleans() | NUMBERS | WORDS | st.text(max_size=20) | st.datetimes()
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=8), inner, max_size=5),
+    max_leaves=25,
+)  # fmt: skip
+FIELDS = {name: sorted(cls.model_fields) for name, cls in CLASSES.items()}
+
+
+@st.composite
+def documents(draw) -> dict:
+    """Documents that look like plan files, with anything in any field."""
+    out = {}
+    for section in draw(st.lists(st.sampled_from(sorted(FIELDS)), unique=True, max_size=5)):
+        keys = st.sampled_from(FIELDS[section]) | st.just("extends")
+        out[section] = draw(TREES | st.dictionaries(keys, TREES, max_size=4))
+    return out
+
+
+def settle(make) -> None:
+    """A configuration comes out, or a clear error: never another exception, never an endless message."""
+    said = None
+    try:
+        config = make()
+        if isinstance(config, Config):
+            config.check()
+            assert Config.from_parts(**tomllib.loads(config.to_toml())) == config
+    except MeshwrightError as error:
+        said = error
+    assert said is None or (len(str(said)) < 5000 and said.exit_code == 2)
+
+
+@given(documents())
+def test_any_document_settles(document) -> None:
+    settle(lambda: Config.from_parts(**{"model": "nano", "cluster": "laptop", **document}))
+
+
+@given(st.data())
+def test_any_value_in_any_field_settles(data) -> None:
+    section = data.draw(st.sampled_from(sorted(FIELDS)))
+    field = data.draw(st.sampled_from(FIELDS[section]))
+    base = {"model": "llama3-8b", "cluster": "dgx-h100", "stack": "default"}
+    said = {"extends": base[section]} if section in base else {}
+    settle(lambda: Config.from_parts(**{**base, section: {**said, field: data.draw(TREES)}}))
+
+
+@given(st.binary(max_size=300))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_settle(tmp_path, blob) -> None:
+    path = tmp_path / "any.toml"
+    path.write_bytes(blob)
+    settle(lambda: load(path))
+
+
+@given(documents())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_settles(tmp_path, document) -> None:
+    path = tmp_path / "any.toml"
+    path.write_bytes(tomli_w.dumps({"model": "nano", "cluster": "laptop", **document}).encode("utf-8", "replace"))
+    settle(lambda: load(path))
+
+
+@given(st.text(alphabet="[]{}=.,\"'#\n\\ab19-_eTZ:", max_size=80))
+def test_any_toml_text_settles(text) -> None:
+    settle(lambda: parse_toml(text, "text"))
+
+
+@given(st.lists(st.sampled_from([*FIELDS, *FIELDS["plan"], "levels", "0", "1", "link", "9", "-1", ""]), max_size=6),
+       st.text(max_size=30) | st.sampled_from(["8", "nan", "[1", "{a=1}", "h200", '"', "1e999"]))  # fmt: skip
+def test_any_override_settles(keys, value) -> None:
+    base = {"model": "llama3-8b", "cluster": "dgx-h100"}
+    settle(lambda: Config.from_parts(**base, overrides=[f"{'.'.join(keys)}={value}"]))
+
+
+@given(st.text(max_size=50))
+def test_any_override_text_settles(word) -> None:
+    settle(lambda: Draft().override(word))
+    settle(lambda: parse_value(word, "plan.tp"))
+
+
+@given(st.text(max_size=30) | WORDS, st.sampled_from([*catalog.KINDS, "nothing"]))
+def test_any_name_settles(name, kind) -> None:
+    settle(lambda: catalog.load(kind, name))
+
+
+@pytest.mark.parametrize("size", [10**12, 10**30])
+def test_sizes_beyond_reason_cost_nothing(size) -> None:
+    for section, field in [("model", "layers"), ("model", "experts"), ("plan", "pp"), ("plan", "replicate"),
+                           ("cluster", "gpus"), ("workload", "seq")]:  # fmt: skip
+        base = {"model": "mixtral-8x7b", "cluster": "dgx-h100"}
+        settle(lambda s=section, f=field, b=base: Config.from_parts(**b, overrides=[f"{s}.{f}={size}"]))
+
+
+def test_a_wide_file_settles() -> None:
+    """Many keys, each new: laying them must not cost their square."""
+    settle(lambda: Config.from_parts("nano", "laptop", plan={f"k{i}": [{}] for i in range(20_000)}))
+    draft = Draft()
+    for _ in range(3):
+        draft.lay("plan", {f"k{i}": [i] for i in range(20_000)}, "again", None)  # type: ignore[arg-type]
+    assert len(draft.origins) == 20_000
