@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,12 @@ class Case:
 
     @property
     def step_time(self) -> float | None:
-        return number(self.row.get("step_time_s", ""))
+        """As told, or from tokens per second and device."""
+        told = number(self.row.get("step_time_s", ""))
+        rate = number(self.row.get("tokens_per_s_per_gpu", ""))
+        if told is None and rate and self.workload and self.cluster:
+            return self.workload.tokens_per_step / (rate * self.cluster.world)
+        return told
 
     @property
     def memory(self) -> float | None:
@@ -105,7 +111,7 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
 
 def case(row: dict[str, str]) -> Case:
     """Read one row; `refused` says why when it cannot be predicted."""
-    out = Case(row)
+    out = Case(defaultdict(str, row))
     try:
         out.stack = _stack(out)
         out.model = _model(out)
@@ -294,10 +300,10 @@ def _plan(c: Case) -> None:
     fields = dict(
         replicate=1 if sharded else dp, shard=dp if sharded else 1, zero=zero if sharded else 0, tp=tp, sp=sp, cp=cp, pp=pp,
         virtual=virtual, schedule=schedule, microbatch=micro, grad_dtype=grad, comm_dtype=grad, bucket=_bucket(c),
-        reduce="microbatch" if zero >= 2 else "step", master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
+        reduce="step" if zero == 2 and pp > 1 else "auto", master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
     )  # fmt: skip
     if c.stack.name == "composer-fsdp":
-        fields |= dict(param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16", reduce="microbatch")
+        fields |= dict(param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16")
     if c.model.experts:
         fields |= dict(ep=max(1, whole(r["ep"], 1)), expert_tp=whole(r["etp"]) or (1 if whole(r["ep"], 1) > 1 else 0))
         room = tp * cp * dp

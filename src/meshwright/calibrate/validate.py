@@ -152,6 +152,12 @@ def score(outcomes: list[Outcome]) -> Score:
     return s
 
 
+def recall(failed: list[Outcome]) -> float | None:
+    """Share of failed runs that we say do not fit; None where there are none."""
+    known = [not o.prediction.fits for o in failed if o.prediction is not None]
+    return float(np.mean(known)) if known else None
+
+
 def group_key(o: Outcome) -> tuple[str, ...]:
     r = o.case.row
     return tuple(r.get(k, "") for k in ("file", "model", "layers", "hidden", "gpus", "gpu_type", "global_batch", "seq_len", "dtype"))

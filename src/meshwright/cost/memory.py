@@ -1,7 +1,7 @@
 """Peak memory of a rank, by part, from what lives when.
 
     parameters   N·2 bytes, sharded by ZeRO-3
-    gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3
+    gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless they are accumulated whole
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
     activations  saved bytes of a micro-batch × micro-batches in flight, and one layer more while it is recomputed
     gathered     ZeRO-3: the weights of the layer at work and of the one prefetched
@@ -44,7 +44,7 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     for group, count in elements(program, holding).items():
         shard = b.size("shard_cp" if group == "dense" else "expert_shard")
         out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)
-        out["gradients"] += count * b.grad_bytes / np.where(b.zero >= 2, shard, 1.0)
+        out["gradients"] += count * b.grad_bytes / np.where((b.zero >= 2) & b.reduce_each, shard, 1.0)
         states = master + b.workload.state_copies * b.state_bytes
         out["optimizer"] += on_device * count * states / np.where(b.zero >= 1, shard, 1.0)
     return out

@@ -226,7 +226,7 @@ def _closing(program: StepProgram, cluster: Cluster, network: Network, counts: d
         else:
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
-    rounds = np.where(b.reduce_each | (b.zero == 2), np.maximum(b.microbatches, 1.0), 1.0)
+    rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
     window = HIDEABLE * (slow.i + slow.w) * b.overlap["dp"] * rounds
     hidden = np.minimum(reduce, window)
     exposed = np.maximum(reduce - hidden, last) + b.stack.compute_slowdown * hidden

@@ -68,7 +68,9 @@ class Plan(Described):
         default=True, description="ZeRO-3: free gathered weights after forward, gather again in backward"
     )
     prefetch: bool = Field(default=True, description="ZeRO-3: gather the next layer during this one")
-    reduce: Literal["step", "microbatch"] = Field(default="step", description="when gradients are reduced")
+    reduce: Literal["auto", "step", "microbatch"] = Field(
+        default="auto", description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step"
+    )
     bucket: Bytes = 25e6
     recompute: Recompute = "none"
     param_dtype: Dtype = "bf16"
@@ -124,6 +126,11 @@ class Plan(Described):
     @property
     def etp(self) -> int:
         return self.expert_tp or self.tp
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether every micro-batch reduces its gradients: ZeRO-2 and 3 keep them only as shards, unless told otherwise."""
+        return self.zero >= 2 if self.reduce == "auto" else self.reduce == "microbatch"
 
     @property
     def reduce_dtype(self) -> str:

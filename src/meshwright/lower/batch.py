@@ -94,7 +94,7 @@ class Batch:
         fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
         fields["compression"] = np.array([COMPRESSIONS.index(p.compression) for p in plans])
         fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
-        fields["reduce_each"] = np.array([p.reduce == "microbatch" for p in plans])
+        fields["reduce_each"] = np.array([p.reduces_each for p in plans])
         fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
         fields["grad_bytes"] = np.array([DTYPE_BYTES[p.grad_dtype] for p in plans])
         fields["state_bytes"] = np.array([DTYPE_BYTES[p.state_dtype] for p in plans])

@@ -2,7 +2,7 @@
 
     zero 0   all-reduce of the gradients over dp·cp, in buckets
     zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce
-    zero 2   the same; gradients are kept only as shards, so each micro-batch reduces
+    zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
     zero 3   parameters live as shards: each layer gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
 
@@ -52,9 +52,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     topk = batch.compression == COMPRESSIONS.index("top-k")
     hybrid = sharded & (batch.replicate > 1)
-    # ZeRO-2 and 3 keep gradients as shards, so every micro-batch reduces unless the plan accumulates whole gradients.
-    times = np.where((batch.reduce_each) | (batch.zero == 2), np.maximum(batch.microbatches, 1), 1.0)
-    times = np.where((batch.zero == 3) & batch.reduce_each, np.maximum(batch.microbatches, 1), times)
+    times = np.where(batch.reduce_each, np.maximum(batch.microbatches, 1), 1.0)
     buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
     ops = []
 

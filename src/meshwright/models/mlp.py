@@ -1,7 +1,7 @@
 """The deep MLP: L square layers, y = σ(W x + b), the model on which data, tensor and pipeline parallelism are taught.
 
 It regresses: rows of `hidden` numbers in, rows of `hidden` numbers out, and the last layer has no activation. A row
-counts as a token, so `batch × seq` rows make a step, and a target row of NaN counts as padding.
+is a sample: a step has `batch` of them, whatever the sequence length, and a target row of NaN is padding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class MlpLayer(nn.Module):
         self.activation = F.gelu if model.activation in ("gelu", "geglu") else F.relu
         self.last = last
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        y_BSH = self.linear(x_BSH)
-        return y_BSH if self.last else self.activation(y_BSH)
+    def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
+        y_BH = self.linear(x_BH)
+        return y_BH if self.last else self.activation(y_BH)
 
 
 class Mlp(nn.Module):
@@ -31,13 +31,13 @@ class Mlp(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(i): MlpLayer(model, last=i == model.layers - 1) for i in layers})
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
-            x_BSH = layer(x_BSH)
-        return x_BSH
+            x_BH = layer(x_BH)
+        return x_BH
 
 
-def squared_error(output_BSH: torch.Tensor, target_BSH: torch.Tensor) -> torch.Tensor:
+def squared_error(output_BH: torch.Tensor, target_BH: torch.Tensor) -> torch.Tensor:
     """Mean over the width, sum over the rows that are no padding."""
-    valid = ~target_BSH.isnan()
-    return F.mse_loss(output_BSH[valid], target_BSH[valid], reduction="sum") / output_BSH.shape[-1]
+    valid = ~target_BH.isnan()
+    return F.mse_loss(output_BH[valid], target_BH[valid], reduction="sum") / output_BH.shape[-1]

@@ -26,7 +26,7 @@ def ladder(model: Model, cluster: Cluster) -> Iterator[Plan]:
         yield Plan(replicate=world, recompute=recompute)
         if world > 1:
             yield Plan(shard=world, zero=1, recompute=recompute)
-            yield Plan(shard=world, zero=3, reduce="microbatch", recompute=recompute)
+            yield Plan(shard=world, zero=3, recompute=recompute)
     if model.kind != "transformer":
         return
     for tp in [d for d in divisors(node) if d > 1]:

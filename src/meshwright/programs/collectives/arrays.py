@@ -8,6 +8,7 @@ each rank, and gives P blocks, one from each, exactly as `torch.distributed` has
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,17 +45,17 @@ def loaded(program: Program, inputs: Sequence) -> Slots:
     return slots
 
 
-def states(program: Program, slots: Slots) -> Iterator[int]:
-    """Play the program on `slots`, in place; yields each step's number after it."""
+def states(program: Program, slots: Slots) -> Iterator[dict[tuple[int, int], bool]]:
+    """Play the program on `slots`, in place; after each step yields the slots it wrote, and whether by adding."""
     bounds = np.searchsorted(program.moves.step, np.arange(program.steps + 1))
     columns = [column.tolist() for column in program.moves]
-    for step, (low, high) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
+    for low, high in pairwise(bounds.tolist()):
         posted = []
         for _, source, target, chunk, width, adds, into in zip(*(c[low:high] for c in columns), strict=True):
             posted += [(target, into + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
         for target, into, adds, data in posted:
             slots[target, into] = slots[target, into] + data if adds else data
-        yield step
+        yield {(target, into): adds for target, into, adds, _ in posted}
 
 
 def chunks_of(program: Program, slots: Array, rank: int) -> list[int]:

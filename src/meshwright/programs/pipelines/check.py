@@ -22,6 +22,8 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines.program import KIND_NAMES, KINDS, B, F, I, PipelineProgram, W
 
+IN_FLIGHT_STEP = np.array([1, -1, 0, -1])  # F, B, I, W: what an action adds to the activations in flight
+
 
 def check(program: PipelineProgram) -> PipelineProgram:
     """The program itself when it is sound; otherwise an error that names rank, position and action."""
@@ -47,8 +49,7 @@ def needs_and_order(program: PipelineProgram) -> tuple[np.ndarray, np.ndarray]:
 
 def count_in_flight(program: PipelineProgram) -> np.ndarray:
     """(actions,) activations that the rank holds from this action on: one more at F, one less after B or W."""
-    step = np.array([1, -1, 0, -1])  # F, B, I, W
-    return np.cumsum(step[program.kind])
+    return np.cumsum(IN_FLIGHT_STEP[program.kind])
 
 
 def find_needs(program: PipelineProgram, table: np.ndarray) -> np.ndarray:

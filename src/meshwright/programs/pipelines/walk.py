@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines.check import count_in_flight, needs_and_order, run_order
+from meshwright.programs.pipelines.check import IN_FLIGHT_STEP, count_in_flight, needs_and_order, run_order
 from meshwright.programs.pipelines.program import F, PipelineProgram, W
 
 Times = float | np.ndarray | list[float]
@@ -146,6 +146,14 @@ def held_memory(program: PipelineProgram, activation: np.ndarray, released_at_in
     total = np.cumsum(change)
     before = np.concatenate([[0.0], total])[program.first[:-1]]  # rounding left over from the ranks before
     return total - before[program.rank]
+
+
+def held_changes(walked: Walked, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """(times, counts) of activations that a rank holds over time: up when an F starts, down when a B or W ends."""
+    own = slice(int(walked.program.first[rank]), int(walked.program.first[rank + 1]))
+    step = IN_FLIGHT_STEP[walked.program.kind[own]]
+    times = np.where(step > 0, walked.start[own], walked.end[own])[step != 0]
+    return times, np.cumsum(step[step != 0])
 
 
 def by_stage(value: Times, count: int, what: str) -> np.ndarray:

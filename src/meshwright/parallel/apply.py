@@ -1,0 +1,196 @@
+"""Put a plan on a model, in the one fixed order, each step needing what the one before left.
+
+    1  mesh       the ranks of every axis
+    2  stages     this rank's pipeline stages, built on the meta device: no memory yet
+    3  tensor     parameters become this rank's columns, rows and vocabulary: before sharding, which then sees less
+    4  zero       `fully_shard`, on what tensor parallelism left
+    5  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+    6  gradients  buckets, or shards that torch reduces
+    7  pipeline   the program of actions over the finished stages
+
+What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
+pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import distributed, nn
+
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.describe.plan import V_SHAPED, Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.models import build, loss_function, width_of_output
+from meshwright.parallel import exchange, tensor, vocabulary, zero
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
+from meshwright.parallel.pipeline import Loss, Pipeline, Stage
+from meshwright.parallel.tables import TABLES
+from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines.program import PipelineProgram
+
+
+@dataclass
+class Parallel:
+    """A model under a plan, on this rank."""
+
+    model: Model
+    plan: Plan
+    workload: Workload
+    mesh: Mesh
+    stages: dict[int, nn.Module]
+    splits: dict[int, tensor.Split | None]
+    pieces: list[Piece]
+    reductions: list[zero.Reduction]
+    loss: Loss
+    pipeline: Pipeline | None = None
+    tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
+
+    def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """All micro-batches of this rank's share of the batch. Returns its part of the loss; zero where it has none."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.pipeline is not None:
+            part = self.pipeline.run(inputs, targets)
+            return total if part is None else total + part
+        (module,) = self.stages.values()
+        chunks = list(zip(inputs.split(self.plan.microbatch), targets.split(self.plan.microbatch), strict=True))
+        for i, (x, y) in enumerate(chunks):
+            for reduction in self.reductions:
+                reduction.begin(last=i == len(chunks) - 1)
+            loss = self.scaled_loss(module(x), y)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.loss(output, target) / self.tokens
+
+    def finish_gradients(self) -> None:
+        """Wait for the sums over dp, then sum over tp what is partial there, then the two copies of a tied embedding."""
+        for reduction in self.reductions:
+            reduction.finish()
+        self._sum_partial()
+        self._sum_tied()
+
+    def _sum_partial(self) -> None:
+        group = self.mesh.group("tp")
+        gradients = [p.gradient for p in self.pieces if p.partial]
+        if group is None or not gradients:
+            return
+        together = exchange.all_reduce(torch.cat([g.flatten() for g in gradients]), group)
+        for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+    def _sum_tied(self) -> None:
+        ends = [p.gradient for p in self.pieces if p.tied]
+        if len(ends) == 2:  # a V-shaped pipeline has its first and its last stage on one rank
+            ends[0].add_(ends[1])
+            ends[1].copy_(ends[0])
+        elif ends and self.mesh.ends is not None:
+            distributed.all_reduce(ends[0], group=self.mesh.ends)
+
+    def zero_gradients(self) -> None:
+        for reduction in self.reductions:
+            reduction.zero()
+
+
+def apply(
+    model: Model, plan: Plan, workload: Workload, rank: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
+    seed: int = 0, scatter: bool = False, order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+) -> Parallel:  # fmt: skip
+    """The model under the plan on this rank of an initialised process group."""
+    check_supported(model, plan)
+    plan.check(model, workload)
+    mesh = Mesh(Layout(plan, order), rank, device)
+    program = program_of(plan, workload)
+    stages = {i: build(model, layers).to(dtype) for i, layers in stages_of(model, plan, program, mesh).items()}
+
+    group = mesh.group("tp")
+    splits: dict[int, tensor.Split | None] = dict.fromkeys(stages)
+    for i, module in stages.items():
+        if group is not None:
+            splits[i] = tensor.split(module, TABLES[model.kind], group, plan.sp)
+        if plan.shard > 1:
+            zero.shard(module, mesh, plan)
+        materialise(module, device)
+
+    pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model)]
+    initialise(pieces, model, seed, scatter)
+    reductions = [zero.reduction(module, mesh, plan) for module in stages.values()]
+    if model.tied and plan.pp > 1 and plan.schedule not in V_SHAPED:
+        mesh.ends  # noqa: B018  every rank takes part in making these groups
+    parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh))
+    if program is not None:
+        parallel.pipeline = make_pipeline(parallel, program, dtype)
+    return parallel
+
+
+def program_of(plan: Plan, workload: Workload) -> PipelineProgram | None:
+    if plan.pp == 1:
+        return None
+    return SCHEDULES[plan.schedule](plan.pp, plan.microbatches(workload), plan.virtual)
+
+
+def stages_of(model: Model, plan: Plan, program: PipelineProgram | None, mesh: Mesh) -> dict[int, range]:
+    """The layers of each stage this rank holds, by stage."""
+    if program is None:
+        return {0: range(model.layers)}
+    out, start = {}, 0
+    for stage, count in enumerate(plan.stage_layers(model.layers)):
+        if program.rank_of[stage] == mesh.index("pp"):
+            out[stage] = range(start, start + count)
+        start += count
+    return out
+
+
+def choose_loss(model: Model, mesh: Mesh) -> Loss:
+    group = mesh.group("tp")
+    if group is None or model.kind == "mlp":
+        return loss_function(model)
+    start, _ = tensor.boundaries(model.padded_vocab, group.size(), group.rank())
+    return lambda logits, target: vocabulary.cross_entropy(logits, target, start, group)
+
+
+def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:
+    model, plan, mesh = parallel.model, parallel.plan, parallel.mesh
+    rows, seq = plan.microbatch, parallel.workload.seq
+    tp = mesh.size("tp")
+    if model.kind == "mlp":
+        between = torch.empty(rows, model.hidden, dtype=dtype, device="meta", requires_grad=True)
+        ends = (between.detach(), between)
+    else:
+        share = seq // tp if plan.sp else seq
+        between = torch.empty(rows, share, model.hidden, dtype=dtype, device="meta", requires_grad=True)
+        start, stop = tensor.boundaries(width_of_output(model), tp, mesh.index("tp"))
+        logits = torch.empty(rows, seq, stop - start, dtype=dtype, device="meta", requires_grad=True)
+        ends = (torch.empty(rows, seq, dtype=torch.long, device="meta"), logits)
+    stages = []
+    for (i, module), reduction in zip(parallel.stages.items(), parallel.reductions, strict=True):
+        inputs = ends[0] if i == 0 else between
+        outputs = ends[1] if i == program.stages - 1 else between
+        stages.append(Stage(module, i, program.stages, mesh, reduction, inputs, outputs))
+    return Pipeline(program, stages, mesh, parallel.scaled_loss)
+
+
+def check_supported(model: Model, plan: Plan) -> None:
+    refused = {
+        "cp": plan.cp > 1, "ep": plan.ep > 1, "recompute": plan.recompute != "none",
+        "compression": plan.compression != "none", "offload": plan.offload != "none",
+        "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
+        "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",
+        "schedule": plan.pp > 1 and plan.schedule not in SCHEDULES,
+        "reduce": plan.reduce == "microbatch" and plan.zero == 0 and plan.dp > 1,
+    }  # fmt: skip
+    for field, bad in refused.items():
+        if bad:
+            raise MeshwrightError("MW-PAR-001", f"plan.{field}={getattr(plan, field)} is planned and costed, not run",
+                                  why=f"Running {model.kind} models, it must be unset",
+                                  fix=f"--set plan.{field}={Plan.model_fields[field].default}")  # fmt: skip
+    if model.kind == "transformer" and plan.tp > model.kv_groups:
+        raise MeshwrightError("MW-PAR-001", f"tp={plan.tp} is more than the {model.kv_groups} KV heads of {model.name}",
+                              why="Copies of a KV head on several ranks are planned and costed, not run",
+                              fix=f"--set plan.tp={model.kv_groups}")  # fmt: skip

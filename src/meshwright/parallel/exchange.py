@@ -1,0 +1,129 @@
+"""The pairs of communication that tensor parallelism is made of, each the other's backward.
+
+    copy_in     identity      forward, all-reduce     backward      enter a column-split product        Megatron's f
+    reduce_out  all-reduce    forward, identity       backward      leave a row-split product           Megatron's g
+    gather_in   all-gather    forward, reduce-scatter backward      f where the sequence is sharded
+    scatter_out reduce-scatter forward, all-gather    backward      g where the sequence is sharded
+    join        all-gather    forward, own slice      backward      a whole tensor every rank then treats alike
+
+One `copy_in` feeds q, k and v together, so backward sums their three input gradients before the one all-reduce: four
+all-reduces a layer, where a plan that treats each product by itself makes seven. An all-reduce is a reduce-scatter
+and an all-gather, so the sequence-sharded pair moves the same bytes.
+
+Collectives along a dimension d > 0 are transposed to the front and back: ranks are concatenated along the first
+dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed them; the old names warn there and are the only ones before.
+_all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_reduce_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """In place where memory allows; the sum over the group."""
+    tensor = tensor.contiguous()
+    distributed.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    """The ranks' tensors of equal shape, one after the other along `dim`."""
+    front = tensor.movedim(dim, 0).contiguous()
+    whole = front.new_empty((front.shape[0] * group.size(), *front.shape[1:]))
+    _all_gather(whole, front, group=group)
+    return whole.movedim(0, dim).contiguous()
+
+
+def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum over the group."""
+    front = tensor.movedim(dim, 0).contiguous()
+    if front.shape[0] % group.size():
+        raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks")
+    part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
+    _reduce_scatter(part, front, group=group)
+    return part.movedim(0, dim).contiguous()
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(gradient, ctx.group), None
+
+
+class _ReduceOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        distributed.all_reduce(x, group=group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        mine = gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
+        return mine.contiguous(), None, None
+
+
+def copy_in(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    return _CopyIn.apply(x, group)
+
+
+def reduce_out(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """In place: `x` must be a product's fresh output."""
+    return _ReduceOut.apply(x, group)
+
+
+def gather_in(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return _GatherIn.apply(x, group, dim)
+
+
+def scatter_out(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return _ScatterOut.apply(x, group, dim)
+
+
+def join(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return _Join.apply(x, group, dim)

@@ -1,0 +1,85 @@
+"""Pipeline programs on torch's stages: the one file that touches torch's private pipeline runtime.
+
+Our program (`programs.pipelines`) says for each rank which F, B, I, W to run on which stage and micro-batch; torch's
+runtime adds the sends and receives, runs the autograd of each action, and, under `fully_shard`, gathers a stage's
+parameters before its first action and frees them after its last. Private names used, all of them here:
+
+    _Action, _ComputationType                       the runtime's words for our actions
+    _PipelineScheduleRuntime                        walks a rank's list
+    ._prepare_schedule_with_comms(actions)          adds sends and receives; learns the placement from the lists
+    PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
+
+`check_adapter` names the missing one if torch moves any. Shapes between stages are told in advance, since torch would
+otherwise run a whole forward and backward in the first step to find them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.zero import Reduction
+from meshwright.programs.pipelines.program import PipelineProgram
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+KINDS = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
+
+
+def check_adapter() -> None:
+    needed: list[tuple[Any, str]] = [(schedules, "_Action"), (schedules, "_ComputationType"), (schedules, "_PipelineScheduleRuntime"),
+                                     (PipelineStage, "perform_reduce_grad")]  # fmt: skip
+    missing = [f"{owner.__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
+    if not missing:
+        runtime = schedules._PipelineScheduleRuntime
+        missing += [name for name in ("_prepare_schedule_with_comms",) if not hasattr(runtime, name)]
+        missing += [kind for kind in KINDS.values() if not hasattr(schedules._ComputationType, kind)]
+    if missing:
+        raise MeshwrightError("MW-PIPE-040", f"torch {torch.__version__} has no {', '.join(missing)}",
+                              why="Pipeline programs run on torch's private runtime, which this version has changed",
+                              valid=["torch 2.11 to 2.13"])  # fmt: skip
+
+
+class Stage(PipelineStage):
+    """A stage whose gradients leave as soon as its last backward is done, while other stages still work."""
+
+    def __init__(self, module: nn.Module, index: int, count: int, mesh: Mesh, reduction: Reduction,
+                 inputs: torch.Tensor, outputs: torch.Tensor) -> None:  # fmt: skip
+        super().__init__(module, index, count, torch.device(mesh.device), input_args=inputs, output_args=outputs,
+                         group=mesh.group("pp"))  # fmt: skip
+        self.reduction = reduction
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        super().perform_reduce_grad(grad_scale_factor)
+        self.reduction.start()
+
+
+class Pipeline:
+    """One rank's part of a pipeline program."""
+
+    def __init__(self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss) -> None:
+        check_adapter()
+        self.first = any(stage.is_first for stage in stages)
+        self.last = any(stage.is_last for stage in stages)
+        self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)
+        self.runtime._prepare_schedule_with_comms(actions_of(program))
+
+    def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        """All micro-batches of a step, forward and backward; the summed loss where the last stage is."""
+        losses: list[torch.Tensor] = []
+        arguments = (inputs,) if self.first else ()
+        self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+
+def actions_of(program: PipelineProgram) -> dict[int, list]:
+    kinds = {letter: getattr(schedules._ComputationType, name) for letter, name in KINDS.items()}
+    return {
+        rank: [schedules._Action(a.stage, kinds[a.kind], a.microbatch) for a in program.actions(rank)]
+        for rank in range(program.ranks)
+    }

@@ -1,0 +1,62 @@
+"""Keep this rank's share of a gathered tensor for backward, and gather the whole again when backward asks for it.
+
+Sequence parallelism gathers the input of every region. Autograd would keep the gathered tensor (T·h elements on each
+rank) for the gradients of the region's weights; this keeps the T·h/tp the rank had before (Korthikanti et al. 2022),
+for one more all-gather in backward. Several products save the same input (q, k and v): the first to ask gathers for
+all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from meshwright.parallel import exchange
+
+SEQUENCE = 1
+
+
+class Again:
+    """A gathered tensor that can be made again from this rank's share."""
+
+    def __init__(self, share: torch.Tensor, group: ProcessGroup) -> None:
+        self.share, self.group = share.detach(), group
+        self.savers = 0
+        self.waiting = 0
+        self.whole: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        if self.whole is None:
+            self.whole = exchange.all_gather(self.share, self.group, SEQUENCE)
+            self.waiting = self.savers
+        whole = self.whole
+        self.waiting -= 1
+        if self.waiting == 0:
+            self.whole = None
+        return whole
+
+
+@contextlib.contextmanager
+def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup) -> Iterator[None]:
+    """Within it, whoever saves `whole` (or a view of it) for backward saves the share instead."""
+    again = Again(share, group)
+    address = whole.untyped_storage().data_ptr()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() != address:
+            return tensor
+        again.savers += 1
+        return again, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        again, size, stride, offset = saved
+        return again.get().as_strided(size, stride, offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,45 @@
+"""How tensor parallelism divides each model, as data: (pattern of module names, style), read by `tensor.split`.
+
+    region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism column
+    weight and bias split by rows of the weight, that is by output; no communication of its own row         weight
+    split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole bias, once vocabulary  an
+    embedding split by rows: absent tokens look up zero, the sum over ranks is the embedding between     whole, and
+    outside the regions: with sequence parallelism it sees a share of the tokens, so that its
+                gradient is a partial sum over the tp ranks
+    inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
+    positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
+    gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
+
+`*` stands for one part of a dotted name.
+
+A module that holds parameters and matches no pattern raises: an omission would train silently wrong.
+"""
+
+from __future__ import annotations
+
+Table = tuple[tuple[str, str], ...]
+
+TRANSFORMER: Table = (
+    ("embedding.tokens", "vocabulary"),
+    ("embedding.positions", "positions"),
+    ("embedding.norm", "between"),
+    ("layers.*.attention_norm", "between"),
+    ("layers.*.attention", "region"),
+    ("layers.*.attention.[qkv]", "column"),
+    ("layers.*.attention.[qk]_norm", "inside"),
+    ("layers.*.attention.o", "row"),
+    ("layers.*.attention_post_norm", "between"),
+    ("layers.*.ffn_norm", "between"),
+    ("layers.*.ffn", "region"),
+    ("layers.*.ffn.gate", "column"),
+    ("layers.*.ffn.up", "column"),
+    ("layers.*.ffn.down", "row"),
+    ("layers.*.ffn_post_norm", "between"),
+    ("head.norm", "between"),
+    ("head.project", "region"),
+    ("head.project", "column"),
+)
+
+MLP: Table = (("layers.*", "gathered"), ("layers.*.linear", "column"))
+
+TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mlp": MLP}

@@ -1,0 +1,92 @@
+"""The training step, top to bottom, the same for one device and for every plan.
+
+    1  batch      this rank's share of the global batch 2  count      valid tokens of the whole batch: the loss is a
+    sum divided by their global number, never a mean of means 3  run        forward and backward of every micro-batch,
+    through the pipeline where there is one 4  finish     gradients summed over data parallel ranks, and over what
+    else holds partial sums 5  norm       the global gradient norm and loss, in one small all-reduce 6  update
+    clip, step, zero
+
+Hooks see each finished step (metrics, progress, proofs); a hook on `gradients` sees them complete and not yet clipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed
+
+from meshwright.parallel.apply import Parallel
+from meshwright.train.data import Samples, batch_of
+from meshwright.train.optimizer import Settings, clip, counted_squares, make_optimizer, set_rate
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    step: int
+    loss: float
+    gradient_norm: float
+    tokens: int
+    seconds: float
+
+
+@dataclass
+class Trainer:
+    parallel: Parallel
+    samples: Samples
+    settings: Settings = field(default_factory=Settings)
+    after_gradients: list[Callable[[int], None]] = field(default_factory=list)
+    after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.optimizer = make_optimizer(self.parallel.pieces, self.parallel.workload, self.settings)
+        mesh, batch = self.parallel.mesh, self.parallel.workload.batch
+        share = batch // mesh.size("dp")
+        self.indices = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+        self.dtype = self.parallel.pieces[0].local.dtype
+
+    def train(self, steps: int) -> list[StepRecord]:
+        return [self.train_step() for _ in range(steps)]
+
+    def train_step(self) -> StepRecord:
+        started = time.perf_counter()
+        parallel, mesh = self.parallel, self.parallel.mesh
+
+        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype)
+
+        tokens = self.summed(batch.valid.to(torch.float64), "dp")
+        parallel.tokens = tokens.to(self.dtype)
+
+        loss = parallel.forward_backward(batch.inputs, batch.targets)
+
+        parallel.finish_gradients()
+        for look in self.after_gradients:
+            look(self.step)
+
+        squares, loss = self.summed(torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss))), "world")
+        norm = squares.sqrt()
+
+        if parallel.workload.clip:
+            clip(parallel.pieces, norm.to(self.dtype), self.settings.clip)
+        set_rate(self.optimizer, self.settings, self.step)
+        self.optimizer.step()
+        parallel.zero_gradients()
+
+        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started)
+        self.step += 1
+        for tell in self.after_step:
+            tell(record)
+        return record
+
+    def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The ranks of a tp group compute the same loss: one of them counts it."""
+        return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
+
+    def summed(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+        group = self.parallel.mesh.group(axis)
+        if group is not None:
+            distributed.all_reduce(values, group=group)
+        return values

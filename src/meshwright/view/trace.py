@@ -1,0 +1,107 @@
+"""Timelines for Perfetto and chrome://tracing, in the trace-event format.
+
+A trace is one JSON object, {"traceEvents": [...]}; each event has a phase `ph`, and here
+
+    X   a span: name, category, start `ts` and length `dur` in microseconds, `pid` a rank, `tid` a stream of that rank
+    M   a name or a place in the order for a process (rank) or thread (stream)
+    s f the two ends of an arrow from one span to another (same `id`); the end binds to the span that encloses it
+    C   a counter's value from this time on
+
+Spans of one stream must not overlap unless one lies inside the other, so each stream is a thread of its own. Nothing here
+knows what the spans are: a pipeline, a training step and a collective all bring `Span`s in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that takes time on a stream of a rank."""
+
+    rank: int
+    stream: str
+    name: str
+    start: float
+    duration: float
+    category: str = "compute"
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """An arrow: from (rank, stream) at a time within a span to another; a transfer, or who waited for whom."""
+
+    name: str
+    source: tuple[int, str, float]
+    target: tuple[int, str, float]
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Values of a rank from a time on, drawn as a filled curve."""
+
+    rank: int
+    name: str
+    time: float
+    values: Mapping[str, float]
+
+
+def trace_events(
+    spans: Sequence[Span],
+    *,
+    flows: Iterable[Flow] = (),
+    counters: Iterable[Counter] = (),
+    rank_names: Mapping[int, str] | None = None,
+    streams: Sequence[str] = (),
+    about: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The trace as a dictionary ready for JSON. `streams` sets the order from the top; others follow as they appear."""
+    counters = list(counters)
+    order = {name: i for i, name in enumerate(dict.fromkeys([*streams, *(s.stream for s in spans)]))}
+    used = sorted({(s.rank, order[s.stream]) for s in spans})
+    names = list(order)
+    events: list[dict[str, Any]] = []
+    for rank in sorted({s.rank for s in spans} | {c.rank for c in counters}):
+        title = (rank_names or {}).get(rank, f"rank {rank}")
+        events += [_meta("process_name", rank, 0, name=title), _meta("process_sort_index", rank, 0, sort_index=rank)]
+    for rank, stream in used:
+        events += [
+            _meta("thread_name", rank, stream, name=names[stream]),
+            _meta("thread_sort_index", rank, stream, sort_index=stream),
+        ]
+    for s in spans:
+        events.append(
+            {"name": s.name, "cat": s.category or "span", "ph": "X", "ts": _us(s.start), "dur": _us(s.duration),
+             "pid": s.rank, "tid": order[s.stream], "args": dict(s.args)}
+        )  # fmt: skip
+    for number, flow in enumerate(flows):
+        for phase, (rank, stream, time) in (("s", flow.source), ("f", flow.target)):
+            event = {"name": flow.name, "cat": "transfer", "ph": phase, "id": number, "ts": _us(time), "pid": rank,
+                     "tid": order[stream]}  # fmt: skip
+            events.append({**event, "bp": "e"} if phase == "f" else event)
+    for c in counters:
+        events.append({"name": c.name, "ph": "C", "ts": _us(c.time), "pid": c.rank, "tid": 0, "args": dict(c.values)})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}
+
+
+def write_trace(trace: Mapping[str, Any], path: str | Path) -> Path:
+    """Write a trace; open it at ui.perfetto.dev or chrome://tracing."""
+    path = Path(path)
+    path.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+    return path
+
+
+def _us(seconds: float) -> float:
+    return round(float(seconds) * MICROSECONDS, 3)
+
+
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": args}
