@@ -1,0 +1,128 @@
+"""Two trainings side by side: where do they first differ, and by more than rounding?
+
+In float64 the two do the same arithmetic in another order, so they agree to about 1e-15; the bound is 1e-9 of each
+tensor's largest element (of the model's largest, 1e-4 times, where a tensor is all but zero: a key's bias has no true
+gradient).
+
+In float32 the bound is derived from one device itself: its own float32 run differs from its float64 run by e, for
+rounding alone, and a parallel run that rounds elsewhere may differ from float64 by a small multiple of e. AdamW
+divides a gradient by its own size, so noise in a tiny gradient is a visible step in its parameter; e grows with it in
+the same way.
+
+Of several differences the first is named: the earliest step; in it the loss before gradients, gradients before their
+norm and the parameters; and of gradients the last layer's first, since backward begins there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.verify.trace import Trace
+
+FP64_BOUND = 1e-9
+NEARLY_ZERO = 1e-4  # a tensor below this share of the model's largest is measured against that share
+MARGIN = 30.0  # float32: how much more than one device's own rounding
+FP32_FLOOR = 32 * 2.0**-24
+ORDER = ("loss", "gradient", "norm", "parameter")
+
+
+@dataclass(frozen=True)
+class Break:
+    """One number that is not what one device computed. `ratio` is the least-squares factor between the two."""
+
+    step: int
+    what: str
+    name: str
+    rank: int
+    error: float
+    bound: float
+    dtype: str
+    ratio: float = float("nan")
+
+    def __str__(self) -> str:
+        where = f"{self.what} of {self.name}" if self.name else self.what
+        factor = f", {self.ratio:.4g} times one device's" if np.isfinite(self.ratio) else ""
+        return f"step {self.step}: {where} on rank {self.rank} is off by {self.error:.1e} (bound {self.bound:.0e}, " \
+               f"{self.dtype}){factor}"  # fmt: skip
+
+
+@dataclass
+class Agreement:
+    """How far the two are apart at most, by kind, and what is out of bounds, first things first."""
+
+    dtype: str
+    errors: dict[str, float]
+    breaks: list[Break]
+
+
+def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None) -> Agreement:
+    """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed."""
+    position = {piece.name: i for i, piece in enumerate(one.pieces)}
+    whole = {piece.name: piece for piece in one.pieces}
+    errors = dict.fromkeys(ORDER, 0.0)
+    breaks: list[tuple[tuple, Break]] = []
+
+    def judge(step: int, what: str, name: str, rank: int, error: float, ratio: float = float("nan")) -> None:
+        bound = FP64_BOUND if bounds is None else bounds[what, step]
+        errors[what] = max(errors[what], error)
+        if not error <= bound:
+            key = (step, ORDER.index(what), -position.get(name, 0), rank)
+            breaks.append((key, Break(step, what, name, rank, error, bound, one.dtype, ratio)))
+
+    scales = {what: scale_of(one, what) for what in ("gradient", "parameter")}
+    for trace in many:
+        for step in range(len(one.losses)):
+            judge(step, "loss", "", trace.rank, *number_error(trace.losses[step], one.losses[step]))
+            judge(step, "norm", "", trace.rank, *number_error(trace.norms[step], one.norms[step]))
+            for piece in trace.pieces:
+                full = whole[piece.name]
+                for what, got, expected in (
+                    ("gradient", piece.gradients[step], full.gradients[step]),
+                    ("parameter", piece.parameters[step], full.parameters[step]),
+                ):
+                    box = expected[tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))]
+                    judge(step, what, piece.name, trace.rank, *tensor_error(got, box, expected, scales[what][step]))
+    return Agreement(one.dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
+
+
+def number_error(got: float, expected: float) -> tuple[float, float]:
+    return abs(got - expected) / max(abs(expected), 1e-300), got / expected if expected else float("nan")
+
+
+def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, largest: float) -> tuple[float, float]:
+    """The largest difference over the tensor's scale, and the factor between the two."""
+    if got.size == 0:
+        return 0.0, float("nan")
+    scale = max(float(np.abs(expected).max()), NEARLY_ZERO * largest, 1e-300)
+    error = float(np.abs(got - box).max()) / scale
+    square = float((box.astype(np.float64) ** 2).sum())
+    ratio = float((got * box).sum()) / square if square > 0 else float("nan")
+    return (error if np.isfinite(error) else float("inf")), ratio
+
+
+def scale_of(one: Trace, what: str) -> list[float]:
+    """The model's largest gradient or parameter at each step."""
+    lists = [piece.gradients if what == "gradient" else piece.parameters for piece in one.pieces]
+    return [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
+
+
+def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], float]:
+    """Bounds for float32, from one device's float32 run against its float64 run."""
+    steps = range(len(double.losses))
+    worst: dict[str, list[float]] = {what: [] for what in ORDER}
+    for step in steps:
+        worst["loss"].append(number_error(single.losses[step], double.losses[step])[0])
+        worst["norm"].append(number_error(single.norms[step], double.norms[step])[0])
+        for what in ("gradient", "parameter"):
+            largest = scale_of(double, what)[step]
+            pairs = [
+                (s.gradients[step], d.gradients[step])
+                if what == "gradient"
+                else (s.parameters[step], d.parameters[step])
+                for s, d in zip(single.pieces, double.pieces, strict=True)
+            ]
+            worst[what].append(max(tensor_error(s, d, d, largest)[0] for s, d in pairs))
+    # Rounding only accumulates: a step's bound is never below an earlier one's.
+    return {(what, s): MARGIN * max(worst[what][: s + 1]) + FP32_FLOOR for what in ORDER for s in steps}

@@ -1,0 +1,106 @@
+"""A faithful small copy: the same flags and axes at the smallest sizes that still show every kind of division.
+
+Folding a plan: each axis above 1 becomes 2, virtual stages at most 2, and the batch keeps whether gradients
+accumulate. Wrong communication along an axis shows at 2 ranks as well as at 64. Shrinking a model: heads, KV heads
+and FFN become small multiples of tp; grouped queries stay grouped, an uneven vocabulary stays uneven, uneven stages
+stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model, Published
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+
+AXES = ("replicate", "shard", "tp", "cp", "pp")
+HEAD = 8
+MOST_BUCKETS = 8
+
+
+@dataclass(frozen=True)
+class Small:
+    """What is proved in place of a configuration, and what was changed to get there, in words."""
+
+    model: Model
+    plan: Plan
+    workload: Workload
+    order: tuple[str, ...]
+    changes: tuple[str, ...]
+
+
+def small_copy(config: Config, ranks: int) -> Small:
+    plan, changes = fold(config.plan, ranks)
+    tiny = shrink(config.model, plan, config.plan)
+    workload = shrink_workload(config, plan)
+    if tiny != config.model:
+        changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
+    if config.model.dropout:
+        changes.append("dropout off: a proof compares the same arithmetic")
+    tiny = tiny.but(dropout=False)
+    plan = plan.but(bucket=small_bucket(config, tiny, plan))
+    order = config.plan.order or config.stack.order
+    return Small(tiny, plan.check(tiny, workload), workload, order, tuple(changes))
+
+
+def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
+    plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False}
+    if plan.world <= ranks:
+        return plan.but(**plain, microbatch=min(plan.microbatch, 2)), []
+    sizes = {axis: min(getattr(plan, axis), 2) for axis in AXES}
+    folded = plan.but(**plain, **sizes, virtual=min(plan.virtual, 2), layers_per_stage=(), order=plan.order,
+                      microbatch=min(plan.microbatch, 2))  # fmt: skip
+    if folded.world > ranks:
+        above = [axis for axis in AXES if sizes[axis] > 1]
+        raise MeshwrightError("MW-VERIFY-001", f"{' × '.join(above)} at 2 each needs {folded.world} ranks, more than {ranks}",
+                              why="Every axis of the plan must stay above 1 for its communication to be proved",
+                              fix=f"--ranks {folded.world}")  # fmt: skip
+    return folded, [f"plan of {plan.world} ranks folded to {folded.world}: {plan.title()} → {folded.title()}"]
+
+
+def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
+    layers = small_layers(model, plan, asked)
+    if model.kind != "transformer":
+        return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
+    tp = plan.tp
+    kv = tp * (2 if model.kv_groups >= 2 * tp else 1)
+    heads = kv * min(model.heads // model.kv_groups, 2)
+    own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
+    hidden = heads * HEAD + (HEAD if own_width else 0)
+    uneven = 1 if model.padded_vocab % tp else 0
+    return model.but(
+        hidden=hidden, heads=heads, kv_heads=kv if model.kv_heads else 0, head_dim=HEAD if own_width else 0,
+        ffn=tp * max(1, round(min(model.ffn / model.hidden, 4) * hidden / tp)), layers=layers,
+        vocab=32 * tp + uneven, vocab_multiple=1, max_positions=small_seq(plan), window=3 if model.window else 0,
+        published=Published(),
+    )  # fmt: skip
+
+
+def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
+    if plan.layers_per_stage:
+        return sum(plan.layers_per_stage) if sum(plan.layers_per_stage) <= model.layers else model.layers
+    per_stage = 2 if plan.stages == 1 else 1
+    uneven = 1 if model.layers % asked.stages else 0
+    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0))
+
+
+def small_seq(plan: Plan) -> int:
+    return 8 * max(1, plan.tp * plan.cp // 4)
+
+
+def shrink_workload(config: Config, plan: Plan) -> Workload:
+    """Enough micro-batches for the schedule to reach its steady state, or to accumulate if the plan does."""
+    if plan.pp > 1:
+        count = 2 * plan.pp * max(1, plan.virtual // 2)
+    else:
+        count = 2 if config.plan.microbatches(config.workload) > 1 else 1
+    return config.workload.but(batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision="fp32", tokens=0)
+
+
+def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:
+    """As many buckets as the plan has, up to a few: a message that spans parameters must be proved too."""
+    buckets = min(MOST_BUCKETS, max(1.0, config.model.total * 4 / config.plan.world / config.plan.bucket))
+    return max(256.0, tiny.total * 4 / (plan.tp * plan.pp) / buckets)
