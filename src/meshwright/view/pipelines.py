@@ -1,16 +1,16 @@
 """A walked pipeline to look at: a timeline in the terminal, a table of several, a trace for Perfetto.
 
-One row a rank, time to the right, one cell an action with its micro-batch in it. Colour is the kind (F, B, I, W), the tint
-which of the rank's stages, and even and odd micro-batches differ a little so that neighbours do not melt into each
-other; dots are bubbles. The scale is the largest at which the whole step fits the width: a cell that is too narrow for its
-number goes without, and when cells get narrower than a character, half blocks show two moments in one.
+One row a rank, time to the right, one cell an action with its micro-batch in it. Colour is the kind (F, B, I, W), the
+tint which of the rank's stages, and even and odd micro-batches differ a little so that neighbours do not melt into
+each other; dots are bubbles. The scale is the largest at which the whole step fits the width: a cell that is too
+narrow for its number goes without, and when cells get narrower than a character, half blocks show two moments in one.
 Without colour (a pipe, NO_COLOR) the kind's letter stands in the cell instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
@@ -21,11 +21,16 @@ from meshwright.programs.pipelines import KINDS, RULES, Walked
 from meshwright.programs.pipelines.check import needs_and_order
 from meshwright.programs.pipelines.program import KIND_NAMES, F
 from meshwright.programs.pipelines.walk import held_changes
+from meshwright.view import tables
 from meshwright.view.trace import Counter, Flow, Span, trace_events
 
 COLOURS = {"F": (59, 120, 224), "B": (22, 148, 96), "I": (20, 165, 165), "W": (235, 160, 45)}
 TINT, ODD = 0.42, 0.12  # toward white for a rank's last stage; toward black for odd micro-batches
 HELD = "in flight"
+FOOTNOTE = (
+    "V: stages a rank. no barrier: from step to step when the optimizer makes no rank wait for another. "
+    "in flight: micro-batches on the fullest rank. messages: sent by the busiest rank."
+)
 MOST_FLOWS = 20_000  # arrows in a trace beyond this only slow the viewer
 
 
@@ -34,19 +39,37 @@ def colour(kind: str, chunk: int = 0, virtual: int = 1, microbatch: int = 0) -> 
     rgb = np.array(COLOURS[kind], float)
     rgb += (255 - rgb) * TINT * chunk / max(virtual - 1, 1)
     rgb *= 1 - ODD * (microbatch % 2)
-    return tuple(int(round(c)) for c in rgb)  # type: ignore[return-value]
+    return tuple(round(float(c)) for c in rgb)  # type: ignore[return-value]
 
 
-def timeline(walked: Walked, width: int = 100, *, coloured: bool = True) -> Group:
-    """The drawing with its legend and summary, at most `width` columns wide."""
-    drawn = drawing(walked, best_scale([walked], width), coloured)
-    return Group(*drawn, legend([walked], coloured), *summary(walked))
+class Unit(NamedTuple):
+    """What times are told in: its name, and its size in the unit of the walk."""
+
+    name: str = ""
+    size: float = 1.0
+
+    def told(self, time: float) -> str:
+        return f"{time / self.size:.4g} {self.name}".rstrip() if self.name else f"{time:.6g}"
 
 
-def drawing(walked: Walked, scale: float, coloured: bool = True) -> list[Text]:
+def unit_of(several: Sequence[Walked], seconds: bool) -> Unit:
+    """Bare numbers, or, where a walk is in seconds, the unit that gives the longest a handy size."""
+    longest = max(w.makespan for w in several)
+    sizes = [Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6)]
+    return next((u for u in sizes if longest >= u.size), sizes[-1]) if seconds else Unit()
+
+
+def timeline(walked: Walked, width: int = 100, *, coloured: bool = True, seconds: bool = False) -> Group:
+    """The drawing with its legend and summary, at most `width` columns wide; `seconds` if the walk's times are."""
+    unit = unit_of([walked], seconds)
+    drawn = drawing(walked, best_scale([walked], width), coloured, unit)
+    return Group(*drawn, legend([walked], coloured, width), *summary(walked, unit))
+
+
+def drawing(walked: Walked, scale: float, coloured: bool, unit: Unit) -> list[Text]:
     """Headline, one row a rank, time axis."""
     rows = [_row(walked, rank, scale, coloured) for rank in range(walked.program.ranks)]
-    return [_headline(walked, scale), *rows, _axis(walked, scale)]
+    return [_headline(walked, scale), *rows, _axis(walked, scale, unit)]
 
 
 def title(walked: Walked) -> str:
@@ -60,16 +83,16 @@ def best_scale(several: Sequence[Walked], width: int) -> float:
     room = max(20, width - _label_width(several) - _tail_width(several))
     longest = max(w.makespan for w in several) or 1.0
     digits = max(len(str(w.program.microbatches - 1)) for w in several)
-    shortest = min(float((w.end - w.start)[w.end > w.start].min(initial=longest)) for w in several)
-    wanted = (digits + 2) / shortest
-    scale = min(room / longest, wanted)
-    columns = scale * shortest
-    if columns < 1:
-        return scale
-    return float(np.floor(columns)) / shortest
+    lengths = np.concatenate([(w.end - w.start)[w.end > w.start] for w in several])
+    shortest = float(lengths.min(initial=longest))
+    scale = min(room / longest, (digits + 2) / shortest)
+    even = np.allclose(lengths / shortest, np.round(lengths / shortest), rtol=1e-6)
+    if even and scale * shortest >= 1:
+        return float(np.floor(scale * shortest)) / shortest  # cells of the same length get the same width
+    return scale
 
 
-def summary(walked: Walked) -> list[Text]:
+def summary(walked: Walked, unit: Unit) -> list[Text]:
     """What the step costs, in words: the two bubbles by their own names, and memory."""
     peak, least = (float(f(walked.peak_memory)) for f in (np.max, np.min))
     what = "micro-batch" if peak == 1 else "micro-batches"
@@ -77,35 +100,43 @@ def summary(walked: Walked) -> list[Text]:
     lines = [
         Text.assemble("bubble fraction ", (f"{walked.bubble_fraction:.1%}", "bold"), " of the step, bubble overhead ",
                       (f"{walked.bubble_overhead:.1%}", "bold"), " of the work"),
-        Text.assemble("makespan ", (f"{walked.makespan:g}", "bold"), " · in flight ", (f"{peak:g}", "bold"),
+        Text.assemble("makespan ", (unit.told(walked.makespan), "bold"), " · in flight ", (f"{peak:g}", "bold"),
                       f" {what} {others}"),
     ]  # fmt: skip
     if walked.longest_span < walked.makespan * (1 - 1e-9):
         inside = 1 - float(walked.busy.max()) / walked.longest_span
         lines.append(
             Text.assemble(
-                "without a barrier between steps: one every ", (f"{walked.longest_span:g}", "bold"), ", ",
+                "without a barrier between steps: one every ", (unit.told(walked.longest_span), "bold"), ", ",
                 (f"{inside:.1%}", "bold"), " of it idle", style="dim",
             )
         )  # fmt: skip
     return lines
 
 
-def comparison(several: Sequence[Walked]) -> Table:
-    """One row a schedule: time, both bubbles, memory, messages."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("schedule", style="bold")
-    for heading in ("stages a rank", "makespan", "bubble fraction", "bubble overhead", "no barrier", "in flight",
-                    "messages"):  # fmt: skip
-        table.add_column(heading, justify="right")
+def comparison(several: Sequence[Walked], unit: Unit) -> Table:
+    """One row a schedule: time, both bubbles, memory, messages; the shortest step in green."""
+    columns = [
+        "schedule",
+        ">V",
+        ">makespan",
+        ">bubble fraction",
+        ">bubble overhead",
+        ">no barrier",
+        ">in flight",
+        ">messages",
+    ]
     best = min(w.makespan for w in several)
-    for w in several:
-        style = "green" if w.makespan <= best * (1 + 1e-9) else ""
-        table.add_row(
-            w.program.schedule, str(w.program.virtual), Text(f"{w.makespan:g}", style), f"{w.bubble_fraction:.1%}",
-            f"{w.bubble_overhead:.1%}", f"{w.longest_span:g}", f"{w.peak_memory.max():g}", f"{messages(w):g}",
-        )  # fmt: skip
-    return table
+    rows = [
+        [
+            Text(w.program.schedule, "bold"), w.program.virtual,
+            Text(unit.told(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else ""),
+            f"{w.bubble_fraction:.1%}", f"{w.bubble_overhead:.1%}", unit.told(w.longest_span),
+            f"{w.peak_memory.max():g}", f"{messages(w):g}",
+        ]
+        for w in several
+    ]  # fmt: skip
+    return tables.filled(columns, rows)
 
 
 def messages(walked: Walked) -> float:
@@ -116,35 +147,38 @@ def messages(walked: Walked) -> float:
     return float(sent.max() * p.microbatches)
 
 
-def show_pipelines(several: Sequence[Walked], console: Console) -> None:
-    """Draw one, or several under one another at one scale with a table below."""
+def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = False) -> None:
+    """Draw one, or several under one another at one scale with a table below; `seconds` if the walks' times are."""
     coloured = console.color_system is not None and not console.no_color
     width = min(console.width, 200)
     if len(several) == 1:
-        console.print(timeline(several[0], width, coloured=coloured))
+        console.print(timeline(several[0], width, coloured=coloured, seconds=seconds))
         about = RULES.get(several[0].program.schedule)
         console.print(Text(about.about, "dim") if about else "")
         return
-    scale = best_scale(several, width)
+    scale, unit = best_scale(several, width), unit_of(several, seconds)
     for walked in several:
-        console.print(Group(*drawing(walked, scale, coloured), ""))
-    console.print(Group(legend(several, coloured), "", comparison(several)))
+        console.print(Group(*drawing(walked, scale, coloured, unit), ""))
+    console.print(Group(legend(several, coloured, width), comparison(several, unit), Text(FOOTNOTE, "dim")))
 
 
-def legend(several: Sequence[Walked], coloured: bool = True) -> Text:
-    """The kinds that occur, by colour."""
+def legend(several: Sequence[Walked], coloured: bool = True, width: int = 100) -> Text:
+    """The kinds that occur, by colour, in lines of whole entries."""
     present = [k for i, k in enumerate(KINDS) if any((w.program.kind == i).any() for w in several)]
     virtual = max(w.program.virtual for w in several)
-    text = Text(" " * _label_width(several))
-    for kind in present:
-        if coloured:
-            text.append("  ", _style(colour(kind)))
-            text.append(" ")
-        text.append(f"{kind} {KIND_NAMES[kind]}  ")
+    entries = [_entry(f"{k} {KIND_NAMES[k]}", _style(colour(k)) if coloured else None) for k in present]
     if coloured and virtual > 1:
-        text.append("  ", _style(colour("F", virtual - 1, virtual)))
-        text.append(" lighter: later stage  ")
-    return text.append("· bubble", "dim")
+        entries.append(_entry("lighter: later stage", _style(colour("F", virtual - 1, virtual))))
+    entries.append(Text("· bubble", "dim"))
+    indent = " " * _label_width(several)
+    text, at = Text(indent), len(indent)
+    for entry in entries:
+        if at + len(entry) > width and at > len(indent):
+            text.append("\n" + indent)
+            at = len(indent)
+        text.append_text(entry).append("  ")
+        at += len(entry) + 2
+    return text
 
 
 def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, Any]:
@@ -160,7 +194,11 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
     ]  # fmt: skip
     crossing = [i for i in np.flatnonzero(needs >= 0).tolist() if rank[needs[i]] != rank[i]]
     flows = [
-        Flow("activation" if p.kind[i] == F else "gradient", (rank[n], "compute", start[n]), (rank[i], "compute", start[i]))
+        Flow(
+            "activation" if p.kind[i] == F else "gradient",
+            (rank[n], "compute", start[n]),
+            (rank[i], "compute", start[i]),
+        )
         for i, n in ((i, int(needs[i])) for i in crossing[:MOST_FLOWS])
     ]
     counters = [
@@ -186,6 +224,10 @@ def _style(background: tuple[int, int, int]) -> str:
 def _line() -> Text:
     """A line of the drawing: cut at the width, never wrapped."""
     return Text(no_wrap=True, overflow="crop")
+
+
+def _entry(words: str, style: str | None) -> Text:
+    return Text.assemble(("  ", style), " ", words) if style else Text(words)
 
 
 def _headline(walked: Walked, scale: float) -> Text:
@@ -270,14 +312,14 @@ def _half_blocks(walked: Walked, own: slice, columns: int) -> Text:
     return text
 
 
-def _axis(walked: Walked, scale: float) -> Text:
+def _axis(walked: Walked, scale: float, unit: Unit) -> Text:
     """A ruler with a number at most every ten columns."""
-    columns = max(1, round(walked.makespan * scale))
+    columns, length, scale = max(1, round(walked.makespan * scale)), walked.makespan / unit.size, scale * unit.size
     steps = [m * 10**e for e in range(-6, 10) for m in (1, 2, 5)]
-    step = next((s for s in steps if s * scale >= 10), walked.makespan)
+    step = next((s for s in steps if s * scale >= 10), length)
     line = [" "] * columns
-    for k in range(int(walked.makespan / step + 1e-9) + 1):
-        place, mark = round(k * step * scale), f"{k * step:g}"
+    for k in range(int(length / step + 1e-9) + 1):
+        place, mark = round(k * step * scale), f"{k * step:g}" + (f" {unit.name}" if k == 0 and unit.name else "")
         if place + len(mark) <= len(line):
             line[place : place + len(mark)] = mark
     return _line().append(" " * _label_width([walked]) + "".join(line), "dim")

@@ -7,8 +7,8 @@ A trace is one JSON object, {"traceEvents": [...]}; each event has a phase `ph`,
     s f the two ends of an arrow from one span to another (same `id`); the end binds to the span that encloses it
     C   a counter's value from this time on
 
-Spans of one stream must not overlap unless one lies inside the other, so each stream is a thread of its own. Nothing here
-knows what the spans are: a pipeline, a training step and a collective all bring `Span`s in seconds.
+Spans of one stream must not overlap unless one lies inside the other, so each stream is a thread of its own. Nothing
+here knows what the spans are: a pipeline, a training step and a collective all bring `Span`s in seconds.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def trace_events(
              "pid": s.rank, "tid": order[s.stream], "args": dict(s.args)}
         )  # fmt: skip
     for number, flow in enumerate(flows):
-        for phase, (rank, stream, time) in (("s", flow.source), ("f", flow.target)):
-            event = {"name": flow.name, "cat": "transfer", "ph": phase, "id": number, "ts": _us(time), "pid": rank,
-                     "tid": order[stream]}  # fmt: skip
+        for phase, end in (("s", flow.source), ("f", flow.target)):
+            event = {"name": flow.name, "cat": "transfer", "ph": phase, "id": number, "ts": _us(end[2]), "pid": end[0],
+                     "tid": order[end[1]]}  # fmt: skip
             events.append({**event, "bp": "e"} if phase == "f" else event)
     for c in counters:
         events.append({"name": c.name, "ph": "C", "ts": _us(c.time), "pid": c.rank, "tid": 0, "args": dict(c.values)})

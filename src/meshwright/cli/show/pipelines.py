@@ -1,0 +1,115 @@
+"""`meshwright show SCHEDULE`: draw a pipeline schedule, or several under one another, on equal stages.
+
+A rank's forward, backward of inputs and backward of weights take `times` (1, 1, 1 unless told otherwise); with V stages a
+rank each stage takes a V-th, so that schedules of different V do the same work and their lengths compare.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines import RULES, Durations, Walked, build, name_of, walk
+from meshwright.view import tables
+
+TOPICS: dict[str, str] = {name: rule.about for name, rule in RULES.items()}
+
+
+def show(
+    topic: str,
+    *,
+    stages: int = 4,
+    microbatches: int = 8,
+    virtual: int | None = None,
+    compare: str | Sequence[str] | None = None,
+    times: Sequence[float] = (1.0, 1.0, 1.0),
+    p2p: float = 0.0,
+    overlap: bool = True,
+    limit: float | None = None,
+    html: str | Path | None = None,
+    trace: str | Path | None = None,
+    json_out: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is auto's memory in micro-batches a rank."""
+    console = console or tables.console()
+    options: dict[str, Any] = {"times": tuple(times), "p2p": p2p, "overlap": overlap, "limit": limit}
+    several = [walked_for(name, stages, microbatches, virtual, **options) for name in _names(topic, compare)]
+    if json_out:
+        found = [_as_json(walked) for walked in several]
+        console.file.write(json.dumps(found[0] if len(found) == 1 else found, allow_nan=False) + "\n")
+    else:
+        from meshwright.view.pipelines import show_pipelines
+
+        show_pipelines(several, console)
+    for path in _written(several, html, trace):
+        if not json_out:
+            console.print(f"written to {path}", style="dim", soft_wrap=True)
+
+
+def walked_for(
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    virtual: int | None = None,
+    *,
+    times: tuple[float, ...] = (1.0, 1.0, 1.0),
+    p2p: float = 0.0,
+    overlap: bool = True,
+    limit: float | None = None,
+) -> Walked:
+    """One schedule on equal stages; a `virtual` it does not take gives way to its own."""
+    name = name_of(schedule)
+    rule = RULES[name]
+    count = virtual if virtual is not None and (rule.most_virtual > 2 or virtual == rule.virtual) else rule.virtual
+    if len(times) != 3:
+        raise MeshwrightError("MW-PIPE-020", f"times are three numbers: forward, inputs, weights, not {len(times)}")
+    stage_times = Durations.of(ranks * count, *(t / count for t in times))
+    options: dict[str, Any] = {"p2p": p2p, "overlap": overlap}
+    if name == "auto":
+        program = build(name, ranks, microbatches, count, durations=stage_times, limit=limit, **options)
+    else:
+        program = build(name, ranks, microbatches, count)
+    return walk(program, stage_times, **options)
+
+
+def _names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
+    others = compare.split(",") if isinstance(compare, str) else list(compare or ())
+    names = [name_of(word.strip()) for word in others if word.strip()]
+    first = name_of(topic)
+    return list(dict.fromkeys(names if first in names else [first, *names]))
+
+
+def _as_json(walked: Walked) -> dict[str, Any]:
+    from meshwright.view.pipelines_html import described
+
+    p = walked.program
+    actions = [
+        [
+            {"action": str(p.action(i)), "start": float(walked.start[i]), "end": float(walked.end[i])}
+            for i in range(int(p.first[rank]), int(p.first[rank + 1]))
+        ]
+        for rank in range(p.ranks)
+    ]
+    return {**described(walked), "actions": actions}
+
+
+def _written(several: Sequence[Walked], html: str | Path | None, trace: str | Path | None) -> list[Path]:
+    paths = []
+    if html:
+        from meshwright.view.pipelines_html import write_pipelines_html
+
+        paths.append(write_pipelines_html(several, html))
+    if trace:
+        from meshwright.view.pipelines import pipeline_trace
+        from meshwright.view.trace import write_trace
+
+        if len(several) > 1:
+            raise MeshwrightError("MW-PIPE-040", "a trace holds one schedule", fix="--trace without --compare")
+        paths.append(write_trace(pipeline_trace(several[0], seconds_per_unit=1e-3), trace))
+    return paths
