@@ -36,8 +36,8 @@ def number(value: Any) -> Any:
     return value
 
 
-Size = Annotated[int, BeforeValidator(number), Field(ge=1, le=MOST)]
-Whole = Annotated[int, BeforeValidator(number), Field(ge=0, le=MOST)]
+Size = Annotated[int, Field(ge=1, le=MOST), BeforeValidator(number)]
+Whole = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(number)]
 
 
 class Described(BaseModel):

@@ -1,0 +1,5 @@
+"""`python -m meshwright` is `meshwright`."""
+
+from meshwright.cli import main
+
+main()

@@ -1,0 +1,61 @@
+"""`meshwright catalog`: every kind lists, every entry shows, sources included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.describe import catalog
+
+
+def run(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        main(["catalog", *arguments])
+    said = capsys.readouterr()
+    assert leaving.value.code == 0, said.err
+    return said.out
+
+
+@pytest.mark.parametrize("kind", catalog.KINDS)
+def test_a_list_names_every_entry(capsys, kind) -> None:
+    out = run(capsys, kind)
+    assert all(name in out for name in catalog.names(kind))
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("kind", catalog.KINDS)
+def test_every_card_shows(capsys, kind) -> None:
+    for name in catalog.names(kind):
+        out = run(capsys, kind, name)
+        assert out.startswith(name)
+        assert kind == "models" or "source" in out
+
+
+def test_the_overview_counts(capsys) -> None:
+    out = run(capsys)
+    for kind in catalog.KINDS:
+        assert f"{kind} " in out
+        assert str(len(catalog.names(kind))) in out
+
+
+def test_a_cluster_card_tells_levels_and_rates(capsys) -> None:
+    out = run(capsys, "clusters", "dgx-h100")
+    for word in ("h100-sxm: 989 TFLOP/s bf16", "nvlink4", "450 GB/s", "ib-ndr", "50 GB/s", "SuperPOD"):
+        assert word in out
+
+
+def test_a_model_card_tells_the_published_count(capsys) -> None:
+    out = run(capsys, "models", "llama3-70b")
+    assert "70.55B" in out
+    assert "published" in out
+
+
+def test_json_is_whole(capsys) -> None:
+    everything = json.loads(run(capsys, "--json"))
+    assert list(everything) == list(catalog.KINDS)
+    assert everything["models"]["llama3-8b"]["parameters"] == pytest.approx(8.03e9, rel=1e-3)
+    one = json.loads(run(capsys, "links", "ib-ndr", "--json"))
+    assert one["bandwidth"] == 50e9
+    assert one == everything["links"]["ib-ndr"]

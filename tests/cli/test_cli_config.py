@@ -1,0 +1,89 @@
+"""`meshwright config`: what a file comes to, where each value came from, what differs, the schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.describe.config import load
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PLAN = str(EXAMPLES / "llama3-70b-64xh100.toml")
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main(["config", *arguments])
+    said = capsys.readouterr()
+    return leaving.value.code, said.out, said.err
+
+
+def lines(text: str) -> dict[str, str]:
+    """The rows of the page by their first word, spaces squeezed."""
+    return {row.split()[0]: " ".join(row.split()) for row in text.splitlines() if row.split()}
+
+
+def test_show_tells_values_and_origins(capsys) -> None:
+    code, out, _ = run(capsys, "show", PLAN, "--set", "plan.microbatch=2")
+    rows = lines(out)
+    assert code == 0
+    assert rows["microbatch"] == "microbatch 2 --set"
+    assert rows["layers"] == "layers 80 models/llama3-70b"
+    assert rows["accelerator.memory"] == "accelerator.memory 79.1 GiB accelerators/h100-sxm"
+    assert rows["levels.1.link.bandwidth"] == "levels.1.link.bandwidth 50 GB/s links/ib-ndr"
+    assert rows["cp"] == "cp 1 default"
+    assert rows["tp"].startswith("tp 8 ")
+
+
+def test_show_all_adds_defaults(capsys) -> None:
+    some, everything = run(capsys, "show", PLAN)[1], run(capsys, "show", PLAN, "--all")[1]
+    assert "head_dim" not in some
+    assert "head_dim" in everything
+
+
+def test_show_json_has_every_value_and_its_origin(capsys) -> None:
+    said = json.loads(run(capsys, "show", PLAN, "--json")[1])
+    assert said["plan"]["tp"] == 8
+    assert said["cluster"]["levels"][1]["link"]["bandwidth"] == 50e9
+    assert said["origins"]["model.layers"] == "models/llama3-70b"
+    assert "plan.cp" not in said["origins"]
+
+
+def test_show_toml_says_the_same(capsys, tmp_path) -> None:
+    said = tmp_path / "said.toml"
+    said.write_text(run(capsys, "show", PLAN, "--toml", "--set", "plan.microbatch=2")[1])
+    assert load(said) == load(PLAN, ["plan.microbatch=2"])
+
+
+def test_show_checks_the_plan(capsys) -> None:
+    code, out, err = run(capsys, "show", PLAN, "--set", "cluster.gpus=48")
+    assert (code, out) == (2, "")
+    assert err.startswith("MW-PLAN-005: shard × tp × pp = 4 × 8 × 2 = 64 ≠ 48 GPUs.")
+    assert err.endswith("Nearest: --set plan.shard=3\n")
+
+
+def test_diff(capsys) -> None:
+    first, second = str(EXAMPLES / "demo-dp2-tp2.toml"), str(EXAMPLES / "demo-pp2-shard2.toml")
+    code, out, _ = run(capsys, "diff", first, second)
+    assert code == 0
+    assert lines(out)["plan.tp"] == "plan.tp 2 1"
+    said = json.loads(run(capsys, "diff", first, second, "--json")[1])
+    assert said["plan.zero"] == {"first": 0, "second": 3}
+    assert "no difference" in run(capsys, "diff", first, first)[1]
+
+
+def test_schema(capsys) -> None:
+    whole = json.loads(run(capsys, "schema")[1])
+    assert "plan" in whole["properties"]
+    assert json.loads(run(capsys, "schema", "plan")[1])["properties"]["tp"]["minimum"] == 1
+    assert run(capsys, "schema", "plam")[0] == 2
+
+
+@pytest.mark.parametrize("bad", ["missing.toml", ".", "/dev/zero"])
+def test_what_is_no_file_is_refused(capsys, bad) -> None:
+    code, out, err = run(capsys, "show", bad)
+    assert (code, out) == (2, "")
+    assert err.startswith("MW-CONF-004")
