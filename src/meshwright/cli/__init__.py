@@ -35,6 +35,7 @@ class Command(NamedTuple):
 LEAD = "The four questions"
 COMMANDS: dict[str, Command] = {
     "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
+    "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
     "validate": Command("Were the predictions true? Hold them to published runs."),
     "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
     "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),

@@ -74,6 +74,7 @@ class StepCost:
     slowest: Array  # index into `ranks`
     ranks: list[RankTime]
     holdings: list[Holding]
+    times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Array  # seconds of one pipeline message
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
 
@@ -127,7 +128,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     by_rank = [memory(program, h) for h in held]
     peak = np.maximum.reduce([np.broadcast_to(sum(parts.values()), b.n) for parts in by_rank])
     return StepCost(sum(exposed.values()), exposed, busy, _traffic(program, held, syncs), by_rank, peak, flops, slowest, ranks, held,
-                    boundary, closing["reduce"])  # fmt: skip
+                    times, boundary, closing["reduce"])  # fmt: skip
 
 
 def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op]) -> PhaseTime:

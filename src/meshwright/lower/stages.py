@@ -39,25 +39,41 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
 
 
 def holding(batch: Batch, rank: Array) -> Holding:
-    model = batch.model
-    if model.kind == "counts":
-        zero = np.zeros(batch.n)
-        return Holding(rank, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero}, zero)
-    prefix = {kind: np.concatenate([[0], np.cumsum([k == kind for k in model.layer_kinds])]) for kind in ("dense", "moe")}
-    counts = {"dense": np.zeros(batch.n), "moe": np.zeros(batch.n)}
+    """All stages of one rank together."""
+    total: Holding | None = None
     stages = batch.pp * batch.virtual
     v_shaped = np.isin(batch.schedule, V_SHAPED)
     for v in range(int(batch.virtual.max())):
-        on = batch.virtual > v
         stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
-        stage = np.where(on, stage, 0).astype(int)
-        start, end = bounds(batch, stage, stages)
-        for kind, sums in prefix.items():
-            counts[kind] += np.where(on, sums[end] - sums[start], 0)
-    first = (rank == 0) * 1.0
-    holds_last = np.where(v_shaped & (batch.pp > 1), rank == 0, rank == batch.pp - 1) * 1.0
-    tied = holds_last * (1 - first) if model.tied else np.zeros(batch.n)
-    return Holding(rank, {"embedding": first, **counts, "head": holds_last}, tied)
+        part = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
+        total = part if total is None else _sum(total, part)
+    assert total is not None
+    return total
+
+
+def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
+    """The blocks of one stage; a negative stage has none."""
+    model = batch.model
+    zero = np.zeros(batch.n)
+    exists = (stage >= 0) * 1.0
+    if model.kind == "counts":
+        return Holding(rank, {"embedding": zero, "dense": exists, "moe": zero, "head": zero}, zero)
+    stages = batch.pp * batch.virtual
+    start, end = bounds(batch, np.maximum(stage, 0).astype(int), stages)
+    counts = {}
+    for kind in ("dense", "moe"):
+        sums = np.concatenate([[0], np.cumsum([k == kind for k in model.layer_kinds])])
+        counts[kind] = exists * (sums[end] - sums[start])
+    first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
+    tied = last * (stages > 1) if model.tied else zero
+    return Holding(rank, {"embedding": first, **counts, "head": last}, tied)
+
+
+def _sum(a: Holding, b: Holding) -> Holding:
+    counts = {kind: a.counts[kind] + b.counts[kind] for kind in a.counts}
+    # A V-shaped rank holds both ends: its head reads the embedding it already has.
+    tied = np.maximum(a.tied_copy, b.tied_copy) * (counts["embedding"] == 0)
+    return Holding(a.rank, counts, tied)
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:

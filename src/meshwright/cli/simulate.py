@@ -1,0 +1,61 @@
+"""`meshwright simulate`: the step of a plan as a timeline."""
+
+from __future__ import annotations
+
+import typer
+
+
+def command(
+    plan: str = typer.Argument(..., help="A plan file."),
+    trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto or chrome://tracing."),
+    html: str = typer.Option("", "--html", help="Write the timeline as a page."),
+    detail: str = typer.Option("", "--detail", help="operations, layers or actions; unsaid: the finest that stays small."),
+    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
+    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+) -> None:
+    """The step of a plan, rank by rank: schedule, compute and communication streams, walked action by action."""
+    import json
+    from pathlib import Path
+
+    from meshwright.cli.configure import configured
+    from meshwright.cost.estimate import estimate
+    from meshwright.cost.walked import walk_step
+    from meshwright.errors import unknown
+    from meshwright.view.simulate import DETAILS, choose_detail, spans
+
+    if detail and detail not in DETAILS:
+        raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
+    config, assumed = configured(plan=plan, settings=settings)
+    result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+    walked = walk_step(result.program, result.cost, config.plan)
+    if trace:
+        from meshwright.view.trace import trace_events
+
+        Path(trace).write_text(json.dumps(trace_events(spans(result, walked, detail))), encoding="utf-8")
+    if html:
+        from meshwright.view.pipelines_html import write_pipelines_html
+
+        write_pipelines_html([walked.walk], html, f"{config.model.name}: {config.plan.title()}")
+    closed = result.prediction.step_time_s
+    if as_json:
+        ranks = walked.walk
+        print(json.dumps({
+            "step_time_s": walked.time, "closed_form_s": closed, "makespan_s": ranks.makespan, "closing_s": walked.closing,
+            "bubble_fraction": ranks.bubble_fraction, "bubble_overhead": ranks.bubble_overhead,
+            "busy_s": ranks.busy.tolist(), "in_flight": ranks.peak_memory.tolist(), "detail": detail or choose_detail(result, walked),
+        }))  # fmt: skip
+        return
+    from rich.console import Console
+
+    from meshwright.units import format_seconds
+    from meshwright.view.pipelines import show_pipelines
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {config.plan.title()}")
+    show_pipelines([walked.walk], console)
+    closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
+    console.print(f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}")
+    console.print(f"[dim]closed form {format_seconds(closed)} ({100 * (closed / walked.time - 1):+.1f}%)[/]")
+    for what, where in (("trace", trace), ("page", html)):
+        if where:
+            console.print(f"[dim]{what} written to {where}[/]")

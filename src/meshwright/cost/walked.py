@@ -1,0 +1,75 @@
+"""The step, walked: the real pipeline program with the time of every stage, instead of the closed form.
+
+The closed form of `cost.pipeline` treats filling and draining as if stages were equal. Here each stage has its own forward, input-gradient
+and weight-gradient times, the schedule is built and walked action by action, and only then come the parts that happen once a step. `simulate`
+draws it; the planner ranks its leaders by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.step import RankTime, StepCost, rank_time, step_cost
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.lower.op import StepProgram
+from meshwright.lower.stages import stage_holding
+from meshwright.programs import pipelines
+
+ONCE = ("dp", "optimizer", "overhead")
+
+
+@dataclass(frozen=True)
+class WalkedStep:
+    """One plan's step: the walk of its pipeline, what follows it, and the whole."""
+
+    walk: pipelines.Walked
+    stages: list[RankTime]
+    closing: dict[str, float]
+
+    @property
+    def time(self) -> float:
+        return self.walk.makespan + sum(self.closing.values())
+
+
+def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
+    """Forward, input-gradient and weight-gradient seconds of every stage of one plan."""
+    b = program.batch
+    if b.n != 1:
+        raise MeshwrightError("MW-COST-001", f"a walk takes one plan, not {b.n}")
+    pp, count = int(b.pp[0]), int(b.pp[0] * b.virtual[0])
+    out = []
+    for stage in range(count):
+        held = stage_holding(b, np.array([float(stage)]), np.array([float(stage % pp)]))
+        out.append(rank_time(program, cost.times, held, np.zeros(1)))
+    return out
+
+
+def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
+    """Build the plan's schedule, give every stage its own times, and walk it."""
+    b = program.batch
+    stages = stage_times(program, cost)
+    durations = pipelines.Durations.of(len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w")))
+    microbatches = max(1, round(float(b.microbatches[0])))
+    if plan.schedule == "auto" and plan.pp > 1:
+        flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations)
+    else:
+        flow = pipelines.build(plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1)
+    walked = pipelines.walk(flow, durations, p2p=float(cost.boundary[0]), overlap=not b.stack.blocking_p2p)
+    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), 1)[0]) for name in ONCE}
+    closing["dp"] -= _gathers(cost) * microbatches
+    return WalkedStep(walked, stages, closing)
+
+
+def _gathers(cost: StepCost) -> float:
+    """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
+    held = cost.holdings[int(cost.slowest[0])]
+    return sum(float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], 1)[0]) for (block, _), t in cost.times.items())
+
+
+def walked_time(program: StepProgram, cluster: Cluster, plan: Plan) -> float:
+    """Seconds of one plan's step by walking it."""
+    return walk_step(program, step_cost(program, cluster, every_rank=True), plan).time

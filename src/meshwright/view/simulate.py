@@ -1,0 +1,143 @@
+"""The step as a timeline: every rank's compute and communication streams, from the step program and the walked schedule.
+
+Each action of the schedule (forward or backward of a stage and micro-batch) is filled with the operations of its stage: compute on the
+compute stream, a collective on the stream of its axis. What overlaps starts beside compute and holds it up only by what does not fit behind
+it; what does not overlap stands in line. After the last action come gradient reduction, optimizer and overhead. A long step is drawn
+by layers or by actions, so that a trace stays small enough to open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost import compute
+from meshwright.cost.collective import Network
+from meshwright.cost.estimate import Estimate
+from meshwright.cost.step import AXIS_OF, HIDEABLE
+from meshwright.cost.walked import WalkedStep
+from meshwright.lower.op import Op
+from meshwright.lower.stages import stage_holding
+from meshwright.programs.pipelines import KINDS
+from meshwright.view.trace import Span
+
+DETAILS = ("operations", "layers", "actions")
+MOST_SPANS = 120_000
+PHASES_OF = {"F": ("F",), "B": ("R", "I", "W"), "I": ("R", "I"), "W": ("W",)}
+ORDER = ("embedding", "dense", "moe", "head")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span inside an action, in seconds from its start."""
+
+    stream: str
+    name: str
+    start: float
+    duration: float
+    part: str
+
+
+def one(value: object) -> float:
+    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
+
+
+class Filler:
+    """Fills actions with the operations of their stage; each (stage, kind) is laid out once."""
+
+    def __init__(self, e: Estimate, detail: str) -> None:
+        self.e, self.detail = e, detail
+        self.network = Network(e.cluster, e.program.batch)
+        self._known: dict[tuple[int, str], list[Piece]] = {}
+
+    def pieces(self, stage: int, kind: str) -> list[Piece]:
+        key = (stage, kind)
+        if key not in self._known:
+            self._known[key] = self._lay(stage, kind)
+        return self._known[key]
+
+    def _lay(self, stage: int, kind: str) -> list[Piece]:
+        batch = self.e.program.batch
+        held = stage_holding(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
+        blocks = [b for b in ORDER if b in held.counts for _ in range(round(one(held.counts[b])))]
+        if kind != "F":
+            blocks.reverse()
+        out: list[Piece] = []
+        free: dict[str, float] = {}  # when each communication stream is idle again
+        at = 0.0
+        for number, block in enumerate(blocks):
+            began = at
+            inner: list[Piece] = []
+            for phase in PHASES_OF[kind]:
+                at = self._phase(block, phase, at, free, inner)
+            out += inner if self.detail == "operations" else [Piece("compute", f"{block} {number}", began, at - began, block)]
+        return out
+
+    def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
+        ops = self.e.program.blocks.get((block, phase), [])
+        room = HIDEABLE * sum(one(op.count) * self.seconds(op) for op in ops if not op.axis)
+        for op in ops:
+            length = one(op.count) * self.seconds(op)
+            if length <= 0:
+                continue
+            if not op.axis:
+                out.append(Piece("compute", op.name, at, length, op.part))
+                at += length
+                continue
+            axis = AXIS_OF[op.axis]
+            behind = min(length, room) if one(self.e.program.batch.overlap[axis]) else 0.0
+            room -= behind
+            begins = max(at, free.get(axis, 0.0))
+            out.append(Piece(f"comm:{axis}", op.name, begins, length, op.collective))
+            free[axis] = begins + length
+            at += length - behind
+        return at
+
+    def seconds(self, op: Op) -> float:
+        if op.axis:
+            return one(self.network.time(op))
+        return one(compute.op_time(self.e.cluster.accelerator, self.e.workload.precision, self.e.stack.attention, op))
+
+
+def choose_detail(e: Estimate, walked: WalkedStep) -> str:
+    """The finest detail that keeps a trace openable."""
+    actions = len(walked.walk.program)
+    layers = e.model.layers / max(1, e.plan.stages) if e.model.layers else 1
+    per_layer = sum(len(ops) for (block, _), ops in e.program.blocks.items() if block == "dense") / 2
+    if actions * layers * per_layer < MOST_SPANS:
+        return "operations"
+    return "layers" if actions * layers < MOST_SPANS else "actions"
+
+
+def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
+    """Every rank's streams over one step."""
+    detail = detail or choose_detail(e, walked)
+    filler = Filler(e, detail)
+    flow, walk = walked.walk.program, walked.walk
+    out: list[Span] = []
+    rank = flow.rank.tolist()
+    for index in range(len(flow)):
+        action = flow.action(index)
+        kind = action.kind if isinstance(action.kind, str) else KINDS[action.kind]
+        start, length = float(walk.start[index]), float(walk.end[index] - walk.start[index])
+        out.append(Span(rank[index], "schedule", str(action), start, length, kind, {"stage": action.stage, "micro-batch": action.microbatch}))
+        if detail == "actions":
+            continue
+        pieces = filler.pieces(action.stage, kind)
+        whole = max((p.start + p.duration for p in pieces), default=0.0)
+        scale = min(1.0, length / whole) if whole else 1.0
+        out += [Span(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part) for p in pieces]
+    return out + closing_spans(walked)
+
+
+def closing_spans(walked: WalkedStep) -> list[Span]:
+    """What follows the last action, on every rank: all wait for the slowest."""
+    names = {"dp": ("comm:dp", "reduce gradients"), "optimizer": ("compute", "optimizer"), "overhead": ("host", "step overhead")}
+    out, at = [], walked.walk.makespan
+    for part, seconds in walked.closing.items():
+        if seconds > 0:
+            stream, name = names[part]
+            out += [Span(r, stream, name, at, seconds, part) for r in range(walked.walk.program.ranks)]
+            at += seconds
+    return out

@@ -1,0 +1,135 @@
+"""Reading published runs and scoring predictions: on rows made here, so that a wrong reading fails."""
+
+import csv
+
+import numpy as np
+import pytest
+
+from meshwright.calibrate import rows, validate
+from meshwright.errors import MeshwrightError
+
+BASE = {
+    "file": "made", "row_id": "r", "model": "GPT", "layers": "24", "hidden": "2048", "ffn_hidden": "8192", "heads": "16", "kv_heads": "16",
+    "vocab": "51200", "seq_len": "1024", "gpu_type": "A100-80GB", "gpus": "16", "gpus_per_node": "8", "tp": "4", "pp": "2", "cp": "1", "dp": "2",
+    "sp": "0", "zero": "1", "micro_batch": "2", "global_batch": "64", "recompute_mode": "full", "dtype": "fp16", "flash_attn": "0",
+    "schedule": "1f1b", "stack": "megatron-lm", "step_time_s": "1.0", "pair_ratio": "", "vpp": "",
+}  # fmt: skip
+
+
+def row(**changes):
+    return {**BASE, **changes}
+
+
+def test_a_complete_row_needs_no_assumption():
+    c = rows.case(row())
+    assert not c.refused
+    assert (c.plan.tp, c.plan.pp, c.plan.shard, c.plan.zero, c.plan.microbatch, c.plan.recompute) == (4, 2, 2, 1, 2, "full")
+    assert c.plan.microbatches(c.workload) == 16
+    assert c.stack.attention == "stored"
+    assert not [a for a in c.assumed if not a.startswith("network")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"hidden": "", "model": "GPT"}, "shape"),
+        ({"gpu_type": ""}, "GPU"),
+        ({"global_batch": ""}, "batch"),
+        ({"tp": ""}, "degrees"),
+        ({"tp": "3"}, "does not divide"),
+        ({"gpu_type": "abacus"}, "catalog"),
+    ],
+)
+def test_what_is_not_told_is_refused_with_the_reason(changes, word):
+    c = rows.case(row(**changes))
+    assert word in c.refused
+    assert validate.predict_row(row(**changes)).prediction is None
+
+
+def test_what_is_assumed_is_told():
+    c = rows.case(row(heads="", vocab="", micro_batch="", sp="", zero="", recompute_mode=""))
+    assert not c.refused
+    for word in ("heads", "vocabulary", "micro-batch", "sequence parallel", "ZeRO", "recompute"):
+        assert any(a.startswith(word) for a in c.assumed), word
+
+
+def test_recompute_not_told_is_the_least_that_fits():
+    large = row(layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode="")
+    told = validate.predict_row(large)
+    assert any(a == "recompute: full" for a in told.case.assumed)
+    small = validate.predict_row(row(recompute_mode=""))
+    assert any(a == "recompute: none" for a in small.case.assumed)
+
+
+def outcome(predicted, measured, **changes):
+    o = validate.predict_row(row(step_time_s=str(measured), **changes))
+    scale = predicted / o.prediction.step_time_s
+    fields = {k: getattr(o.prediction, k) * scale for k in ("step_time_s", "step_time_low_s", "step_time_high_s")}
+    object.__setattr__(o, "prediction", type(o.prediction)(**{**o.prediction.__dict__, **fields}))
+    return o
+
+
+def test_scores_are_the_textbook_ones():
+    made = [outcome(1.1, 1.0, tp="4"), outcome(1.8, 2.0, tp="2", pp="4"), outcome(4.0, 4.0, tp="8", pp="1")]
+    s = validate.score(made)
+    assert s.mape == pytest.approx(0.2 / 3)
+    assert s.median == pytest.approx(0.1)
+    assert s.bias == pytest.approx(0.0, abs=1e-12)
+    assert s.spearman == pytest.approx(1.0)
+    assert s.regret == pytest.approx(0.0)
+
+
+def test_regret_is_what_the_wrong_pick_costs():
+    made = [outcome(2.0, 1.0, tp="4"), outcome(1.0, 3.0, tp="2", pp="4"), outcome(3.0, 2.0, tp="8", pp="1")]
+    s = validate.score(made)
+    assert s.regret == pytest.approx(2.0)
+    assert s.spearman < 0
+
+
+def test_twins_that_disagree_or_are_missing_are_judged_apart():
+    made = [outcome(1.0, 1.0, pair_ratio="1.1"), outcome(9.0, 1.0, pair_ratio="4.0"), outcome(9.0, 1.0)]
+    s = validate.score(made)
+    assert s.apart == 2
+    assert s.median == pytest.approx(0.0, abs=1e-12)
+    assert s.apart_median == pytest.approx(8.0)
+
+
+def test_macro_average_counts_sources_not_rows():
+    scores = {"a": validate.Score(median=0.1), "b": validate.Score(median=0.3), "megatron_lm_golden_values": validate.Score(median=0.9)}
+    assert validate.macro(scores)["median"] == pytest.approx(0.2)
+
+
+def test_memory_is_compared_as_its_source_saw_it():
+    outside = validate.predict_row(row(memory_gib="20", notes="nvidia-smi snapshot"))
+    inside = validate.predict_row(row(memory_gib="20", notes="torch peak"))
+    assert outside.memory_error > inside.memory_error
+
+
+def test_the_famous_runs_can_all_be_read():
+    from importlib.resources import files
+
+    famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
+    assert len(famous) == 12
+    outcomes = validate.predict_rows(famous)
+    assert not [o.refused for o in outcomes if o.refused]
+    assert np.median([abs(o.error) for o in outcomes]) < 0.5
+
+
+@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00bad", "row_id,file\n1,2\n".encode()])
+def test_bad_files_are_clear_errors(tmp_path, content):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    with pytest.raises(MeshwrightError) as error:
+        list(rows.read(path))
+    assert error.value.code.startswith("MW-VAL")
+
+
+def test_odd_cells_never_raise(tmp_path):
+    path = tmp_path / "odd.csv"
+    odd = [row(layers="-3"), row(hidden="nan"), row(gpus="1e30"), row(tp="0"), row(global_batch="4M tokens"), row(heads="7"), row(vpp="x")]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(BASE))
+        writer.writeheader()
+        writer.writerows(odd)
+    outcomes = validate.predict_rows(rows.read(path))
+    assert len(outcomes) == len(odd)
