@@ -1,0 +1,275 @@
+"""Collectives to look at in the terminal: steps by rank, actual numbers step by step, algorithms side by side.
+
+Steps: a row a step, a column a rank; `→ 1` is a send to rank 1, `← 3` a receive, `+` says that what came is added. Numbers: what every
+rank holds before and after each step; what a step changed is coloured, `·` is a chunk not there. Above sixteen ranks the columns
+give way to one line a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import OPERATIONS, Program, Walk, check
+from meshwright.programs.collectives.arrays import Slots, loaded, states
+from meshwright.programs.collectives.comparison import Comparison
+from meshwright.programs.collectives.formulas import text as formula
+from meshwright.programs.collectives.lists import Instruction, instructions
+from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
+from meshwright.view.tables import facts, heading, table
+
+MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
+NOTE = "n is the full buffer; each algorithm walked over the cluster's links with the catalog's α, β, γ: uncalibrated, no library's choice"
+LEGEND = "→ 1  3: sends chunk 3 to rank 1     ← 3  2: receives chunk 2 from rank 3     ← 3 + 2: receives and adds it"
+SIGN = {"send": ("→", "cyan"), "receive": ("←", "green"), "reduce": ("←", "yellow"), "copy": ("⟳", "magenta")}
+
+
+def page(program: Program, walked: Walk | None = None, on: str = "") -> Group:
+    """The steps of a program, and what there is to know of it."""
+    title = f"{program.algorithm} {program.operation}"
+    shape = (
+        f"{program.ranks} ranks, {program.elements:,} elements in {program.chunks} {plural('chunk', program.chunks)}"
+    )
+    body = by_rank(program, walked) if program.ranks <= MOST_COLUMNS else by_step(program, walked)
+    check(program)
+    return Group(heading(title, shape), Text(OPERATIONS[program.operation], "dim"), body, Text(LEGEND, "dim"), Text(),
+                 summary(program, walked, on))  # fmt: skip
+
+
+def by_rank(program: Program, walked: Walk | None) -> Table:
+    """A row a step, a column a rank."""
+    own = [
+        {step: list(told) for step, told in groupby(instructions(program, rank), key=lambda i: i.step)}
+        for rank in range(program.ranks)
+    ]
+    grid = table(">step", *(f"rank {rank}" for rank in range(program.ranks)), *([">done"] if walked else []))
+    adds = np.zeros(program.steps + 1, dtype=bool)
+    adds[program.moves.step[program.moves.reduce]] = True
+    for step in range(min(program.steps, MOST_STEPS)):
+        cells = [cell(mine.get(step, [])) for mine in own]
+        done = [Text(format_seconds(float(walked.step_end[step])), "dim")] if walked else []
+        grid.add_row(Text(str(step), "dim"), *cells, *done, end_section=bool(adds[step] and not adds[step + 1]))
+    if program.steps > MOST_STEPS:
+        grid.add_row("…", f"{program.steps - MOST_STEPS} more steps")
+    return grid
+
+
+def cell(told: Sequence[Instruction]) -> Text:
+    """What a rank does in a step, a line a message."""
+    lines = []
+    for (kind, peer), group in groupby(told, key=lambda i: (i.kind, i.peer)):
+        sign, style = SIGN[kind]
+        chunks = runs([c for i in group for c in range(i.chunk, i.chunk + i.width)])
+        lines.append(
+            Text.assemble(
+                (f"{sign} {peer}", style), (" +" if kind == "reduce" else "  ", f"bold {style}"), f" {chunks}"
+            )
+        )
+    return Text("\n").join(lines)
+
+
+def by_step(program: Program, walked: Walk | None) -> Table:
+    """A line a step: how many messages, how large, an example."""
+    bounds = np.searchsorted(program.moves.step, np.arange(program.steps + 1))
+    columns = [">step", ">moves", ">elements moved", "such as", *([">done"] if walked else [])]
+    grid = table(*columns)
+    for step in range(min(program.steps, MOST_STEPS)):
+        low, high = int(bounds[step]), int(bounds[step + 1])
+        if low == high:
+            continue
+        source, target, chunk, width = (int(column[low]) for column in program.moves[1:5])
+        sign = " +" if program.moves.reduce[low] else ""
+        example = f"{source} → {target}{sign} {runs(list(range(chunk, chunk + width)))}"
+        done = [format_seconds(float(walked.step_end[step]))] if walked else []
+        grid.add_row(str(step), str(high - low), f"{int(program.moved[low:high].sum()):,}", example, *done)
+    if program.steps > MOST_STEPS:
+        grid.add_row("…", "", "", f"{program.steps - MOST_STEPS} more steps")
+    return grid
+
+
+def summary(program: Program, walked: Walk | None, on: str) -> Table:
+    """Formula, traffic, time."""
+    sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.ranks)
+    most = float(sent.max(initial=0.0))
+    share = f" = {most / program.elements:.4g}·n" if program.elements else ""
+    rows: list[tuple[str, object]] = [
+        ("proved", "every rank ends with what the operation promises, each contribution once; no deadlock"),
+        (
+            "steps",
+            f"{program.steps} steps, {len(program.moves.step):,} moves; the busiest rank sends {most:,.0f} elements{share}",
+        ),
+        ("formula", f"{formula(program.operation, program.algorithm)}   on a uniform network, n the full buffer"),
+    ]
+    if walked:
+        rows.append(("time", f"{format_seconds(walked.makespan)} {on}"))
+        port, size = max(walked.bytes_by_port.items(), key=lambda item: item[1], default=((), 0.0))
+        if port:
+            rows.append(("busiest port", f"{' '.join(str(word) for word in port)}: {format_decimal_bytes(size)}"))
+        rows.append(
+            ("", Text("walked with the catalog's α, β, γ: uncalibrated, and our algorithm, not a library's", "dim"))
+        )
+    return facts(rows)
+
+
+def values_page(program: Program, inputs: Sequence[Any]) -> Group:
+    """The numbers of every rank before and after each step."""
+    slots = loaded(program, inputs)
+    film: list[tuple[str, Slots, dict[tuple[int, int], bool]]] = [("before", dict(slots), {})]
+    film += [(f"step {k}", dict(slots), written) for k, written in enumerate(states(program, slots))]
+    width = max((len(number(x)) for _, frame, _ in film for data in frame.values() for x in data), default=1)
+    grid = table("", *(f"rank {rank}" for rank in range(program.ranks)))
+    for name, frame, written in film:
+        grid.add_row(Text(name, "dim"), *held(program, frame, written, width))
+    ends = np.zeros(program.ranks * program.chunks, dtype=bool)
+    ends[program.ends] = True
+    promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
+    grid.add_section()
+    grid.add_row(Text("result", "bold"), *held(program, promised, {}, width))
+    shape = f"{program.ranks} ranks, {program.elements} elements in {program.chunks} {plural('chunk', program.chunks)}"
+    return Group(heading(f"{program.algorithm} {program.operation}", shape), Text(OPERATIONS[program.operation], "dim"), grid,
+                 Text.assemble(("a sum was formed", "bold yellow"), "   ", ("received", "bold green"), ("   · not there", "dim")))  # fmt: skip
+
+
+def held(program: Program, slots: Slots, written: dict[tuple[int, int], bool], width: int) -> Iterator[Text]:
+    """Each rank's chunks in order, those just written coloured; of an all-to-all only those that are there."""
+    for rank in range(program.ranks):
+        text = Text()
+        for chunk in range(program.chunks):
+            data, adds = slots.get((rank, chunk)), written.get((rank, chunk))
+            if data is None and program.operation != "all-to-all":
+                text.append(("·".rjust(width) + " ") * int(program.sizes[chunk]), "dim")
+            style = "" if adds is None else "bold yellow" if adds else "bold green"
+            for x in [] if data is None else data:
+                text.append(number(x).rjust(width), style)
+                text.append(" ")
+        yield text
+
+
+def number(x: Any) -> str:
+    return f"{x:g}"
+
+
+def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
+    """Times by size and algorithm, the fastest marked, and where the lead changes."""
+    names = list(comparison.times)
+    grid = table(">size", *(f">{name}" for name in names))
+    for k, (size, best) in enumerate(zip(comparison.sizes, comparison.best, strict=True)):
+        row = [
+            Text(format_seconds(comparison.times[name][k]), "bold green" if name == best else "") for name in names
+        ]  # fmt: skip
+        grid.add_row(format_bytes(size), *row)
+    aside = f"{comparison.ranks} ranks on {comparison.cluster}"
+    title = heading(f"{comparison.operation}: algorithms by message size", aside)
+    return Group(title, grid, leads(comparison), Text(note, "dim"))
+
+
+def leads(comparison: Comparison) -> Table:
+    """Who is fastest from which size on."""
+    rows: list[tuple[str, object]] = []
+    low = ""
+    leader = comparison.best[0]
+    for change in [*comparison.crossovers, None]:
+        high = format_bytes(change.size) if change else ""
+        span = (
+            f"{low} to {high}" if low and high else f"up to {high}" if high else f"from {low} on" if low else "always"
+        )
+        rows.append((span, Text(leader, "bold green")))
+        if change:
+            low, leader = high, change.after
+    return facts(rows)
+
+
+def as_dict(program: Program, walked: Walk | None = None) -> dict[str, Any]:
+    """A program as data: chunks, promise, moves, and the walk where there is one."""
+    names = ("step", "source", "target", "chunk", "width", "reduce")
+    moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
+    told: dict[str, Any] = {
+        "operation": program.operation, "algorithm": program.algorithm, "ranks": program.ranks, "elements": program.elements,
+        "root": program.root, "groups": [list(group) for group in program.groups], "chunk_sizes": program.sizes.tolist(),
+        "starts": slots_of(program, program.starts), "ends": slots_of(program, program.ends), "steps": program.steps,
+        "moves": moves, "formula": formula(program.operation, program.algorithm),
+    }  # fmt: skip
+    if walked:
+        sent = walked.messages
+        columns = (sent.step, sent.source, sent.target, sent.bytes, walked.start, walked.end)
+        keys = ("step", "source", "target", "bytes", "start_s", "end_s")
+        told["walk"] = {
+            "time_s": walked.makespan, "step_end_s": walked.step_end.tolist(), "sent_bytes": walked.sent.tolist(),
+            "bytes_by_port": {" ".join(map(str, port)): size for port, size in walked.bytes_by_port.items()},
+            "messages": [dict(zip(keys, row, strict=True)) for row in zip(*(c.tolist() for c in columns), strict=True)],
+        }  # fmt: skip
+    return told
+
+
+def html(program: Program, walked: Walk | None = None, on: str = "", inputs: Sequence[Any] | None = None) -> str:
+    """An animated figure in one file that needs no network: chunks moving, step by step, and the walked timeline."""
+    check(program)
+    if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 8:
+        raise MeshwrightError("MW-SHOW-002", f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too full to read",
+                              why=f"It draws up to {MOST_DRAWN} ranks", fix="--ranks 8")  # fmt: skip
+    told = as_dict(program, walked) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
+    sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.ranks).max(initial=0.0)
+    told["facts"] = [("steps", str(program.steps)), ("moves", f"{len(program.moves.step):,}"),
+                     ("sent", f"{sent:,.0f} elements by the busiest rank")]  # fmt: skip
+    if program.elements and sent:
+        told["facts"].append(("", f"{sent / program.elements:.4g} × the buffer"))
+    if walked:
+        took = format_seconds(walked.makespan)
+        told["walk"] |= {
+            "label": took,
+            "text": f"The same program walked {on}: {took}. A row a rank, a bar a message it sends.",
+        }
+        told["facts"].append(("time", f"{took} {on} (uncalibrated)"))
+    if inputs is not None:
+        slots = loaded(program, inputs)
+        told["values"] = [
+            {c: data.tolist() for (r, c), data in slots.items() if r == rank} for rank in range(program.ranks)
+        ]
+    return filled_template("collective.html", told)
+
+
+def comparison_html(comparison: Comparison, note: str = NOTE) -> str:
+    """The comparison as a chart in one file."""
+    return filled_template("comparison.html", comparison.as_dict() | {"note": note})
+
+
+def filled_template(name: str, told: Any) -> str:
+    """A template with its data; `<` is escaped so that no word can end the script."""
+    template = files("meshwright.view").joinpath("templates", name).read_text("utf-8")
+    data = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return template.replace("__DATA__", data)
+
+
+def slots_of(program: Program, slots: Any) -> list[list[int]]:
+    """The chunks of each rank."""
+    rank, chunk = slots // max(1, program.chunks), slots % max(1, program.chunks)
+    return [chunk[rank == r].tolist() for r in range(program.ranks)]
+
+
+def runs(chunks: list[int]) -> str:
+    """`0–3,7` for 0, 1, 2, 3, 7."""
+    chunks = sorted(chunks)
+    spans: list[list[int]] = []
+    for c in chunks:
+        if spans and c == spans[-1][1] + 1:
+            spans[-1][1] = c
+        else:
+            spans.append([c, c])
+    told = [f"{a}" if a == b else f"{a}–{b}" for a, b in spans]
+    return ",".join(told if len(told) <= 4 else [*told[:3], "…"])
+
+
+def plural(word: str, count: int) -> str:
+    return word if count == 1 else word + "s"
+
+
+__all__ = ["as_dict", "comparison_html", "comparison_page", "html", "page", "values_page"]
