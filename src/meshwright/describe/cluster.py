@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -31,10 +31,10 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 
-def named(kind: str):
+def named(kind: str) -> BeforeValidator:
     """A field that may be a catalog name or a table."""
 
-    def load(value):
+    def load(value: Any) -> Any:
         if isinstance(value, str):
             from meshwright.describe import catalog
 
@@ -48,7 +48,9 @@ class Efficiency(Described):
     """What share of its peaks a device reaches in long runs, from measured products and copies (`calibrate`)."""
 
     gemm: float = Field(default=0.80, gt=0, le=1, description="large matrix products, sustained")
-    gemm_traffic: float = Field(default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden")
+    gemm_traffic: float = Field(
+        default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden"
+    )
     floor: Seconds = Field(default=2e-6, description="ramp of any kernel")
     flash: float = Field(default=0.5, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
     fused: float = Field(default=0.5, gt=0, le=1, description="the vendor's fused attention")

@@ -37,6 +37,7 @@ from meshwright.errors import MeshwrightError
 CLASSES: dict[str, type[Described]] = {
     "model": Model, "cluster": Cluster, "stack": Stack, "workload": Workload, "plan": Plan
 }  # fmt: skip
+PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
 Part = str | dict[str, Any] | Described
 
 
@@ -140,7 +141,7 @@ def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 def spoken(part: Described) -> str | dict[str, Any]:
     """A name if the catalog's entry of that name is the same, else a table: over that entry, or in full."""
-    kind = {Accelerator: "accelerators", Link: "links"}.get(type(part)) or NAMED.get(type(part).__name__.lower())
+    kind = PLURALS.get(type(part).__name__)
     name = getattr(part, "name", "")
     if not kind or name not in catalog.tables(kind):
         return table(part)

@@ -50,7 +50,7 @@ def values(part: Described, path: str) -> Iterator[tuple[str, str]]:
 def written(value: Any, metadata: Any) -> str:
     for note in metadata:
         if isinstance(note, BeforeValidator) and note.func in FORMATS and value:
-            return FORMATS[note.func](value, 4)  # type: ignore[index]
+            return FORMATS[note.func](value, 4)
     if isinstance(value, tuple):
         return ", ".join(str(v) for v in value) or "—"
     if isinstance(value, bool):
