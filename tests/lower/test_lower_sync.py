@@ -3,32 +3,37 @@
 import numpy as np
 import pytest
 
-from lower.cases import COUNTS, GPT, MOE, WORK, block_bytes, bytes_sent, lowered, one
-from meshwright.cost.memory import elements
+from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
+from meshwright.lower.holds import elements
 from meshwright.lower.stages import holdings
 
 P = 8
 ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" and "per micro-batch" agree
 
 
+def data_parallel_ops(program, rank=0):
+    """Every data-parallel operation of a rank with how often a step has it: once a step, or block by block under ZeRO-3."""
+    b = program.batch
+    holding = holdings(b, every_rank=True)[rank]
+    out = [(1.0, op) for group, n in elements(program, holding).items()
+           for op in (*sync.gradient_reduction(b, n, group), *sync.parameter_gather(b, n, group))]  # fmt: skip
+    for block, times in holding.counts.items():
+        if block in program.parameters:
+            found = [op for _, op in program.ops(block) if op.axis in ("shard_cp", "expert_shard", "replicate")]
+            out += [(one(times) * one(b.microbatches), op) for op in found]
+    return [(times, op) for times, op in out if op.collective and one(op.count)]
+
+
 def volume(program, rank=0):
     """Elements of data-parallel traffic one rank sends in one step, over the parameters it holds."""
     b = program.batch
-    holding = holdings(b, every_rank=True)[rank]
-    counts = elements(program, holding)
     total = 0.0
-    for group, n in counts.items():
-        ops = [*sync.gradient_reduction(b, n, group), *sync.parameter_gather(b, n, group)]
-        for op in ops:
-            width = one(b.comm_bytes if "reduce" in op.name or "compressed" in op.name else b.param_bytes)
-            total += bytes_sent(program, [op]) / width
-    for block, times in holding.counts.items():
-        if block in program.parameters:
-            for axis in ("shard_cp", "expert_shard"):
-                total += one(times) * one(b.microbatches) * block_bytes(program, axis, block) / one(b.param_bytes)
-    return total / one(sum(counts.values()))
+    for times, op in data_parallel_ops(program, rank):
+        width = one(b.param_bytes if op.name in ("gather-weights", "gather-parameters") else b.comm_bytes)
+        total += times * bytes_sent(program, [op]) / width
+    return total / one(sum(elements(program, holdings(b, every_rank=True)[rank]).values()))
 
 
 @pytest.mark.parametrize(("plan", "times"), [
@@ -45,10 +50,10 @@ def test_hybrid_sharding_reduces_shards_between_replicas():
     """Inside the group of 4: two gathers and a scatter; between 2 replicas: an all-reduce of a quarter."""
     program = lowered(GPT, ONCE, zero=3, shard=4, replicate=2)
     assert volume(program) == pytest.approx(3 * 3 / 4 + 2 * (1 / 2) / 4)
-    ops = {op.name: op for op in sync.gradient_reduction(program.batch, np.array([1e6]), "dense") if one(op.count)}
-    assert {name: (op.collective, op.axis) for name, op in ops.items()} == {
-        "reduce-gradients": ("reduce_scatter", "shard_cp"),
-        "reduce-shards": ("all_reduce", "replicate"),
+    assert {(op.name, op.collective, op.axis) for _, op in data_parallel_ops(program)} == {
+        ("gather-weights", "all_gather", "shard_cp"),
+        ("scatter-gradients", "reduce_scatter", "shard_cp"),
+        ("reduce-shards", "all_reduce", "replicate"),
     }
 
 
@@ -72,16 +77,19 @@ def test_experts_reduce_over_their_own_replicas():
 def test_how_often_gradients_are_reduced(plan, rounds):
     """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
     program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)
-    ops = sync.gradient_reduction(program.batch, np.array([1e6]), "dense")
-    assert sum(one(op.count) for op in ops) == rounds
+    reductions = {"reduce-gradients", "scatter-gradients"}
+    bytes_ = sum(times * one(op.count * op.message_bytes) for times, op in data_parallel_ops(program) if op.name in reductions)
+    held = one(sum(elements(program, holdings(program.batch)[0]).values())) * one(program.batch.comm_bytes)
+    assert bytes_ / held == pytest.approx(rounds)
 
 
 def test_weights_kept_whole_are_gathered_once_a_step():
     work = Workload(batch=8 * P, seq=512)
     freed, kept = (lowered(GPT, work, zero=3, shard=P, reshard=r) for r in (True, False))
     n = one(sum(freed.parameters["dense"].values())) * 2 * (P - 1) / P
-    assert 8 * block_bytes(freed, "shard_cp") == pytest.approx(8 * 2 * n)
-    assert 8 * block_bytes(kept, "shard_cp") == pytest.approx(n)
+    for program, gathers in ((freed, 8 * 2), (kept, 1)):
+        ops = [op for _, op in program.ops("dense") if op.name == "gather-weights"]
+        assert 8 * bytes_sent(program, ops) == pytest.approx(gathers * n)
 
 
 def test_buckets_cut_the_calls_not_the_bytes():

@@ -304,6 +304,8 @@ def _plan(c: Case) -> None:
     )  # fmt: skip
     if c.stack.name == "composer-fsdp":
         fields |= dict(param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16")
+    if zero == 3:  # every ZeRO-3 gathers ahead, also where the rest of the stack overlaps nothing
+        fields["overlap"] = tuple(dict.fromkeys(("dp", *c.stack.overlap)))
     if c.model.experts:
         fields |= dict(ep=max(1, whole(r["ep"], 1)), expert_tp=whole(r["etp"]) or (1 if whole(r["ep"], 1) > 1 else 0))
         room = tp * cp * dp

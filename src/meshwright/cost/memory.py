@@ -17,22 +17,11 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cost.pipeline import in_flight
+from meshwright.lower.holds import elements
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import Holding
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
-
-
-def elements(program: StepProgram, holding: Holding) -> dict[str, Array]:
-    """Parameters on this rank by how they are reduced: dense over dp·cp, expert over expert_dp."""
-    out = {"dense": np.zeros(program.batch.n), "expert": np.zeros(program.batch.n)}
-    for block, groups in program.parameters.items():
-        for group, count in groups.items():
-            out[group] = out[group] + holding.counts[block] * count
-    model = program.batch.model
-    if model.tied and model.kind == "transformer":
-        out["dense"] = out["dense"] + holding.tied_copy * model.padded_vocab * model.hidden / program.batch.tp
-    return out
 
 
 def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:

@@ -21,10 +21,12 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.memory import elements, memory
+from meshwright.cost.memory import memory
 from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
+from meshwright.lower.batch import Batch
+from meshwright.lower.holds import elements
 from meshwright.lower.op import PHASES, Array, Op, StepProgram, sent
 from meshwright.lower.stages import Holding, holdings
 
@@ -118,9 +120,9 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["bubble"] = ramp(b, *_mean(program, held, ranks, every_rank), np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
     fullest = _fullest(program, held)
-    syncs = sync_ops(program, fullest)
+    syncs = sync.step_ops(b, fullest)
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
-    closing = _closing(program, cluster, network, fullest, syncs, slow)
+    closing = _closing(program, cluster, network, syncs, slow)
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
     exposed["optimizer"] = closing["optimizer"]
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
@@ -152,9 +154,11 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
             core = core + seconds
     t.busy = work
     room = {"tp": work - core, "cp": core, "ep": work, "dp": work}
+    left = HIDEABLE * work  # compute hides one stream at a time
     for axis, seconds in t.comm.items():
         can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
-        behind = np.minimum(seconds, HIDEABLE * room[axis]) * can
+        behind = np.minimum(np.minimum(seconds, HIDEABLE * room[axis]), left) * can
+        left = left - behind
         slowed = stack.compute_slowdown * behind
         t.parts[axis] = seconds - behind
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
@@ -205,24 +209,17 @@ def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:
     return {group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]}
 
 
-def sync_ops(program: StepProgram, counts: dict[str, Array]) -> list[Op]:
-    """Gradient reductions and parameter gathers of a rank that holds `counts` elements."""
-    groups = {g: c for g, c in counts.items() if g == "dense" or program.batch.model.experts}
-    return [op for group, count in groups.items()
-            for op in (*sync.gradient_reduction(program.batch, count, group), *sync.parameter_gather(program.batch, count, group))
-            if np.any(op.count)]  # fmt: skip
-
-
-def _closing(program: StepProgram, cluster: Cluster, network: Network, counts: dict[str, Array], ops: list[Op], slow: RankTime) -> dict[str, Array]:
+def _closing(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime) -> dict[str, Array]:
     """Gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
-    reduce, gather, compress, last = (np.zeros(b.n) for _ in range(4))
+    reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
     for op in ops:
-        if op.kind == "memory":
-            compress = compress + op.count * compute.memory_time(device, op)
-            continue
-        seconds = network.time(op)
-        if op.name == "gather-parameters":
+        seconds = network.time(op) if op.axis else compute.memory_time(device, op)
+        if op.part == "optimizer":
+            update = update + op.count * _updated(b, op, seconds)
+        elif op.name == "compress":
+            compress = compress + op.count * seconds
+        elif op.name == "gather-parameters":
             gather = gather + op.count * seconds
         else:
             reduce = reduce + op.count * seconds
@@ -232,27 +229,13 @@ def _closing(program: StepProgram, cluster: Cluster, network: Network, counts: d
     hidden = np.minimum(reduce, window)
     exposed = np.maximum(reduce - hidden, last) + b.stack.compute_slowdown * hidden
     exposed = exposed + gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"]) + compress
-
-    shard = {"dense": b.size("shard_cp"), "expert": b.size("expert_shard")}
-    owned = sum(count / np.where(b.zero >= 1, shard[group], 1.0) for group, count in counts.items())
-    update = np.zeros(b.n)
-    for op in sync.optimizer(b, owned, tensors(program)):
-        if op.axis:
-            update = update + op.count * network.time(op)
-        else:
-            seconds = np.maximum(compute.memory_time(device, op), op.launches * b.stack.launch)
-            # Offloaded states are updated by the host, over its own memory and the device's PCIe link.
-            update = update + np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, seconds)
     return {"dp": exposed, "optimizer": update, "reduce": reduce + gather}
 
 
-def tensors(program: StepProgram) -> Array:
-    """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
-    model = program.batch.model
-    if model.kind == "counts":
-        return 160.0
-    per_layer = len(model.blocks["dense"].linears) + len(model.blocks["dense"].vectors)
-    return model.layers * per_layer / program.batch.pp + 4
+def _updated(b: Batch, op: Op, seconds: Array) -> Array:
+    """The optimizer's own operations: launched one by one, or by the host over its memory where the states are offloaded."""
+    launched = seconds if op.axis else np.maximum(seconds, op.launches * b.stack.launch)
+    return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
 
 
 def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict[str, Array]:
@@ -274,7 +257,7 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
         for axis, row in by_block.items()
     }
     for op in syncs:
-        if op.axis:
+        if op.axis and op.part != "optimizer":
             out["dp"] = out.get("dp", 0.0) + bytes_of(op)
     for name in ("boundary-F", "boundary-I"):
         for op in program.sync.get(name, []):

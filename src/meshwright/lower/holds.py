@@ -11,7 +11,8 @@ import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear, Saved
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array
+from meshwright.lower.op import Array, StepProgram
+from meshwright.lower.stages import Holding
 
 CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
 
@@ -77,3 +78,15 @@ def _width(b: Batch, s: Saved, element: float) -> Array:
     if s.name == "logits" and "loss" in b.stack.fused:
         size = element
     return (s.width + s.per_position * b.workload.seq) * size
+
+
+def elements(program: StepProgram, holding: Holding) -> dict[str, Array]:
+    """Parameters on this rank by how they are reduced: dense over dp·cp, expert over expert_dp."""
+    out = {"dense": np.zeros(program.batch.n), "expert": np.zeros(program.batch.n)}
+    for block, groups in program.parameters.items():
+        for group, count in groups.items():
+            out[group] = out[group] + holding.counts[block] * count
+    model = program.batch.model
+    if model.tied and model.kind == "transformer":
+        out["dense"] = out["dense"] + holding.tied_copy * model.padded_vocab * model.hidden / program.batch.tp
+    return out

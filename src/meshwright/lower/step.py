@@ -61,7 +61,7 @@ def _add_weight_gathers(program: StepProgram, kind: str) -> None:
         return
     program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
     for group, elements in program.parameters[kind].items():
-        for phase, ops in sync.weight_gathers(batch, elements, group).items():
+        for phase, ops in sync.sharded_weights(batch, elements, group).items():
             program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 

@@ -48,7 +48,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Reduce `elements` gradients of this rank; kind 'dense' over dp·cp, 'expert' over expert_dp."""
     whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
     n, extra = compressed_bytes(batch, elements)
-    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
+    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0) * (batch.zero < 3)  # ZeRO-3 reduces block by block
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     topk = batch.compression == COMPRESSIONS.index("top-k")
     hybrid = sharded & (batch.replicate > 1)
@@ -79,18 +79,27 @@ def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
                message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
 
 
-def weight_gathers(batch: Batch, elements: Array, kind: str) -> dict[str, list[Op]]:
-    """ZeRO-3: the gathers of one block, forward and backward, in every micro-batch."""
+def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[Op]]:
+    """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch."""
     shard = "shard_cp" if kind == "dense" else "expert_shard"
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
-    n = elements * batch.param_bytes
+    whole, gradient = elements * batch.param_bytes, elements * batch.comm_bytes
+    once = 1.0 / np.maximum(batch.microbatches, 1)
 
-    def gather(count: Array) -> Op:
-        return Op("gather-weights", kind, "collective", count, collective="all_gather", axis=shard, message_bytes=n, stream="comm:dp")
+    def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
+        return Op(name, kind, "collective", count, collective=collective, axis=axis, message_bytes=n, stream="comm:dp")
 
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
-    once = np.where(batch.reshard, 1.0, 1.0 / np.maximum(batch.microbatches, 1))
-    return {"F": [gather(on * once)], "I": [gather(on * batch.reshard * 1.0)]}
+    often = np.where(batch.reshard, 1.0, once)
+    reduces = on * np.where(batch.reduce_each, 1.0, once)
+    return {
+        "F": [op("gather-weights", "all_gather", shard, whole, on * often)],
+        "I": [op("gather-weights", "all_gather", shard, whole, on * batch.reshard * 1.0)],
+        "W": [
+            op("scatter-gradients", "reduce_scatter", shard, gradient, reduces),
+            op("reduce-shards", "all_reduce", "replicate", gradient / batch.size(shard), reduces * (batch.replicate > 1)),
+        ],
+    }
 
 
 def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
@@ -106,3 +115,26 @@ def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
         ops.append(Op("norm-sum", "optimizer", "collective", (batch.world > 1) * 1.0, collective="all_reduce", axis="world",
                       message_bytes=4.0, stream="comm:dp"))  # fmt: skip
     return ops
+
+
+def owned(batch: Batch, counts: dict[str, Array]) -> Array:
+    """Elements whose optimizer state this rank holds."""
+    shard = {"dense": batch.size("shard_cp"), "expert": batch.size("expert_shard")}
+    return sum(count / np.where(batch.zero >= 1, shard[group], 1.0) for group, count in counts.items())
+
+
+def tensors(batch: Batch) -> Array:
+    """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
+    model = batch.model
+    if model.kind == "counts":
+        return 160.0
+    per_layer = len(model.blocks["dense"].linears) + len(model.blocks["dense"].vectors)
+    return model.layers * per_layer / batch.pp + 4
+
+
+def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
+    """Everything a rank that holds `counts` elements does once a step, in order: reduce, clip, update, gather."""
+    groups = {g: c for g, c in counts.items() if g == "dense" or batch.model.experts}
+    reductions = [op for group, count in groups.items() for op in gradient_reduction(batch, count, group)]
+    gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
+    return [op for op in (*reductions, *optimizer(batch, owned(batch, counts), tensors(batch)), *gathers) if np.any(op.count)]
