@@ -20,14 +20,20 @@ from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.lower.step import step_program
 
-SET_ON = {"vtrain_ground_truth": "megatron-lm", "ultrascale_playbook": "nanotron"}  # source → stack whose host times it set
+SET_ON = {
+    "vtrain_ground_truth": "megatron-lm",
+    "ultrascale_playbook": "nanotron",
+}  # source → stack whose host times it set
 STEPS = ("compute", "+ communication", "+ pipeline bubble", "+ host floor", "+ once a step")
 COMMUNICATION = ("tp", "cp", "ep", "pp", "interference")
 
 
 def cumulative(c: Case) -> np.ndarray:
     """Predicted seconds as parts are added, in the order of STEPS."""
-    assert c.model and c.plan and c.workload and c.cluster
+    assert c.model
+    assert c.plan
+    assert c.workload
+    assert c.cluster
     cost = step_cost(step_program(c.model, c.plan, c.workload, c.stack), c.cluster)
     part = {k: float(np.broadcast_to(v, 1)[0]) for k, v in cost.exposed.items()}
     once = part["optimizer"] + part["overhead"] + part.get("dp", 0.0)
@@ -38,7 +44,10 @@ def cumulative(c: Case) -> np.ndarray:
 
 def utilisation(c: Case) -> float:
     """Measured MFU of a run."""
-    assert c.model and c.cluster and c.workload and c.step_time
+    assert c.model
+    assert c.cluster
+    assert c.workload
+    assert c.step_time
     peak = c.cluster.accelerator.peak_for(c.workload.precision) * c.cluster.world
     return c.model.model_flops(c.workload.seq) * c.workload.tokens_per_step / (c.step_time * peak)
 
@@ -65,7 +74,11 @@ def main(path: str) -> None:
         left_out = errors[-1]
         if source in SET_ON:
             for c in group:
-                c.stack = c.stack.but(launch=default.launch, collective_launch=default.collective_launch, step_overhead=default.step_overhead)
+                c.stack = c.stack.but(
+                    launch=default.launch,
+                    collective_launch=default.collective_launch,
+                    step_overhead=default.step_overhead,
+                )
             again = np.array([cumulative(c)[-1] for c in group])
             left_out = np.median(np.abs(again / measured - 1))
         table.append([*errors, left_out])

@@ -23,7 +23,14 @@ def row(**changes):
 def test_a_complete_row_needs_no_assumption():
     c = rows.case(row())
     assert not c.refused
-    assert (c.plan.tp, c.plan.pp, c.plan.shard, c.plan.zero, c.plan.microbatch, c.plan.recompute) == (4, 2, 2, 1, 2, "full")
+    assert (c.plan.tp, c.plan.pp, c.plan.shard, c.plan.zero, c.plan.microbatch, c.plan.recompute) == (
+        4,
+        2,
+        2,
+        1,
+        2,
+        "full",
+    )
     assert c.plan.microbatches(c.workload) == 16
     assert c.stack.attention == "stored"
     assert not [a for a in c.assumed if not a.startswith("network")]
@@ -54,7 +61,9 @@ def test_what_is_assumed_is_told():
 
 
 def test_recompute_not_told_is_the_least_that_fits():
-    large = row(layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode="")
+    large = row(
+        layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode=""
+    )
     told = validate.predict_row(large)
     assert any(a == "recompute: full" for a in told.case.assumed)
     small = validate.predict_row(row(recompute_mode=""))
@@ -95,7 +104,11 @@ def test_twins_that_disagree_or_are_missing_are_judged_apart():
 
 
 def test_macro_average_counts_sources_not_rows():
-    scores = {"a": validate.Score(median=0.1), "b": validate.Score(median=0.3), "megatron_lm_golden_values": validate.Score(median=0.9)}
+    scores = {
+        "a": validate.Score(median=0.1),
+        "b": validate.Score(median=0.3),
+        "megatron_lm_golden_values": validate.Score(median=0.9),
+    }
     assert validate.macro(scores)["median"] == pytest.approx(0.2)
 
 
@@ -115,7 +128,7 @@ def test_the_famous_runs_can_all_be_read():
     assert np.median([abs(o.error) for o in outcomes]) < 0.5
 
 
-@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00bad", "row_id,file\n1,2\n".encode()])
+@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n", b"\xff\xfe\x00bad", b"row_id,file\n1,2\n"])
 def test_bad_files_are_clear_errors(tmp_path, content):
     path = tmp_path / "bad.csv"
     path.write_bytes(content)
@@ -126,7 +139,15 @@ def test_bad_files_are_clear_errors(tmp_path, content):
 
 def test_odd_cells_never_raise(tmp_path):
     path = tmp_path / "odd.csv"
-    odd = [row(layers="-3"), row(hidden="nan"), row(gpus="1e30"), row(tp="0"), row(global_batch="4M tokens"), row(heads="7"), row(vpp="x")]
+    odd = [
+        row(layers="-3"),
+        row(hidden="nan"),
+        row(gpus="1e30"),
+        row(tp="0"),
+        row(global_batch="4M tokens"),
+        row(heads="7"),
+        row(vpp="x"),
+    ]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(BASE))
         writer.writeheader()

@@ -1,5 +1,6 @@
 """The simulated step: streams without overlap, actions filled to their length, and the trace-event format."""
 
+import itertools
 from collections import defaultdict
 
 import pytest
@@ -36,7 +37,7 @@ def test_streams_never_overlap_and_end_with_the_step(plan, stack):
         by_stream[s.rank, s.stream].append((s.start, s.start + s.duration))
     for times in by_stream.values():
         times.sort()
-        assert all(b[0] >= a[1] - 1e-9 for a, b in zip(times, times[1:], strict=False))
+        assert all(b[0] >= a[1] - 1e-9 for a, b in itertools.pairwise(times))
     assert max(end for times in by_stream.values() for _, end in times) == pytest.approx(walked.time, rel=1e-9)
 
 
@@ -45,7 +46,9 @@ def test_every_action_is_drawn_once_and_its_operations_lie_inside_it():
     actions = [s for s in drawn if s.stream == "schedule"]
     assert len(actions) == len(walked.walk.program)
     first = min((s for s in actions if s.rank == 0), key=lambda s: s.start)
-    inside = [s for s in drawn if s.rank == 0 and s.stream == "compute" and s.start < first.start + first.duration - 1e-12]
+    inside = [
+        s for s in drawn if s.rank == 0 and s.stream == "compute" and s.start < first.start + first.duration - 1e-12
+    ]
     assert inside
     assert max(s.start + s.duration for s in inside) <= first.start + first.duration + 1e-9
 

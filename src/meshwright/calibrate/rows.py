@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster, Level, Link
@@ -93,7 +94,9 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
     """Rows of a CSV with the columns of `runs.csv`."""
     path = Path(path)
     if not path.is_file():
-        raise MeshwrightError("MW-VAL-001", f"there is no file {str(path)!r}", fix="give a CSV with the columns of runs.csv")
+        raise MeshwrightError(
+            "MW-VAL-001", f"there is no file {str(path)!r}", fix="give a CSV with the columns of runs.csv"
+        )
     if path.stat().st_size > LIMIT:
         raise MeshwrightError("MW-VAL-001", f"{str(path)!r} is larger than {LIMIT // 10**6} MB")
     try:
@@ -104,7 +107,11 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
                 raise MeshwrightError("MW-VAL-002", f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}",
                                       valid=REQUIRED)  # fmt: skip
             for row in reader:
-                yield {k: (v or "").strip() for k, v in row.items() if isinstance(k, str) and (v is None or isinstance(v, str))}
+                yield {
+                    k: (v or "").strip()
+                    for k, v in row.items()
+                    if isinstance(k, str) and (v is None or isinstance(v, str))
+                }
     except (UnicodeDecodeError, csv.Error) as error:
         raise MeshwrightError("MW-VAL-001", f"{path.name} is not a readable CSV", why=str(error)[:100]) from None
 
@@ -117,7 +124,8 @@ def case(row: dict[str, str]) -> Case:
         out.model = _model(out)
         out.cluster = _cluster(out)
         _plan(out)
-        assert out.plan is not None and out.workload is not None
+        assert out.plan is not None
+        assert out.workload is not None
         out.plan.check(out.model, out.workload, out.cluster)
     except MeshwrightError as error:
         out.refused = error.what
@@ -144,10 +152,16 @@ def _stack(c: Case) -> Stack:
 
 def _model(c: Case) -> Model:
     r, name = c.row, c.row["model"].lower()
-    base = next((entry for pattern, entry in FAMILIES if re.search(pattern, name) and entry in catalog.names("models")), None)
+    base = next(
+        (entry for pattern, entry in FAMILIES if re.search(pattern, name) and entry in catalog.names("models")), None
+    )
     if re.search(r"nemotron.h|nemotron.?3|kimi|v4 flash", name):
         raise _refuse(f"the shape of {r['model']} is not one we describe")
-    told = {k: whole(r[col]) for k, col in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab")) if whole(r[col])}
+    told = {
+        k: whole(r[col])
+        for k, col in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab"))
+        if whole(r[col])
+    }
     if base:
         shape: Model = catalog.load("models", base)
         if told.get("hidden", shape.hidden) == shape.hidden:
@@ -179,7 +193,13 @@ def _custom(c: Case, told: dict[str, int], name: str) -> Model:
         ffn = 4 * hidden
         c.assumed.append("FFN: 4 × hidden")
     experts = whole(r["experts"])
-    fields = dict(told, name=r["model"], kv_heads=whole(r["kv_heads"]) or told["heads"], ffn=ffn, max_positions=whole(r["seq_len"], 2048))
+    fields: dict[str, Any] = dict(
+        told,
+        name=r["model"],
+        kv_heads=whole(r["kv_heads"]) or told["heads"],
+        ffn=ffn,
+        max_positions=whole(r["seq_len"], 2048),
+    )
     if told["heads"] % fields["kv_heads"]:
         fields["kv_heads"] = told["heads"]
     if experts:
@@ -194,7 +214,9 @@ def _custom(c: Case, told: dict[str, int], name: str) -> Model:
         tied = r["stack"] == "nanotron" and hidden <= 3072
         return Model(**fields, activation="swiglu", tied=tied)
     squared = "nemotron" in name
-    gpt = dict(norm="layernorm", positions="learned", tied=True, qkv_bias=True, out_bias=True, ffn_bias=True, dropout=True)
+    gpt = dict(
+        norm="layernorm", positions="learned", tied=True, qkv_bias=True, out_bias=True, ffn_bias=True, dropout=True
+    )
     if "mpt" in name:
         gpt = dict(norm="layernorm", positions="alibi", tied=True)
     if "bloom" in c.row["file"]:
@@ -256,7 +278,8 @@ def preset(name: str) -> Cluster:
 
 def _plan(c: Case) -> None:
     r = c.row
-    assert c.cluster is not None and c.model is not None
+    assert c.cluster is not None
+    assert c.model is not None
     gpus = c.cluster.world
     tp, pp, cp = whole(r["tp"], 0), whole(r["pp"], 0), whole(r["cp"], 1) or 1
     if not tp or not pp:
@@ -287,7 +310,7 @@ def _plan(c: Case) -> None:
         c.assumed.append(f"virtual stages: {virtual}")
     while virtual > 1 and pp * virtual > c.model.layers:
         virtual -= 1
-    if pp == 1 or virtual == 1 and schedule == "interleaved":
+    if pp == 1 or (virtual == 1 and schedule == "interleaved"):
         schedule = "1f1b"
     if r["sp"]:
         sp = whole(r["sp"]) > 0 and tp > 1
@@ -297,13 +320,15 @@ def _plan(c: Case) -> None:
     sharded = zero > 0 and dp > 1
     grad = c.stack.gradient_dtype
     c.workload = Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
-    fields = dict(
+    fields: dict[str, Any] = dict(
         replicate=1 if sharded else dp, shard=dp if sharded else 1, zero=zero if sharded else 0, tp=tp, sp=sp, cp=cp, pp=pp,
         virtual=virtual, schedule=schedule, microbatch=micro, grad_dtype=grad, comm_dtype=grad, bucket=_bucket(c),
         reduce="step" if zero == 2 and pp > 1 else "auto", master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
     )  # fmt: skip
     if c.stack.name == "composer-fsdp":
-        fields |= dict(param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16")
+        fields |= dict(
+            param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16"
+        )
     if zero == 3:  # every ZeRO-3 gathers ahead, also where the rest of the stack overlaps nothing
         fields["overlap"] = tuple(dict.fromkeys(("dp", *c.stack.overlap)))
     if c.model.experts:

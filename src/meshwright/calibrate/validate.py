@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.calibrate.rows import Case, case, number
-from meshwright.cost.step import step_cost
-from meshwright.lower.step import step_program
 from meshwright.cost.predict import prediction as describe
+from meshwright.cost.step import step_cost
 from meshwright.describe.result import Prediction
+from meshwright.lower.step import step_program
 
 STALLED = 1.3  # twins of one configuration that differ by more show a stall of the run
 NOT_FOR_TIME = ("megatron_lm_golden_values",)
@@ -59,7 +59,11 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         p = self.prediction
-        out: dict[str, Any] = {"row_id": self.case.row_id, "assumed": self.case.assumed, "refused": self.refused or None}
+        out: dict[str, Any] = {
+            "row_id": self.case.row_id,
+            "assumed": self.case.assumed,
+            "refused": self.refused or None,
+        }
         keys = ("step_time_s", "step_time_low_s", "step_time_high_s", "memory_gib", "fits")
         return out | {k: getattr(p, k) if p else None for k in keys}
 
@@ -92,7 +96,10 @@ def predict_row(row: dict[str, str]) -> Outcome:
     c = case(row)
     if c.refused:
         return Outcome(c, refused=c.refused)
-    assert c.model and c.cluster and c.plan and c.workload
+    assert c.model
+    assert c.cluster
+    assert c.plan
+    assert c.workload
     options = [c.plan.recompute] if row.get("recompute_mode") else ["none", "selective", "full"]
     for mode in options:
         plan = c.plan.but(recompute=mode)
@@ -160,7 +167,10 @@ def recall(failed: list[Outcome]) -> float | None:
 
 def group_key(o: Outcome) -> tuple[str, ...]:
     r = o.case.row
-    return tuple(r.get(k, "") for k in ("file", "model", "layers", "hidden", "gpus", "gpu_type", "global_batch", "seq_len", "dtype"))
+    return tuple(
+        r.get(k, "")
+        for k in ("file", "model", "layers", "hidden", "gpus", "gpu_type", "global_batch", "seq_len", "dtype")
+    )
 
 
 def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
@@ -177,7 +187,7 @@ def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
         regrets.append(measured[predicted.argmin()] / measured.min() - 1)
         ranks = [np.argsort(np.argsort(x)).astype(float) for x in (predicted, measured)]
         if ranks[0].std() and ranks[1].std():
-            rhos.append(float(np.corrcoef(*ranks)[0, 1]))
+            rhos.append(float(np.corrcoef(ranks[0], ranks[1])[0, 1]))
     return (float(np.mean(rhos)) if rhos else None), (float(np.mean(regrets)) if regrets else None)
 
 

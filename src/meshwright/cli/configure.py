@@ -15,8 +15,16 @@ def configured(
     tokens: str = "", settings: Sequence[str] = (),
 ) -> tuple[Config, list[str]]:  # fmt: skip
     """The configuration, and what was assumed to complete it."""
-    words = [f'model="{model}"' if model else "", f'cluster="{cluster}"' if cluster else "", f'stack="{stack}"' if stack else ""]
-    sizes = [f"workload.batch={batch}" if batch else "", f"workload.seq={seq}" if seq else "", f'workload.tokens="{tokens}"' if tokens else ""]
+    words = [
+        f'model="{model}"' if model else "",
+        f'cluster="{cluster}"' if cluster else "",
+        f'stack="{stack}"' if stack else "",
+    ]
+    sizes = [
+        f"workload.batch={batch}" if batch else "",
+        f"workload.seq={seq}" if seq else "",
+        f'workload.tokens="{tokens}"' if tokens else "",
+    ]
     overrides = [w for w in (*words, *sizes) if w]
     if not plan and model.endswith(".toml"):
         plan, overrides = model, overrides[1:]

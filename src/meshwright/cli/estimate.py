@@ -6,7 +6,9 @@ import typer
 
 
 def command(
-    model: str = typer.Argument("", help="A catalog name, a TOML file or a Hugging Face config.json. Unsaid: the plan file's."),
+    model: str = typer.Argument(
+        "", help="A catalog name, a TOML file or a Hugging Face config.json. Unsaid: the plan file's."
+    ),
     cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
     nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
     gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),

@@ -9,7 +9,9 @@ def command(
     plan: str = typer.Argument(..., help="A plan file."),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto or chrome://tracing."),
     html: str = typer.Option("", "--html", help="Write the timeline as a page."),
-    detail: str = typer.Option("", "--detail", help="operations, layers or actions; unsaid: the finest that stays small."),
+    detail: str = typer.Option(
+        "", "--detail", help="operations, layers or actions; unsaid: the finest that stays small."
+    ),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
@@ -51,10 +53,14 @@ def command(
     from meshwright.view.pipelines import show_pipelines
 
     console = Console(highlight=False)
-    console.print(f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {config.plan.title()}")
+    console.print(
+        f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {config.plan.title()}"
+    )
     show_pipelines([walked.walk], console)
     closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
-    console.print(f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}")
+    console.print(
+        f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}"
+    )
     console.print(f"[dim]closed form {format_seconds(closed)} ({100 * (closed / walked.time - 1):+.1f}%)[/]")
     for what, where in (("trace", trace), ("page", html)):
         if where:

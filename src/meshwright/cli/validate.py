@@ -24,7 +24,26 @@ def command(
     from meshwright.errors import MeshwrightError, unknown
 
     columns = [c.strip() for c in by.split(",") if c.strip()]
-    known = ("source", "file", "model", "gpus", "gpu_type", "stack", "dtype", "tp", "pp", "dp", "cp", "ep", "zero", "schedule", "seq_len", "tier", "task", "recompute_mode")
+    known = (
+        "source",
+        "file",
+        "model",
+        "gpus",
+        "gpu_type",
+        "stack",
+        "dtype",
+        "tp",
+        "pp",
+        "dp",
+        "cp",
+        "ep",
+        "zero",
+        "schedule",
+        "seq_len",
+        "tier",
+        "task",
+        "recompute_mode",
+    )
     for column in columns:
         if column not in known:
             raise unknown("MW-VAL-004", "column", column, known, "--by {}")
@@ -34,9 +53,13 @@ def command(
     chosen = list(rows.read(runs)) if runs else []
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
     crashed = list(rows.read(failed)) if failed else []
-    with Progress(console=Console(stderr=True), transient=True, disable=as_json or len(chosen) + len(crashed) < 150) as progress:
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=as_json or len(chosen) + len(crashed) < 150
+    ) as progress:
         task = progress.add_task("predicting", total=len(chosen) + len(famous) + len(crashed))
-        outcomes, stars, lost = (validate.predict_rows(part, lambda: progress.advance(task)) for part in (chosen, famous, crashed))
+        outcomes, stars, lost = (
+            validate.predict_rows(part, lambda: progress.advance(task)) for part in (chosen, famous, crashed)
+        )
     scores = {name: validate.score(part) for name, part in validate.by(outcomes, columns).items()}
     sources = {name: validate.score(part) for name, part in validate.by(outcomes, ["source"]).items()}
     overall = validate.macro(sources)
@@ -60,6 +83,8 @@ def command(
         console.print(view.table(scores, overall, by))
         console.print(view.reasons(outcomes))
     if recall is not None:
-        console.print(f"of {len(lost)} runs that failed, {100 * recall:.0f}% are predicted not to fit (crashes for other reasons are among them)")
+        console.print(
+            f"of {len(lost)} runs that failed, {100 * recall:.0f}% are predicted not to fit (crashes for other reasons are among them)"
+        )
     if stars:
         console.print(view.headline(stars))

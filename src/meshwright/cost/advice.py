@@ -1,11 +1,11 @@
 """Small closed forms that answer common questions: buckets, chunks, overlap, accumulation, stages, ring attention, inference.
 
-    chunks          T(k) = k·o + t/k  ⇒  k* = √(t/o)           o: cost of one more chunk, t: what remains exposed of the last one
-    bucket          at least n* = α/β, so that bandwidth, not latency, rules it
-    overlap ratio   R = T_comm / T_comp: hidden entirely while R ≤ 1
-    between stages  bandwidth ≥ activation bytes sent and received per micro-batch / compute time of a stage
-    ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; free while a block's compute outlasts its transfer
-    accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
+chunks          T(k) = k·o + t/k  ⇒  k* = √(t/o)           o: cost of one more chunk, t: what remains exposed of the last one
+bucket          at least n* = α/β, so that bandwidth, not latency, rules it
+overlap ratio   R = T_comm / T_comp: hidden entirely while R ≤ 1
+between stages  bandwidth ≥ activation bytes sent and received per micro-batch / compute time of a stage
+ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; free while a block's compute outlasts its transfer
+accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def ring_is_free(*args: float, **kwargs: float) -> bool:
     return compute >= transfer
 
 
-def ring_free_block(heads: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2, causal: bool = True) -> float:
+def ring_free_block(
+    heads: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2, causal: bool = True
+) -> float:
     """Smallest block of tokens per rank at which ring attention's transfers hide: kv·bytes·F / (heads·c·B)."""
     return 2 * kv_heads * dtype_bytes * flops / (4 * heads * (0.5 if causal else 1.0) * bandwidth)
 

@@ -39,7 +39,9 @@ def log2ceil(p: Array) -> Array:
     return np.ceil(np.log2(np.maximum(p, 1)))
 
 
-def formula(collective: str, algorithm: str, n: Array, p: Array, alpha: Array, beta: Array, gamma: Array = 0.0) -> Array:
+def formula(
+    collective: str, algorithm: str, n: Array, p: Array, alpha: Array, beta: Array, gamma: Array = 0.0
+) -> Array:
     """Closed form of an algorithm on P ranks of one level; 0 for one rank."""
     log, share = log2ceil(p), (p - 1) / np.maximum(p, 1)
     # Halving-doubling runs on the largest power of two; the ranks beyond it send all they have in, and get all back.
@@ -59,7 +61,8 @@ def formula(collective: str, algorithm: str, n: Array, p: Array, alpha: Array, b
         ("all_reduce", "naive"): 2 * (p - 1) * (alpha + n * beta) + (p - 1) * n * gamma,
         ("all_reduce", "tree"): 2 * log * (alpha + n * beta) + log * n * gamma,
         ("all_reduce", "ring"): 2 * (p - 1) * alpha + share * n * (2 * beta + gamma),
-        ("all_reduce", "halving-doubling"): 2 * (np.log2(core) + outside) * alpha + (core_share + outside) * n * (2 * beta + gamma),
+        ("all_reduce", "halving-doubling"): 2 * (np.log2(core) + outside) * alpha
+        + (core_share + outside) * n * (2 * beta + gamma),
         ("all_to_all", "pairwise"): (p - 1) * alpha + share * n * beta,
         ("all_to_all", "bruck"): log * (alpha + n / 2 * beta),
         ("send", "direct"): alpha + n * beta,
@@ -80,13 +83,17 @@ ALGORITHMS = {
 }
 
 
-def hierarchical_all_reduce(n: float, inner: int, nodes: int, fast: tuple[float, float], slow: tuple[float, float]) -> float:
+def hierarchical_all_reduce(
+    n: float, inner: int, nodes: int, fast: tuple[float, float], slow: tuple[float, float]
+) -> float:
     """Reduce-scatter inside nodes, all-reduce of the shards between them, all-gather inside: each (α, β)."""
     inside = formula("reduce_scatter", "ring", n, inner, *fast) + formula("all_gather", "ring", n, inner, *fast)
     return float(inside + formula("all_reduce", "ring", n / inner, nodes, *slow))
 
 
-def best_algorithm(collective: str, n: float, p: int, alpha: float, beta: float, gamma: float = 0.0) -> tuple[str, float]:
+def best_algorithm(
+    collective: str, n: float, p: int, alpha: float, beta: float, gamma: float = 0.0
+) -> tuple[str, float]:
     """The fastest algorithm by the formulas; ties go to the one that moves fewer bytes."""
     times = {a: float(formula(collective, a, n, p, alpha, beta, gamma)) for a in ALGORITHMS[collective]}
     return min(times.items(), key=lambda item: item[1])
@@ -130,7 +137,9 @@ class Network:
         n = op.message_bytes
         across = nodes > 1
         if op.collective == "send":
-            return np.where(size > 1, BASE + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0)
+            return np.where(
+                size > 1, BASE + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0
+            )
         factor = 2.0 if op.collective == "all_reduce" else 1.0
         inside_rate = self.inside * (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
         if op.collective == "all_to_all":
@@ -150,5 +159,9 @@ class Network:
             tree_time = tree + 2 * wire + 2 * np.sqrt(CHUNK * wire)
             return np.where(size > 1, BASE + np.minimum(ring_time, tree_time), 0.0)
         wire = np.maximum(wire_in, wire_out)
-        hops = np.where(op.collective == "all_to_all", np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)), ring)
+        hops = np.where(
+            op.collective == "all_to_all",
+            np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)),
+            ring,
+        )
         return np.where(size > 1, BASE + hops + wire + 2 * np.sqrt(CHUNK * wire), 0.0)

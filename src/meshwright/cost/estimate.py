@@ -74,7 +74,9 @@ class Estimate:
         }  # fmt: skip
 
 
-def estimate(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None) -> Estimate:
+def estimate(
+    model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
+) -> Estimate:
     """Check, lower, cost and judge one configuration."""
     plan.check(model, workload, cluster)
     program = step_program(model, plan, workload, stack)
@@ -128,7 +130,9 @@ def place(result: Prediction, cost: StepCost, cluster: Cluster, workload: Worklo
     moved = sum(result.traffic_bytes.values())
     level = 0 if plan.world <= cluster.node_size else min(1, len(cluster.levels) - 1)
     ccr = flops / moved if moved else float("inf")
-    return roofline.position(flops, moved, workload.batch, peak, cluster.device_bandwidth(level), roofline.ceilings(cluster, peak, ccr))
+    return roofline.position(
+        flops, moved, workload.batch, peak, cluster.device_bandwidth(level), roofline.ceilings(cluster, peak, ccr)
+    )
 
 
 def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:
@@ -138,6 +142,17 @@ def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:
     link = cluster.levels[0].link
     degrees = [tp for tp in (1, 2, 4, 8) if tp <= cluster.node_size and model.heads % tp == 0]
     return tuple(
-        Latency(tp, advice.inference_latency(model.active, model.layers, model.hidden, tp, cluster.accelerator.memory_bandwidth, link.alpha, link.beta))
+        Latency(
+            tp,
+            advice.inference_latency(
+                model.active,
+                model.layers,
+                model.hidden,
+                tp,
+                cluster.accelerator.memory_bandwidth,
+                link.alpha,
+                link.beta,
+            ),
+        )
         for tp in degrees
     )

@@ -46,7 +46,9 @@ def activation_memory(program: StepProgram, holding: Holding) -> Array:
         if block != "head":
             one = one + holding.counts[block] * sum(parts.values())
     flying = in_flight(b, holding.rank)
-    kept = np.where(b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(holding.counts.values()), 1)), one * flying)
+    kept = np.where(
+        b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(holding.counts.values()), 1)), one * flying
+    )
     # The head's logits live for one micro-batch: its backward follows its forward at once.
     head = holding.counts["head"] * sum(program.saved.get("head", {"": 0.0}).values())
     return kept + head + _recomputed_layer(program)
@@ -100,7 +102,9 @@ def memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     return out
 
 
-def zero_state_bytes(parameters: float, ranks: int, stage: int, param: float = 2, grad: float = 2, optimizer: float = 12) -> float:
+def zero_state_bytes(
+    parameters: float, ranks: int, stage: int, param: float = 2, grad: float = 2, optimizer: float = 12
+) -> float:
     """Bytes of model state per device under a ZeRO stage: the textbook formula."""
     return (
         parameters * param / (ranks if stage >= 3 else 1)

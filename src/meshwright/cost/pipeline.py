@@ -46,5 +46,8 @@ def in_flight(batch: Batch, rank: Array) -> Array:
             name = CLOSED_FORM_OF.get(SCHEDULES[code], SCHEDULES[code])
             v = batch.virtual[at].astype(int)
             p = batch.pp[at].astype(int)
-            out[at] = formulas.in_flight(name, p, m[at], v, np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)) / v
+            out[at] = (
+                formulas.in_flight(name, p, m[at], v, np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1))
+                / v
+            )
     return out

@@ -22,7 +22,9 @@ def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stac
     return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
 
 
-def predict(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None) -> Prediction:
+def predict(
+    model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
+) -> Prediction:
     """What this configuration will take."""
     cost = cost_of(model, cluster, plan, workload, stack)
     return prediction(cost, model, cluster, plan, workload, stack, assumed)

@@ -57,7 +57,9 @@ def ridge(peak: float, bandwidth: float) -> float:
     return peak / bandwidth
 
 
-def ccr_data_parallel(parameters: float, tokens: float, dtype_bytes: float = 2, flops_per_parameter: float = 6) -> float:
+def ccr_data_parallel(
+    parameters: float, tokens: float, dtype_bytes: float = 2, flops_per_parameter: float = 6
+) -> float:
     """CCR of DDP on one device: 6·N·tokens over 2·N·bytes; the model's size cancels."""
     return flops_per_parameter * parameters * tokens / (2 * parameters * dtype_bytes)
 
@@ -71,7 +73,9 @@ def regime(ccr: float, ridge_point: float) -> tuple[str, tuple[str, ...]]:
     return next((name, advice) for limit, name, advice in REGIMES if share < limit or limit == float("inf"))
 
 
-def position(flops: float, sent_bytes: float, batch: float, peak: float, bandwidth: float, ceilings: tuple[Ceiling, ...] = ()) -> Position:
+def position(
+    flops: float, sent_bytes: float, batch: float, peak: float, bandwidth: float, ceilings: tuple[Ceiling, ...] = ()
+) -> Position:
     """Place a step of `flops` and `sent_bytes` per device under a roof; CCR is taken as proportional to the batch."""
     if sent_bytes <= 0:
         return Position(float("inf"), ridge(peak, bandwidth), 1.0, "no communication", (), 0.0, 0.0, ceilings)

@@ -117,7 +117,8 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
         exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
-    exposed["bubble"] = ramp(b, *_mean(program, held, ranks, every_rank), np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
+    f, i, w = _mean(program, held, ranks, every_rank)
+    exposed["bubble"] = ramp(b, f, i, w, np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
     fullest = _fullest(program, held)
     syncs = sync.step_ops(b, fullest)
@@ -168,7 +169,9 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
     return t
 
 
-def rank_time(program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array) -> RankTime:
+def rank_time(
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array
+) -> RankTime:
     """One micro-batch on one rank: each phase takes what the device or what the host needs, whichever is longer."""
     b = program.batch
     total, waits = {}, np.zeros(b.n)
@@ -206,10 +209,14 @@ def _mean(program: StepProgram, held: list[Holding], ranks: list[RankTime], ever
 def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:
     """Elements on the rank that has most to reduce and update: it finishes last."""
     counts = [elements(program, h) for h in held]
-    return {group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]}
+    return {
+        group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]
+    }
 
 
-def _closing(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime) -> dict[str, Array]:
+def _closing(
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime
+) -> dict[str, Array]:
     """Gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
@@ -253,7 +260,9 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
                 row = by_block.setdefault(AXIS_OF[op.axis], {})
                 row[block] = row.get(block, 0.0) + m * bytes_of(op)
     out = {
-        axis: np.maximum.reduce([np.broadcast_to(sum(h.counts[block] * x for block, x in row.items()), b.n) for h in held])
+        axis: np.maximum.reduce(
+            [np.broadcast_to(sum(h.counts[block] * x for block, x in row.items()), b.n) for h in held]
+        )
         for axis, row in by_block.items()
     }
     for op in syncs:

@@ -52,12 +52,16 @@ def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
     """Build the plan's schedule, give every stage its own times, and walk it."""
     b = program.batch
     stages = stage_times(program, cost)
-    durations = pipelines.Durations.of(len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w")))
+    durations = pipelines.Durations.of(
+        len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
+    )
     microbatches = max(1, round(float(b.microbatches[0])))
     if plan.schedule == "auto" and plan.pp > 1:
         flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations)
     else:
-        flow = pipelines.build(plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1)
+        flow = pipelines.build(
+            plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1
+        )
     walked = pipelines.walk(flow, durations, p2p=float(cost.boundary[0]), overlap=not b.stack.blocking_p2p)
     closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), 1)[0]) for name in ONCE}
     closing["dp"] -= _gathers(cost) * microbatches
@@ -67,7 +71,10 @@ def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
 def _gathers(cost: StepCost) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
     held = cost.holdings[int(cost.slowest[0])]
-    return sum(float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], 1)[0]) for (block, _), t in cost.times.items())
+    return sum(
+        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], 1)[0])
+        for (block, _), t in cost.times.items()
+    )
 
 
 def walked_time(program: StepProgram, cluster: Cluster, plan: Plan) -> float:

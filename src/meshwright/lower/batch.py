@@ -21,7 +21,19 @@ from meshwright.describe.plan import AXES, Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zbv", "dualpipev", "auto")
+SCHEDULES = (
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zbv",
+    "dualpipev",
+    "auto",
+)
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all-gather")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd")
@@ -118,7 +130,9 @@ class Batch:
             case "expert_tp":
                 return self.etp
             case "expert_shard":
-                return np.minimum(self.expert_dp, np.maximum(1.0, self.shard * self.cp * self.tp / (self.etp * self.ep)))
+                return np.minimum(
+                    self.expert_dp, np.maximum(1.0, self.shard * self.cp * self.tp / (self.etp * self.ep))
+                )
             case "world" | "dp" | "expert_dp" | "tp" | "cp" | "pp" | "ep" | "shard" | "replicate":
                 return getattr(self, axis)
         raise KeyError(axis)

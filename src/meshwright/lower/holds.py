@@ -19,7 +19,9 @@ CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
 
 def linear_parameters(b: Batch, linear: Linear) -> Array:
     if linear.part == "experts":
-        per_copy = linear.d_in * linear.d_out / b.etp + (linear.d_out / (b.etp if linear.split == "column" else 1) if linear.bias else 0)
+        per_copy = linear.d_in * linear.d_out / b.etp + (
+            linear.d_out / (b.etp if linear.split == "column" else 1) if linear.bias else 0
+        )
         return linear.copies / b.ep * per_copy
     if linear.split == "column":
         columns = np.maximum(linear.d_out / b.tp, min(linear.granule, linear.d_out))

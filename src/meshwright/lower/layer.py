@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op
+from meshwright.lower.op import Array, Op, present
 
 
 class LayerLowering:
@@ -39,7 +39,9 @@ class LayerLowering:
 
     # Small builders
 
-    def memory(self, phase: str, name: str, part: str, size: Array, passes: Array, launches: float, count: Array = 1.0) -> None:
+    def memory(
+        self, phase: str, name: str, part: str, size: Array, passes: Array, launches: float, count: Array = 1.0
+    ) -> None:
         """A memory-bound operation: `passes` reads or writes of `size` bytes."""
         self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
 
@@ -48,7 +50,9 @@ class LayerLowering:
                 stream=f"comm:{axis}")  # fmt: skip
         self.phases[phase].append(op)
 
-    def gemm(self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0) -> None:
+    def gemm(
+        self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0
+    ) -> None:
         """A product forward, and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
         flops = 2.0 * products * m * n * k
         e = self.element
@@ -57,8 +61,12 @@ class LayerLowering:
         direct = "accumulate" in self.fused  # the product adds into the gradient itself
         grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
         self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), launches=launches))
-        self.phases["I"].append(Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), launches=launches))
-        self.phases["W"].append(Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), launches=launches))
+        self.phases["I"].append(
+            Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), launches=launches)
+        )
+        self.phases["W"].append(
+            Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), launches=launches)
+        )
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, 1)
 
@@ -163,7 +171,9 @@ class LayerLowering:
         size = b.tokens * heads * (2 * core.qk + 2 * core.v) * self.element
         if b.stack.attention != "stored":
             self.phases["F"].append(Op("core", "attention", "attention", 1.0, flops, size, shape))
-            self.phases["I"].append(Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, launches=3))
+            self.phases["I"].append(
+                Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, launches=3)
+            )
             return
         scores = b.tokens * heads * positions * self.element
         product = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
@@ -192,8 +202,18 @@ class LayerLowering:
         kv_u = np.maximum(kv_heads, b.cp) * (core.qk + core.v)
         q_in, out = heads * core.qk, heads * core.v
         for phase in ("F", "I"):
-            self.collective(phase, "ulysses-qkv", "attention", "all_to_all", "cp", b.tokens * (q_in + kv_u) * self.element, ulysses * 1.0)
-            self.collective(phase, "ulysses-out", "attention", "all_to_all", "cp", b.tokens * out * self.element, ulysses * 1.0)
+            self.collective(
+                phase,
+                "ulysses-qkv",
+                "attention",
+                "all_to_all",
+                "cp",
+                b.tokens * (q_in + kv_u) * self.element,
+                ulysses * 1.0,
+            )
+            self.collective(
+                phase, "ulysses-out", "attention", "all_to_all", "cp", b.tokens * out * self.element, ulysses * 1.0
+            )
 
     def feed_forward(self, part: str, width: int, edges: bool = True) -> None:
         """The products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""
@@ -211,8 +231,17 @@ class LayerLowering:
         """GELU reads and writes one tensor; a gated one reads two."""
         inputs = 2 if self.m.gated else 1
         fused = "activation" in self.fused
-        self.memory("F", f"{part}-activation", part, size, inputs + 1 if fused else 2 * inputs + 2, 1 if fused else inputs + 1)
-        self.memory("I", f"{part}-activation-grad", part, size, 2 * inputs + 1 if fused else 4 * inputs + 2, 1 if fused else 2 * inputs + 1)
+        self.memory(
+            "F", f"{part}-activation", part, size, inputs + 1 if fused else 2 * inputs + 2, 1 if fused else inputs + 1
+        )
+        self.memory(
+            "I",
+            f"{part}-activation-grad",
+            part,
+            size,
+            2 * inputs + 1 if fused else 4 * inputs + 2,
+            1 if fused else 2 * inputs + 1,
+        )
 
     # Whole layers
 
@@ -247,7 +276,7 @@ class LayerLowering:
         for op in self.phases["F"]:
             core = op.name in ("core", "scores", "softmax", "values")
             again = full + (selective if core else 0.0)
-            if np.any(again):
+            if present(again):
                 copy = Op(f"{op.name}-again", op.part, op.kind, op.count * again, op.flops, op.bytes, op.shape, op.dtype,
                           op.collective, op.axis, op.message_bytes, op.stream, launches=op.launches)  # fmt: skip
                 self.phases["R"].append(copy)

@@ -32,12 +32,16 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     with_ep = (b.ep > 1) * 1.0
     with_etp = (b.etp > 1) * 1.0
     for phase in ("F", "I"):
-        low.collective(phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep)
+        low.collective(
+            phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep
+        )
         low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
     _experts(low, own * m.top_k * b.etp * b.workload.imbalance)
     for phase in ("F", "I"):
         low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)
-        low.collective(phase, "combine" if phase == "F" else "dispatch-grad", "experts", "all_to_all", "ep", copies, with_ep)
+        low.collective(
+            phase, "combine" if phase == "F" else "dispatch-grad", "experts", "all_to_all", "ep", copies, with_ep
+        )
     _permute(low, copies)
     if m.shared_experts:
         low.feed_forward("shared", m.shared_width)

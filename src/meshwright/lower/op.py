@@ -52,7 +52,9 @@ class StepProgram:
     blocks: dict[tuple[str, str], list[Op]] = field(default_factory=dict)
     sync: dict[str, list[Op]] = field(default_factory=dict)
     saved: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → part → bytes kept per micro-batch
-    parameters: dict[str, dict[str, Array]] = field(default_factory=dict)  # block → dense|expert → elements on this rank
+    parameters: dict[str, dict[str, Array]] = field(
+        default_factory=dict
+    )  # block → dense|expert → elements on this rank
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
     element: float = 2.0  # bytes of an activation
@@ -64,6 +66,11 @@ class StepProgram:
 
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(block for block, _ in self.blocks))
+
+
+def present(count: Array) -> bool:
+    """Whether any plan of the batch has an operation of this count."""
+    return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
 
 
 def sent(collective: str, n: Array, size: Array) -> Array:

@@ -18,13 +18,15 @@ from meshwright.lower import ends, holds, sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
-from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.op import Op, StepProgram, present
 
 # Activations are kept in 16 bits when the arithmetic is narrower than that.
 ACTIVATION_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
 
 
-def step_program(model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None) -> StepProgram:
+def step_program(
+    model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None
+) -> StepProgram:
     """Lower one plan or many. Plans are taken as legal: `Plan.check` says so."""
     if isinstance(plans, Plan):
         plans = [plans]
@@ -88,11 +90,14 @@ def _counts_only(program: StepProgram, element: float) -> None:
         program.blocks["dense", phase] = [Op(name, "all", "gemm", 1.0, flops, 0.0, launches=60.0)]
     program.blocks["dense", "R"] = []
     program.saved["dense"] = {"all": batch.model.given_activations * batch.microbatch}
-    program.parameters["dense"] = {"dense": batch.model.given_parameters * np.ones(batch.n), "expert": np.zeros(batch.n)}
+    program.parameters["dense"] = {
+        "dense": batch.model.given_parameters * np.ones(batch.n),
+        "expert": np.zeros(batch.n),
+    }
     _add_weight_gathers(program, "dense")
 
 
 def _drop_impossible(program: StepProgram) -> None:
     """Leave out what no plan of the batch does: a program of one plan lists just what that plan does."""
     for key, ops in program.blocks.items():
-        program.blocks[key] = [op for op in ops if np.any(op.count)]
+        program.blocks[key] = [op for op in ops if present(op.count)]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.lower.batch import COMPRESSIONS, Batch
-from meshwright.lower.op import Array, Op
+from meshwright.lower.op import Array, Op, present
 
 
 def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
@@ -36,7 +36,9 @@ def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
             value = elements * batch.compression_ratio * (batch.comm_bytes + 4)
         elif name == "powersgd":
             # A square matrix of `elements` has two factors of √elements × rank; real layers are near enough to square.
-            value = np.minimum(2 * np.sqrt(np.maximum(elements, 0)) * batch.compression_rank, elements) * batch.comm_bytes
+            value = (
+                np.minimum(2 * np.sqrt(np.maximum(elements, 0)) * batch.compression_rank, elements) * batch.comm_bytes
+            )
         else:
             value = elements * wire[name]
         size = np.where(chosen, value, size)
@@ -97,7 +99,13 @@ def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[
         "I": [op("gather-weights", "all_gather", shard, whole, on * batch.reshard * 1.0)],
         "W": [
             op("scatter-gradients", "reduce_scatter", shard, gradient, reduces),
-            op("reduce-shards", "all_reduce", "replicate", gradient / batch.size(shard), reduces * (batch.replicate > 1)),
+            op(
+                "reduce-shards",
+                "all_reduce",
+                "replicate",
+                gradient / batch.size(shard),
+                reduces * (batch.replicate > 1),
+            ),
         ],
     }
 
@@ -109,9 +117,20 @@ def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
     touched = batch.grad_bytes + 2 * copies * state + np.where(batch.master, 8.0, 0.0) + 2 * batch.param_bytes
     fused = "optimizer" in batch.stack.fused
     launches = np.ceil(tensors / 100) + 1 if fused else 12 * tensors
-    ops = [Op("update", "optimizer", "memory", 1.0, bytes=elements * touched * (1 if fused else 2.5), launches=launches)]
+    ops = [
+        Op("update", "optimizer", "memory", 1.0, bytes=elements * touched * (1 if fused else 2.5), launches=launches)
+    ]
     if batch.workload.clip:
-        ops.append(Op("norm", "optimizer", "memory", 1.0, bytes=elements * batch.grad_bytes * 2, launches=np.ceil(tensors / 50) + 4))
+        ops.append(
+            Op(
+                "norm",
+                "optimizer",
+                "memory",
+                1.0,
+                bytes=elements * batch.grad_bytes * 2,
+                launches=np.ceil(tensors / 50) + 4,
+            )
+        )
         ops.append(Op("norm-sum", "optimizer", "collective", (batch.world > 1) * 1.0, collective="all_reduce", axis="world",
                       message_bytes=4.0, stream="comm:dp"))  # fmt: skip
     return ops
@@ -137,4 +156,8 @@ def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     groups = {g: c for g, c in counts.items() if g == "dense" or batch.model.experts}
     reductions = [op for group, count in groups.items() for op in gradient_reduction(batch, count, group)]
     gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
-    return [op for op in (*reductions, *optimizer(batch, owned(batch, counts), tensors(batch)), *gathers) if np.any(op.count)]
+    return [
+        op
+        for op in (*reductions, *optimizer(batch, owned(batch, counts), tensors(batch)), *gathers)
+        if present(op.count)
+    ]

@@ -60,7 +60,10 @@ def header(e: Estimate) -> Panel:
     lines = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters{active}: {e.model.describe_shape()}", "dim")),
         Text.assemble((f"{e.plan.world} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}", "dim")),
-        Text.assemble((e.plan.title(), "bold"), (f"  batch {e.workload.batch} × {e.workload.seq} tokens, {e.workload.precision}", "dim")),
+        Text.assemble(
+            (e.plan.title(), "bold"),
+            (f"  batch {e.workload.batch} × {e.workload.seq} tokens, {e.workload.precision}", "dim"),
+        ),
         Text(""),
         big,
     ]
@@ -71,7 +74,9 @@ def header(e: Estimate) -> Panel:
         seconds = e.workload.tokens / (p.tokens_per_s or 1)
         hours = seconds / 3600 * e.plan.world
         cost = f", ${hours * e.cluster.price:,.0f}" if e.cluster.price else ""
-        lines.append(Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}"))
+        lines.append(
+            Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}")
+        )
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
 
 
@@ -105,7 +110,9 @@ def shown_stages(count: int) -> list[int]:
 def memory(e: Estimate) -> Table:
     stages = e.prediction.memory_by_stage
     unit = "stage" if e.plan.pp > 1 else ""
-    table = Table(title=f"Memory by {unit or 'part'}, GiB", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table = Table(
+        title=f"Memory by {unit or 'part'}, GiB", title_justify="left", box=None, pad_edge=False, title_style="bold"
+    )
     table.add_column(unit)
     parts = [p for p in stages[0] if any(s[p] >= 0.005 for s in stages)]
     for part in parts:
@@ -117,13 +124,23 @@ def memory(e: Estimate) -> Table:
         share = total / e.prediction.memory_limit_gib
         style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
         bar = Text("█" * min(20, max(1, round(12 * share))), style=style)
-        table.add_row(str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar)
+        table.add_row(
+            str(s) if e.plan.pp > 1 else "", *(f"{stages[s][p]:.1f}" for p in parts), f"[{style}]{total:.1f}[/]", bar
+        )
     return table
 
 
 def traffic(e: Estimate) -> Table:
-    table = Table(title="Traffic, sent per GPU and step", title_justify="left", box=None, pad_edge=False, title_style="bold")
-    for name, side in (("axis", "left"), ("degree", "right"), ("bytes", "right"), ("over", "left"), ("exposed", "right")):
+    table = Table(
+        title="Traffic, sent per GPU and step", title_justify="left", box=None, pad_edge=False, title_style="bold"
+    )
+    for name, side in (
+        ("axis", "left"),
+        ("degree", "right"),
+        ("bytes", "right"),
+        ("over", "left"),
+        ("exposed", "right"),
+    ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for axis, size in sorted(e.prediction.traffic_bytes.items(), key=lambda item: -item[1]):
         degree = {"dp": e.plan.dp * e.plan.cp}.get(axis, getattr(e.plan, axis, 1))
@@ -152,8 +169,11 @@ def notes(e: Estimate) -> Group:
         lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]
-        lines.append(Text.assemble(("inference ", "dim"), f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU's bandwidth and "
-                                   f"{format_seconds(last.seconds)} with tp={last.tp}: {first.seconds / last.seconds:.1f}× sooner; pipelining does not help latency"))  # fmt: skip
+        words = (
+            f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU's bandwidth and {format_seconds(last.seconds)} "
+            f"with tp={last.tp}: {first.seconds / last.seconds:.1f}× sooner; pipelining does not help latency"
+        )
+        lines.append(Text.assemble(("inference ", "dim"), words))
     lines.append(Text.assemble(("MFU over ", "dim"), (p.mfu_denominator, "dim")))
     lines.append(Text.assemble(("constants ", "dim"), (p.calibrated, "dim")))
     for item in p.assumed:

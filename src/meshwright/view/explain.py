@@ -47,7 +47,14 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     holding = e.cost.holdings[rank]
     network = Network(e.cluster, e.program.batch)
     table = Table(box=None, pad_edge=False)
-    for name, side in (("block × count", "left"), ("phase", "left"), ("operation", "left"), ("shape", "left"), ("once", "right"), ("per micro-batch", "right")):
+    for name, side in (
+        ("block × count", "left"),
+        ("phase", "left"),
+        ("operation", "left"),
+        ("shape", "left"),
+        ("once", "right"),
+        ("per micro-batch", "right"),
+    ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     kinds, total = set(), 0.0
     for block in e.program.kinds():
@@ -57,22 +64,35 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
                 if not times or belongs(op, phase) != part:
                     continue
                 kinds.add(op.kind)
-                seconds = one(network.time(op) if op.axis else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack.attention, op))
+                seconds = one(
+                    network.time(op)
+                    if op.axis
+                    else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack.attention, op)
+                )
                 total += times * one(op.count) * seconds
                 table.add_row(f"{block} × {times:.0f}", phase, f"{op.name} × {one(op.count):g}", shape_of(op), format_seconds(seconds),
                               format_seconds(times * one(op.count) * seconds))  # fmt: skip
     m = e.plan.microbatches(e.workload)
-    lines: list[RenderableType] = [Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")]
+    lines: list[RenderableType] = [
+        Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")
+    ]
     lines += [Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds]
     eff = e.cluster.accelerator.efficiency
     peak = e.cluster.accelerator.peak_for(e.workload.precision)
-    lines.append(Text(f"peak {format_flops(peak)}, e {eff.gemm:g}, c {eff.gemm_traffic:g}, floor {format_seconds(eff.floor)}; {e.cluster.accelerator.name}", style="dim"))
+    lines.append(
+        Text(
+            f"peak {format_flops(peak)}, e {eff.gemm:g}, c {eff.gemm_traffic:g}, floor {format_seconds(eff.floor)}; {e.cluster.accelerator.name}",
+            style="dim",
+        )
+    )
     if table.row_count:
         lines += [table, Text(f"{format_seconds(total)} a micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
                               + ("" if abs(total * m - e.prediction.exposed_s[part]) < 1e-3 * total * m else
                                  f"; exposed {format_seconds(e.prediction.exposed_s[part])} after overlap and what happens once a step"))]  # fmt: skip
     else:
-        lines.append(Text("once a step: gradient reduction, optimizer and overhead are not micro-batch operations", style="dim"))
+        lines.append(
+            Text("once a step: gradient reduction, optimizer and overhead are not micro-batch operations", style="dim")
+        )
     return Group(*lines)
 
 
@@ -117,7 +137,11 @@ def explain_memory(e: Estimate) -> RenderableType:
              Text("activations = saved bytes of a micro-batch × micro-batches in flight on the stage", style="cyan")]  # fmt: skip
     for block, by_part in saved.items():
         if by_part:
-            lines.append(Text(f"saved by one {block}: " + ", ".join(f"{k} {v:,.0f} MiB" for k, v in by_part.items()), style="dim"))
+            lines.append(
+                Text(
+                    f"saved by one {block}: " + ", ".join(f"{k} {v:,.0f} MiB" for k, v in by_part.items()), style="dim"
+                )
+            )
     return Group(*lines, table)
 
 
@@ -127,7 +151,9 @@ def explain_mfu(e: Estimate) -> RenderableType:
     return Group(
         Text(f"MFU {100 * (p.mfu or 0):.1f}%", style="bold"),
         Text("MFU = FLOPs of the model per token × tokens per second / (devices × dense peak)", style="cyan"),
-        Text(f"{per_token:.4g} FLOP/token × {p.tokens_per_s:,.0f} tokens/s / ({p.mfu_denominator}); causal attention counts half of s²"),
+        Text(
+            f"{per_token:.4g} FLOP/token × {p.tokens_per_s:,.0f} tokens/s / ({p.mfu_denominator}); causal attention counts half of s²"
+        ),
         Text(f"HFU {100 * (p.hfu or 0):.1f}% counts recomputed and wasted arithmetic too", style="dim"),
     )
 
@@ -141,7 +167,10 @@ def explain_roofline(e: Estimate) -> RenderableType:
         table.add_row(c.level, f"{c.bandwidth / 1e9:,.1f} GB/s", f"{c.ridge:,.0f}", f"{100 * c.efficiency:.0f}%")
     return Group(
         Text(f"{place.regime}: CCR {place.ccr:,.0f} FLOP/byte", style="bold"),
-        Text("CCR = FLOPs per device / bytes sent per device;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)", style="cyan"),
+        Text(
+            "CCR = FLOPs per device / bytes sent per device;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
+            style="cyan",
+        ),
         table,
         Text(f"critical batch {place.critical_batch:,.0f} sequences, {place.batch_for_90:,.0f} for 90%"),
         Text("; ".join(place.advice), style="dim"),

@@ -71,7 +71,11 @@ class Filler:
             inner: list[Piece] = []
             for phase in PHASES_OF[kind]:
                 at = self._phase(block, phase, at, free, inner)
-            out += inner if self.detail == "operations" else [Piece("compute", f"{block} {number}", began, at - began, block)]
+            out += (
+                inner
+                if self.detail == "operations"
+                else [Piece("compute", f"{block} {number}", began, at - began, block)]
+            )
         return out
 
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
@@ -121,19 +125,35 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
         action = flow.action(index)
         kind = action.kind if isinstance(action.kind, str) else KINDS[action.kind]
         start, length = float(walk.start[index]), float(walk.end[index] - walk.start[index])
-        out.append(Span(rank[index], "schedule", str(action), start, length, kind, {"stage": action.stage, "micro-batch": action.microbatch}))
+        out.append(
+            Span(
+                rank[index],
+                "schedule",
+                str(action),
+                start,
+                length,
+                kind,
+                {"stage": action.stage, "micro-batch": action.microbatch},
+            )
+        )
         if detail == "actions":
             continue
         pieces = filler.pieces(action.stage, kind)
         whole = max((p.start + p.duration for p in pieces), default=0.0)
         scale = min(1.0, length / whole) if whole else 1.0
-        out += [Span(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part) for p in pieces]
+        out += [
+            Span(rank[index], p.stream, p.name, start + p.start * scale, p.duration * scale, p.part) for p in pieces
+        ]
     return out + closing_spans(walked)
 
 
 def closing_spans(walked: WalkedStep) -> list[Span]:
     """What follows the last action, on every rank: all wait for the slowest."""
-    names = {"dp": ("comm:dp", "reduce gradients"), "optimizer": ("compute", "optimizer"), "overhead": ("host", "step overhead")}
+    names = {
+        "dp": ("comm:dp", "reduce gradients"),
+        "optimizer": ("compute", "optimizer"),
+        "overhead": ("host", "step overhead"),
+    }
     out, at = [], walked.walk.makespan
     for part, seconds in walked.closing.items():
         if seconds > 0:

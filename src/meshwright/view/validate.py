@@ -12,7 +12,20 @@ from rich.text import Text
 from meshwright.calibrate.validate import Outcome, Score
 from meshwright.units import format_seconds
 
-COLUMNS = ("rows", "refused", "apart", "bias", "median", "MAPE", "p90", "in band", "Spearman", "regret", "memory", "false alarms")
+COLUMNS = (
+    "rows",
+    "refused",
+    "apart",
+    "bias",
+    "median",
+    "MAPE",
+    "p90",
+    "in band",
+    "Spearman",
+    "regret",
+    "memory",
+    "false alarms",
+)
 
 
 def percent(value: float | None, signed: bool = False) -> str:
@@ -28,7 +41,9 @@ def cells(s: Score) -> list[str]:
 
 
 def table(scores: dict[str, Score], overall: dict[str, float], title: str = "source") -> Table:
-    out = Table(title="Predicted against measured step time", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    out = Table(
+        title="Predicted against measured step time", title_justify="left", box=None, pad_edge=False, title_style="bold"
+    )
     out.add_column(title)
     for name in COLUMNS:
         out.add_column(name, justify="right")
@@ -46,13 +61,22 @@ def reasons(outcomes: list[Outcome]) -> RenderableType:
     for o in outcomes:
         if o.refused:
             count[o.refused] = count.get(o.refused, 0) + 1
-    lines = [Text(f"refused {n}: {why}", style="dim") for why, n in sorted(count.items(), key=lambda item: -item[1])[:12]]
+    lines = [
+        Text(f"refused {n}: {why}", style="dim") for why, n in sorted(count.items(), key=lambda item: -item[1])[:12]
+    ]
     return Group(*lines)
 
 
 def headline(outcomes: list[Outcome]) -> Table:
     out = Table(title="Famous runs", title_justify="left", box=None, pad_edge=False, title_style="bold")
-    for name, side in (("run", "left"), ("plan", "left"), ("measured", "right"), ("predicted", "right"), ("band", "right"), ("error", "right")):
+    for name, side in (
+        ("run", "left"),
+        ("plan", "left"),
+        ("measured", "right"),
+        ("predicted", "right"),
+        ("band", "right"),
+        ("error", "right"),
+    ):
         out.add_column(name, justify=side)  # type: ignore[arg-type]
     for o in outcomes:
         if o.prediction is None or o.error is None or o.case.plan is None:
@@ -95,9 +119,16 @@ def page(outcomes: list[Outcome], scores: dict[str, Score], overall: dict[str, f
         for k in range(a, b + 1)
     )
     diagonal = f'<line x1="{pad}" y1="{size - pad}" x2="{size - pad}" y2="{pad}" stroke="#222" stroke-dasharray="4 3"/>'
-    key = "".join(f'<div><span style="background:{colour[s]}"></span>{html.escape(s)}: median {percent(scores[s].median)}</div>' for s in sources if s in scores)
+    key = "".join(
+        f'<div><span style="background:{colour[s]}"></span>{html.escape(s)}: median {percent(scores[s].median)}</div>'
+        for s in sources
+        if s in scores
+    )
     head = "".join(f"<th>{c}</th>" for c in ("source", *COLUMNS))
-    body = "".join(f"<tr><td>{html.escape(n)}</td>" + "".join(f"<td>{c}</td>" for c in cells(s)) + "</tr>" for n, s in sorted(scores.items()))
+    body = "".join(
+        f"<tr><td>{html.escape(n)}</td>" + "".join(f"<td>{c}</td>" for c in cells(s)) + "</tr>"
+        for n, s in sorted(scores.items())
+    )
     return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Meshwright: predicted against measured</title><style>
 body{{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1100px;color:#1a1a1a;padding:0 1rem}}
 .row{{display:flex;gap:2rem;flex-wrap:wrap;align-items:flex-start}}svg text{{font-size:11px;fill:#555}}.g{{stroke:#e6e6e6}}
