@@ -86,9 +86,11 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         )
     )
     if table.row_count:
-        lines += [table, Text(f"{format_seconds(total)} a micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
-                              + ("" if abs(total * m - e.prediction.exposed_s[part]) < 1e-3 * total * m else
-                                 f"; exposed {format_seconds(e.prediction.exposed_s[part])} after overlap and what happens once a step"))]  # fmt: skip
+        exposed = e.prediction.exposed_s[part]
+        words = f"{format_seconds(total)} a micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
+        if abs(total * m - exposed) > 1e-3 * exposed:
+            words += f"; exposed {format_seconds(exposed)} after overlap and what happens once a step"
+        lines += [table, Text(words)]
     else:
         lines.append(
             Text("once a step: gradient reduction, optimizer and overhead are not micro-batch operations", style="dim")

@@ -132,9 +132,11 @@ def page(outcomes: list[Outcome], scores: dict[str, Score], overall: dict[str, f
     return f"""<!doctype html><html lang="en"><meta charset="utf-8"><title>Meshwright: predicted against measured</title><style>
 body{{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:1100px;color:#1a1a1a;padding:0 1rem}}
 .row{{display:flex;gap:2rem;flex-wrap:wrap;align-items:flex-start}}svg text{{font-size:11px;fill:#555}}.g{{stroke:#e6e6e6}}
-table{{border-collapse:collapse;margin-top:1.5rem;font-variant-numeric:tabular-nums}}td,th{{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #eee}}
+table{{border-collapse:collapse;margin-top:1.5rem;font-variant-numeric:tabular-nums}}
+td,th{{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #eee}}
 td:first-child,th:first-child{{text-align:left}}.key span{{display:inline-block;width:.8em;height:.8em;margin-right:.5em;border-radius:50%}}</style>
-<h1>Predicted against measured</h1><p>Each dot is one published run: step time measured (across) and predicted (up). The dashed line is a perfect prediction.
+<h1>Predicted against measured</h1><p>Each dot is one published run: step time measured (across) and predicted (up).
+The dashed line is a perfect prediction.
 Macro-averaged median error {percent(overall.get("median"))}.</p><div class="row"><svg width="{size}" height="{size}" viewBox="0 0 {size} {size}">
 {grid}{diagonal}{dots}<text x="{size / 2}" y="{size - 12}" text-anchor="middle">measured</text>
 <text x="16" y="{size / 2}" text-anchor="middle" transform="rotate(-90 16 {size / 2})">predicted</text></svg><div class="key">{key}</div></div>
