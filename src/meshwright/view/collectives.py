@@ -2,7 +2,7 @@
 
 Steps: a row a step, a column a rank; `→ 1` is a send to rank 1, `← 3` a receive, `+` says that what came is added. Numbers: what every
 rank holds before and after each step; what a step changed is coloured, `·` is a chunk not there. Above sixteen ranks the columns
-give way to one line a step.
+give way to one line a step, as they do where the rows would not fit the width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -28,20 +28,20 @@ from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
 from meshwright.view.tables import facts, heading, table
 
 MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
-NOTE = "n is the full buffer; each algorithm walked over the cluster's links with the catalog's α, β, γ: uncalibrated, no library's choice"
-LEGEND = "→ 1  3: sends chunk 3 to rank 1     ← 3  2: receives chunk 2 from rank 3     ← 3 + 2: receives and adds it"
+NOTE = "n is the full buffer; our algorithms walked over the cluster's links with the catalog's constants: uncalibrated"
+LEGEND = "→ 1  3: sends chunk 3 to rank 1     ← 3  2: receives chunk 2 from rank 3     ← 3 + 2: receives and adds it\n"
 SIGN = {"send": ("→", "cyan"), "receive": ("←", "green"), "reduce": ("←", "yellow"), "copy": ("⟳", "magenta")}
 
 
-def page(program: Program, walked: Walk | None = None, on: str = "") -> Group:
-    """The steps of a program, and what there is to know of it."""
+def page(program: Program, walked: Walk | None = None, on: str = "", width: int = 120) -> Group:
+    """The steps of a program, and what there is to know of it; rank by rank where that fits the width."""
     title = f"{program.algorithm} {program.operation}"
-    shape = (
-        f"{program.ranks} ranks, {program.elements:,} elements in {program.chunks} {plural('chunk', program.chunks)}"
-    )
-    body = by_rank(program, walked) if program.ranks <= MOST_COLUMNS else by_step(program, walked)
     check(program)
-    return Group(heading(title, shape), Text(OPERATIONS[program.operation], "dim"), body, Text(LEGEND, "dim"), Text(),
+    body = by_rank(program, walked) if program.ranks <= MOST_COLUMNS else None
+    legend = LEGEND
+    if body is None or wide(body) > width:
+        body, legend = by_step(program, walked), ""
+    return Group(heading(title, shape(program)), Text(OPERATIONS[program.operation], "dim"), body, Text(legend, "dim"),
                  summary(program, walked, on))  # fmt: skip
 
 
@@ -63,6 +63,11 @@ def by_rank(program: Program, walked: Walk | None) -> Table:
     return grid
 
 
+def wide(grid: Table) -> int:
+    """Characters that a table would like to have."""
+    return grid.__rich_measure__(Console(), Console(width=10_000).options).maximum
+
+
 def cell(told: Sequence[Instruction]) -> Text:
     """What a rank does in a step, a line a message."""
     lines = []
@@ -78,19 +83,23 @@ def cell(told: Sequence[Instruction]) -> Text:
 
 
 def by_step(program: Program, walked: Walk | None) -> Table:
-    """A line a step: how many messages, how large, an example."""
-    bounds = np.searchsorted(program.moves.step, np.arange(program.steps + 1))
-    columns = [">step", ">moves", ">elements moved", "such as", *([">done"] if walked else [])]
-    grid = table(*columns)
+    """A line a step: how many messages, how large, the first as an example."""
+    moves = program.moves
+    bounds = np.searchsorted(moves.step, np.arange(program.steps + 1))
+    grid = table(">step", ">messages", ">elements", "such as", *([">done"] if walked else []))
     for step in range(min(program.steps, MOST_STEPS)):
         low, high = int(bounds[step]), int(bounds[step + 1])
         if low == high:
             continue
-        source, target, chunk, width = (int(column[low]) for column in program.moves[1:5])
-        sign = " +" if program.moves.reduce[low] else ""
-        example = f"{source} → {target}{sign} {runs(list(range(chunk, chunk + width)))}"
+        pair = moves.source[low:high].astype(np.int64) * program.ranks + moves.target[low:high]
+        chunks = [
+            int(moves.chunk[k]) + w for k in range(low, high) if pair[k - low] == pair[0] for w in range(moves.width[k])
+        ]
+        word = "adds" if moves.reduce[low] else "stores"
+        example = f"{moves.source[low]} → {moves.target[low]}, which {word} {'chunk' if len(chunks) == 1 else 'chunks'} {runs(chunks)}"
         done = [format_seconds(float(walked.step_end[step]))] if walked else []
-        grid.add_row(str(step), str(high - low), f"{int(program.moved[low:high].sum()):,}", example, *done)
+        elements = f"{int(program.moved[low:high].sum()):,}"
+        grid.add_row(str(step), str(len(np.unique(pair))), elements, Text(example, "dim"), *done)
     if program.steps > MOST_STEPS:
         grid.add_row("…", "", "", f"{program.steps - MOST_STEPS} more steps")
     return grid
@@ -105,9 +114,9 @@ def summary(program: Program, walked: Walk | None, on: str) -> Table:
         ("proved", "every rank ends with what the operation promises, each contribution once; no deadlock"),
         (
             "steps",
-            f"{program.steps} steps, {len(program.moves.step):,} moves; the busiest rank sends {most:,.0f} elements{share}",
+            f"{counted(program.steps, 'step')}, {counted(len(program.moves.step), 'move')}; the busiest rank sends {most:,.0f} elements{share}",
         ),
-        ("formula", f"{formula(program.operation, program.algorithm)}   on a uniform network, n the full buffer"),
+        ("formula", f"{formula(program.operation, program.algorithm)}   where no link is shared; n the full buffer"),
     ]
     if walked:
         rows.append(("time", f"{format_seconds(walked.makespan)} {on}"))
@@ -134,8 +143,7 @@ def values_page(program: Program, inputs: Sequence[Any]) -> Group:
     promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
     grid.add_section()
     grid.add_row(Text("result", "bold"), *held(program, promised, {}, width))
-    shape = f"{program.ranks} ranks, {program.elements} elements in {program.chunks} {plural('chunk', program.chunks)}"
-    return Group(heading(f"{program.algorithm} {program.operation}", shape), Text(OPERATIONS[program.operation], "dim"), grid,
+    return Group(heading(f"{program.algorithm} {program.operation}", shape(program)), Text(OPERATIONS[program.operation], "dim"), grid,
                  Text.assemble(("a sum was formed", "bold yellow"), "   ", ("received", "bold green"), ("   · not there", "dim")))  # fmt: skip
 
 
@@ -147,6 +155,11 @@ def held(program: Program, slots: Slots, written: dict[tuple[int, int], bool], w
             data, adds = slots.get((rank, chunk)), written.get((rank, chunk))
             if data is None and program.operation != "all-to-all":
                 text.append(("·".rjust(width) + " ") * int(program.sizes[chunk]), "dim")
+            if program.operation == "barrier":
+                text.append(
+                    "✓ " if data is not None else "· ",
+                    "bold green" if adds is not None else "dim" if data is None else "",
+                )
             style = "" if adds is None else "bold yellow" if adds else "bold green"
             for x in [] if data is None else data:
                 text.append(number(x).rjust(width), style)
@@ -268,8 +281,12 @@ def runs(chunks: list[int]) -> str:
     return ",".join(told if len(told) <= 4 else [*told[:3], "…"])
 
 
-def plural(word: str, count: int) -> str:
-    return word if count == 1 else word + "s"
+def counted(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def shape(program: Program) -> str:
+    return f"{counted(program.ranks, 'rank')}, {counted(program.elements, 'element')} in {counted(program.chunks, 'chunk')}"
 
 
 __all__ = ["as_dict", "comparison_html", "comparison_page", "html", "page", "values_page"]

@@ -22,7 +22,7 @@ WASTEFUL = {("all-reduce", "hierarchical"), ("all-gather", "tree")}
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
 def test_every_algorithm_is_proved_and_agrees_with_numpy(operation, algorithm):
     @given(st.data(), st.integers(0, 2**32 - 1))
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     def run(data, seed):
         program, options = data.draw(drawn(operation, algorithm))
         check(program)
@@ -98,7 +98,7 @@ def test_a_broken_table_is_refused(operation, algorithm):
     program) must be right by numpy."""
 
     @given(st.data())
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     def run(data):
         program, options = data.draw(drawn(operation, algorithm, most=9, fewest=2))
         table = program.moves

@@ -8,7 +8,8 @@
 Read `program` for the form, then `ring` for the most used algorithm; `formulas` has the closed costs.
 """
 
-from meshwright.programs.collectives import bruck, double_tree, exchange, nodes, recursive, ring, trees
+# the simplest first: algorithms are listed in the order of these imports
+from meshwright.programs.collectives import trees, ring, recursive, exchange, bruck, double_tree, nodes  # noqa: I001
 from meshwright.programs.collectives.checker import check
 from meshwright.programs.collectives.compose import reverse, then
 from meshwright.programs.collectives.contract import OPERATIONS

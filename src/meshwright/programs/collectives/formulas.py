@@ -183,7 +183,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all-reduce", "halving-doubling"): ("2log₂P·α + 2(P−1)/P·nβ + (P−1)/P·nγ", _halving_doubling),
     ("all-reduce", "double-tree"): ("≤ 2(F+2k−2)(α + nβ/2k) + (F+2k−2)nγ/2k", both(_double_tree)),
     ("all-reduce", "hierarchical"): (
-        "2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ) + …γ", _hierarchical),
+        "2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ) + ((g−1)/g + (N−1)/N)nγ", _hierarchical),
     ("all-reduce", "two-level"): ("2(g−1)(α + n/g·β) + 2(N−1)(α' + n/P·β') + (P−1)/P·nγ", both(_two_level)),
     ("all-to-all", "direct"): ("α + (P−1)/P·nβ", lambda s: Terms(1, s.share)),
     ("all-to-all", "pairwise"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),

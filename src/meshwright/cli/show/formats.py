@@ -1,0 +1,117 @@
+"""`meshwright show formats`: number formats, every figure computed from the bits.
+
+A float of e exponent and m mantissa bits with bias b = 2ᵉ⁻¹ − 1 has the largest value 2^(E−b)·(2 − 2⁻ᵐ), the smallest normal one
+2^(1−b), the smallest at all 2^(1−b−m), and a relative step of 2⁻ᵐ. E is the largest exponent field that stands for numbers: 2ᵉ − 2
+where the last is kept for infinity and NaN (IEEE), 2ᵉ − 1 where it is not: E4M3 gives up only its last code for NaN, E2M1 none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from meshwright.view.tables import filled, heading, show_json
+from meshwright.view.tables import show as print_out
+
+
+class Format(NamedTuple):
+    """Bits, and what the top exponent stands for: ieee (infinity and NaN), nan (NaN in one code), all (numbers only)."""
+
+    name: str
+    exponent: int
+    mantissa: int
+    top: str
+    bits: int
+    use: str
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        field = 2**self.exponent - (2 if self.top == "ieee" else 1)
+        fraction = 2 - 2.0**-self.mantissa * (2 if self.top == "nan" else 1)
+        return 2.0 ** (field - self.bias) * fraction
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        return 2.0 ** (1 - self.bias - self.mantissa)
+
+    @property
+    def step(self) -> float:
+        """Distance from 1 to the next number."""
+        return 2.0**-self.mantissa
+
+    @property
+    def digits(self) -> float:
+        return (self.mantissa + 1) * math.log10(2)
+
+
+FORMATS = (
+    Format("fp64", 11, 52, "ieee", 64, "proofs and parity tests, where a tolerance would hide a bug"),
+    Format("fp32", 8, 23, "ieee", 32, "master weights, optimizer state, sums and the loss"),
+    Format("tf32", 8, 10, "ieee", 19, "inside tensor cores since A100: fp32 operands, fp32 sums; stored as 32 bits"),
+    Format("fp16", 5, 10, "ieee", 16, "older GPUs; its range is short, so the loss must be scaled"),
+    Format("bf16", 8, 7, "ieee", 16, "the usual training type: fp32's range, no loss scaling"),
+    Format(
+        "fp8 e4m3",
+        4,
+        3,
+        "nan",
+        8,
+        "weights and activations, with a scale per tensor, row or tile; DeepSeek-V3: gradients too",
+    ),
+    Format("fp8 e5m2", 5, 2, "ieee", 8, "gradients, where range matters more than precision"),
+    Format("fp4 e2m1", 2, 1, "all", 4, "Blackwell: blocks of 16 or 32 values share a scale (NVFP4, MXFP4)"),
+)
+INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scale"
+
+
+def as_dicts() -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = [
+        {"name": f.name, "bits": f.bits, "sign": 1, "exponent": f.exponent, "mantissa": f.mantissa, "largest": f.largest,
+         "smallest_normal": f.smallest_normal, "smallest": f.smallest, "step_at_1": f.step, "decimal_digits": f.digits, "use": f.use}
+        for f in FORMATS
+    ]  # fmt: skip
+    return [*told, {"name": "int8", "bits": 8, "largest": 127.0, "smallest": 1.0, "use": INT8_USE}]
+
+
+def show(topic: str = "formats", *, as_json: bool = False) -> None:
+    """The table."""
+    if as_json:
+        return show_json(as_dicts())
+    rows: list[tuple[object, ...]] = [
+        (Text(f.name, "bold"), f.bits, f"1+{f.exponent}+{f.mantissa}", number(f.largest), number(f.smallest_normal),
+         number(f.smallest), f"2^-{f.mantissa}", f"{f.digits:.1f}", Text(f.use, "dim"))
+        for f in FORMATS
+    ]  # fmt: skip
+    rows.append((Text("int8", "bold"), 8, "1+7", "127", "", "1", "", "", Text(INT8_USE, "dim")))
+    columns = [
+        "format",
+        ">bits",
+        ">sign+exp+man",
+        ">largest",
+        ">least normal",
+        ">least",
+        ">step at 1",
+        ">digits",
+        "use",
+    ]
+    print_out(
+        heading("Number formats", "range comes from exponent bits, precision from mantissa bits"), filled(columns, rows),
+        Text("bf16 is fp32 with 16 mantissa bits cut off: same range, 2–3 digits. fp16 has a digit more but overflows at 65,504 and", "dim"),
+        Text("loses gradients below 6e-8. Eight bits and fewer only work with scale factors that move the window to the data.", "dim"),
+    )  # fmt: skip
+    return None
+
+
+def number(x: float) -> str:
+    """Exact where short, else three digits."""
+    return f"{x:,.0f}" if 1 <= x < 1e6 and x == int(x) else f"{x:.3g}"

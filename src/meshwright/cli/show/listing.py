@@ -1,0 +1,37 @@
+"""`meshwright show` alone: everything there is to show."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from meshwright.cli.show import LESSONS
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
+from meshwright.programs.collectives.formulas import text as formula
+from meshwright.programs.pipelines import RULES
+from meshwright.view.tables import filled, heading, show, show_json
+
+
+def list_topics(as_json: bool = False) -> None:
+    """Collectives with their algorithms and costs, schedules, lessons."""
+    if as_json:
+        told = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
+        show_json(
+            {"collectives": told, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": LESSONS}
+        )
+        return
+    rows = []
+    for operation, named in ALGORITHMS.items():
+        for k, name in enumerate(named):
+            first = (Text(operation, "bold"), Text(OPERATIONS[operation], "dim")) if k == 0 else ("", "")
+            rows.append((*first, Text(name, "cyan"), Text(formula(operation, name), "dim")))
+    collectives = filled(["operation", "what", "algorithm", "time on a uniform network"], rows)
+    schedules = filled(
+        ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in RULES.items()]
+    )
+    lessons = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in LESSONS.items()])
+    show(
+        heading("Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"), collectives,
+        Text("n the full buffer, P ranks as N nodes of g, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n", "dim"),
+        heading("Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"), schedules,
+        heading("Lessons", "meshwright show strategies"), lessons,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""`meshwright show column-parallel` and `row-parallel`: one matrix product, two GPUs, all the numbers.
+
+Y = X·W with X of 2×4 and W of 4×8. **Columns**: W = [W₀ | W₁], each GPU has all of X and computes its half of Y's columns; nobody
+needs the other until someone wants the whole Y (an all-gather), and in backward both have a part of dX (an all-reduce). **Rows**: W₀ over
+W₁, each GPU has half of X's columns and a *partial sum* of all of Y; an all-reduce adds the two. Put a column-parallel product before a
+row-parallel one and the halves fit: one all-reduce forward and one backward for the pair. The collectives here are the programs of
+`meshwright show`, run on the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.columns import Columns
+from rich.console import Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.programs.collectives import build
+from meshwright.programs.collectives.arrays import run_on_arrays
+from meshwright.view.tables import heading, show_json
+from meshwright.view.tables import show as print_out
+
+GPUS = 2
+TINTS = ("cyan", "magenta")
+
+
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """X, W and the gradient of Y: small whole numbers, so every equality is exact."""
+    x = np.arange(1, 9).reshape(2, 4)
+    w = (np.arange(32).reshape(4, 8) * 5) % 7 - 3
+    return x, w, np.array([[1, 0, -1, 2, 1, 1, 0, -2], [0, 2, 1, -1, 0, 1, -1, 1]])
+
+
+def column_parallel() -> dict[str, Any]:
+    """Split W by columns."""
+    x, w, dy = operands()
+    parts = np.split(w, GPUS, axis=1)
+    outputs = [x @ part for part in parts]
+    gathered = collected([y.T.ravel() for y in outputs], "all-gather", w.shape[1] * 2)
+    y = gathered.reshape(w.shape[1], 2).T
+    partial = [g @ part.T for g, part in zip(np.split(dy, GPUS, axis=1), parts, strict=True)]
+    dx = collected([p.ravel() for p in partial], "all-reduce", x.size).reshape(x.shape)
+    return {
+        "X": x,
+        "W": parts,
+        "Y": outputs,
+        "whole Y": y,
+        "X·W": x @ w,
+        "dX": partial,
+        "whole dX": dx,
+        "dY·Wᵀ": dy @ w.T,
+    }
+
+
+def row_parallel() -> dict[str, Any]:
+    """Split W by rows, and X by columns."""
+    x, w, dy = operands()
+    inputs, parts = np.split(x, GPUS, axis=1), np.split(w, GPUS, axis=0)
+    partial = [a @ b for a, b in zip(inputs, parts, strict=True)]
+    y = collected([p.ravel() for p in partial], "all-reduce", partial[0].size).reshape(partial[0].shape)
+    grads = [dy @ part.T for part in parts]
+    return {
+        "X": inputs,
+        "W": parts,
+        "Y": partial,
+        "whole Y": y,
+        "X·W": x @ w,
+        "dX": grads,
+        "whole dX": np.hstack(grads),
+        "dY·Wᵀ": dy @ w.T,
+    }
+
+
+def collected(inputs: list[np.ndarray], operation: str, elements: int) -> np.ndarray:
+    """What both GPUs hold after the collective, run as a program."""
+    first, second = run_on_arrays(build(operation, "ring", GPUS, elements), inputs)
+    assert np.array_equal(first, second)
+    return first
+
+
+def show(topic: str, *, as_json: bool = False) -> None:
+    """The worked example."""
+    told = column_parallel() if topic == "column-parallel" else row_parallel()
+    equal = bool(np.array_equal(told["whole Y"], told["X·W"]) and np.array_equal(told["whole dX"], told["dY·Wᵀ"]))
+    if as_json:
+        plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in told.items()}
+        return show_json({"topic": topic, "equal": equal, **plain})
+    return print_out(*(column_page(told, equal) if topic == "column-parallel" else row_page(told, equal)))
+
+
+def column_page(told: dict[str, Any], equal: bool) -> list[Any]:
+    cards = [
+        card(g, ("X: all of it", told["X"], ""), (f"W{g}: columns {4 * g}–{4 * g + 3}", told["W"][g], TINTS[g]),
+             (f"Y{g} = X·W{g}", told["Y"][g], TINTS[g])) for g in range(GPUS)
+    ]  # fmt: skip
+    return [
+        heading("Column-parallel", "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features"),
+        Columns(cards), joined("Y = [Y0 | Y1] by all-gather", told["Y"], told["whole Y"], "beside"), verdict("Y", equal),
+        Text("forward    no communication: the halves may go straight into a row-parallel product; only a reader of all of Y needs the all-gather"),
+        Text("backward   each GPU has dX from its own columns only; an all-reduce adds the parts:"),
+        joined("dX = dX0 + dX1 by all-reduce", told["dX"], told["whole dX"], "sum"), verdict("dX", equal),
+    ]  # fmt: skip
+
+
+def row_page(told: dict[str, Any], equal: bool) -> list[Any]:
+    cards = [
+        card(g, (f"X{g}: columns {2 * g}–{2 * g + 1}", told["X"][g], TINTS[g]),
+             (f"W{g}: rows {2 * g}–{2 * g + 1}", told["W"][g], TINTS[g]),
+             (f"partial Y{g} = X{g}·W{g}", told["Y"][g], TINTS[g])) for g in range(GPUS)
+    ]  # fmt: skip
+    return [
+        heading("Row-parallel", "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum"),
+        Columns(cards), joined("Y = Y0 + Y1 by all-reduce", told["Y"], told["whole Y"], "sum"), verdict("Y", equal),
+        Text("forward    one all-reduce of Y; a bias is added once, after it (or on one GPU), never by both"),
+        Text("backward   no communication: each GPU gets dX of its own columns from all of dY"),
+        joined("dX = [dX0 | dX1], as split", told["dX"], told["whole dX"], "beside"), verdict("dX", equal),
+    ]  # fmt: skip
+
+
+def card(gpu: int, *matrices: tuple[str, np.ndarray, str]) -> Panel:
+    """What one GPU holds."""
+    parts = [part for name, matrix, style in matrices for part in (Text(name, "dim"), grid(matrix, style))]
+    return Panel(Group(*parts), title=f"GPU {gpu}", border_style=TINTS[gpu], width=46)
+
+
+def grid(matrix: np.ndarray, *styles: str) -> Table:
+    """A matrix with right-aligned columns; styles for equal groups of columns."""
+    out = Table.grid(padding=(0, 1))
+    rows, columns = matrix.shape
+    width = max(len(str(v)) for v in matrix.ravel())
+    for _ in range(columns):
+        out.add_column(justify="right", min_width=max(3, width))
+    for row in range(rows):
+        out.add_row(*(Text(str(matrix[row, c]), styles[c * len(styles) // columns]) for c in range(columns)))
+    return out
+
+
+def joined(title: str, parts: list[np.ndarray], whole: np.ndarray, how: str) -> Panel:
+    """The two parts and what they make."""
+    line = Table.grid(padding=(0, 2))
+    sign = "│" if how == "beside" else "+"
+    tinted = grid(whole, *TINTS) if how == "beside" else grid(whole, "bold")
+    rows = [Text("\n".join([s] * whole.shape[0]), "dim") for s in (sign, "=")]
+    line.add_row(grid(parts[0], TINTS[0]), rows[0], grid(parts[1], TINTS[1]), rows[1], tinted)
+    return Panel(line, title=Text(title), title_align="left", border_style="dim", expand=False)
+
+
+def verdict(what: str, equal: bool) -> Text:
+    wanted = {"Y": "X·W on one GPU", "dX": "dY·Wᵀ on one GPU"}[what]
+    sign, word, style = ("✓", "equals", "green") if equal else ("✗", "differs from", "red")
+    return Text(f"{sign} {what} {word} {wanted}, number for number\n", style)

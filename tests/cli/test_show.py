@@ -1,0 +1,177 @@
+"""`meshwright show`: every topic prints, the numbers are the lecture's, figures stand alone, and wrong words are met with right ones."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from meshwright.cli.show import LESSONS, command
+from meshwright.cli.show.formats import FORMATS
+from meshwright.cli.show.matrices import column_parallel, row_parallel
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
+from meshwright.programs.pipelines import RULES
+
+app = typer.Typer()
+app.callback()(lambda: None)
+app.command("show")(command)
+
+
+def show(*words: str, fails: bool = False) -> str:
+    done = CliRunner().invoke(app, ["show", *words])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert (done.exit_code != 0) == fails, done.output
+    return done.stdout
+
+
+def test_alone_it_lists_everything():
+    listed = show()
+    for name in [*OPERATIONS, *RULES, *LESSONS, *(a for named in ALGORITHMS.values() for a in named)]:
+        assert name in listed
+    assert set(json.loads(show("--json"))["collectives"]["all-reduce"]["algorithms"]) == set(ALGORITHMS["all-reduce"])
+
+
+@pytest.mark.parametrize("topic", [*OPERATIONS, *LESSONS])
+def test_every_topic_is_shown_as_text_and_as_data(topic):
+    assert len(show(topic).splitlines()) > 4
+    assert json.loads(show(topic, "--json"))
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), [(o, a) for o, named in ALGORITHMS.items() for a in named])
+def test_every_algorithm_is_drawn(operation, algorithm):
+    assert "proved" in show(operation, "--algorithm", algorithm, "--ranks", "5")
+    assert "result" in show(operation, "--algorithm", algorithm, "--ranks", "3", "--values")
+
+
+def test_the_steps_of_a_ring():
+    text = show("all-reduce", "--algorithm", "ring", "--ranks", "4")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 → 1 3 → 2 0 → 3 1 → 0 2" in lines
+    assert "← 3 + 2 ← 0 + 3 ← 1 + 0 ← 2 + 1" in lines
+    assert "2(P−1)α + 2(P−1)/P·nβ + (P−1)/P·nγ" in text
+    assert "6 elements = 1.5·n" in text
+
+
+def test_the_numbers_of_the_lecture():
+    lines = [" ".join(line.split()) for line in show("all-reduce", "--ranks", "4", "--values").splitlines()]
+    assert "before 0 1 2 3 1 2 3 4 2 3 4 5 3 4 5 6" in lines
+    assert "result 6 10 14 18 6 10 14 18 6 10 14 18 6 10 14 18" in lines
+    assert "step 2 6 8 7 3 1 10 10 7 3 3 14 12 6 7 5 18" in lines  # each rank holds its own chunk in full
+    scattered = [" ".join(line.split()) for line in show("reduce-scatter", "--values").splitlines()]
+    assert any(re.fullmatch(r"result 6 · · · · 10 · · · · 14 · · · · 18", line) for line in scattered)
+    gathered = [" ".join(line.split()) for line in show("all-gather", "--values").splitlines()]
+    assert "before 6 · · · · 10 · · · · 14 · · · · 18" in gathered
+
+
+def test_times_and_traffic_as_data():
+    told = json.loads(show("all-reduce", "--ranks", "8", "--size", "64MiB", "--cluster", "dgx-h100", "--json"))
+    assert told["walk"]["time_s"] > 0
+    assert told["walk"]["sent_bytes"] == [2 * 7 / 8 * 2**26] * 8
+    assert len(told["moves"]) == 2 * 7 * 8
+    assert told["walk"]["step_end_s"][-1] == told["walk"]["time_s"]
+
+
+def test_the_comparison_names_a_leader_for_every_size():
+    told = json.loads(show("all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100", "--json"))
+    assert set(told["time_s"]) == set(ALGORITHMS["all-reduce"])
+    for k, best in enumerate(told["best"]):
+        assert told["time_s"][best][k] == min(times[k] for times in told["time_s"].values())
+    sizes = [c["size_bytes"] for c in told["crossovers"]]
+    assert sizes == sorted(sizes)
+    text = show("all-reduce", "--compare", "ring,tree", "--ranks", "16")
+    assert "up to" in text
+    assert "naive" not in text
+
+
+def data_in(page: str) -> dict:
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def test_figures_stand_alone(tmp_path):
+    figure, chart = tmp_path / "ring.html", tmp_path / "compare.html"
+    show("all-reduce", "--ranks", "4", "--html", str(figure), "--size", "1MiB")
+    show("all-reduce", "--compare", "ring,tree", "--html", str(chart))
+    for path in (figure, chart):
+        page = path.read_text("utf-8")
+        assert set(re.findall(r"https?://[^\"']+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+        assert not re.search(r"<(link|img|iframe)|@import|fetch\(|src=", page)
+    told = data_in(figure.read_text("utf-8"))
+    assert len(told["walk"]["messages"]) == 24
+    assert [m["step"] for m in told["moves"]] == sorted(m["step"] for m in told["moves"])
+    assert set(data_in(chart.read_text("utf-8"))["time_s"]) == {"ring", "tree"}
+
+
+def test_words_in_a_figure_cannot_end_its_script():
+    from meshwright.view.collectives import filled_template
+
+    page = filled_template("comparison.html", {"operation": "</script><script>alert(1)</script>"})
+    assert "<script>alert" not in page
+    assert data_in(page) == {"operation": "</script><script>alert(1)</script>"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "near"),
+    [
+        (["all-reduc"], "MW-SHOW-001", "meshwright show all-reduce"),
+        (["1f1c"], "MW-SHOW-001", "meshwright show 1f1b"),
+        (["colum-parallel"], "MW-SHOW-001", "meshwright show column-parallel"),
+        (["all-reduce", "--algorithm", "rign"], "MW-PROG-005", "ring"),
+        (["all-reduce", "--compare", "ring,treee"], "MW-PROG-005", "tree"),
+        (["all-reduce", "--ranks", "-3"], "MW-PROG-006", ""),
+        (["all-reduce", "--root", "1"], "MW-PROG-004", ""),
+        (["all-reduce", "--size", "64Mebi"], "MW-UNIT-002", "64Mbit"),
+        (["all-reduce", "--cluster", "dgx-h10"], "MW-CAT-002", "dgx-h100"),
+        (["all-reduce", "--ranks", "40", "--html", "x.html"], "MW-SHOW-002", "--ranks 8"),
+        (["all-reduce", "--html", "no/such/folder/x.html"], "MW-SHOW-003", ""),
+        (["all-reduce", "--values", "--elements", "5000"], "MW-PROG-006", "--elements 256"),
+    ],
+)
+def test_wrong_words_are_met_with_right_ones(words, code, near, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeshwrightError) as refused:
+        show(*words)
+    assert refused.value.code == code
+    assert refused.value.fix == near
+
+
+def test_a_cluster_may_be_a_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('[cluster]\nextends = "dgx-h100"\nname = "mine"\n', "utf-8")
+    assert "on mine" in show("all-gather", "--cluster", str(path))
+
+
+def test_pipelines_are_passed_on():
+    assert "gpipe" in show("1f1b", "--stages", "4", "--microbatches", "8", "--compare", "gpipe,zbv")
+
+
+def test_split_products_equal_the_whole():
+    for told in (column_parallel(), row_parallel()):
+        np.testing.assert_array_equal(told["whole Y"], told["X·W"])
+        np.testing.assert_array_equal(told["whole dX"], told["dY·Wᵀ"])
+        assert len({part.shape for part in told["W"]}) == 1
+        assert told["W"][0].size == 16
+
+
+def test_formats_are_those_of_the_libraries():
+    torch = pytest.importorskip("torch")
+    names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+             "fp8 e4m3": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}  # fmt: skip
+    known = {f.name: f for f in FORMATS}
+    for name, dtype in names.items():
+        info = torch.finfo(dtype)
+        assert known[name].largest == info.max
+        assert known[name].smallest_normal == info.tiny
+        assert known[name].step == info.eps
+        assert known[name].bits == info.bits
+        assert float(torch.tensor(known[name].smallest, dtype=dtype)) == known[name].smallest  # a number of the format
+        assert float(torch.tensor(known[name].smallest / 4, dtype=dtype)) == 0  # and none is smaller
+    assert known["fp4 e2m1"].largest == 6
+    assert known["tf32"].digits == known["fp16"].digits
