@@ -36,6 +36,7 @@ LEAD = "The four questions"
 COMMANDS: dict[str, Command] = {
     "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
     "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
+    "lint": Command("What is wrong with a plan? Anti-patterns, each with its cost in seconds and a fix."),
     "validate": Command("Were the predictions true? Hold them to published runs."),
     "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
     "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),

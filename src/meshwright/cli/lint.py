@@ -1,0 +1,30 @@
+"""`meshwright lint`: anti-patterns of a plan, with their cost in seconds."""
+
+from __future__ import annotations
+
+import typer
+
+
+def command(
+    file: str = typer.Argument(help="A plan file (TOML)."),
+    settings: list[str] = typer.Option([], "--set", metavar="A.B=C", help="Override a value; may be given again."),
+    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+) -> None:
+    """What is wrong with this plan? Anti-patterns with their cost in seconds and a fix; exit code 1 where one weighs."""
+    from meshwright.describe.config import load
+    from meshwright.planner.alternatives import Trial
+    from meshwright.planner.lint import check
+    from meshwright.view.tables import show, show_json
+
+    config = load(file, settings)
+    now = Trial(config.model, config.cluster, config.workload, config.stack).of(config.plan)
+    findings = check(config, now)
+    if as_json:
+        step = now.prediction.step_time_s if now else None
+        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings]})
+    else:
+        from meshwright.view.lint import page
+
+        show(page(config, findings, now))
+    if any(f.weighs for f in findings):
+        raise typer.Exit(1)

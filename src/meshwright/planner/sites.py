@@ -1,0 +1,119 @@
+"""Past one cluster, on paper: a hundred thousand devices, and several sites joined by a slow line.
+
+**More devices.** Copies of a plan are added along data parallelism, `replicate · k`. Weak scaling lets the batch grow with the devices
+(the step stays, convergence may not: beyond the critical batch size more data a step buys little); strong scaling keeps the batch,
+so that a rank has fewer micro-batches to hide its reduction behind, and its pipeline fewer to fill its bubble with.
+
+**Several sites.** Only what replicas exchange may cross a line between sites: the gradients, N·bytes/(tp·pp) from each of tp·pp
+ranks of a replica, N·bytes in all. Reduced hierarchically each site sends, per step,
+
+    2·(S−1)/S · N · bytes        over S sites, whatever their size
+
+over the line's whole bandwidth, plus 2·(S−1)·α. With a line of 100 Gb/s and 405B parameters in bf16 that is 81 s. Where it does not
+hide behind the step, sites may exchange only every H steps (local updates, as DiLoCo does: another algorithm, whose loss is not
+that of synchronous training), which divides the traffic by H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.planner.goodput import GPU_MTBF, Reliability, reliability
+
+OVERLAP = 0.85  # share of a step behind which a transfer between sites can hide
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A plan at another number of devices."""
+
+    gpus: int
+    batch: int
+    step_s: float
+    mfu: float
+    efficiency: float  # tokens per device and second against the smallest size
+    reliability: Reliability
+
+    @property
+    def goodput(self) -> float:
+        return self.reliability.goodput
+
+    @property
+    def effective_mfu(self) -> float:
+        """What is left of the MFU once saves and failures are paid."""
+        return self.mfu * self.goodput
+
+
+def scale_out(start: Estimate, copies: Sequence[int], save: float, restart: float, weak: bool = True,
+              gpu_mtbf: float = GPU_MTBF) -> list[Scaled]:  # fmt: skip
+    """The plan of `start` repeated along data parallelism; strong scaling leaves out copies the batch cannot feed."""
+    rows: list[Scaled] = []
+    base = 0.0
+    for k in copies:
+        plan = repeated(start.plan, k)
+        batch = start.workload.batch * k if weak else start.workload.batch
+        try:
+            e = estimate(
+                start.model, start.cluster.with_gpus(plan.world), plan, start.workload.but(batch=batch), start.stack
+            )
+        except MeshwrightError:
+            if weak:
+                raise
+            continue
+        rate = (e.prediction.tokens_per_s or 0.0) / plan.world
+        base = base or rate
+        rows.append(Scaled(plan.world, batch, e.prediction.step_time_s, e.prediction.mfu or 0.0, rate / base,
+                           reliability(plan.world, save, restart, gpu_mtbf)))  # fmt: skip
+    return rows
+
+
+def repeated(plan: Plan, copies: int) -> Plan:
+    """`copies` times the plan, side by side."""
+    return plan.but(replicate=plan.replicate * copies)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What a training step sends between sites, and what that costs."""
+
+    sites: int
+    site_bytes: float  # sent by each site in one exchange
+    transfer_s: float  # of one exchange
+    step_s: float  # of a site alone
+    exposed_s: float  # added to each step if sites exchange every step
+    every: int  # steps between exchanges that keep the added time below `share` of the step
+    share: float
+
+    @property
+    def slowdown(self) -> float:
+        return 1 + self.exposed_s / self.step_s
+
+
+def crossing(site: Estimate, sites: int, bandwidth: float, alpha: float, share: float = 0.05,
+             dtype: str | None = None) -> Crossing:  # fmt: skip
+    """`sites` sites, each running `site`, exchange gradients over a line of `bandwidth` bytes/s a direction."""
+    if sites < 2 or bandwidth <= 0 or not 0 < share < 1:
+        raise MeshwrightError("MW-GOOD-002", f"{sites} sites over {bandwidth:g} B/s with a share of {share:g}",
+                              valid=["2 sites or more", "a bandwidth above 0", "a share between 0 and 1"])  # fmt: skip
+    width = DTYPE_BYTES[dtype or site.plan.reduce_dtype]
+    size = 2 * (sites - 1) / sites * site.model.total * width
+    transfer = size / bandwidth + 2 * (sites - 1) * alpha
+    alone = site.prediction.step_time_s
+    exposed = max(0.0, transfer - OVERLAP * alone)
+    # Exchanged every H steps it hides behind H steps: transfer − OVERLAP·H·step ≤ share·H·step.
+    every = max(1, math.ceil(transfer / ((OVERLAP + share) * alone)))
+    return Crossing(sites, size, transfer, alone, exposed, every, share)
+
+
+def axes_across(e: Estimate, level: int) -> dict[str, int]:
+    """Axes whose groups span a level of the cluster or one above it, with their degrees: only dp should stand here."""
+    b = e.program.batch
+    unit = e.cluster.spans[level - 1]
+    sizes = {axis: int(b.size(axis)[0]) for axis in ("tp", "cp", "pp", "dp", "ep")}
+    return {axis: size for axis, size in sizes.items() if size > 1 and float(b.members(axis, unit)[0]) < size}

@@ -1,0 +1,64 @@
+"""Findings of `lint` for a person: what is wrong, what it costs, how to change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from meshwright.cost.estimate import Estimate
+from meshwright.describe.config import Config
+from meshwright.planner.lint import Finding
+from meshwright.units import format_seconds
+
+SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "cyan")}
+
+
+def page(config: Config, findings: Sequence[Finding], now: Estimate | None) -> RenderableType:
+    """The plan in one line, its findings, and a summary."""
+    return Group(headline(config, now), *map(one, findings), Text(), summary(findings))
+
+
+def headline(config: Config, now: Estimate | None) -> Text:
+    place = f"{config.model.name} on {config.cluster.world} × {config.cluster.accelerator.name} ({config.cluster.name})"
+    words = Text.assemble((place, "bold"), (f"  {config.plan.title()}", "dim"))
+    if now is not None:
+        p = now.prediction
+        band = f" ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})"
+        words.append(f"  step {format_seconds(p.step_time_s)}{band}", "dim")
+    return words
+
+
+def one(f: Finding) -> RenderableType:
+    """One finding: name and cost, what it is, the fix, and why it may stay."""
+    sign, style = SIGNS[f.severity]
+    head = Text.assemble((f"{sign} {f.code}  ", style), (f.name, "bold"))
+    if f.cost_s:
+        head.append(f"   {format_seconds(f.cost_s)}", style)
+        head.append(f", {f.share:.1%} of the step" if f.share is not None else "", "dim")
+    lines = [Text(f.what)]
+    if f.fix:
+        lines.append(Text.assemble(("fix  ", "green"), f.fix, (f"   {worth(f)}", "dim")))
+    elif f.severity != "error":
+        lines.append(
+            Text(f"no better neighbour: {worth(f)}" if f.saves_s is not None else "no better neighbour is known", "dim")
+        )
+    if f.still_best:
+        lines.append(Text.assemble(("still best  ", "green"), f.still_best))
+    return Group(Text(), head, Padding(Group(*lines), (0, 0, 0, 4)))
+
+
+def worth(f: Finding) -> str:
+    if f.saves_s is None:
+        return ""
+    if "workload.batch" in f.fix:
+        return f"saves {format_seconds(f.saves_s)} for the work of a step, and changes the batch"
+    return f"saves {format_seconds(f.saves_s)}" if f.saves_s >= 0 else f"takes {format_seconds(-f.saves_s)} longer"
+
+
+def summary(findings: Iterable[Finding]) -> Text:
+    counts = {severity: sum(f.severity == severity for f in findings) for severity in SIGNS}
+    told = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for severity, n in counts.items() if n)
+    return Text(told or "clean: none of the anti-patterns", "bold" if told else "bold green")
