@@ -88,8 +88,7 @@ class Layout:
         keep = [i for i, a in enumerate(slow_first) if a not in wanted]
         move = [i for i, a in enumerate(slow_first) if a in wanted]
         members = int(np.prod([self.grid.shape[i] for i in move], dtype=int))
-        groups = self.grid.transpose(*keep, *move).reshape(-1, members)
-        return groups[np.argsort(groups[:, 0], kind="stable")]
+        return self.grid.transpose(*keep, *move).reshape(-1, members)
 
     def _expert_groups(self, axis: str) -> np.ndarray:
         slow_first = self.axes[::-1]
