@@ -180,7 +180,10 @@ def ffn_linears(
 def ffn_saved(m: Model, part: str, width: float, split: Literal["tensor", "expert"] = "tensor") -> list[Saved]:
     """What the activation function keeps; the inputs of the products are kept by the products themselves."""
     inputs = width * (2 if m.gated else 1)
-    return [Saved(f"{part}-activation-in", part, inputs, split)]
+    saved = [Saved(f"{part}-activation-in", part, inputs, split)]
+    if m.gated:  # unfused, the gate's own output is one more tensor, kept for the product with the other half
+        saved.append(Saved(f"{part}-gate-out", part, width, split, condition="unfused-activation"))
+    return saved
 
 
 def norm_saved(m: Model, name: str) -> list[Saved]:

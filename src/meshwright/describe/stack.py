@@ -25,7 +25,7 @@ class Stack(Described):
         default=5e-3, description="host time of one step outside the model: data, logging, loop"
     )
     graphs: bool = Field(default=False, description="launches are replayed from a graph, or compiled away")
-    fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer")
+    fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
     attention: Literal["flash", "fused", "stored"] = Field(
         default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
     )
