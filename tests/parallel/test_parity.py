@@ -9,7 +9,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.verify.compare import compare
-from meshwright.verify.trace import Job, record
+from meshwright.verify.records import Job
+from meshwright.verify.trace import record
 
 WORKLOAD = Workload(batch=8, seq=8)
 STEPS = 3

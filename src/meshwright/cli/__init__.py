@@ -38,6 +38,8 @@ COMMANDS: dict[str, Command] = {
     "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
     "lint": Command("What is wrong with a plan? Anti-patterns, each with its cost in seconds and a fix."),
     "validate": Command("Were the predictions true? Hold them to published runs."),
+    "verify": Command("Does the plan train what one device would? Proved on local processes.", LEAD),
+    "train": Command("Train a plan on local processes, and compare with its prediction.", LEAD),
     "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
     "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),
 }

@@ -23,12 +23,12 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import V_SHAPED, Plan
 from meshwright.describe.workload import Workload
-from meshwright.errors import MeshwrightError
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.parallel import exchange, tensor, vocabulary, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
+from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tables import TABLES
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
@@ -174,23 +174,3 @@ def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dty
         outputs = ends[1] if i == program.stages - 1 else between
         stages.append(Stage(module, i, program.stages, mesh, reduction, inputs, outputs))
     return Pipeline(program, stages, mesh, parallel.scaled_loss)
-
-
-def check_supported(model: Model, plan: Plan) -> None:
-    refused = {
-        "cp": plan.cp > 1, "ep": plan.ep > 1, "recompute": plan.recompute != "none",
-        "compression": plan.compression != "none", "offload": plan.offload != "none",
-        "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
-        "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",
-        "schedule": plan.pp > 1 and plan.schedule not in SCHEDULES,
-        "reduce": plan.reduce == "microbatch" and plan.zero == 0 and plan.dp > 1,
-    }  # fmt: skip
-    for field, bad in refused.items():
-        if bad:
-            raise MeshwrightError("MW-PAR-001", f"plan.{field}={getattr(plan, field)} is planned and costed, not run",
-                                  why=f"Running {model.kind} models, it must be unset",
-                                  fix=f"--set plan.{field}={Plan.model_fields[field].default}")  # fmt: skip
-    if model.kind == "transformer" and plan.tp > model.kv_groups:
-        raise MeshwrightError("MW-PAR-001", f"tp={plan.tp} is more than the {model.kv_groups} KV heads of {model.name}",
-                              why="Copies of a KV head on several ranks are planned and costed, not run",
-                              fix=f"--set plan.tp={model.kv_groups}")  # fmt: skip

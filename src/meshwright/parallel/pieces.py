@@ -33,6 +33,7 @@ class Piece:
     counted: bool  # whether this rank's copy is the one that counts for the global norm
     partial: bool = False  # the gradient is a partial sum over the tp ranks until they are summed
     tied: bool = False  # one of the two copies of a tied embedding that live on different stages
+    tied_copy: bool = False  # the second of them, the head's
 
     @property
     def local(self) -> torch.Tensor:
@@ -74,6 +75,7 @@ def pieces_of(module: nn.Module, mesh: Mesh, split: Split | None, model: Model) 
             counted=not tied_copy and all(mesh.index(axis) == 0 for axis in axes_of_copies),
             partial=split is not None and name in split.partial,
             tied=apart and (tied_copy or name == TIED_SOURCE),
+            tied_copy=tied_copy,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     zero 0   every rank has all; gradients are all-reduced in buckets, behind the backward that makes them
     zero 1   optimizer states are sharded: gradients reduce-scattered once a step, parameters gathered once a step
-    zero 2   gradients are sharded too: reduce-scattered after every micro-batch
+    zero 2   gradients are sharded too, where the plan reduces after every micro-batch; else as zero 1
     zero 3   parameters are sharded too: gathered layer by layer in forward, again in backward, freed in between
 
 Gradients are **summed** here, never averaged: the loss was divided by the global number of tokens already, and an
@@ -101,10 +101,8 @@ class Shards:
     def begin(self, last: bool) -> None:
         plan = self.plan
         frees_each = plan.zero == 3 and plan.reshard
-        sums_each = plan.zero == 2 or plan.reduce == "microbatch"
         self.module.set_reshard_after_backward(frees_each or last)
-        self.module.set_requires_gradient_sync(sums_each or last)
-        self.module.set_is_last_backward(last)
+        self.module.set_requires_gradient_sync(plan.reduces_each or last)
 
     def start(self) -> None:
         """Torch starts by itself, from its hooks or from the pipeline's own action."""

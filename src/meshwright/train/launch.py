@@ -17,13 +17,15 @@ parent is gone ends by itself: it reads a pipe that nobody writes to and that cl
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -117,9 +119,25 @@ def _start(
         target=main, args=(target, index, world, args, str(meeting / "store"), str(log), group_timeout, device, theirs),
         daemon=True,
     )  # fmt: skip
-    process.start()
+    with _main_hidden(unless=target.startswith("__main__:")):
+        process.start()
     theirs.close()
     return Rank(index, process, ours, log)
+
+
+@contextlib.contextmanager
+def _main_hidden(unless: bool) -> Iterator[None]:
+    """Ranks are told their target by name, so they need not run the caller's script again, guarded or not."""
+    main = sys.modules["__main__"]
+    names = () if unless else ("__file__", "__spec__")
+    hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
+    for name in hidden:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
 
 
 def _hear(ranks: list[Rank], silence: float, listen: Callable[[int, Any], None]) -> None:

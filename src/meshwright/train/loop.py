@@ -20,16 +20,8 @@ from torch import distributed
 
 from meshwright.parallel.apply import Parallel
 from meshwright.train.data import Samples, batch_of
-from meshwright.train.optimizer import Settings, clip, counted_squares, make_optimizer, set_rate
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    step: int
-    loss: float
-    gradient_norm: float
-    tokens: int
-    seconds: float
+from meshwright.train.optimizer import clip, counted_squares, make_optimizer, set_rate
+from meshwright.train.records import Settings, StepRecord
 
 
 @dataclass

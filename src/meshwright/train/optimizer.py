@@ -11,23 +11,11 @@ Weight decay is for matrices: biases and norm weights have none. The rate rises 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from meshwright.describe.workload import Workload
 from meshwright.parallel.pieces import Piece
-
-
-@dataclass(frozen=True)
-class Settings:
-    learning_rate: float = 1e-3
-    warmup: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.9
-    clip: float = 1.0
+from meshwright.train.records import Settings
 
 
 def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) -> torch.optim.Optimizer:

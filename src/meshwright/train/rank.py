@@ -40,8 +40,8 @@ def main(
 ) -> None:  # fmt: skip
     _prepare_process(log, pipe)
     try:
-        _join(rank, world, store, group_timeout, device)
-        context = RankContext(rank, world, _device(device, rank), lambda message: pipe.send(("tell", message)))
+        device = _join(rank, world, store, group_timeout, device)
+        context = RankContext(rank, world, device, lambda message: pipe.send(("tell", message)))
         result = resolve(target)(context, *args)
         pipe.send(("done", result))
     except BaseException as error:  # the parent must hear of it, whatever it is
@@ -82,18 +82,18 @@ def _prepare_process(log: str, pipe: Connection) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _join(rank: int, world: int, store: str, group_timeout: float, device: str) -> None:
+def _join(rank: int, world: int, store: str, group_timeout: float, device: str) -> str:
+    """Join the group; returns this rank's device. `auto` takes GPUs where there is one for each rank."""
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", store=distributed.FileStore(store, world), rank=rank, world_size=world,
         timeout=timedelta(seconds=group_timeout),
     )  # fmt: skip
-
-
-def _device(device: str, rank: int) -> str:
     return f"cuda:{rank}" if device == "cuda" else device

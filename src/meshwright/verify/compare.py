@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.verify.trace import Trace
+from meshwright.verify.records import Trace
 
 FP64_BOUND = 1e-9
 NEARLY_ZERO = 1e-4  # a tensor below this share of the model's largest is measured against that share
@@ -59,6 +59,7 @@ class Agreement:
 
 def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None) -> Agreement:
     """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed."""
+    dtype = many[0].dtype
     position = {piece.name: i for i, piece in enumerate(one.pieces)}
     whole = {piece.name: piece for piece in one.pieces}
     errors = dict.fromkeys(ORDER, 0.0)
@@ -69,7 +70,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
         errors[what] = max(errors[what], error)
         if not error <= bound:
             key = (step, ORDER.index(what), -position.get(name, 0), rank)
-            breaks.append((key, Break(step, what, name, rank, error, bound, one.dtype, ratio)))
+            breaks.append((key, Break(step, what, name, rank, error, bound, dtype, ratio)))
 
     scales = {what: scale_of(one, what) for what in ("gradient", "parameter")}
     for trace in many:
@@ -84,7 +85,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
                 ):
                     box = expected[tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))]
                     judge(step, what, piece.name, trace.rank, *tensor_error(got, box, expected, scales[what][step]))
-    return Agreement(one.dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
+    return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
 
 
 def number_error(got: float, expected: float) -> tuple[float, float]:

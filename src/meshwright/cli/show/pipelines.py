@@ -110,6 +110,6 @@ def _written(several: Sequence[Walked], html: str | Path | None, trace: str | Pa
         from meshwright.view.trace import write_trace
 
         if len(several) > 1:
-            raise MeshwrightError("MW-PIPE-040", "a trace holds one schedule", fix="--trace without --compare")
+            raise MeshwrightError("MW-PIPE-008", "a trace holds one schedule", fix="--trace without --compare")
         paths.append(write_trace(pipeline_trace(several[0], seconds_per_unit=1e-3), trace))
     return paths

@@ -13,7 +13,6 @@ Memory is the bytes of all storages alive, taken when an operator makes one and 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import local_tensor
 from meshwright.train.loop import Trainer
+from meshwright.train.records import Observed
 
 AXES = ("tp", "pp", "shard", "replicate", "dp", "world")
 # operator → (our name, which argument holds the full buffer)
@@ -43,15 +43,6 @@ COLLECTIVES = {
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
 SILENT = ("c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "_c10d_functional::wait_tensor")
-
-
-@dataclass
-class Observed:
-    """By (axis, operation): how many and how many bytes of n. `unknown` lists operators the witness cannot read."""
-
-    collectives: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    peak_bytes: int = 0
-    unknown: list[str] = field(default_factory=list)
 
 
 class Observer(TorchDispatchMode):
@@ -166,4 +157,4 @@ class LiveBytes:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
 
     def unwatch_resizes(self) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]

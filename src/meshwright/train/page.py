@@ -1,0 +1,96 @@
+"""A training to look at: a bar with the loss as it falls, and at the end measured against predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from meshwright.describe.result import Difference
+from meshwright.train.records import StepRecord
+from meshwright.train.run import Training
+from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
+from meshwright.view.tables import console, filled, heading
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK = 32
+
+
+def sparkline(values: list[float], width: int = SPARK) -> str:
+    """The course of a number in one line: means of `width` runs of it, from the lowest block to the highest."""
+    if not values:
+        return ""
+    edges = (
+        [round(i * len(values) / width) for i in range(width + 1)] if len(values) > width else range(len(values) + 1)
+    )
+    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, list(edges)[1:], strict=False)]
+    low, high = min(means), max(means)
+    return "".join(
+        BLOCKS[round((m - low) / (high - low) * (len(BLOCKS) - 1))] if high > low else BLOCKS[0] for m in means
+    )
+
+
+class Show:
+    """Hears steps; draws a live bar on a terminal, else a line now and then."""
+
+    def __init__(self, steps: int, out: Console, progress: Progress | None) -> None:
+        self.steps, self.out, self.progress = steps, out, progress
+        self.losses: list[float] = []
+        self.every = max(1, steps // 10)
+        self.task: Any = progress.add_task("", total=steps, words="starting ranks") if progress else None
+
+    def __call__(self, record: StepRecord) -> None:
+        self.losses.append(record.loss)
+        rate = format_count(record.tokens / record.seconds)
+        words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
+        if self.progress is not None:
+            self.progress.update(self.task, advance=1, words=f"{words}  {sparkline(self.losses)}")
+        elif record.step % self.every == 0 or record.step == self.steps - 1:
+            self.out.print(f"step {record.step:>5}  {words}")
+
+
+@contextmanager
+def showing(steps: int) -> Iterator[Show]:
+    out = console()
+    if not out.is_terminal:
+        yield Show(steps, out, None)
+        return
+    columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn())
+    with Progress(*columns, console=out) as progress:
+        yield Show(steps, out, progress)
+
+
+def page(training: Training, folder: str) -> RenderableType:
+    m, p = training.measurement, training.prediction
+    low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
+    title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up")
+    loss = Text.assemble(("loss ", "dim"), f"{m.loss[0]:.3f} → {m.loss[-1]:.3f}  ", (sparkline(m.loss), "cyan"))
+    step = Text.assemble(("step ", "dim"), (format_seconds(m.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
+                         ("   predicted ", "dim"), format_seconds(p.step_time_s),
+                         (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"))  # fmt: skip
+    return Group(title, loss, step, difference(training.differences), Text(f"written to {folder}", "dim"))
+
+
+def difference(rows: list[Difference]) -> RenderableType:
+    cells = []
+    for row in rows:
+        error = Text(f"{100 * row.error:+.0f}%", "green" if abs(row.error) <= 0.2 else "yellow")
+        cells.append([row.what, told(row.predicted, row.unit), told(row.measured, row.unit), error])
+    return filled(("", ">predicted", ">measured", ">error"), cells, title="Prediction against measurement")
+
+
+def told(value: float, unit: str) -> str:
+    match unit:
+        case "s":
+            return format_seconds(value)
+        case "GiB":
+            return format_bytes(value * 2**30)
+        case "bytes":
+            return format_decimal_bytes(value)
+        case "tokens/s":
+            return f"{format_count(value)} /s"
+    return f"{value:.3g} {unit}"

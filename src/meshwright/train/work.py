@@ -1,0 +1,51 @@
+"""A training on one rank: put the plan on the model, run the loop, tell the parent each step; then watch one step more.
+
+Timed steps run bare. The watched step counts what was sent and the memory held, and is not timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+
+from meshwright.describe.config import Config
+from meshwright.lower.op import sent
+from meshwright.parallel.apply import apply
+from meshwright.train.data import Corpus
+from meshwright.train.loop import Trainer
+from meshwright.train.observe import Observer
+from meshwright.train.rank import RankContext
+from meshwright.train.records import RankReport, Settings, StepRecord
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DATA_AXES = ("shard", "replicate", "dp", "world")  # told together as dp
+
+
+def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
+    parallel = apply(config.model, config.plan, config.workload, context.rank, device=context.device,
+                     dtype=DTYPES[config.plan.param_dtype], seed=seed, order=config.plan.order or config.stack.order)  # fmt: skip
+    trainer = Trainer(parallel, Corpus(config.model, config.workload.seq, seed), settings)
+
+    def tell(record: StepRecord) -> None:
+        if context.rank == 0:
+            context.tell(asdict(record))
+
+    trainer.after_step.append(tell)
+    trainer.train(steps)
+    trainer.after_step.clear()
+    with Observer(trainer) as observer:
+        trainer.train_step()
+    seen = observer.observed()
+    return RankReport(
+        context.rank, parallel.mesh.coordinates["pp"], seen.peak_bytes, sent_by_axis(trainer, seen.collectives)
+    )
+
+
+def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int, int]]) -> dict[str, float]:
+    """Bytes this rank sends in a step, by axis, each collective run bandwidth-optimally."""
+    out: dict[str, float] = {}
+    for (axis, operation), (_, size) in collectives.items():
+        told = "dp" if axis in DATA_AXES else axis
+        out[told] = out.get(told, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(axis)))
+    return out

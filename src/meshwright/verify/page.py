@@ -1,0 +1,103 @@
+"""A proof as a page: the verdict first, then what was proved, how far apart the two were, and what was said on the
+wire."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.units import format_bytes, format_decimal_bytes
+from meshwright.verify.prove import Proof
+from meshwright.verify.records import Row
+from meshwright.view.tables import filled, heading
+
+SHOWN_BREAKS = 5
+
+
+def page(proof: Proof) -> RenderableType:
+    parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof)]
+    if not proof.parity:
+        parts.append(breaks(proof))
+    return Group(*parts, collectives(proof), memory(proof))
+
+
+def verdict(proof: Proof) -> Text:
+    world = proof.small.plan.world
+    if proof.passed:
+        words = f"trains what one device trains: {proof.steps} steps on {world} ranks"
+        return Text.assemble(("✓ ", "bold green"), (proof.small.plan.title(), "bold"), f"  {words}",
+                             (f"  {proof.seconds:.1f} s", "dim"))  # fmt: skip
+    what = (
+        "does not train what one device trains"
+        if not proof.parity
+        else "communicates what the step program does not say"
+    )
+    return Text.assemble(("✗ ", "bold red"), (proof.small.plan.title(), "bold"), (f"  {what}", "bold red"),
+                         (f"  {proof.seconds:.1f} s", "dim"))  # fmt: skip
+
+
+def notes(proof: Proof) -> list[Text]:
+    return [Text(f"  {change}", "dim") for change in proof.small.changes]
+
+
+def agreement(proof: Proof) -> RenderableType:
+    rows = []
+    for a in proof.agreements:
+        bad = {b.what for b in a.breaks}
+        cells = [
+            Text(f"{a.errors[k]:.1e}", "bold red" if k in bad else "")
+            for k in ("loss", "norm", "gradient", "parameter")
+        ]
+        rows.append([a.dtype, *cells])
+    columns = ("dtype", ">loss", ">gradient norm", ">gradients", ">parameters")
+    return filled(columns, rows, title="Largest relative difference from one device in float64")
+
+
+def breaks(proof: Proof) -> RenderableType:
+    found = [b for a in proof.agreements for b in a.breaks]
+    lines = [heading("What broke first", f"axis {proof.blamed}")]
+    lines += [Text(f"  {b}", "red" if i == 0 else "dim") for i, b in enumerate(found[:SHOWN_BREAKS])]
+    if len(found) > SHOWN_BREAKS:
+        lines.append(Text(f"  … and {len(found) - SHOWN_BREAKS} more", "dim"))
+    return Group(*lines)
+
+
+def collectives(proof: Proof) -> RenderableType:
+    """Ranks that say the same are told once."""
+    same: dict[tuple, list[int]] = {}
+    first: dict[tuple, Row] = {}
+    for rank, row in proof.rows:
+        key = (row.axis, row.operation, row.lowered, row.observed, tuple(row.explained), row.unexplained)
+        same.setdefault(key, []).append(rank)
+        first[key] = row
+    rows = []
+    for key, ranks in sorted(same.items(), key=lambda item: (item[0][:2], item[1])):
+        row = first[key]
+        why = Text("; ".join(row.explained) or "equal", "dim")
+        if row.unexplained:
+            why = Text("unexplained", "bold red")
+        rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts(row), why])
+    columns = ("axis", "collective", "ranks", ">lowered", ">bytes", ">issued", ">bytes", "difference")
+    return filled(columns, rows, title="Collectives of one step: lowered step program against what was issued")
+
+
+def joined(ranks: list[int]) -> str:
+    return f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)) else \
+        ",".join(map(str, ranks))  # fmt: skip
+
+
+def amounts(row: Row) -> list[str]:
+    return [f"{row.lowered[0]:g}", format_decimal_bytes(row.lowered[1]), f"{row.observed[0]:g}",
+            format_decimal_bytes(row.observed[1])]  # fmt: skip
+
+
+def memory(proof: Proof) -> RenderableType:
+    same: dict[tuple[float, float], list[int]] = {}
+    for trace in proof.traces:
+        if trace.observed is not None:
+            same.setdefault((trace.predicted_bytes, trace.observed.peak_bytes), []).append(trace.rank)
+    rows = [
+        [joined(ranks), format_bytes(predicted), format_bytes(peak), f"{predicted / max(peak, 1):.2f}"]
+        for (predicted, peak), ranks in same.items()
+    ]
+    return filled(("ranks", ">predicted", ">peak", ">ratio"), rows, title="Memory of tensors in that step")

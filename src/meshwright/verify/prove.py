@@ -1,0 +1,136 @@
+"""The proof of a plan: train its small copy on many ranks and on one device, and compare everything.
+
+    1  fold      the plan to the fewest ranks that keep every axis, the model to a small one with the same flags
+    2  train     both through `train`'s own step, in float64 and float32, from the same weights on the same batches
+    3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one watched step
+    4  blame     should they differ: train again with each axis alone; the one that differs alone is the broken one
+
+A proof is worth what it would catch, so weights start where no bias is zero, padding differs from rank to rank, and
+gradients are large enough to be clipped.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.supported import check_supported
+from meshwright.train import launch
+from meshwright.verify.compare import Agreement, bounds_from_rounding, compare
+from meshwright.verify.fold import AXES, Small, small_copy
+from meshwright.verify.records import Job, Row, Trace
+
+TARGET = "meshwright.verify.trace:record"
+SILENCE_S = 120.0
+
+
+@dataclass
+class Proof:
+    small: Small
+    steps: int
+    agreements: list[Agreement]
+    traces: list[Trace]  # of the ranks, in the dtype that was watched
+    blamed: str = ""
+    seconds: float = 0.0
+
+    @property
+    def parity(self) -> bool:
+        return not any(agreement.breaks for agreement in self.agreements)
+
+    @property
+    def communication(self) -> bool:
+        return not any(row.unexplained for _, row in self.rows) and not self.unknown
+
+    @property
+    def passed(self) -> bool:
+        return self.parity and self.communication
+
+    @property
+    def rows(self) -> list[tuple[int, Row]]:
+        return [(trace.rank, row) for trace in self.traces for row in trace.traffic]
+
+    @property
+    def unknown(self) -> list[str]:
+        return sorted({name for trace in self.traces if trace.observed for name in trace.observed.unknown})
+
+    def as_dict(self) -> dict[str, Any]:
+        first = next((asdict(b) for a in self.agreements for b in a.breaks), None)
+        if first is not None:
+            first["ratio"] = first["ratio"] if first["ratio"] == first["ratio"] else None
+            first["axis"] = self.blamed
+        return {
+            "passed": self.passed,
+            "plan": self.small.plan.title(),
+            "ranks": self.small.plan.world,
+            "changes": list(self.small.changes),
+            "steps": self.steps,
+            "errors": {a.dtype: a.errors for a in self.agreements},
+            "first_break": first,
+            "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
+            "memory": [
+                {"rank": t.rank, "peak_bytes": t.observed.peak_bytes, "predicted_bytes": t.predicted_bytes}
+                for t in self.traces
+                if t.observed
+            ],
+            "seconds": self.seconds,
+        }
+
+
+def prove(
+    config: Config, ranks: int = 8, steps: int = 5, seed: int = 0, device: str = "cpu", prepare: str = ""
+) -> Proof:
+    """Raise only for what cannot be tried; a plan that trains something else comes back as a failed proof."""
+    started = time.perf_counter()
+    small = small_copy(config, ranks)
+    check_supported(small.model, small.plan)
+    job = Job(small.model, small.plan, small.workload, small.order, steps, seed, watch=True, prepare=prepare)
+    one = run(one_device(job), device)[0]
+    many = run(job, device)
+    double = compare(one["fp64"], [rank["fp64"] for rank in many])
+    bounds = bounds_from_rounding(one["fp32"], one["fp64"])
+    single = compare(one["fp64"], [rank["fp32"] for rank in many], bounds)
+    proof = Proof(small, steps, [double, single], [rank["fp32"] for rank in many])
+    if not proof.parity:
+        proof.blamed = blame(job, one["fp64"], device)
+    proof.seconds = time.perf_counter() - started
+    return proof
+
+
+def run(job: Job, device: str) -> list[dict[str, Trace]]:
+    return launch.run(TARGET, job.plan.world, job, silence=SILENCE_S, group_timeout=SILENCE_S / 2, device=device)
+
+
+def one_device(job: Job) -> Job:
+    """The same model and global batch on one device, all of the batch at once, and no fault injected."""
+    plan = Plan(microbatch=job.workload.batch, param_dtype="fp32", master=False)
+    return Job(job.model, plan, job.workload, job.order, job.steps, job.seed, job.dtypes)
+
+
+def blame(job: Job, one: Trace, device: str) -> str:
+    """The axis that breaks parity by itself, or the words that none does."""
+    wide = [axis for axis in AXES if getattr(job.plan, axis) > 1]
+    for axis in ["", *wide] if len(wide) > 1 else [""]:
+        alone = alone_plan(job.plan, axis)
+        trial = Job(job.model, alone, job.workload, job.order, job.steps, job.seed, ("fp64",), prepare=job.prepare)
+        try:
+            alone.check(job.model, job.workload)
+            traces = [rank["fp64"] for rank in run(trial, device)]
+        except MeshwrightError:
+            continue  # this axis cannot stand alone on the small model
+        if compare(one, traces).breaks:
+            return axis or "micro-batches"
+    return " × ".join(wide) if len(wide) != 1 else wide[0]
+
+
+def alone_plan(plan: Plan, axis: str) -> Plan:
+    """The plan with every axis but one at 1."""
+    sizes = {a: getattr(plan, a) if a == axis else 1 for a in AXES}
+    if axis != "pp":
+        sizes |= {"virtual": 1}
+    keep: dict[str, Any] = {} if axis == "pp" else {"schedule": "1f1b", "layers_per_stage": ()}
+    zero = plan.zero if axis == "shard" else 0
+    return plan.but(**sizes, **keep, zero=zero, sp=plan.sp and axis == "tp")

@@ -1,0 +1,66 @@
+"""What a proof is asked and what its ranks answer: plain data, so that the asking process needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.train.records import Observed
+
+Amount = tuple[float, float]  # count, bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, and how often. `prepare` names a function each rank calls first: a place to inject a fault."""
+
+    model: Model
+    plan: Plan
+    workload: Workload
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp")
+    steps: int = 5
+    seed: int = 0
+    dtypes: tuple[str, ...] = ("fp64", "fp32")
+    watch: bool = False
+    prepare: str = ""
+
+
+@dataclass
+class PieceTrace:
+    """One piece on one rank: where it starts in the full tensor, its gradient and its value after each step."""
+
+    name: str
+    start: tuple[int, ...]
+    gradients: list[np.ndarray] = field(default_factory=list)
+    parameters: list[np.ndarray] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """One (axis, operation) on one rank: what the lowered step program says and what the witness saw."""
+
+    axis: str
+    operation: str
+    lowered: Amount
+    observed: Amount
+    explained: list[str] = field(default_factory=list)
+    unexplained: bool = False
+
+
+@dataclass
+class Trace:
+    """One rank's training in one dtype."""
+
+    rank: int
+    dtype: str
+    coordinates: dict[str, int] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    pieces: list[PieceTrace] = field(default_factory=list)
+    observed: Observed | None = None
+    traffic: list[Row] = field(default_factory=list)
+    predicted_bytes: float = 0.0

@@ -1,0 +1,227 @@
+"""Collectives the witness saw against the lowered step program: equal, or each difference explained by name.
+
+Both are told by (axis, operation) as how many a step and how many bytes of n. What a real stack does beside the
+lowered program is listed in `explanations`, each with the exact count and bytes it adds or takes away; a difference
+that is no sum of these stays unexplained and fails the proof. Where the lowering already tells one of them, the
+difference is zero and the explanation is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.cost.memory import elements, memory
+from meshwright.describe.stack import Stack
+from meshwright.lower import sync
+from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.stages import Holding, holding
+from meshwright.lower.step import step_program
+from meshwright.parallel.apply import Parallel, program_of
+from meshwright.parallel.pieces import TIED_COPY, TIED_SOURCE
+from meshwright.parallel.zero import Buckets, units
+from meshwright.train.observe import canonical
+from meshwright.train.records import Observed
+from meshwright.verify.records import Amount, Row
+
+VOCABULARY = (TIED_SOURCE, TIED_COPY)
+OURS = {"dp_cp": "dp", "shard_cp": "shard"}  # without context parallelism the axes are the same
+
+
+@dataclass(frozen=True)
+class Explanation:
+    name: str
+    axis: str
+    operation: str
+    count: float
+    bytes: float = 0.0
+
+
+def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
+    """This rank's rows."""
+    low = lowered(parallel)
+    reasons = list(explanations(parallel, low))
+    rows = []
+    for key in sorted({*low, *observed.collectives}):
+        expected, seen = low.get(key, (0.0, 0.0)), observed.collectives.get(key, (0, 0))
+        row = Row(*key, expected, (float(seen[0]), float(seen[1])))
+        here = [r for r in reasons if (r.axis, r.operation) == key and (r.count or r.bytes)]
+        found = explain((row.observed[0] - expected[0], row.observed[1] - expected[1]), here)
+        row.explained, row.unexplained = found or [], found is None
+        rows.append(row)
+    return rows
+
+
+def explain(difference: Amount, reasons: list[Explanation]) -> list[str] | None:
+    """The fewest reasons that add up to the difference; None if none do."""
+    for size in range(len(reasons) + 1):
+        for chosen in combinations(reasons, size):
+            count, total = sum(r.count for r in chosen), sum(r.bytes for r in chosen)
+            if abs(count - difference[0]) < 1e-6 and abs(total - difference[1]) < 0.5:
+                return [r.name for r in chosen]
+    return None
+
+
+# What the lowered program says
+
+
+def lowered(parallel: Parallel) -> dict[tuple[str, str], Amount]:
+    program = step_program(parallel.model, parallel.plan, parallel.workload, Stack())
+    batch, mesh = program.batch, parallel.mesh
+    here = holding(batch, np.full(1, float(mesh.index("pp"))))
+    out: dict[tuple[str, str], Amount] = {}
+
+    def add(op: Op, times: float) -> None:
+        count = number(op.count) * times
+        if count and number(batch.size(op.axis)) > 1:
+            key = canonical(mesh, OURS.get(op.axis, op.axis)), op.collective
+            before = out.get(key, (0.0, 0.0))
+            out[key] = before[0] + count, before[1] + count * number(op.message_bytes)
+
+    microbatches = number(batch.microbatches)
+    for (block, _), ops in program.blocks.items():
+        for op in ops:
+            if op.axis:
+                add(op, microbatches * number(here.counts[block]))
+    for op in once_a_step(program, here):
+        if op.axis:
+            add(op, 1.0)
+    for name, way in (("boundary-F", 1), ("boundary-I", -1)):
+        for op in program.sync.get(name, ()):
+            add(op, microbatches * sends(parallel, way))
+    return out
+
+
+def once_a_step(program: StepProgram, here: Holding) -> list[Op]:
+    ops: list[Op] = []
+    for group, count in elements(program, here).items():
+        ops += [
+            *sync.gradient_reduction(program.batch, count, group),
+            *sync.parameter_gather(program.batch, count, group),
+        ]
+    return ops + sync.optimizer(program.batch, 1.0, 1.0)
+
+
+def sends(parallel: Parallel, way: int) -> int:
+    """Stages of this rank whose neighbour, after (1) or before (−1) them, sits on another rank."""
+    program = program_of(parallel.plan, parallel.workload)
+    if program is None:
+        return 0
+    ranks = program.rank_of
+    neighbours = [(s, s + way) for s in parallel.stages if 0 <= s + way < len(ranks)]
+    return sum(int(ranks[a] != ranks[b]) for a, b in neighbours)
+
+
+def predicted_memory(parallel: Parallel) -> float:
+    """Bytes the cost model expects of tensors on this rank: without driver context and allocator slack."""
+    program = step_program(parallel.model, parallel.plan, parallel.workload, Stack())
+    parts = memory(program, holding(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
+    return sum(number(size) for part, size in parts.items() if part not in ("context", "slack"))
+
+
+def number(value: Any) -> float:
+    return float(np.broadcast_to(value, 1)[0])
+
+
+# What this stack does beside it
+
+
+def explanations(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+    yield from bookkeeping(parallel, low)
+    yield from tensor_parallel(parallel)
+    if any(isinstance(module, FSDPModule) for module in parallel.stages.values()):
+        yield from sharded(parallel, low)
+    else:
+        key = canonical(parallel.mesh, "dp"), "all_reduce"
+        yield Explanation("the vocabulary is cut unevenly", *key, 0, unevenness(parallel))
+        messages = sum(len(r.messages) for r in parallel.reductions if isinstance(r, Buckets) and r.group is not None)
+        whole = sum(r.flat.nbytes for r in parallel.reductions if isinstance(r, Buckets))
+        together = max(1, -(-whole // max(int(parallel.plan.bucket), 1)))
+        yield Explanation("each pipeline stage has buckets of its own", *key, messages - together if messages else 0)
+
+
+def unevenness(parallel: Parallel) -> float:
+    """Bytes of parameters above (or below) an even share of the vocabulary."""
+    tp, vocabulary = parallel.plan.tp, parallel.model.padded_vocab
+    cut = [p.parameter for p in parallel.pieces if tp > 1 and p.name in VOCABULARY]
+    return sum((p.shape[0] - vocabulary / tp) * p.shape[1] * p.element_size() for p in cut)
+
+
+def bookkeeping(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+    mesh = parallel.mesh
+    if mesh.size("dp") > 1:
+        yield Explanation("valid tokens are counted over dp", canonical(mesh, "dp"), "all_reduce", 1, 8)
+    if mesh.size("world") > 1:
+        world = canonical(mesh, "world")
+        if parallel.workload.clip:
+            yield Explanation("the norm travels as float64 with the loss", world, "all_reduce", 0, 12)
+        else:
+            yield Explanation("norm and loss are summed even unclipped", world, "all_reduce", 1, 16)
+    tied = [p for p in parallel.pieces if p.tied]
+    if len(tied) == 1:
+        yield Explanation("the two ends sum a tied embedding's gradient", "pp", "all_reduce", 1, tied[0].local.nbytes)
+
+
+def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
+    model, plan = parallel.model, parallel.plan
+    if plan.tp == 1:
+        return
+    tp = canonical(parallel.mesh, "tp")
+    microbatches = plan.microbatches(parallel.workload)
+    partial = [p.local.nbytes for p in parallel.pieces if p.partial]
+    if partial:
+        yield Explanation("whole vectors with partial gradients are summed", tp, "all_reduce", 1, sum(partial))
+    has_last = max(parallel.stages) == plan.stages - 1
+    if has_last and model.kind == "mlp":
+        n = plan.microbatch * model.hidden * parallel.pieces[0].local.element_size()
+        yield Explanation(
+            "the last layer's gradient is whole already", tp, "reduce_scatter", -microbatches, -microbatches * n
+        )
+    if has_last and model.kind == "transformer":
+        yield Explanation("the loss sums two values a token in one message", tp, "all_reduce", -microbatches)
+    program = program_of(plan, parallel.workload)
+    if plan.sp and program is not None and program.splits_backward:
+        n = plan.microbatch * parallel.workload.seq * model.hidden * parallel.pieces[0].local.element_size()
+        inputs = [a.stage for a in program.actions(parallel.mesh.index("pp")) if a.kind == "I" and a.stage > 0]
+        times = sum(regions(parallel.stages[stage]) for stage in inputs)
+        yield Explanation("a split backward gathers again in I and in W", tp, "all_gather", times, times * n)
+
+
+def regions(stage: Any) -> int:
+    return 2 * len(stage.layers) + (stage.head is not None)
+
+
+def sharded(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+    """`fully_shard` works unit by unit, pads rows to a multiple of the ranks, and a pipeline gathers and reduces
+    once."""
+    plan, shard = parallel.plan, canonical(parallel.mesh, "shard")
+    parts = sum(len(units(module)) for module in parallel.stages.values())
+    ranks, shapes = parallel.mesh.size("shard"), [tuple(p.parameter.shape) for p in parallel.pieces]
+    size = parallel.pieces[0].local.element_size()
+    copy = sum(int(np.prod(p.parameter.shape)) for p in parallel.pieces if p.tied_copy) * size
+    uneven = unevenness(parallel)
+    padding = sum((-s[0] % ranks) * int(np.prod(s[1:])) for s in shapes) * size
+    rounds = plan.microbatches(parallel.workload)
+    gathers = 2 * rounds if plan.zero == 3 and plan.reshard else 1
+    reductions = rounds if plan.reduces_each else 1
+    for operation, axis, times, part in (
+        ("all_gather", shard, gathers, 1), ("reduce_scatter", shard, reductions, 1),
+        ("all_reduce", canonical(parallel.mesh, "replicate"), reductions, ranks),
+    ):  # fmt: skip
+        count, total = low.get((axis, operation), (0.0, 0.0))
+        if not count:
+            continue
+        really = 1 if plan.pp > 1 else times
+        each = count / times
+        if really != times:
+            yield Explanation("a pipeline gathers and reduces once a step", axis, operation, each * (really - times),
+                              total / times * (really - times))  # fmt: skip
+        yield Explanation("fully_shard works unit by unit", axis, operation, (parts - each) * really)
+        yield Explanation("rows are padded to a multiple of the ranks", axis, operation, 0, padding / part * really)
+        yield Explanation("a tied embedding has a copy on the last stage", axis, operation, 0, copy / part * really)
+        yield Explanation("the vocabulary is cut unevenly", axis, operation, 0, uneven / part * really)
