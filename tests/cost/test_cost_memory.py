@@ -1,0 +1,194 @@
+"""Memory: the ZeRO table of the seeds' 7B model, liveness, and what must never shrink."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lower.cases import COUNTS, GPT, GQA, MODELS, MOE, STORED, WORK, lowered, one, plans
+from meshwright.cost import memory as room
+from meshwright.cost.memory import PARTS, largest_model, memory, minimum_gpus, state_memory, zero_state_bytes
+from meshwright.cost.predict import predict
+from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.stages import holdings
+from meshwright.lower.step import step_program
+from meshwright.programs.pipelines import build, walk
+
+SEVEN = COUNTS.but(name="7b", given_parameters=7e9)
+TABLE = [(0, 112, 14, 14, 84), (1, 38.5, 14, 14, 10.5), (2, 26.25, 14, 1.75, 10.5), (3, 14, 1.75, 1.75, 10.5)]
+DGX = catalog.load("clusters", "dgx-h100")
+
+
+def of(program, rank=0):
+    """Memory by part of one pipeline rank."""
+    parts = memory(program, holdings(program.batch, every_rank=True)[rank])
+    return {part: one(size) for part, size in parts.items()}
+
+
+@pytest.mark.parametrize(("stage", "total", "parameters", "gradients", "optimizer"), TABLE)
+def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradients, optimizer):
+    """112, 38.5, 26.25 and 14 GB: by the textbook formula, and by lowering."""
+    assert zero_state_bytes(7e9, 8, stage) == total * 1e9
+    plan = {"zero": stage, "shard": 8} if stage else {"replicate": 8}
+    program = lowered(SEVEN, Workload(batch=8, seq=1), grad_dtype="bf16", **plan)
+    states = state_memory(program, holdings(program.batch)[0])
+    found = {part: one(size) / 1e9 for part, size in states.items()}
+    assert found == pytest.approx({"parameters": parameters, "gradients": gradients, "optimizer": optimizer})
+    assert sum(found.values()) == pytest.approx(total)
+
+
+def test_states_follow_dtypes_and_optimizer():
+    def bytes_per_parameter(workload=None, **plan):
+        program = lowered(SEVEN, workload or Workload(batch=8, seq=1), **plan)
+        return sum(map(one, state_memory(program, holdings(program.batch)[0]).values())) / 7e9
+
+    assert bytes_per_parameter() == 18  # fp32 gradients: 2 + 4 + 12
+    assert bytes_per_parameter(grad_dtype="bf16") == 16
+    assert bytes_per_parameter(param_dtype="fp32") == 16  # no second fp32 copy: 4 + 4 + 8
+    assert bytes_per_parameter(master=False, grad_dtype="bf16", state_dtype="bf16") == 8
+    assert bytes_per_parameter(Workload(batch=8, seq=1, optimizer="sgd"), grad_dtype="bf16") == 8
+    assert bytes_per_parameter(offload="states") == 6  # moments and master live on the host
+
+
+def test_gpus_needed_and_largest_model():
+    """The seeds' table of models on 80 GB, and the limits of plain data parallelism."""
+    needed = {7e9: 2, 13e9: 3, 65e9: 13, 175e9: 35, 540e9: 108}
+    assert {n: minimum_gpus(n, 80e9) for n in needed} == needed
+    assert minimum_gpus(1, 80e9) == 1
+    assert (largest_model(40e9), largest_model(80e9)) == (2.5e9, 5e9)
+    assert minimum_gpus(largest_model(80e9), 80e9) == 1
+
+
+def test_parts_are_named_and_whole():
+    parts = of(lowered(GQA, tp=2, zero=3, shard=2, pp=2))
+    assert set(parts) == set(PARTS)
+    assert all(size >= 0 for size in parts.values())
+    assert parts["context"] == pytest.approx(Stack().context + 3 * Stack().communicator)
+    live = parts["activations"] + parts["gathered"] + parts["working"]
+    assert parts["slack"] == pytest.approx(Stack().allocator_slack * live)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "naive"])
+def test_activations_are_held_for_as_many_micro_batches_as_the_schedule_walks(schedule):
+    program = lowered(GPT, Workload(batch=16, seq=512), pp=4, schedule=schedule)
+    peaks = walk(build(schedule, 4, 16)).peak_in_flight
+    for rank in (1, 2):  # no embedding, no head
+        saved = 2 * sum(map(one, program.saved["dense"].values()))  # two layers a stage
+        assert of(program, rank)["activations"] == pytest.approx(peaks[rank] * saved)
+
+
+def test_virtual_stages_are_counted_in_their_own_size():
+    program = lowered(GPT, Workload(batch=16, seq=512), pp=4, virtual=2, schedule="interleaved")
+    peaks = walk(build("interleaved", 4, 16, 2)).peak_in_flight
+    layer = sum(map(one, program.saved["dense"].values()))  # one layer a stage, two stages a rank
+    assert of(program, 1)["activations"] == pytest.approx(peaks[1] * layer)
+
+
+def test_full_recompute_keeps_inputs_and_one_layer():
+    """The seeds' example: 32 layers of 4096, 8 × 2048 tokens: 73 GB becomes 4.3 plus 2.3 GB, 91% saved, not 97."""
+    model = Model(name="m", hidden=4096, layers=32, heads=32, ffn=16384, activation="gelu", norm="layernorm", vocab=64,
+                  positions="none", dropout=True)  # fmt: skip
+    work = Workload(batch=8, seq=2048)
+
+    def layers(recompute):
+        program = lowered(model, work, microbatch=8, recompute=recompute)
+        holding = holdings(program.batch)[0]
+        ends = sum(one(sum(program.saved[end].values())) for end in ("embedding", "head"))
+        return (one(room.activation_memory(program, holding)) - ends) / 1e9
+
+    assert layers("none") == pytest.approx(73.0, abs=0.1)
+    assert layers("full") == pytest.approx(4.29 + 2.28, abs=0.02)
+    assert 1 - layers("full") / layers("none") == pytest.approx(0.91, abs=0.001)
+
+
+def test_logits_live_for_one_micro_batch_on_the_last_stage_alone():
+    work = Workload(batch=16, seq=512)
+    small, large = GPT, GPT.but(vocab=100_000)
+    first, last = (
+        of(lowered(large, work, pp=4), r)["activations"] - of(lowered(small, work, pp=4), r)["activations"]
+        for r in (0, 3)
+    )
+    assert first == 0
+    assert last == pytest.approx(512 * 99_000 * 4)
+
+
+def test_gathered_weights_of_zero_three():
+    """Freed: two layers' weights and one whole gradient. Kept: all weights the rank has."""
+    freed, kept = (lowered(GPT, Workload(batch=16, seq=512), zero=3, shard=8, pp=2, reshard=r) for r in (True, False))
+    layer = one(sum(freed.parameters["dense"].values()))
+    embedding = one(sum(freed.parameters["embedding"].values()))
+    assert of(freed, 0)["gathered"] == pytest.approx(2 * 2 * layer + 4 * layer)
+    assert of(kept, 0)["gathered"] == pytest.approx(2 * (4 * layer + embedding) + 4 * layer)
+    assert of(lowered(zero=2, shard=8))["gathered"] == 0
+
+
+def test_activations_offloaded_leave_the_device():
+    here, there = (of(lowered(GPT, offload=offload))["activations"] for offload in ("none", "activations"))
+    assert there < here / 2
+
+
+def test_a_tied_head_keeps_its_copy_on_the_last_stage():
+    tied, apart = (of(lowered(GQA.but(tied=tied), pp=2), 1) for tied in (True, False))
+    assert tied["parameters"] == pytest.approx(apart["parameters"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)))
+def test_a_bigger_model_never_needs_less(data, name):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    fields = ["layers", "hidden"] if model.kind == "mlp" else ["layers", "hidden", "vocab"]
+    field = data.draw(st.sampled_from(fields))
+    grown = model.but(
+        **{field: 2 * getattr(model, field), **({"head_dim": model.head_width} if field == "hidden" else {})}
+    )
+    small, large = (step_cost(step_program(m, plan, WORK), DGX, every_rank=True).peak_memory for m in (model, grown))
+    assert one(large) >= one(small)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)))
+def test_sharding_more_and_recomputing_more_never_need_more_state_or_activations(data, name):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    by_stage = []
+    for zero in range(1 if plan.shard > 1 else 0, 4):
+        program = step_program(model, plan.but(zero=zero), WORK)
+        by_stage.append(sum(map(one, state_memory(program, holdings(program.batch)[0]).values())))
+    assert by_stage == sorted(by_stage, reverse=True)
+    kept = []
+    for recompute in ("none", "selective", "full"):
+        program = step_program(model, plan.but(recompute=recompute), WORK)
+        kept.append(sum(map(one, program.saved["moe" if model.experts else "dense"].values())))
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_fits_says_so():
+    small, large = (catalog.load("models", n) for n in ("llama2-7b", "llama2-70b"))
+    work, plan = Workload(batch=8, seq=2048), Plan(replicate=8, recompute="full")
+    one_node = DGX.with_gpus(8)
+    too_large = predict(large, one_node, plan, work, Stack())
+    assert not too_large.fits
+    assert too_large.memory_gib > too_large.memory_limit_gib
+    sharded = predict(small, one_node, Plan(shard=8, zero=3, recompute="full"), work, Stack())
+    assert sharded.fits
+    assert sharded.memory_gib <= sharded.memory_limit_gib == pytest.approx(one_node.accelerator.memory / 2**30)
+    batch = [Plan(replicate=8, recompute="full"), Plan(shard=8, zero=3, recompute="full")]
+    assert step_cost(step_program(small, batch, work), one_node).fits(one_node).tolist() == [False, True]
+
+
+def test_experts_are_held_by_their_own_ranks():
+    spread, here = (of(lowered(MOE, replicate=8, ep=ep)) for ep in (8, 1))
+    experts = MOE.parameters()["experts"]
+    assert here["parameters"] - spread["parameters"] == pytest.approx(experts * 2 * 7 / 8)
+
+
+def test_stored_softmax_costs_its_scores():
+    flash, stored = (of(lowered(GPT, stack=s))["activations"] for s in (Stack(), STORED))
+    scores = 8 * GPT.heads * WORK.seq * WORK.seq * 5  # softmax and its dropped copy in 2 bytes, the mask in 1
+    lse = 8 * GPT.heads * WORK.seq * 4
+    assert stored - flash == pytest.approx(scores - lse)

@@ -1,0 +1,302 @@
+"""The step: parts that sum, bounds of overlap, the host floor, pipelines against walked ones, traffic, and what must not grow."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lower.cases import COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
+from meshwright.cost import pipeline
+from meshwright.cost.estimate import estimate
+from meshwright.cost.predict import BAND, bound_by, cost_of, predict
+from meshwright.cost.step import AXIS_OF, step_cost
+from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower.batch import Batch
+from meshwright.lower.step import step_program
+from meshwright.programs.pipelines import Durations, bubble_fraction, build, walk
+
+DGX = catalog.load("clusters", "dgx-h100")
+IDLE_HOST = {"launch": 0.0, "collective_launch": 0.0, "step_overhead": 0.0}
+CASE = (st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
+
+
+def cost(model=GPT, workload=WORK, cluster=DGX, stack=None, **plan):
+    said = Plan(**plan).check(model, workload)
+    return cost_of(model, cluster.with_gpus(said.world), said, workload, stack or Stack())
+
+
+@settings(max_examples=60, deadline=None)
+@given(*CASE)
+def test_parts_sum_exactly_and_none_is_negative(data, name, which):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    result = predict(model, DGX.with_gpus(plan.world), plan, WORK, stack(which))
+    assert sum(result.exposed_s.values()) == pytest.approx(result.step_time_s, rel=1e-12)
+    assert all(seconds >= 0 for seconds in result.exposed_s.values())
+    assert result.step_time_low_s < result.step_time_s < result.step_time_high_s
+    assert all(sum(parts.values()) <= result.memory_gib * (1 + 1e-12) for parts in result.memory_by_stage)
+    assert max(sum(parts.values()) for parts in result.memory_by_stage) == pytest.approx(result.memory_gib)
+    assert 0 < result.mfu < 1
+    assert 0 < result.hfu < 1
+    if plan.pp == 1:
+        assert result.hfu >= result.mfu * (1 - 1e-12)  # the device does all the model asks for, and what the plan adds
+
+
+@settings(max_examples=60, deadline=None)
+@given(*CASE)
+def test_overlap_never_hides_more_than_there_is(data, name, which):
+    """No step is shorter than its compute, its host, or any one stream of communication."""
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    result = cost_of(model, DGX.with_gpus(plan.world), plan, WORK, stack(which))
+    for stream, seconds in result.busy.items():
+        assert one(result.time) >= one(seconds) * (1 - 1e-12), stream
+    none = cost_of(model, DGX.with_gpus(plan.world), plan.but(overlap=()), WORK, stack(which).but(compute_slowdown=0))
+    some = cost_of(model, DGX.with_gpus(plan.world), plan, WORK, stack(which).but(compute_slowdown=0))
+    assert one(some.time) <= one(none.time) * (1 + 1e-12)
+    everything = sum(map(one, none.busy.values())) + one(none.reduce)
+    rest = sum(one(none.exposed.get(p, 0)) for p in ("host", "bubble", "optimizer", "overhead", "pp", "dp"))
+    assert one(none.time) <= (everything + rest) * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
+def test_a_batch_costs_as_each_plan_alone(data, name, which):
+    model = MODELS[name]
+    several = data.draw(st.lists(plans(model), min_size=2, max_size=4))
+    cluster = DGX.with_gpus(4096)
+    together = step_cost(step_program(model, several, WORK, stack(which)), cluster)
+    for i, plan in enumerate(several):
+        alone = step_cost(step_program(model, plan, WORK, stack(which)), cluster)
+
+        def at(value, i=i):
+            return float(np.broadcast_to(value, len(several))[i])
+
+        assert at(together.time) == pytest.approx(one(alone.time), rel=1e-12)
+        assert at(together.peak_memory) == pytest.approx(one(alone.peak_memory), rel=1e-12)
+        for what in ("exposed", "traffic", "busy"):
+            ours, theirs = getattr(together, what), getattr(alone, what)
+            assert {k: at(v) for k, v in ours.items() if at(v)} == pytest.approx(
+                {k: one(v) for k, v in theirs.items() if one(v)}
+            )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)))
+def test_few_ranks_stand_for_all(data, name):
+    """A search looks at four ranks of a pipeline, an estimate at all: the slowest and the fullest are among the four."""
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    program = step_program(model, plan, WORK)
+    cluster = DGX.with_gpus(plan.world)
+    few, every = step_cost(program, cluster), step_cost(program, cluster, every_rank=True)
+    assert one(few.time) == pytest.approx(one(every.time), rel=0.02)
+    assert one(few.peak_memory) == pytest.approx(one(every.peak_memory), rel=0.02)
+
+
+def changed(cluster, level=None, times=1.0, **device):
+    """The cluster with a faster device or a faster level."""
+    chip = cluster.accelerator
+    if device:
+        peak = {dtype: rate * device.get("peak", 1) for dtype, rate in chip.peak.items()}
+        chip = chip.but(peak=peak, memory_bandwidth=chip.memory_bandwidth * device.get("memory", 1))
+    levels = [
+        entry.but(link=entry.link.but(bandwidth=entry.link.bandwidth * times)) if k == level else entry
+        for k, entry in enumerate(cluster.levels)
+    ]
+    return cluster.but(accelerator=chip, levels=tuple(levels))
+
+
+@settings(max_examples=40, deadline=None)
+@given(*CASE, st.integers(0, 2), st.floats(1, 16))
+def test_faster_links_and_devices_are_never_slower(data, name, which, level, times):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    cluster = DGX.with_gpus(plan.world)
+    unslowed = stack(which).but(compute_slowdown=0)  # else a device slowed by what it hides is a fair price to pay
+    before = one(cost_of(model, cluster, plan, WORK, unslowed).time)
+    for other in (changed(cluster, level, times), changed(cluster, peak=times), changed(cluster, memory=times)):
+        assert one(cost_of(model, other, plan, WORK, unslowed).time) <= before * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(sorted(MODELS)))
+def test_more_layers_and_longer_batches_take_longer(data, name):
+    model = MODELS[name]
+    plan = data.draw(plans(model))
+    cluster = DGX.with_gpus(plan.world)
+    base = one(cost_of(model, cluster, plan, WORK, Stack()).time)
+    assert one(cost_of(model.but(layers=2 * model.layers), cluster, plan, WORK, Stack()).time) > base
+    assert one(cost_of(model, cluster, plan, WORK.but(batch=2 * WORK.batch), Stack()).time) > base
+
+
+# The host
+
+
+def test_the_host_floor_holds_up_small_layers():
+    """Launches × seconds a launch, whatever the device: a layer of the tiny model cannot be quicker than its host."""
+    slow = Stack(**{**IDLE_HOST, "launch": 1e-3}, overlap=())
+    result = cost(GQA, stack=slow)
+    program = lowered(GQA, stack=slow)
+    launches = {"F": 0.0, "I": 0.0, "W": 0.0}
+    for (block, phase), ops in program.blocks.items():
+        times = GQA.layers if block == "dense" else 1
+        for op in ops:
+            launches[phase] += times * one(op.count * op.launches)
+    floor = one(program.batch.microbatches) * sum(launches.values()) * 1e-3
+    assert one(result.time - result.exposed["optimizer"]) == pytest.approx(floor)
+    assert one(result.exposed["host"]) > 0.9 * floor
+    replayed = cost(GQA, stack=slow.but(graphs=True))
+    assert one(replayed.exposed["host"]) < 0.1 * floor
+
+
+def test_an_idle_host_adds_nothing():
+    assert one(cost(GQA, stack=Stack(**IDLE_HOST)).exposed["host"]) == 0
+    assert one(cost(stack=Stack(step_overhead=0.25)).exposed["overhead"]) == 0.25
+
+
+# Pipelines
+
+EVEN = MLP.but(layers=16)  # no embedding, a head of next to nothing: equal stages
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "interleaved-zb", "zbv"]
+)
+@pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 4), (4, 16)])
+def test_bubble_is_the_walked_one_on_equal_stages(schedule, pp, m):
+    virtual = 2 if schedule in ("interleaved", "looped-bfs", "interleaved-zb", "zbv") else 1
+    work = Workload(batch=m, seq=1)
+    batch = Batch.of([Plan(pp=pp, virtual=virtual, schedule=schedule)], EVEN, work, Stack())
+    f, i, w = 3.0, 4.0, 2.0
+    ramp = one(pipeline.ramp(batch, np.array([f]), np.array([i]), np.array([w]), np.array([0.0])))
+    walked = walk(build(schedule, pp, m, virtual), Durations.of(pp * virtual, f / virtual, i / virtual, w / virtual))
+    assert ramp == pytest.approx(walked.makespan - m * (f + i + w))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([1, 2, 4, 8, 16]), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_gpipe_and_1f1b_idle_p_minus_one_micro_batches(pp, m, forward, backward):
+    """Overhead (P−1)/M, fraction (P−1)/(M+P−1), whatever the times."""
+    for schedule in ("gpipe", "1f1b"):
+        batch = Batch.of([Plan(pp=pp, schedule=schedule)], EVEN, Workload(batch=m, seq=1), Stack())
+        times = (np.array([x]) for x in (forward, backward / 2, backward / 2, 0.0))
+        assert one(pipeline.ramp(batch, *times)) == pytest.approx((pp - 1) * (forward + backward))
+
+
+def test_bubble_of_a_whole_step_is_the_formula():
+    """Equal stages, no host, no messages to speak of: the bubble's share of the pipelined time is (P−1)/(M+P−1)."""
+    work, quick = Workload(batch=8 * 4096, seq=1), changed(DGX, 0, 1e4)
+    result = cost(EVEN.but(hidden=8192), work, quick, Stack(**IDLE_HOST), pp=4, microbatch=4096)
+    piped = one(result.time - result.exposed["optimizer"] - result.exposed["dp"])
+    assert one(result.exposed["bubble"]) / piped == pytest.approx(float(bubble_fraction("1f1b", 4, 8)), rel=0.02)
+
+
+def test_blocking_messages_wait_on_every_stage():
+    quiet = Stack(**IDLE_HOST, blocking_p2p=True)
+    result = cost(EVEN, Workload(batch=8 * 512, seq=1), stack=quiet, pp=4, microbatch=512)
+    assert one(result.exposed["pp"]) == pytest.approx(8 * 2 * one(result.boundary))
+    assert (
+        one(
+            cost(EVEN, Workload(batch=8 * 512, seq=1), stack=Stack(**IDLE_HOST), pp=4, microbatch=512).exposed.get(
+                "pp", 0
+            )
+        )
+        == 0
+    )
+
+
+def test_the_slowest_rank_sets_the_pace():
+    """A heavy head on the last stage: giving that stage fewer layers shortens the step."""
+    heavy = GPT.but(vocab=200_000)
+    even, eased = (cost(heavy, pp=4, layers_per_stage=split) for split in ((2, 2, 2, 2), (3, 2, 2, 1)))
+    assert one(even.slowest) == 3
+    assert one(eased.time) < one(even.time)
+
+
+# Traffic
+
+
+def test_traffic_by_axis():
+    """By hand: 8 micro-batches, 8 layers; embedding and head add theirs to tp."""
+    activation = 512 * GPT.hidden * 2
+    m, ring = 8, 2 * 3 / 4
+    result = cost(tp=4, replicate=8)
+    tp = m * (8 * 4 + 2) * ring * activation + m * 3 * ring * 512 * 4
+    assert one(result.traffic["tp"]) == pytest.approx(tp)
+    held = sum(
+        one(n)
+        for h in result.holdings
+        for n in [sum(lowered(tp=4, replicate=8).parameters["dense"].values()) * h.counts["dense"]]
+    )
+    dp = one(result.traffic["dp"]) / (2 * 7 / 8 * 4)
+    assert held < dp < 1.2 * GPT.total / 4 + held  # gradients in fp32: a quarter of the matrices, all of the vectors
+    assert set(AXIS_OF.values()) >= set(result.traffic)
+
+
+def test_pipeline_traffic_of_a_middle_rank():
+    """One activation forward and one gradient back per stage and micro-batch."""
+    activation = 512 * GPT.hidden * 2
+    assert one(cost(pp=4).traffic["pp"]) == pytest.approx(2 * 64 * activation)
+    assert one(cost(pp=4, virtual=2, schedule="interleaved").traffic["pp"]) == pytest.approx(2 * 2 * 64 * activation)
+    assert one(cost().traffic.get("pp", 0)) == 0
+
+
+def test_zero_three_moves_half_as_much_again():
+    ddp, fsdp = (
+        cost(GPT, Workload(batch=8, seq=512), grad_dtype="bf16", **p)
+        for p in ({"replicate": 8}, {"zero": 3, "shard": 8})
+    )
+    assert one(fsdp.traffic["dp"]) / one(ddp.traffic["dp"]) == pytest.approx(1.5)
+
+
+# The prediction
+
+
+def test_prediction_tells_its_denominators():
+    model = catalog.load("models", "llama3-8b")
+    work, plan = Workload(batch=64, seq=8192), Plan(shard=8, zero=3, recompute="full")
+    result = predict(model, DGX.with_gpus(8), plan, work, Stack(), assumed=["nothing"])
+    assert result.mfu == pytest.approx(model.model_flops(8192) * 64 * 8192 / (result.step_time_s * 8 * 989.4e12))
+    assert result.hfu > 1.25 * result.mfu  # the forward is paid twice
+    assert result.tokens_per_s == pytest.approx(64 * 8192 / result.step_time_s)
+    assert "989" in result.mfu_denominator
+    assert result.assumed == ["nothing"]
+    assert (result.step_time_low_s, result.step_time_high_s) == pytest.approx([result.step_time_s * b for b in BAND])
+    assert 0.25 < result.mfu < 0.65
+
+
+def test_bound_by_names_the_largest_group():
+    assert bound_by({"attention": 1.0, "ffn": 1.0, "tp": 1.5}) == "compute"
+    assert bound_by({"attention": 1.0, "tp": 1.5}) == "tensor-parallel communication"
+    assert bound_by({"attention": 1.0, "bubble": 2.0}) == "the pipeline bubble"
+    assert bound_by({"host": 2.0, "ffn": 1.0}) == "the host's launches"
+
+
+def test_estimate_judges_against_the_seeds_targets():
+    model = catalog.load("models", "llama3-8b")
+    work = Workload(batch=64, seq=8192)
+    told = estimate(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack())
+    names = {v.name: v for v in told.verdicts}
+    assert names["MFU"].good == (told.prediction.mfu > 0.40)
+    assert names["memory"].good == (told.prediction.memory_gib < 0.95 * told.prediction.memory_limit_gib)
+    assert "bubble fraction" not in names
+    piped = estimate(model, DGX.with_gpus(8), Plan(pp=8, recompute="full"), work, Stack())
+    bubble = next(v for v in piped.verdicts if v.name == "bubble fraction")
+    assert bubble.value == pytest.approx(piped.prediction.exposed_s["bubble"] / piped.prediction.step_time_s)
+    assert [x.tp for x in told.inference] == [1, 2, 4, 8]
+    assert all(a.seconds > b.seconds for a, b in pairwise(told.inference))
+    assert told.as_dict()["step_time_s"] == told.prediction.step_time_s
+
+
+def test_counts_and_experts_are_costed_too():
+    assert one(cost(COUNTS, Workload(batch=512, seq=1), replicate=8, microbatch=64).time) > 0
+    spread = cost(MOE, replicate=8, ep=8)
+    assert one(spread.traffic["ep"]) == pytest.approx(8 * 8 * 4 * 2 * 7 / 8 * 512 * MOE.hidden * 2)
+    skewed = cost(MOE, WORK.but(imbalance=2.0), replicate=8, ep=8, stack=Stack(**IDLE_HOST))
+    assert one(skewed.time) > one(cost(MOE, replicate=8, ep=8, stack=Stack(**IDLE_HOST)).time)
