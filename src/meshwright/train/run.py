@@ -91,14 +91,20 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
     samples = workload.tokens_per_step if model.kind == "transformer" else workload.batch
     peak = config.cluster.accelerator.peak_for(workload.precision)
     stages = sorted({report.stage for report in reports})
-    by_stage = [max(r.peak_bytes for r in reports if r.stage == s) / GIB for s in stages]
+    by_stage = [
+        {
+            "tensors": max(r.tensor_bytes for r in reports if r.stage == s) / GIB,
+            "process": max(r.process_bytes for r in reports if r.stage == s) / GIB,
+        }
+        for s in stages
+    ]
     axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
     return Measurement(
         step_time_s=float(middle),
         step_time_low_s=float(low),
         step_time_high_s=float(high),
-        memory_gib=max(by_stage),
-        memory_by_stage=[{"tensors": size} for size in by_stage],
+        memory_gib=max(stage["process"] for stage in by_stage),
+        memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
         mfu=model.model_flops(workload.seq) * samples / (float(middle) * config.plan.world * peak),
         mfu_denominator=f"{config.plan.world} × {peak / 1e12:,.3g} TFLOP/s of {config.cluster.accelerator.name}",
@@ -108,7 +114,7 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
         spread=float((high - low) / middle),
         loss=[r.loss for r in records],
         assumed=[
-            "memory is the peak of tensors in one watched step",
+            "memory is the whole process's, libraries included",
             "traffic is what the step's collectives must send",
         ],
     )

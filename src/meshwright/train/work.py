@@ -5,6 +5,7 @@ Timed steps run bare. The watched step counts what was sent and the memory held,
 
 from __future__ import annotations
 
+import resource
 from dataclasses import asdict
 
 import torch
@@ -37,9 +38,15 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     with Observer(trainer) as observer:
         trainer.train_step()
     seen = observer.observed()
-    return RankReport(
-        context.rank, parallel.mesh.coordinates["pp"], seen.peak_bytes, sent_by_axis(trainer, seen.collectives)
-    )
+    stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
+    return RankReport(context.rank, stage, seen.peak_bytes, process_memory(context.device), traffic)
+
+
+def process_memory(device: str) -> int:
+    """The most the process held: what the allocator reserved on a GPU, what was resident on a CPU."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int, int]]) -> dict[str, float]:
