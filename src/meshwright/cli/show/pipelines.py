@@ -39,7 +39,7 @@ def show(
     """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is auto's memory in micro-batches a rank."""
     console = console or tables.console()
     options: dict[str, Any] = {"times": tuple(times), "p2p": p2p, "overlap": overlap, "limit": limit}
-    several = [walked_for(name, stages, microbatches, virtual, **options) for name in _names(topic, compare)]
+    several = [walked_for(name, stages, microbatches, virtual or None, **options) for name in _names(topic, compare)]
     if json_out:
         found = [_as_json(walked) for walked in several]
         console.file.write(json.dumps(found[0] if len(found) == 1 else found, allow_nan=False) + "\n")

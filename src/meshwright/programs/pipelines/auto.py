@@ -192,14 +192,15 @@ def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespa
 
 
 def _policies(setting: Setting, virtual: int, rank_of: np.ndarray) -> Iterator[Policy]:
-    """The grid, the most promising first."""
-    ranks, microbatches = setting.ranks, setting.microbatches
-    to_last = np.arange(ranks - 1, -1, -1)
+    """The grid, the most promising first. How far ahead: `reach` times what the handmade schedules hold."""
+    ranks = setting.ranks
     on_v = virtual > 1 and ranks > 1 and rank_of[ranks] == ranks - 1
-    base = virtual * ranks - to_last if on_v else (virtual - 1) * min(ranks, microbatches) + 1
+    looping = 0 if on_v else (virtual - 1) * min(ranks, setting.microbatches)
+    whole = virtual * ranks if on_v else ranks
     for split in (True, False):
-        for reach in (1.0, 2.0, np.inf, 1.5, 3.0):
-            ahead = base + reach * to_last if ranks > 1 and np.isfinite(reach) else np.full(ranks, np.inf)
-            for patience, least_gap in ((0.0, 1.0), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0), (0.25, 0.75)):
-                for breadth_first in (False, True) if virtual > 1 else (False,):
-                    yield Policy(split, np.asarray(ahead, float), patience, least_gap, breadth_first)
+        held = np.full(ranks, whole) if split or on_v else np.arange(ranks, 0, -1)  # W pays late: all ranks hold alike
+        for patience, least_gap in ((0.0, 0.0), (0.25, 0.75), (0.5, 0.5), (0.0, 1.0), (1.0, 1.0)):
+            for breadth_first in (False, True) if virtual > 1 else (False,):
+                for reach in (np.inf, 1.0, 1.5, 2.0, 1.25):
+                    ahead = np.maximum(looping + reach * held, virtual)
+                    yield Policy(split, ahead, patience, least_gap, breadth_first)

@@ -28,6 +28,7 @@ a little too much. A stage's f, i, w are those of one **stage**: with V stages a
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,8 @@ def makespan(
         several = np.where(np.asarray(ranks) > 1, t, 0.0)
         f, i, w, t = f + several, i + several, w + several * RULES[schedule].splits, np.zeros_like(t)
     paths = critical_paths(schedule, ranks, microbatches, virtual, overlap)
-    longest = [nf * f + ni * i + nw * w + nt * t for nf, ni, nw, nt in paths]
-    return np.maximum.reduce(np.broadcast_arrays(*longest))
+    lengths = (nf * f + ni * i + nw * w + nt * t for nf, ni, nw, nt in paths)
+    return reduce(np.maximum, lengths)
 
 
 def bubble_overhead(
@@ -229,6 +230,10 @@ def _zbv(p: np.ndarray, m: np.ndarray) -> list[Path]:
 
 def _when(where: np.ndarray, paths: list[Path]) -> list[Path]:
     """Paths that exist only under a condition; no length elsewhere."""
+    if where.all():
+        return paths
+    if not where.any():
+        return []
     return [(np.where(where, f, 0), np.where(where, i, 0), np.where(where, w, 0), np.where(where, t, 0))
             for f, i, w, t in paths]  # fmt: skip
 

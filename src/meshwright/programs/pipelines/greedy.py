@@ -129,8 +129,8 @@ class _Play:
         needed = self.weight[stage]
         if batch > oldest:
             needed += sum(self.weight[k] for k in stages if self.next_f[k] <= oldest)
-            if self.flying[rank] >= self.ahead[rank]:
-                return False
+        if (batch > oldest or stage == stages[0]) and self.flying[rank] >= self.ahead[rank]:
+            return False
         return needed <= self.room[rank] * (1 + 1e-12) + 1e-12
 
     def do_forward(self, rank: int, stage: int, now: float) -> None:

@@ -1,0 +1,128 @@
+"""Traces against the trace-event format: the fields each phase needs, and what Perfetto refuses to draw."""
+
+import json
+
+import pytest
+
+from meshwright.programs.pipelines import build, walk
+from meshwright.view.pipelines import pipeline_trace
+from meshwright.view.trace import Counter, Flow, Span, trace_events, write_trace
+
+REQUIRED = {
+    "X": {"name", "cat", "ph", "ts", "dur", "pid", "tid"},
+    "M": {"name", "ph", "pid", "args"},
+    "s": {"name", "cat", "ph", "ts", "pid", "tid", "id"},
+    "f": {"name", "cat", "ph", "ts", "pid", "tid", "id"},
+    "C": {"name", "ph", "ts", "pid", "args"},
+}
+METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+
+
+def problems(trace):
+    """Everything about a trace that the format or its viewers do not allow."""
+    found = []
+    if not isinstance(trace.get("traceEvents"), list):
+        return ["traceEvents is not a list"]
+    if trace.get("displayTimeUnit", "ms") not in ("ms", "ns"):
+        found.append("displayTimeUnit")
+    for e in trace["traceEvents"]:
+        missing = REQUIRED.get(e.get("ph"), {"a known phase"}) - set(e)
+        if missing:
+            found.append(f"{e}: lacks {sorted(missing)}")
+            continue
+        if not all(isinstance(e[k], int) for k in ("pid", "tid") if k in e):
+            found.append(f"{e}: pid and tid are integers")
+        if not all(isinstance(e[k], int | float) and e[k] >= 0 for k in ("ts", "dur") if k in e):
+            found.append(f"{e}: ts and dur are numbers from 0 up, in microseconds")
+        if e["ph"] == "M" and (e["name"] not in METADATA or not ({"name", "sort_index"} & set(e["args"]))):
+            found.append(f"{e}: unknown metadata")
+        if e["ph"] == "C" and not all(isinstance(v, int | float) for v in e["args"].values()):
+            found.append(f"{e}: counters are numbers")
+        if e["ph"] == "f" and e.get("bp") != "e":
+            found.append(f"{e}: an arrow's end must bind to the slice around it")
+    return found or crossing(trace["traceEvents"]) + loose_arrows(trace["traceEvents"])
+
+
+def crossing(events):
+    """Spans of one thread that overlap without one holding the other."""
+    found = []
+    threads: dict = {}
+    for e in events:
+        if e["ph"] == "X":
+            threads.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for thread, spans in threads.items():
+        open_ends: list[float] = []
+        for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
+            while open_ends and open_ends[-1] <= start + 1e-2:
+                open_ends.pop()
+            if open_ends and end > open_ends[-1] + 1e-2:
+                found.append(f"{thread}: {start}..{end} crosses a span that ends at {open_ends[-1]}")
+            open_ends.append(end)
+    return found
+
+
+def loose_arrows(events):
+    """Arrows that lack an end, run backward, or end where no span is."""
+    spans = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    found = [f"arrow {i} has one end" for i in set(starts) ^ set(ends)]
+    found += [f"arrow {i} runs backward" for i in set(starts) & set(ends) if ends[i]["ts"] < starts[i]["ts"]]
+    for e in [*starts.values(), *ends.values()]:
+        if not any((p, t) == (e["pid"], e["tid"]) and a - 1e-2 <= e["ts"] <= b + 1e-2 for p, t, a, b in spans):
+            found.append(f"{e} is on no span")
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "dualpipev"])
+def test_the_trace_of_a_pipeline_is_valid(name):
+    walked = walk(build(name, 3, 6), p2p=0.25, hidden=0.5)
+    trace = pipeline_trace(walked, seconds_per_unit=1e-3)
+    assert problems(json.loads(json.dumps(trace))) == []
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(spans) == len(walked.program)
+    assert {e["pid"] for e in spans} == {0, 1, 2}
+    assert max(e["ts"] + e["dur"] for e in spans) == pytest.approx(walked.makespan * 1e3)
+    assert max(e["args"]["count"] for e in trace["traceEvents"] if e["ph"] == "C") == walked.peak_in_flight.max()
+    assert trace["otherData"]["bubble_fraction"] == walked.bubble_fraction
+
+
+def test_arrows_follow_activations_and_gradients():
+    trace = pipeline_trace(walk(build("1f1b", 2, 3)))
+    arrows = [(e["name"], e["pid"]) for e in trace["traceEvents"] if e["ph"] == "s"]
+    assert sorted(arrows) == [("activation", 0)] * 3 + [("gradient", 1)] * 3
+
+
+def test_streams_ranks_and_units():
+    spans = [Span(1, "compute", "matmul", 0.5, 0.25, args={"flops": 3}), Span(1, "comm:dp", "all-reduce", 0.5, 0.5)]
+    trace = trace_events(
+        spans,
+        flows=[Flow("wait", (1, "compute", 0.6), (1, "comm:dp", 0.7))],
+        counters=[Counter(1, "memory", 0.0, {"bytes": 5.0})],
+        rank_names={1: "rank 1, node 0"},
+        streams=["host", "compute"],
+        about={"plan": "tp=2"},
+    )
+    assert problems(trace) == []
+    by_name = {e["name"]: e for e in trace["traceEvents"]}
+    assert by_name["matmul"]["ts"] == 500_000.0
+    assert by_name["matmul"]["dur"] == 250_000.0
+    assert by_name["matmul"]["args"] == {"flops": 3}
+    assert (by_name["matmul"]["tid"], by_name["all-reduce"]["tid"]) == (1, 2)
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert names == {(1, 1): "compute", (1, 2): "comm:dp"}
+    assert by_name["process_name"]["args"]["name"] == "rank 1, node 0"
+
+
+def test_the_validator_finds_what_it_should():
+    span = {"name": "a", "cat": "c", "ph": "X", "ts": 0, "dur": 10, "pid": 0, "tid": 0}
+    assert problems({"traceEvents": [span, {**span, "ts": 5}]})
+    assert problems({"traceEvents": [{**span, "ts": -1}]})
+    assert problems({"traceEvents": [{k: v for k, v in span.items() if k != "dur"}]})
+    assert problems({"traceEvents": [span, {"name": "w", "cat": "t", "ph": "s", "ts": 1, "pid": 0, "tid": 0, "id": 1}]})
+    assert not problems({"traceEvents": [span, {**span, "ts": 2, "dur": 3}]})
+
+
+def test_written_to_a_file(tmp_path):
+    path = write_trace(pipeline_trace(walk(build("gpipe", 2, 2))), tmp_path / "step.json")
+    assert problems(json.loads(path.read_text())) == []
