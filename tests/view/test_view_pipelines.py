@@ -127,6 +127,17 @@ def test_show_compares_and_searches():
     console = Console(file=out, width=100)
     show("1f1b", compare="gpipe, 1f1b, zb-v", json_out=True, console=console)
     assert [found["schedule"] for found in json.loads(out.getvalue())] == ["gpipe", "1f1b", "zbv"]
+    out.seek(0)
+    out.truncate()
+    show("zb-h2", compare="", json_out=True, console=console)
+    assert [f["schedule"] for f in json.loads(out.getvalue())] == [
+        "zb-h2",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zbv",
+    ]
     assert set(TOPICS) == set(SCHEDULES)
     assert walked_for("auto", 4, 8, limit=2.0).peak_memory.max() == 2.0
     assert walked_for("interleaved", 4, 8, 4).program.virtual == 4

@@ -17,6 +17,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import RULES, Durations, Walked, build, name_of, walk
 from meshwright.view import tables
 
+CLASSICS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 TOPICS: dict[str, str] = {name: rule.about for name, rule in RULES.items()}
 
 
@@ -79,9 +80,12 @@ def walked_for(
 
 
 def _names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
+    """The schedules to draw: the topic, and what it is compared with; asked to compare with nothing named: the classics."""
     others = compare.split(",") if isinstance(compare, str) else list(compare or ())
     names = [name_of(word.strip()) for word in others if word.strip()]
     first = name_of(topic)
+    if compare is not None and not names:
+        names = list(CLASSICS)
     return list(dict.fromkeys(names if first in names else [first, *names]))
 
 
