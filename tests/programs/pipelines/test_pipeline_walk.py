@@ -39,6 +39,7 @@ def test_micro_batches_in_flight():
     assert walk(build("1f1b", 4, 8)).peak_in_flight.tolist() == [4, 3, 2, 1]
     assert walk(build("1f1b", 4, 2)).peak_in_flight.tolist() == [2, 2, 2, 1]
     assert walk(build("zbv", 4, 8)).peak_memory.tolist() == [4.0, 4.0, 4.0, 4.0]
+    assert walk(build("interleaved", 16, 48, 3)).peak_memory[0] == 21.0  # no rounding in thirds
 
 
 def test_zero_bubble_needs_no_barrier_between_steps():

@@ -141,6 +141,8 @@ def walk(
 
 def held_memory(program: PipelineProgram, activation: np.ndarray, released_at_input: np.ndarray) -> np.ndarray:
     """(actions,) weighed activations that a rank holds once this action has begun (F) or ended (B, I, W)."""
+    if np.ptp(activation) == 0 and not released_at_input.any():
+        return count_in_flight(program) * activation[0]  # without the rounding of a running sum
     early = released_at_input * activation
     change = np.stack([activation, -activation, -early, early - activation])[program.kind, program.stage]
     total = np.cumsum(change)
