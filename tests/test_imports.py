@@ -79,4 +79,4 @@ def test_help_loads_next_to_nothing() -> None:
     code = (
         "from meshwright.cli import main\ntry: main(['--help'])\nexcept SystemExit as leaving: assert not leaving.code"
     )
-    assert not loaded(code) & {"torch", "numpy", "pydantic"}
+    assert not loaded(code) & {"torch", "numpy", "pydantic", "rich", "typer"}

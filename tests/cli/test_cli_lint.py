@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import build, guarded
+from meshwright.cli import dispatch, guarded
 
 PLAN = """
 model = "llama3-8b"
@@ -35,7 +35,7 @@ def plan(tmp_path: Path) -> str:
 
 def run(*arguments: str) -> int:
     words = ["lint", *arguments]
-    return guarded(lambda: build(words)(args=words, prog_name="meshwright"), "--json" in words)
+    return guarded(lambda: dispatch(words), "--json" in words)
 
 
 def test_a_clean_plan_exits_0(plan: str, capsys: pytest.CaptureFixture[str]) -> None:

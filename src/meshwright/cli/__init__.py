@@ -1,8 +1,8 @@
 """The command line: one file a command; parse, call, show.
 
-`meshwright --help` must answer at once, so a command's module is imported only when its name is the first word typed;
-all others stand in the help with one line from the table below. A module exposes `command`: a function with typer's
-annotations, or a `typer.Typer` where a command has commands of its own.
+`meshwright --help` must answer at once: its page is made of the table below alone, and a command's module is imported
+only when its name is the first word typed. A module exposes `command`: a function with typer's annotations, or a
+`typer.Typer` where a command has commands of its own.
 
 Exit codes: 0 done · 1 a check did not hold · 2 bad input or usage · 3 nothing fits · 70 our fault · 130 interrupted.
 Errors go to stderr in one shape; with `--json` to stdout as {"error": {...}}, so that a program reads one stream.
@@ -12,27 +12,29 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
-
-import typer
 
 from meshwright import __version__
 from meshwright.errors import MeshwrightError, unknown
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: a fault shows its traceback
-FAULT = 70
+USAGE, FAULT = 2, 70
+
+
+LEAD, CLOSER = "The four questions", "Look closer"
 
 
 class Command(NamedTuple):
     """A line of the help. The module is `meshwright.cli.<name>`; the panel groups it."""
 
     help: str
-    panel: str = "Look closer"
+    panel: str = CLOSER
 
 
-LEAD = "The four questions"
 COMMANDS: dict[str, Command] = {
     "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
     "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
@@ -45,54 +47,52 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def build(arguments: Sequence[str]) -> typer.Typer:
-    """The application, with only the command that `arguments` name imported."""
-    app = typer.Typer(
-        name="meshwright",
-        help="Plan, prove, run and check distributed training.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
-    app.callback()(top)
-    wanted = next((word for word in arguments if not word.startswith("-")), "")
-    if wanted and wanted not in COMMANDS:
-        raise unknown("MW-CLI-002", "command", wanted, COMMANDS, "meshwright {}")
-    for name, line in COMMANDS.items():
-        if name != wanted:
-            app.command(name, help=line.help, rich_help_panel=line.panel)(absent)
-            continue
-        command = importlib.import_module(f"meshwright.cli.{name}").command
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name, help=line.help, rich_help_panel=line.panel)
-        else:
-            app.command(name, rich_help_panel=line.panel)(command)
+def build(name: str) -> Callable[..., object]:
+    """The application of one command, imported only now."""
+    import typer
+
+    command = importlib.import_module(f"meshwright.cli.{name}").command
+    if isinstance(command, typer.Typer):
+        return command
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(command)
     return app
 
 
-def absent() -> None:
-    """Stands in the help for a command that was not asked for."""
-
-
-def print_version(asked: bool) -> None:
-    if asked:
-        print(f"meshwright {__version__}")
-        raise typer.Exit()
-
-
-def top(
-    version: bool = typer.Option(
-        False, "--version", help="Print the version and stop.", is_eager=True, callback=print_version
-    ),
-) -> None:
-    pass
+def overview() -> str:
+    """The page of `meshwright --help`: the table above, by panel."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    width = max(map(len, COMMANDS)) + 2
+    indent = " " * (width + 2)
+    columns = min(shutil.get_terminal_size((100, 24)).columns, 110)
+    lines = ["Usage: meshwright COMMAND [ARGUMENTS]", "", "Plan, prove, run and check distributed training."]
+    for panel in sorted({line.panel for line in COMMANDS.values()}, key=[LEAD, CLOSER].index):
+        lines += ["", f"{bold}{panel}{plain}"]
+        for name, line in COMMANDS.items():
+            if line.panel == panel:
+                text = textwrap.fill(line.help, columns, initial_indent=indent, subsequent_indent=indent)
+                lines.append(f"  {bold}{name}{plain}{' ' * (width - len(name))}{text.strip()}")
+    return "\n".join([*lines, "", "`meshwright COMMAND --help` tells the rest; `meshwright --version` the version."])
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(guarded(lambda: build(arguments)(args=arguments, prog_name="meshwright"), "--json" in arguments))
+    sys.exit(guarded(lambda: dispatch(arguments), "--json" in arguments))
+
+
+def dispatch(arguments: Sequence[str]) -> None:
+    """The first word says what to do; the rest is the command's own."""
+    first = arguments[0] if arguments else ""
+    if first in ("", "-h", "--help"):
+        print(overview())
+        raise SystemExit(0 if first else USAGE)
+    if first == "--version":
+        print(f"meshwright {__version__}")
+        return
+    if first not in COMMANDS:
+        raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")
+    build(first)(args=list(arguments[1:]), prog_name=f"meshwright {first}")
 
 
 def guarded(run: Callable[[], object], as_json: bool) -> int:

@@ -1,0 +1,36 @@
+"""How soon the command line answers: `meshwright --help` against its promise of 0.3 s, and against what it avoids importing."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+PROMISE_S = 0.3
+RUNS = 9
+CASES = {
+    "python alone": [sys.executable, "-c", "pass"],
+    "meshwright --help": [sys.executable, "-m", "meshwright", "--help"],
+    "meshwright catalog clusters": [sys.executable, "-m", "meshwright", "catalog", "clusters"],
+    "import numpy, pydantic": [sys.executable, "-c", "import numpy, pydantic"],
+    "import torch": [sys.executable, "-c", "import torch"],
+}
+
+
+def seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    for name, command in CASES.items():
+        times = sorted(seconds(command) for _ in range(RUNS))
+        verdict = f"  promise {PROMISE_S} s: {'kept' if statistics.median(times) < PROMISE_S else 'broken'}"
+        print(f"{name:<28} median {statistics.median(times):.3f} s, best {times[0]:.3f} s"
+              + (verdict if name.endswith("--help") else ""))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
