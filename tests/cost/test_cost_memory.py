@@ -16,6 +16,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.stages import holdings
 from meshwright.lower.step import step_program
+from meshwright.lower.traffic import traffic
 from meshwright.programs.pipelines import build, walk
 
 SEVEN = COUNTS.but(name="7b", given_parameters=7e9)
@@ -52,6 +53,19 @@ def test_states_follow_dtypes_and_optimizer():
     assert bytes_per_parameter(master=False, grad_dtype="bf16", state_dtype="bf16") == 8
     assert bytes_per_parameter(Workload(batch=8, seq=1, optimizer="sgd"), grad_dtype="bf16") == 8
     assert bytes_per_parameter(offload="states") == 6  # moments and master live on the host
+
+
+@pytest.mark.parametrize(("zero", "reduce", "shards"), [
+    (2, "auto", True), (3, "auto", True), (2, "step", False), (3, "step", False), (3, "microbatch", True), (1, "microbatch", False),
+])  # fmt: skip
+def test_gradients_are_kept_as_shards_only_where_every_micro_batch_reduces(zero, reduce, shards):
+    """Accumulating without reducing keeps whole gradients; keeping shards reduces M times. No plan has both savings."""
+    model, m = SEVEN, 4
+    program = lowered(model, Workload(batch=8 * m, seq=1), zero=zero, shard=8, reduce=reduce, grad_dtype="bf16")
+    kept = one(state_memory(program, holdings(program.batch)[0])["gradients"])
+    assert kept == pytest.approx(14e9 / (8 if shards else 1))
+    reduced = sum(r.bytes for r in traffic(program) if r.collective == "reduce_scatter")
+    assert reduced == pytest.approx(14e9 * (m if shards or reduce == "microbatch" else 1))
 
 
 def test_gpus_needed_and_largest_model():

@@ -18,6 +18,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.batch import Batch
 from meshwright.lower.step import step_program
+from meshwright.lower.traffic import traffic
 from meshwright.programs.pipelines import Durations, bubble_fraction, build, walk
 
 DGX = catalog.load("clusters", "dgx-h100")
@@ -245,6 +246,26 @@ def test_pipeline_traffic_of_a_middle_rank():
     assert one(cost(pp=4).traffic["pp"]) == pytest.approx(2 * 64 * activation)
     assert one(cost(pp=4, virtual=2, schedule="interleaved").traffic["pp"]) == pytest.approx(2 * 2 * 64 * activation)
     assert one(cost().traffic.get("pp", 0)) == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_pipeline_messages_are_those_of_the_program(schedule, pp):
+    """A rank sends where the next stage stands on another rank: at two ranks and at the turn of a V less than both ways each."""
+    virtual, m = (1 if schedule == "1f1b" else 2), 12
+    model, activation = GPT.but(layers=12), 512 * GPT.hidden * 2
+    said = Plan(pp=pp, virtual=virtual, schedule=schedule)
+    rank_of = build(schedule, pp, m, virtual).rank_of
+    crosses = rank_of[:-1] != rank_of[1:]
+    sends = np.bincount(rank_of[:-1][crosses], minlength=pp) + np.bincount(rank_of[1:][crosses], minlength=pp)
+    work = Workload(batch=m, seq=512)
+    program = step_program(model, said.check(model, work), work)
+    for rank in range(pp):
+        found = sum(r.bytes for r in traffic(program, rank) if r.axis == "pp")
+        assert found == pytest.approx(m * sends[rank] * activation)
+    for every_rank in (True, False):
+        busiest = step_cost(program, DGX.with_gpus(pp), every_rank).traffic["pp"]
+        assert one(busiest) == pytest.approx(m * sends.max() * activation)
 
 
 def test_zero_three_moves_half_as_much_again():

@@ -101,7 +101,7 @@ def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
         "replicate": draw(POWERS), "shard": shard, "zero": draw(st.integers(1 if shard > 1 else 0, 3)), "tp": draw(POWERS),
         "pp": draw(POWERS), "schedule": schedule, "virtual": 2 if twice else 1, "microbatch": draw(st.sampled_from([1, 2])),
         "recompute": draw(st.sampled_from(["none", "selective", "full"])), "reshard": draw(st.booleans()),
-        "prefetch": draw(st.booleans()), "reduce": draw(st.sampled_from(["step", "microbatch"])),
+        "prefetch": draw(st.booleans()), "reduce": draw(st.sampled_from(["auto", "step", "microbatch"])),
         "bucket": draw(st.sampled_from([1e5, 25e6])), "grad_dtype": draw(st.sampled_from(["fp32", "bf16"])),
         "compression": draw(st.sampled_from(["none", "none", "fp16", "int8", "int4", "top-k", "powersgd"])),
         "overlap": draw(st.sampled_from([None, (), ("dp",), ("dp", "tp", "cp", "ep")])),

@@ -78,7 +78,9 @@ def test_how_often_gradients_are_reduced(plan, rounds):
     """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
     program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)
     reductions = {"reduce-gradients", "scatter-gradients"}
-    bytes_ = sum(times * one(op.count * op.message_bytes) for times, op in data_parallel_ops(program) if op.name in reductions)
+    bytes_ = sum(
+        times * one(op.count * op.message_bytes) for times, op in data_parallel_ops(program) if op.name in reductions
+    )
     held = one(sum(elements(program, holdings(program.batch)[0]).values())) * one(program.batch.comm_bytes)
     assert bytes_ / held == pytest.approx(rounds)
 

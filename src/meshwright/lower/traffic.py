@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.lower import sync
+from meshwright.lower.batch import Batch
 from meshwright.lower.holds import elements
-from meshwright.lower.op import Op, StepProgram
-from meshwright.lower.stages import holding
+from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.stages import V_SHAPED, holding
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,23 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
     for op in sync.step_ops(b, counts):
         if op.axis:
             add(op, 1.0)
-    first, last = rank == 0, rank == int(b.pp[0]) - 1
-    for name, op in boundary_ops(program):
-        # A rank sends activations on from all its stages but the model's last, gradients back from all but its first.
-        stages = float(b.virtual[0]) - float(last if name == "F" else first)
-        add(op, m * stages)
+    for (_, op), messages in zip(boundary_ops(program), boundary_messages(b, held.rank), strict=False):
+        add(op, m * float(messages[0]))
     return [Record(axis, kind, sum(c for _, c, _ in rows), sum(x for *_, x in rows), tuple(dict.fromkeys(n for n, *_ in rows)))
             for (axis, kind), rows in found.items()]  # fmt: skip
+
+
+def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
+    """Messages a rank sends per micro-batch: activations on, gradients back.
+
+    All its stages send on but the model's last, and back but the model's first. In a V the two ends of the model are on rank 0
+    and the turn is on the last rank, which passes to itself.
+    """
+    first, last = (rank == 0) * 1.0, (rank == batch.pp - 1) * 1.0
+    several, v_shaped = (batch.pp > 1) * 1.0, np.isin(batch.schedule, V_SHAPED)
+    on = several * (batch.virtual - np.where(v_shaped, first + last, last))
+    back = several * (batch.virtual - np.where(v_shaped, first + last, first))
+    return on, back
 
 
 def boundary_ops(program: StepProgram) -> list[tuple[str, Op]]:
