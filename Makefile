@@ -22,6 +22,7 @@ demo: setup
 	$(BIN)/meshwright catalog models llama3-70b
 	$(BIN)/meshwright config diff examples/demo-dp2-tp2.toml examples/demo-pp2-shard2.toml
 	$(BIN)/meshwright config show examples/demo-dp2-tp2.toml
+	$(BIN)/meshwright show all-reduce --ranks 4 --values
 	$(BIN)/meshwright estimate --plan examples/llama3-70b-64xh100.toml
 
 test: setup

@@ -38,6 +38,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
     "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
+    "show": Command("A collective, a pipeline schedule or a lesson, drawn and counted."),
     "lint": Command("What is wrong with a plan? Anti-patterns, each with its cost in seconds and a fix."),
     "validate": Command("Were the predictions true? Hold them to published runs."),
     "verify": Command("Does the plan train what one device would? Proved on local processes.", LEAD),
