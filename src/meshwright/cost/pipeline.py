@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.lower.batch import SCHEDULES, Batch
+from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array
 from meshwright.programs.pipelines import formulas
 
@@ -22,32 +22,22 @@ CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best b
 def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array) -> Array:
     """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks."""
     out = np.zeros(batch.n)
-    m = np.maximum(1, np.round(batch.microbatches)).astype(int)
-    for code in np.unique(batch.schedule):
-        at = (batch.schedule == code) & (batch.pp > 1)
-        if not at.any():
-            continue
-        name = CLOSED_FORM_OF.get(SCHEDULES[code], SCHEDULES[code])
-        v = batch.virtual[at].astype(int)
-        times = [np.broadcast_to(x, batch.n)[at] for x in (f, i, w, p2p)]
-        f_, i_, w_ = (t / v for t in times[:3])
-        span = formulas.makespan(name, batch.pp[at].astype(int), m[at], v, f_, i_, w_, times[3])
-        out[at] = np.maximum(span - m[at] * v * (f_ + i_ + w_), 0.0)
+    for schedule, at in batch.schedules:
+        if len(at):
+            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
+            f_, i_, w_ = (np.broadcast_to(x, batch.n)[at] / v for x in (f, i, w))
+            name = CLOSED_FORM_OF.get(schedule, schedule)
+            span = formulas.makespan(name, p, m, v, f_, i_, w_, np.broadcast_to(p2p, batch.n)[at])
+            out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
     return out
 
 
 def in_flight(batch: Batch, rank: Array) -> Array:
     """Micro-batches a rank keeps at its peak, in units of all its stages together."""
     out = np.ones(batch.n)
-    m = np.maximum(1, np.round(batch.microbatches)).astype(int)
-    for code in np.unique(batch.schedule):
-        at = (batch.schedule == code) & (batch.pp > 1)
-        if at.any():
-            name = CLOSED_FORM_OF.get(SCHEDULES[code], SCHEDULES[code])
-            v = batch.virtual[at].astype(int)
-            p = batch.pp[at].astype(int)
-            out[at] = (
-                formulas.in_flight(name, p, m[at], v, np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1))
-                / v
-            )
+    for schedule, at in batch.schedules:
+        if len(at):
+            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
+            r = np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)
+            out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
     return out

@@ -16,6 +16,7 @@ optimizer, overhead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.holds import elements
 from meshwright.lower.op import PHASES, Array, Op, StepProgram, sent
 from meshwright.lower.stages import Holding, holdings
+from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
            "expert_dp": "dp", "replicate": "dp", "world": "dp", "pp": "pp"}  # fmt: skip
@@ -69,7 +71,6 @@ class StepCost:
     time: Array
     exposed: dict[str, Array]
     busy: dict[str, Array]
-    traffic: dict[str, Array]
     memory: list[dict[str, Array]]  # per rank looked at
     peak_memory: Array
     flops: Array  # of the hardware, per device and step
@@ -79,6 +80,13 @@ class StepCost:
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Array  # seconds of one pipeline message
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
+    program: StepProgram
+    syncs: list[Op]
+
+    @cached_property
+    def traffic(self) -> dict[str, Array]:
+        """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
+        return _traffic(self.program, self.holdings, self.syncs)
 
     def fits(self, cluster: Cluster) -> Array:
         return self.peak_memory <= cluster.accelerator.memory
@@ -130,8 +138,8 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
 
     by_rank = [memory(program, h) for h in held]
     peak = np.maximum.reduce([np.broadcast_to(sum(parts.values()), b.n) for parts in by_rank])
-    return StepCost(sum(exposed.values()), exposed, busy, _traffic(program, held, syncs), by_rank, peak, flops, slowest, ranks, held,
-                    times, boundary, closing["reduce"])  # fmt: skip
+    return StepCost(sum(exposed.values()), exposed, busy, by_rank, peak, flops, slowest, ranks, held,
+                    times, boundary, closing["reduce"], program, syncs)  # fmt: skip
 
 
 def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op]) -> PhaseTime:
@@ -268,7 +276,7 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
     for op in syncs:
         if op.axis and op.part != "optimizer":
             out["dp"] = out.get("dp", 0.0) + bytes_of(op)
-    for name in ("boundary-F", "boundary-I"):
-        for op in program.sync.get(name, []):
-            out["pp"] = out.get("pp", 0.0) + m * b.virtual * bytes_of(op)
+    if np.any(b.pp > 1):
+        busiest = np.maximum.reduce([sum(boundary_messages(b, h.rank)) for h in held])
+        out["pp"] = m * busiest * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
     return out

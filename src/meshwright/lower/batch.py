@@ -57,6 +57,13 @@ class Batch:
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
+        self.uneven = [
+            i for i, said in enumerate(self.layers_per_stage) if said
+        ]  # plans that say their layers per stage
+        self.schedules = [
+            (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
+        ]
+        self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._lay_out()
 

@@ -44,8 +44,10 @@ def holding(batch: Batch, rank: Array) -> Holding:
     stages = batch.pp * batch.virtual
     v_shaped = np.isin(batch.schedule, V_SHAPED)
     for v in range(int(batch.virtual.max())):
-        stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
-        part = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
+        stage = rank + v * batch.pp
+        if v == 1:
+            stage = np.where(v_shaped, stages - 1 - rank, stage)
+        part = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0) if v else stage, rank)
         total = part if total is None else _sum(total, part)
     assert total is not None
     return total
@@ -60,10 +62,12 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
         return Holding(rank, {"embedding": zero, "dense": exists, "moe": zero, "head": zero}, zero)
     stages = batch.pp * batch.virtual
     start, end = bounds(batch, np.maximum(stage, 0).astype(int), stages)
-    counts = {}
-    for kind in ("dense", "moe"):
-        sums = np.concatenate([[0], np.cumsum([k == kind for k in model.layer_kinds])])
-        counts[kind] = exists * (sums[end] - sums[start])
+    if model.experts:
+        sums = np.concatenate([[0], np.cumsum([kind == "moe" for kind in model.layer_kinds])])
+        moe = exists * (sums[end] - sums[start])
+    else:
+        moe = zero
+    counts = {"dense": exists * (end - start) - moe, "moe": moe}
     first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
     tied = last * (stages > 1) if model.tied else zero
     return Holding(rank, {"embedding": first, **counts, "head": last}, tied)
@@ -84,8 +88,7 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
     first = np.floor((stages - extra) / 2)
     start = stage * base + np.clip(stage - first, 0, extra)
     end = (stage + 1) * base + np.clip(stage + 1 - first, 0, extra)
-    for i, said in enumerate(batch.layers_per_stage):
-        if said:
-            edges = np.concatenate([[0], np.cumsum(said)])
-            start[i], end[i] = edges[stage[i]], edges[stage[i] + 1]
+    for i in batch.uneven:
+        edges = np.concatenate([[0], np.cumsum(batch.layers_per_stage[i])])
+        start[i], end[i] = edges[stage[i]], edges[stage[i] + 1]
     return start.astype(int), end.astype(int)
