@@ -3,8 +3,8 @@
     python benchmarks/cost.py           evaluate the committed list
     python benchmarks/cost.py --make    write the list anew (deterministic)
 
-The list, `plans-100k.npz`, holds 100,000 distinct legal plans of llama3-70b on 1,024 H100 at a batch of 4,096 sequences. Printed beside it is what other
-planners reach, as reported: Calculon 33 a CPU-second as shipped and 264 quiet, llm-analysis 2,063, SimuMax 7 to 13.
+The list, `plans-100k.npz`, holds 100,000 distinct legal plans of llama3-70b on 1,024 H100 at a batch of 4,096 sequences.
+Printed beside it is what other planners reach, as reported: Calculon 33 a CPU-second as shipped and 264 quiet, llm-analysis 2,063, SimuMax 7 to 13.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def command(
     if html:
         from meshwright.view.pipelines_html import write_pipelines_html
 
-        write_pipelines_html([walked.walk], html, f"{config.model.name}: {config.plan.title()}")
+        write_pipelines_html([walked.walk], html, f"{config.model.name}: {config.plan.title()}", seconds=True)
     closed = result.prediction.step_time_s
     if as_json:
         ranks = walked.walk
@@ -56,7 +56,7 @@ def command(
     console.print(
         f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {config.plan.title()}"
     )
-    show_pipelines([walked.walk], console)
+    show_pipelines([walked.walk], console, seconds=True)
     closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
     console.print(
         f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}"

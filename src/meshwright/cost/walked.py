@@ -55,14 +55,16 @@ def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
     durations = pipelines.Durations.of(
         len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
     )
-    microbatches = max(1, round(float(b.microbatches[0])))
+    microbatches = int(b.rounds[0])
+    p2p, overlap = float(cost.boundary[0]), not b.stack.blocking_p2p
     if plan.schedule == "auto" and plan.pp > 1:
-        flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations)
+        limit = 2.0 * plan.pp  # micro-batches in flight: what `cost.memory` counts for `auto`
+        flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations, p2p=p2p, overlap=overlap, limit=limit)
     else:
         flow = pipelines.build(
             plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1
         )
-    walked = pipelines.walk(flow, durations, p2p=float(cost.boundary[0]), overlap=not b.stack.blocking_p2p)
+    walked = pipelines.walk(flow, durations, p2p=p2p, overlap=overlap)
     closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), 1)[0]) for name in ONCE}
     closing["dp"] -= _gathers(cost) * microbatches
     return WalkedStep(walked, stages, closing)
