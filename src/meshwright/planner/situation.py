@@ -12,14 +12,17 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import gcd
 
+import numpy as np
+
 from meshwright.cost.advice import minimum_bucket
-from meshwright.cost.step import step_cost
+from meshwright.cost.memory import memory
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.lower.stages import holdings
 from meshwright.lower.step import step_program
 from meshwright.planner.alternatives import SPARE, Trial, changed, fits
 
@@ -39,6 +42,7 @@ class Situation:
         self.world = cluster.world
         self.node = min(cluster.node_size, cluster.world)
         self.nodes = cluster.nodes
+        self._shaped: dict[tuple, Plan | None] = {}
 
     @property
     def state(self) -> float:
@@ -104,6 +108,12 @@ class Situation:
     def shaped(self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False,
                virtual: int = 1) -> Plan | None:  # fmt: skip
         """The nearest legal plan to a wish, settled; None where there is none."""
+        wish = (tp, pp, cp, ep, zero, hybrid, virtual)
+        if wish not in self._shaped:
+            self._shaped[wish] = self._nearest(*wish)
+        return self._shaped[wish]
+
+    def _nearest(self, tp: int, pp: int, cp: int, ep: int, zero: int, hybrid: bool, virtual: int) -> Plan | None:
         if self.model.kind != "transformer":
             tp, pp, cp, ep = 1, 1, 1, 1
         for t in [d for d in reversed(self.tensor_degrees) if d <= tp and self.world % d == 0]:
@@ -150,15 +160,20 @@ class Situation:
         sizes = [d for d in reversed(divisors(local)) if d <= MOST_MICROBATCH]
         if plan.pp > 1:
             sizes = [d for d in sizes if local // d >= 4 * plan.pp] or [1]
-        for recompute in ("none", "selective", "full"):
-            tried = [p for d in sizes if (p := changed(plan, microbatch=d, recompute=recompute)) and self._legal(p)]
-            if not tried:
-                continue
-            peaks = step_cost(step_program(self.model, tried, self.workload, self.stack), self.cluster).peak_memory
-            for candidate, peak in zip(tried, peaks, strict=True):
-                if float(peak) <= SPARE * self.memory:
-                    return candidate
+        tried = [changed(plan, microbatch=d, recompute=r) for r in ("none", "selective", "full") for d in sizes]
+        legal = [p for p in tried if p is not None and self._legal(p)]
+        for candidate, peak in zip(legal, self._peaks(legal), strict=True):
+            if peak <= SPARE * self.memory:
+                return candidate
         return plan.but(microbatch=1, recompute="full")
+
+    def _peaks(self, plans: list[Plan]) -> list[float]:
+        """Peak bytes of each plan's fullest rank."""
+        if not plans:
+            return []
+        program = step_program(self.model, plans, self.workload, self.stack)
+        by_rank = [sum(memory(program, held).values()) for held in holdings(program.batch)]
+        return [float(x) for x in np.maximum.reduce([np.broadcast_to(total, len(plans)) for total in by_rank])]
 
     def _legal(self, plan: Plan) -> bool:
         try:
