@@ -40,21 +40,19 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
 
 def holding(batch: Batch, rank: Array) -> Holding:
     """All stages of one rank together."""
-    total: Holding | None = None
     stages = batch.pp * batch.virtual
+    v = np.arange(int(batch.virtual.max()))[:, None]  # all virtual stages at once: (virtual, plans)
     v_shaped = np.isin(batch.schedule, V_SHAPED)
-    for v in range(int(batch.virtual.max())):
-        stage = rank + v * batch.pp
-        if v == 1:
-            stage = np.where(v_shaped, stages - 1 - rank, stage)
-        part = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0) if v else stage, rank)
-        total = part if total is None else _sum(total, part)
-    assert total is not None
-    return total
+    stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
+    parts = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
+    counts = {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.counts.items()}
+    # A V-shaped rank holds both ends: its head reads the embedding it already has.
+    tied = np.broadcast_to(parts.tied_copy, stage.shape).max(axis=0) * (counts["embedding"] == 0)
+    return Holding(rank, counts, tied)
 
 
 def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
-    """The blocks of one stage; a negative stage has none."""
+    """The blocks of one stage of each plan (or of several: one row each); a negative stage has none."""
     model = batch.model
     zero = np.zeros(batch.n)
     exists = (stage >= 0) * 1.0
@@ -73,13 +71,6 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
     return Holding(rank, {"embedding": first, **counts, "head": last}, tied)
 
 
-def _sum(a: Holding, b: Holding) -> Holding:
-    counts = {kind: a.counts[kind] + b.counts[kind] for kind in a.counts}
-    # A V-shaped rank holds both ends: its head reads the embedding it already has.
-    tied = np.maximum(a.tied_copy, b.tied_copy) * (counts["embedding"] == 0)
-    return Holding(a.rank, counts, tied)
-
-
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
     """First and last+1 layer of a stage: as even as can be, the short stages at both ends (as `Plan.stage_layers`)."""
     layers = batch.model.layers
@@ -90,5 +81,5 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
     end = (stage + 1) * base + np.clip(stage + 1 - first, 0, extra)
     for i in batch.uneven:
         edges = np.concatenate([[0], np.cumsum(batch.layers_per_stage[i])])
-        start[i], end[i] = edges[stage[i]], edges[stage[i] + 1]
+        start[..., i], end[..., i] = edges[stage[..., i]], edges[stage[..., i] + 1]
     return start.astype(int), end.astype(int)
