@@ -1,4 +1,5 @@
-"""`meshwright show`: every topic prints, the numbers are the lecture's, figures stand alone, and wrong words are met with right ones."""
+"""`meshwright show`: every topic prints, the numbers are the lecture's, figures stand alone, and wrong words are met
+with right ones."""
 
 from __future__ import annotations
 

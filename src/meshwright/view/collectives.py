@@ -1,8 +1,8 @@
 """Collectives to look at in the terminal: steps by rank, actual numbers step by step, algorithms side by side.
 
-Steps: a row a step, a column a rank; `→ 1` is a send to rank 1, `← 3` a receive, `+` says that what came is added. Numbers: what every
-rank holds before and after each step; what a step changed is coloured, `·` is a chunk not there. Above sixteen ranks the columns
-give way to one line a step, as they do where the rows would not fit the width.
+Steps: a row a step, a column a rank; `→ 1` is a send to rank 1, `← 3` a receive, `+` says that what came is added.
+Numbers: what every rank holds before and after each step; what a step changed is coloured, `·` is a chunk not there.
+Above sixteen ranks the columns give way to one line a step, as they do where the rows would not fit the width.
 """
 
 from __future__ import annotations

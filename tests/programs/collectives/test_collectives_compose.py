@@ -14,7 +14,9 @@ from meshwright.programs.collectives import ALGORITHMS, build, check, groups_of,
 from meshwright.programs.collectives.arrays import run_on_arrays
 from meshwright.programs.collectives.compose import grid
 from meshwright.programs.collectives.contract import DUAL
+from meshwright.programs.collectives.double_tree import first_use
 from meshwright.programs.collectives.program import split
+from meshwright.programs.collectives.trees import rounds
 
 SUMS = [  # whole = first + second, and how the halves are told to use the same chunks
     ("all-reduce", "reduce-scatter", "all-gather", {}, {}),
@@ -117,3 +119,12 @@ def test_groups_come_from_the_cluster_and_the_placement():
         groups_of(cluster, 11)
     with pytest.raises(MeshwrightError, match="do not part the ranks"):
         build("all-reduce", "two-level", 4, 8, groups=[[0, 1], [1, 2, 3]])
+
+
+def test_a_double_tree_fills_in_2_log_p_steps_and_never_crowds_a_rank():
+    for ranks in range(2, 130):
+        assert 1 + max(first_use(ranks).values()) <= 2 * rounds(ranks)
+        if ranks <= 33:
+            table = build("broadcast", "double-tree", ranks, 64, segments=3).moves
+            for end in (table.source, table.target):
+                assert len({*zip(table.step.tolist(), end.tolist(), strict=True)}) == len(table.step)

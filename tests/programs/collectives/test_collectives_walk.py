@@ -1,4 +1,5 @@
-"""Walked times: equal to the closed formulas where no link is shared, and right where links are mixed, shared or oversubscribed."""
+"""Walked times: equal to the closed formulas where no link is shared, and right where links are mixed, shared or
+oversubscribed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """`meshwright show formats`: number formats, every figure computed from the bits.
 
-A float of e exponent and m mantissa bits with bias b = 2ᵉ⁻¹ − 1 has the largest value 2^(E−b)·(2 − 2⁻ᵐ), the smallest normal one
-2^(1−b), the smallest at all 2^(1−b−m), and a relative step of 2⁻ᵐ. E is the largest exponent field that stands for numbers: 2ᵉ − 2
-where the last is kept for infinity and NaN (IEEE), 2ᵉ − 1 where it is not: E4M3 gives up only its last code for NaN, E2M1 none.
+A float of e exponent and m mantissa bits with bias b = 2ᵉ⁻¹ − 1 has the largest value 2^(E−b)·(2 − 2⁻ᵐ), the smallest
+normal one 2^(1−b), the smallest at all 2^(1−b−m), and a relative step of 2⁻ᵐ. E is the largest exponent field that
+stands for numbers: 2ᵉ − 2 where the last is kept for infinity and NaN (IEEE), 2ᵉ − 1 where it is not: E4M3 gives up
+only its last code for NaN, E2M1 none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """`meshwright show column-parallel` and `row-parallel`: one matrix product, two GPUs, all the numbers.
 
-Y = X·W with X of 2×4 and W of 4×8. **Columns**: W = [W₀ | W₁], each GPU has all of X and computes its half of Y's columns; nobody
-needs the other until someone wants the whole Y (an all-gather), and in backward both have a part of dX (an all-reduce). **Rows**: W₀ over
-W₁, each GPU has half of X's columns and a *partial sum* of all of Y; an all-reduce adds the two. Put a column-parallel product before a
-row-parallel one and the halves fit: one all-reduce forward and one backward for the pair. The collectives here are the programs of
-`meshwright show`, run on the numbers.
+Y = X·W with X of 2×4 and W of 4×8. **Columns**: W = [W₀ | W₁], each GPU has all of X and computes its half of Y's
+columns; nobody needs the other until someone wants the whole Y (an all-gather), and in backward both have a part of dX
+(an all-reduce). **Rows**: W₀ over W₁, each GPU has half of X's columns and a *partial sum* of all of Y; an all-reduce
+adds the two. Put a column-parallel product before a row-parallel one and the halves fit: one all-reduce forward and one
+backward for the pair. The collectives here are the programs of `meshwright show`, run on the numbers.
 """
 
 from __future__ import annotations

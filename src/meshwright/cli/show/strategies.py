@@ -1,9 +1,10 @@
 """`meshwright show strategies`: what each parallelism splits, what it sends, and when to use it.
 
 Volumes are elements **sent** by one GPU in one step by bandwidth-optimal algorithms: an all-reduce of n sends
-2(D−1)/D·n, an all-gather or reduce-scatter of a full buffer n sends (D−1)/D·n. N parameters, L layers; B sequences a GPU of S tokens,
-hidden size H; D data-parallel, T tensor-parallel, C context-parallel, P pipeline ranks, E expert-parallel ranks, k experts a token,
-M micro-batches. Bytes of state are for bf16 with Adam and fp32 master weights: 2 + 2 + 12 = 16 a parameter.
+2(D−1)/D·n, an all-gather or reduce-scatter of a full buffer n sends (D−1)/D·n. N parameters, L layers; B sequences a
+GPU of S tokens, hidden size H; D data-parallel, T tensor-parallel, C context-parallel, P pipeline ranks, E
+expert-parallel ranks, k experts a token, M micro-batches. Bytes of state are for bf16 with Adam and fp32 master
+weights: 2 + 2 + 12 = 16 a parameter.
 """
 
 from __future__ import annotations

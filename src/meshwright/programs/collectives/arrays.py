@@ -1,8 +1,8 @@
 """Programs on actual numbers: the smallest interpreter, for tests against numpy and for `show --values`.
 
-A rank's input is the concatenation, in order, of the chunks it starts with; its output that of the chunks it ends with. So an
-all-reduce takes the whole buffer from each rank and gives it to each; an all-gather takes a shard; an all-to-all takes P blocks, one for
-each rank, and gives P blocks, one from each, exactly as `torch.distributed` has it.
+A rank's input is the concatenation, in order, of the chunks it starts with; its output that of the chunks it ends with.
+So an all-reduce takes the whole buffer from each rank and gives it to each; an all-gather takes a shard; an all-to-all
+takes P blocks, one for each rank, and gives P blocks, one from each, exactly as `torch.distributed` has it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """Bruck's algorithms: ⌈log₂P⌉ rounds for any number of ranks, with partners at distance 2ᵏ round a circle.
 
-**All-gather.** Before round k rank r has the chunks r, r+1, …, r+2ᵏ−1 (mod P). It sends them to rank r−2ᵏ, and so gets the next
-2ᵏ from r+2ᵏ; the last round sends only what lacks: ⌈log₂P⌉α + (P−1)/P·nβ. Recursive doubling's cost without its powers of two.
+**All-gather.** Before round k rank r has the chunks r, r+1, …, r+2ᵏ−1 (mod P). It sends them to rank r−2ᵏ, and so gets
+the next 2ᵏ from r+2ᵏ; the last round sends only what lacks: ⌈log₂P⌉α + (P−1)/P·nβ. Recursive doubling's cost without
+its powers of two.
 
-**Barrier** (dissemination) is that all-gather with empty chunks: after ⌈log₂P⌉ rounds everyone has heard of everyone: ⌈log₂P⌉α.
+**Barrier** (dissemination) is that all-gather with empty chunks: after ⌈log₂P⌉ rounds everyone has heard of everyone:
+⌈log₂P⌉α.
 
-**All-to-all.** The block from i to j must travel d = (j−i) mod P places. Write d in binary: in round k every block whose bit k is
-set, wherever it is by then, hops 2ᵏ ranks on, all of a rank's together in one message. ⌈log₂P⌉ messages instead of P−1, but a block
-is sent once for every bit set, about (log₂P)/2 times: log₂P·α + (log₂P)/2·nβ at powers of two. Best for small blocks.
+**All-to-all.** The block from i to j must travel d = (j−i) mod P places. Write d in binary: in round k every block
+whose bit k is set, wherever it is by then, hops 2ᵏ ranks on, all of a rank's together in one message. ⌈log₂P⌉ messages
+instead of P−1, but a block is sent once for every bit set, about (log₂P)/2 times: log₂P·α + (log₂P)/2·nβ at powers of
+two. Best for small blocks.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Proof by symbolic execution that a program does what it promises.
 
-Instead of numbers every slot holds a **value** made of contributions. At first rank r's own chunks are leaves, the contribution
-of r. A store copies the value; a reduction makes a new one of two. In the end the value of every promised slot must consist of the
-contribution of each rank that started with that chunk, each exactly once. As sums do not care for order, that proves the result
-for every possible input. On the way the check refuses
+Instead of numbers every slot holds a **value** made of contributions. At first rank r's own chunks are leaves, the
+contribution of r. A store copies the value; a reduction makes a new one of two. In the end the value of every promised
+slot must consist of the contribution of each rank that started with that chunk, each exactly once. As sums do not care
+for order, that proves the result for every possible input. On the way the check refuses
 
 - a chunk that is sent, or added to, before it was written;
 - a chunk written twice in one step, or overwritten in the step that sends it (a race);
 - a store of what the same rank has sent before, with nothing changed since (a step said twice).
 
-**Each exactly once** is proved in one of two ways. If no value is an operand of two reductions, the values form a forest, so the
-leaves under a value are all different and it is enough to *count* them: that settles rings, trees and halving. Otherwise (two
-partners that both add the same pair) the sets of contributions are computed, as bits, and two operands must be disjoint.
+**Each exactly once** is proved in one of two ways. If no value is an operand of two reductions, the values form a
+forest, so the leaves under a value are all different and it is enough to *count* them: that settles rings, trees and
+halving. Otherwise (two partners that both add the same pair) the sets of contributions are computed, as bits, and two
+operands must be disjoint.
 
-Deadlock is impossible in this form (see `program`); lists written by rank are lined up, or refused, by `lists.assemble`.
-The loop runs over steps, with numpy on all moves of a step: a 1,024-rank ring, two million moves, takes about a tenth of a second.
+Deadlock is impossible in this form (see `program`); lists written by rank are lined up, or refused, by
+`lists.assemble`. The loop runs over steps, with numpy on all moves of a step: a 1,024-rank ring, two million moves,
+takes some tenths of a second.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which algorithm is fastest for which message size, on a given cluster.
 
-Every algorithm is built and walked at every size; nothing is read off formulas. Between two sizes at which different algorithms lead,
-the crossover is where their times, taken as linear in the size, meet: exact where α-β holds, for then they *are* linear.
-Node-aware algorithms get the cluster's nodes; pipelined ones the number of segments that suits the size and the slowest link.
+Every algorithm is built and walked at every size; nothing is read off formulas. Between two sizes at which different
+algorithms lead, the crossover is where their times, taken as linear in the size, meet: exact where α-β holds, for then
+they *are* linear. Node-aware algorithms get the cluster's nodes; pipelined ones the number of segments that suits the
+size and the slowest link.
 """
 
 from __future__ import annotations

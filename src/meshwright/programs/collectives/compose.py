@@ -6,9 +6,10 @@
     then(op, p, q)      two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
     reverse(p)          the dual: the film played backwards, where every copy handed out becomes a sum drawn in
 
-Why reversal works: in a broadcast every rank receives each chunk once, so its moves form a tree (or chain, or ring) away from
-the root. Turn the arrows and the order of steps around, and the same tree leads every rank's contribution to the root exactly
-once. Stores become additions; scatter, whose chunks each travel one path, has gather as its dual with stores on both sides.
+Why reversal works: in a broadcast every rank receives each chunk once, so its moves form a tree (or chain, or ring)
+away from the root. Turn the arrows and the order of steps around, and the same tree leads every rank's contribution to
+the root exactly once. Stores become additions; scatter, whose chunks each travel one path, has gather as its dual with
+stores on both sides.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@
     barrier          P        chunk r (empty) at rank r    all on every rank: each knows that all arrived
 
 Read a row backwards and it is another row: reduce is the **dual** of broadcast, gather of scatter, reduce-scatter of
-all-gather. Put rows one after the other where ends meet starts, and they compose: all-reduce = reduce-scatter + all-gather
-= reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
+all-gather. Put rows one after the other where ends meet starts, and they compose: all-reduce = reduce-scatter +
+all-gather = reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
 """
 
 from __future__ import annotations

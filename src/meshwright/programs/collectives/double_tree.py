@@ -1,19 +1,21 @@
-"""The double binary tree: a tree's logarithmic latency at a ring's bandwidth (Sanders, Speck and Träff, 2009; used by NCCL).
+"""The double binary tree: a tree's logarithmic latency at a ring's bandwidth (Sanders, Speck, Träff 2009; NCCL).
 
 In a binary tree half of the ranks are leaves that only receive, so half of the sending capacity lies idle, and an inner
-rank sends everything twice. Lay **two** trees over the ranks such that the inner ranks of one are leaves of the other, and send
-half of the buffer down each: now every rank receives n (n/2 from each tree) and sends about n.
+rank sends everything twice. Lay **two** trees over the ranks such that the inner ranks of one are leaves of the other,
+and send half of the buffer down each: now every rank receives n (n/2 from each tree) and sends about n.
 
-**The trees.** Number the ranks other than the root 1 … m and hang them in order: the root of a range is its largest power of two
-counted from the range's start, so every odd number is a leaf. The second tree is the mirror image (m even) or the first shifted by
-one (m odd): there the even numbers are leaves. The collective's root sends to both trees' tops.
+**The trees.** Number the ranks other than the root 1 … m and hang them in order: the root of a range is its largest
+power of two counted from the range's start, so every odd number is a leaf. The second tree is the mirror image (m even)
+or the first shifted by one (m odd): there the even numbers are leaves. The collective's root sends to both trees' tops.
 
-**The steps.** Every rank receives over two edges and sends over at most two. Such a bipartite graph has even cycles and paths only, so
-its edges take two colours without two of a colour meeting at a rank's sending or receiving side. Edges of colour 0 work at
-even steps, of colour 1 at odd ones: at most one send and one receive a rank and step. Segment s uses an edge 2s steps after segment 0.
+**The steps.** Every rank receives over two edges and sends over at most two. Such a bipartite graph has even cycles and
+paths only, so its edges take two colours without two of a colour meeting at a rank's sending or receiving side. Edges
+of colour 0 work at even steps, of colour 1 at odd ones: at most one send and one receive a rank and step. Segment s
+uses an edge 2s steps after segment 0.
 
-With k segments a tree and F steps until the farthest rank has its first two, broadcast takes (F + 2(k−1))(α + n/(2k)·β), F ≤ 2⌈log₂P⌉ + 1,
-which approaches nβ. Reduce is the reversal; all-reduce is both, approaching 2nβ with O(log P) latency, for any P.
+With k segments a tree and F steps until the farthest rank has its first two, broadcast takes (F + 2(k−1))(α +
+n/(2k)·β), F ≤ 2⌈log₂P⌉, which approaches nβ. Reduce is the reversal; all-reduce is both, approaching 2nβ with O(log
+P) latency, for any P.
 """
 
 from __future__ import annotations

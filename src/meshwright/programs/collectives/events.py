@@ -1,9 +1,10 @@
 """The general engine of the walk: from one moment at which something changes to the next.
 
-Two kinds of things lie ahead: **appointments** with a known time (a rank enters a step, a message has paid its α, a message whose
-ports are private has arrived), and **flows** that share ports, whose ends move whenever the rates change. Each turn takes the earliest
-moment, carries all flows forward to it, and treats everything that happens then at once, so that a thousand equal messages of a
-symmetric step cost one turn. Rates are found anew only when the set of sharing flows has changed.
+Two kinds of things lie ahead: **appointments** with a known time (a rank enters a step, a message has paid its α, a
+message whose ports are private has arrived), and **flows** that share ports, whose ends move whenever the rates change.
+Each turn takes the earliest moment, carries all flows forward to it, and treats everything that happens then at once,
+so that a thousand equal messages of a symmetric step cost one turn. Rates are found anew only when the set of sharing
+flows has changed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """All-to-all: every rank has a block for every other; together they transpose a P×P table of blocks of n/P.
 
-**Direct.** Everyone posts all its sends and receives at once: α + (P−1)/P·nβ where every rank's port is its own and a switch keeps
-order. On a real fabric P(P−1) flows meet at once; walking shows what that costs where links are shared.
+**Direct.** Everyone posts all its sends and receives at once: α + (P−1)/P·nβ where every rank's port is its own and a
+switch keeps order. On a real fabric P(P−1) flows meet at once; walking shows what that costs where links are shared.
 
-**Pairwise.** One partner at a time: at step t rank r sends to r+t+1 and receives from r−t−1. No two flows meet at a rank:
-(P−1)α + (P−1)/P·nβ.
+**Pairwise.** One partner at a time: at step t rank r sends to r+t+1 and receives from r−t−1. No two flows meet at a
+rank: (P−1)α + (P−1)/P·nβ.
 
 Bruck's, with fewer and larger messages, is in `bruck`; the one that knows of nodes in `nodes`.
 """

@@ -1,8 +1,9 @@
 """Closed costs of the algorithms on a uniform network: T = a·α + b·nβ + c·nγ.
 
-Every algorithm's time there is linear in three constants: α, the latency of a message; β = 1/bandwidth, seconds a byte; γ, seconds
-to add a byte. n is **always the full, unsharded buffer**: what an all-reduce reduces, what an all-gather ends with, what a reduce-scatter
-starts with, what one rank of an all-to-all sends in all. (Tables that call the shard n cost P times as much by the same letter.) L = ⌈log₂P⌉.
+Every algorithm's time there is linear in three constants: α, the latency of a message; β = 1/bandwidth, seconds a byte;
+γ, seconds to add a byte. n is **always the full, unsharded buffer**: what an all-reduce reduces, what an all-gather
+ends with, what a reduce-scatter starts with, what one rank of an all-to-all sends in all. (Tables that call the shard n
+cost P times as much by the same letter.) L = ⌈log₂P⌉.
 
     operation                algorithm           messages a    buffers sent b        remark
     broadcast, reduce        naive               P−1           P−1
@@ -21,8 +22,9 @@ starts with, what one rank of an all-to-all sends in all. (Tables that call the 
                              Bruck               L             about L/2
     barrier                  dissemination       L             0
 
-They hold for equal chunks, one kind of link, and no link shared; there the walk agrees to rounding (a test). A reduction's c is its part of b.
-Node-aware algorithms have terms for the links inside (α, β) and between nodes (α', β') of g ranks each.
+They hold for equal chunks, one kind of link, and no link shared; there the walk agrees to rounding (a test). A
+reduction's c is its part of b. Node-aware algorithms have terms for the links inside (α, β) and between nodes (α', β')
+of g ranks each.
 """
 
 from __future__ import annotations

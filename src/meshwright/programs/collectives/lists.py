@@ -6,10 +6,11 @@
     step 1: send chunk 0 to rank 1
     step 1: receive chunk 1 from rank 1
 
-Lists by hand need not number their steps alike on all ranks. **Lining up**: the k-th send from a to b belongs to b's k-th receive
-from a, as in MPI. A step of a and a step of b that share a message must happen together, so merge them; the steps of each rank are in
-order. If the merged steps have an order that suits all ranks they are numbered along it. If they have none, some ranks wait for each
-other in a circle: a **deadlock**, refused with the rank and step where it is stuck.
+Lists by hand need not number their steps alike on all ranks. **Lining up**: the k-th send from a to b belongs to b's
+k-th receive from a, as in MPI. A step of a and a step of b that share a message must happen together, so merge them;
+the steps of each rank are in order. If the merged steps have an order that suits all ranks they are numbered along it.
+If they have none, some ranks wait for each other in a circle: a **deadlock**, refused with the rank and step where it
+is stuck.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """A program's messages, and the ports of a cluster that they pass.
 
-Chunks that one rank sends to another in one step are one **message**: they pay α once. A message from device to device passes
-ports (`Cluster.path`), each with a capacity in bytes/s. Flows that meet at a port share it **max-min fairly**: nobody can get more
-without someone who has less getting even less. The rates follow by *progressive filling*: raise all rates together until a port
-is full, freeze the flows through it, go on with the rest.
+Chunks that one rank sends to another in one step are one **message**: they pay α once. A message from device to device
+passes ports (`Cluster.path`), each with a capacity in bytes/s. Flows that meet at a port share it **max-min fairly**:
+nobody can get more without someone who has less getting even less. The rates follow by *progressive filling*: raise all
+rates together until a port is full, freeze the flows through it, go on with the rest.
 
-A port is **private** to a message when no other message can ever be in it at the same time: all that pass it leave one rank, or
-all enter one rank, and never two in one step. Where every port is private no rate depends on what others do, and the walk needs no
-events at all (`walker`).
+A port is **private** to a message when no other message can ever be in it at the same time: all that pass it leave one
+rank, or all enter one rank, and never two in one step. Where every port is private no rate depends on what others do,
+and the walk needs no events at all (`walker`).
 """
 
 from __future__ import annotations

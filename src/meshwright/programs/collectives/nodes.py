@@ -1,22 +1,24 @@
 """Algorithms that know which ranks share a node: fast links inside, slow ones between.
 
-**Hierarchical all-reduce**, as the textbooks draw it: all-reduce inside every node, all-reduce between one leader of each node,
-broadcast inside. With g ranks in each of N nodes, α' and β' between nodes:
+**Hierarchical all-reduce**, as the textbooks draw it: all-reduce inside every node, all-reduce between one leader of
+each node, broadcast inside. With g ranks in each of N nodes, α' and β' between nodes:
 
     T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ)
 
-The slow links see 2(N−1) messages instead of the flat ring's 2(P−1); but the leader alone carries 2(N−1)/N·n through its one
-card while its mates' cards idle. A flat ring with whole nodes in a row sends as many bytes through each node's card.
+The slow links see 2(N−1) messages instead of the flat ring's 2(P−1); but the leader alone carries 2(N−1)/N·n through
+its one card while its mates' cards idle. A flat ring with whole nodes in a row sends as many bytes through each node's
+card.
 
-**Two-level**: reduce-scatter inside every node, all-reduce of the shards between the ranks at the same *place* of each node, and
-all-gather inside. Every card works on 1/g of the buffer:
+**Two-level**: reduce-scatter inside every node, all-reduce of the shards between the ranks at the same *place* of each
+node, and all-gather inside. Every card works on 1/g of the buffer:
 
     T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/(gN)·β')
 
 Nodes may be uneven: the rank at place l of a node stands in for the places l+g, l+2g, … that its node lacks.
 
-**Two-level all-to-all**: exchange inside the node first, so that the mate at the receiver's place holds all that goes there; then
-between nodes along the places, g blocks a message: (g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead of (N−1)g slow messages.
+**Two-level all-to-all**: exchange inside the node first, so that the mate at the receiver's place holds all that goes
+there; then between nodes along the places, g blocks a message: (g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead
+of (N−1)g slow messages.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ has one place (a *slot*) for each chunk, empty at first unless the rank starts w
 Read along one rank, the same table is that rank's list of steps: *send* here, *receive* or *reduce* (receive and add)
 there; a move from a rank to itself is a *copy*, from chunk to chunk `into`. The meaning of a step is fixed:
 
-- Steps are numbered for all ranks together, and a send stands at the same step as its receive. A rank begins a step when
-  it is done with its step before. So a program **cannot deadlock**: among the ranks that are not done, those at the
-  lowest step wait for nobody but each other, and their sends and receives meet there. (Lists that were written by hand,
-  rank by rank, may deadlock: `lists.assemble` finds it when it lines their steps up.)
+- Steps are numbered for all ranks together, and a send stands at the same step as its receive. A rank begins a step
+  when it is done with its step before. So a program **cannot deadlock**: among the ranks that are not done, those at
+  the lowest step wait for nobody but each other, and their sends and receives meet there. (Lists that were written by
+  hand, rank by rank, may deadlock: `lists.assemble` finds it when it lines their steps up.)
 - Within a step all sends read what was there before the step; what a rank sends to one peer in one step is one message.
 - What arrives replaces the slot, or with `reduce` is added to it.
 
 The promise is two sets of slots: a chunk **starts** in some, and must **end** in others as the sum of all the copies it
-started as, each exactly once. That one sentence is broadcast (starts at the root, ends everywhere), reduce (the reverse),
-all-gather, reduce-scatter, all-reduce and all-to-all (`contract`).
+started as, each exactly once. That one sentence is broadcast (starts at the root, ends everywhere), reduce (the
+reverse), all-gather, reduce-scatter, all-reduce and all-to-all (`contract`).
 
 The table is a struct of numpy arrays, for a ring of 1,024 ranks has 2·1023·1024 ≈ 2.1 million moves.
 """

@@ -1,15 +1,18 @@
 """Recursive doubling and halving: log₂P exchanges with ever farther, or ever nearer, partners.
 
-**All-gather by doubling** (P a power of two). In round k rank r exchanges all it has with rank r XOR 2ᵏ: blocks of 1, 2, 4, …
-chunks double until all is there: log₂P·α + (P−1)/P·nβ. The ring's bytes at a logarithmic number of messages.
+**All-gather by doubling** (P a power of two). In round k rank r exchanges all it has with rank r XOR 2ᵏ: blocks of 1,
+2, 4, … chunks double until all is there: log₂P·α + (P−1)/P·nβ. The ring's bytes at a logarithmic number of messages.
 
-**Reduce-scatter by halving** is its reversal: exchange the half that the partner's side must own, add what comes, halve again.
+**Reduce-scatter by halving** is its reversal: exchange the half that the partner's side must own, add what comes, halve
+again.
 
 **All-reduce by halving and doubling** (Rabenseifner): 2log₂P·α + 2(P−1)/P·nβ + (P−1)/P·nγ. On an ideal network it beats
-ring and tree at every size; its far partners, though, cross the slow links with large messages, where a ring crosses with one.
+ring and tree at every size; its far partners, though, cross the slow links with large messages, where a ring crosses
+with one.
 
-**Any P.** Let p be the largest power of two up to P and e = P − p. The first 2e ranks pair up; the odd one of each pair hands its
-part to the even one before, and gets its result after: two more messages. All-reduce pays 2(α + nβ) + nγ for it.
+**Any P.** Let p be the largest power of two up to P and e = P − p. The first 2e ranks pair up; the odd one of each pair
+hands its part to the even one before, and gets its result after: two more messages. All-reduce pays 2(α + nβ) + nγ for
+it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
         step, rank = np.ogrid[: ranks - 1, :ranks]
         return collective("all-gather", ranks, elements, moves(step, rank, (rank + 1) % ranks, (rank - step) % ranks))
 
-From then on it is checked, walked, compared, drawn and run, and the tests try it at every number of ranks. Beyond ranks and
-elements a builder may take options: `root`, `target`, `segments` (of pipelined ones) and `groups` (the nodes).
+From then on it is checked, walked, compared, drawn and run, and the tests try it at every number of ranks. Beyond ranks
+and elements a builder may take options: `root`, `target`, `segments` (of pipelined ones) and `groups` (the nodes).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """The ring: every rank sends to its right neighbour and receives from its left, all links busy in every step.
 
-**All-gather.** Rank r starts with chunk r. At step t it sends the chunk that arrived last, number r−t, and receives r−t−1. After
-P−1 steps every chunk has been round the ring.
+**All-gather.** Rank r starts with chunk r. At step t it sends the chunk that arrived last, number r−t, and receives
+r−t−1. After P−1 steps every chunk has been round the ring.
 
-**Reduce-scatter.** The same walk, but what arrives is *added* to one's own part before it is sent on. The sum of chunk c sets
-out from rank c+1, passes all other ranks and is complete when it reaches rank c: at step t rank r sends chunk r−1−t.
+**Reduce-scatter.** The same walk, but what arrives is *added* to one's own part before it is sent on. The sum of chunk
+c sets out from rank c+1, passes all other ranks and is complete when it reaches rank c: at step t rank r sends chunk
+r−1−t.
 
 **All-reduce** is the one, then the other. With n/P bytes a step and no idle link, per rank
 

@@ -1,17 +1,19 @@
 """From one rank to all, and back: one by one, down a binomial tree, along a pipelined chain.
 
-**Naive.** The root sends to one rank after the other: (P−1)(α + nβ). The root's link is the bottleneck, all others idle.
+**Naive.** The root sends to one rank after the other: (P−1)(α + nβ). The root's link is the bottleneck, all others
+idle.
 
-**Binomial tree.** Whoever has the data helps: in round k the 2ᵏ ranks that have it send to 2ᵏ that do not. After ⌈log₂P⌉ rounds
-all have it: ⌈log₂P⌉(α + nβ). Every round moves the whole buffer, so the bandwidth term keeps its logarithm; it is *not* nβ,
-which only pipelining reaches. To **scatter**, send halves instead: the root gives the upper half of the ranks their half of the
-buffer, then both halves go on alone: ⌈log₂P⌉α + (P−1)/P·nβ.
+**Binomial tree.** Whoever has the data helps: in round k the 2ᵏ ranks that have it send to 2ᵏ that do not. After
+⌈log₂P⌉ rounds all have it: ⌈log₂P⌉(α + nβ). Every round moves the whole buffer, so the bandwidth term keeps its
+logarithm; it is *not* nβ, which only pipelining reaches. To **scatter**, send halves instead: the root gives the upper
+half of the ranks their half of the buffer, then both halves go on alone: ⌈log₂P⌉α + (P−1)/P·nβ.
 
-**Pipelined chain.** Cut the buffer in k segments and pass them along a line; the line works on k segments at once. The last
-segment arrives after P−1+k−1 hops: (P+k−2)(α + nβ/k), which for k* = √((P−2)nβ/α) approaches nβ: best for large n.
+**Pipelined chain.** Cut the buffer in k segments and pass them along a line; the line works on k segments at once. The
+last segment arrives after P−1+k−1 hops: (P+k−2)(α + nβ/k), which for k* = √((P−2)nβ/α) approaches nβ: best for large n.
 
 Reduce and gather are the same trees with the arrows turned round (`compose.reverse`). All-reduce = reduce + broadcast,
-all-gather = gather + broadcast and reduce-scatter = reduce + scatter follow by composition: simple, and slow at the root.
+all-gather = gather + broadcast and reduce-scatter = reduce + scatter follow by composition: simple, and slow at the
+root.
 """
 
 from __future__ import annotations

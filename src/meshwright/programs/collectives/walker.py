@@ -2,19 +2,19 @@
 
 The machine:
 
-1. A rank works through its steps in order. It enters a step when all sends, receives and additions of its step before are done;
-   within a step they are concurrent. Nothing else holds it up: there is no barrier between ranks.
-2. A message starts when both its ranks have entered the step (the receiver's buffer is free, the sender's data is there). It
-   takes α, then its bytes flow through the ports of its path; links work in both directions at once.
+1. A rank works through its steps in order. It enters a step when all sends, receives and additions of its step before
+   are done; within a step they are concurrent. Nothing else holds it up: there is no barrier between ranks.
+2. A message starts when both its ranks have entered the step (the receiver's buffer is free, the sender's data is
+   there). It takes α, then its bytes flow through the ports of its path; links work in both directions at once.
 3. Flows that meet at a port share it max-min fairly (`network`), anew whenever a flow begins or ends.
 4. What is to be added is added on arrival, γ seconds a byte, one message at a time on a rank.
 
-With no shared port this is the α-β-γ model: the walk of a ring *is* 2(P−1)(α + n/P·β) + (P−1)/P·nγ (`formulas`). With mixed or shared
-links it tells what the formulas cannot: the ring that waits for its slowest hop, cards shared by devices, uplinks crowded by an
-all-to-all.
+With no shared port this is the α-β-γ model: the walk of a ring *is* 2(P−1)(α + n/P·β) + (P−1)/P·nγ (`formulas`). With
+mixed or shared links it tells what the formulas cannot: the ring that waits for its slowest hop, cards shared by
+devices, uplinks crowded by an all-to-all.
 
-Two engines give the same times. Where all ports are private a step is three numpy operations on all its messages (`rounds`);
-otherwise time goes from event to event (`events`).
+Two engines give the same times. Where all ports are private a step is three numpy operations on all its messages
+(`rounds`); otherwise time goes from event to event (`events`).
 """
 
 from __future__ import annotations
