@@ -168,7 +168,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        return " ".join(filter(None, [self.algorithm, self.operation]))
+        return " ".join(filter(None, [self.algorithm, self.operation])) or "program"
 
     def but(self, **changes: Any) -> Program:
         return replace(self, **changes)
@@ -184,7 +184,7 @@ class Program:
 
     def __repr__(self) -> str:
         return (
-            f"<{self.name or 'program'}: {self.ranks} ranks, {self.elements} elements in {self.chunks} chunks, "
+            f"<{self.name}: {self.ranks} ranks, {self.elements} elements in {self.chunks} chunks, "
             f"{self.steps} steps, {len(self.moves.step)} moves>"
         )
 
