@@ -198,3 +198,12 @@ def test_one_site_is_none() -> None:
     with pytest.raises(MeshwrightError) as error:
         sites.crossing(None, 1, 1e9, 0)  # type: ignore[arg-type]
     assert error.value.code == "MW-GOOD-002"
+
+
+def test_the_page_says_what_the_code_says() -> None:
+    from pathlib import Path
+
+    from meshwright.view.goodput import page
+
+    written = (Path(__file__).parents[2] / "docs" / "past-one-cluster.md").read_text("utf-8")
+    assert written == page(), "run `python -m meshwright.view.goodput docs/past-one-cluster.md`"

@@ -9,7 +9,7 @@ ranks of a replica, N·bytes in all. Reduced hierarchically each site sends, per
 
     2·(S−1)/S · N · bytes        over S sites, whatever their size
 
-over the line's whole bandwidth, plus 2·(S−1)·α. With a line of 100 Gb/s and 405B parameters in bf16 that is 81 s. Where it does not
+over the line's whole bandwidth, plus 2·(S−1)·α. With a line of 100 Gb/s and 405B parameters in bf16 that is 65 s between two sites. Where it does not
 hide behind the step, sites may exchange only every H steps (local updates, as DiLoCo does: another algorithm, whose loss is not
 that of synchronous training), which divides the traffic by H.
 """

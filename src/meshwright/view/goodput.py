@@ -1,0 +1,111 @@
+"""Past one cluster, as a page: a hundred thousand GPUs, failures against saves, several sites.
+
+`python -m meshwright.view.goodput docs/past-one-cluster.md` writes it; a test holds the page to what is written here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.planner import cases, goodput, sites
+from meshwright.units import format_bytes, format_count, format_rate, format_seconds
+
+SAVE, RESTART = 10.0, 300.0  # seconds: a save that blocks for ten, five minutes from failure to training on
+COPIES = (1, 2, 3, 6)
+LINES = (
+    (12.5e9, 0.02),
+    (125e9, 0.02),
+    (1250e9, 0.02),
+)  # bytes/s a direction, seconds: 100 Gb/s, 1 and 10 Tb/s, some 2,000 km
+BAR = 30
+
+
+def page() -> str:
+    start = cases.evaluate("llama3-405b").estimate
+    return "\n".join([*head(), *large(start), *saves(start), *between(start)]).rstrip() + "\n"
+
+
+def head() -> Iterator[str]:
+    yield "# Past one cluster"
+    yield ""
+    yield "On paper: nothing here was run by us. Formulas are in `planner.goodput` and `planner.sites`, which are held to Llama 3's 419"
+    yield "interruptions in 54 days on 16,384 GPUs and to the failure rates of a research cluster."
+    yield ""
+
+
+def large(start: Estimate) -> Iterator[str]:
+    yield "## A hundred thousand GPUs"
+    yield ""
+    yield f"Llama-3 405B's plan ({start.plan.title()}), repeated along data parallelism with the batch growing alongside. Devices fail as"
+    yield f"Llama 3's did, once in {goodput.GPU_MTBF / goodput.DAY / 365:.1f} years each; a save blocks for {SAVE:.0f} s and a restart"
+    yield f"takes {RESTART / 60:.0f} minutes."
+    yield ""
+    yield "| GPUs | tokens a step | step | MFU | efficiency | failure every | save every | goodput | MFU × goodput |"
+    yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for r in sites.scale_out(start, COPIES, SAVE, RESTART):
+        tokens = format_count(r.batch * start.workload.seq)
+        rel = r.reliability
+        yield (f"| {r.gpus:,} | {tokens} | {format_seconds(r.step_s)} | {r.mfu:.1%} | {r.efficiency:.1%} | {format_seconds(rel.mtbf)} | "
+               f"{format_seconds(rel.interval)} | {r.goodput:.1%} | {r.effective_mfu:.1%} |")  # fmt: skip
+    yield ""
+    yield "What grows is not the step but the failures: the whole fails as often as all its parts together. The batch grows too, past"
+    yield "what training can use well; with the batch held (and plain 1F1B, since interleaving runs micro-batches in rounds of pp) each rank"
+    yield "has fewer micro-batches, and the bubble eats the gain:"
+    yield ""
+    yield "| GPUs | step | MFU | efficiency |"
+    yield "| ---: | ---: | ---: | ---: |"
+    plain = start.plan.but(virtual=1, schedule="1f1b")
+    held = estimate(start.model, start.cluster, plain, start.workload, start.stack)
+    for r in sites.scale_out(held, (1, 2, 4, 8), SAVE, RESTART, weak=False):
+        yield f"| {r.gpus:,} | {format_seconds(r.step_s)} | {r.mfu:.1%} | {r.efficiency:.1%} |"
+    yield ""
+
+
+def saves(start: Estimate) -> Iterator[str]:
+    yield "## How often to save"
+    yield ""
+    size = goodput.checkpoint_bytes(start.model.total)
+    yield f"A resumable save of {format_count(start.model.total)} parameters holds {format_bytes(size)}. Goodput against the interval between"
+    yield f"saves that block for {SAVE:.0f} s, with restarts of {RESTART / 60:.0f} minutes:"
+    for gpus in (16_384, 98_304):
+        rel = goodput.reliability(gpus, SAVE, RESTART)
+        young = format_seconds(goodput.young_interval(SAVE, rel.mtbf))
+        yield ""
+        yield f"{gpus:,} GPUs, a failure every {format_seconds(rel.mtbf)}: Young {young}, Daly {format_seconds(rel.interval)}"
+        yield ""
+        yield "```"
+        for interval, share in goodput.curve(SAVE, RESTART, rel.mtbf):
+            yield f"{format_seconds(interval):>9}  {share:6.1%}  {'█' * round(BAR * share)}"
+        yield "```"
+    mtbf = goodput.system_mtbf(goodput.GPU_MTBF, 98_304)
+    longest = goodput.largest_restart(0.9, SAVE, mtbf)
+    yield ""
+    yield "Around its optimum the curve is flat: half or twice the best interval costs a percent or two. At 98,304 GPUs even the best"
+    told = f"a restart within {format_seconds(longest)}" if longest else "shorter saves: no restart is quick enough"
+    yield f"interval loses what 16,384 never see; for 90% goodput there it takes {told}."
+    yield ""
+
+
+def between(start: Estimate) -> Iterator[str]:
+    yield "## Several sites"
+    yield ""
+    yield "Each site runs the plan above on its own and only gradients cross, once a step or every H steps (local updates: another"
+    yield "algorithm, with another loss). A site sends 2·(S−1)/S·N·bytes over the line."
+    yield ""
+    yield "| sites | line | sent by a site | exchange | step alone | every step | H for 5% |"
+    yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for count in (2, 4):
+        for bandwidth, alpha in LINES:
+            c = sites.crossing(start, count, bandwidth, alpha, dtype="bf16")
+            yield (f"| {count} | {format_rate(bandwidth)} | {format_bytes(c.site_bytes)} | {format_seconds(c.transfer_s)} | "
+                   f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |")  # fmt: skip
+    yield ""
+    yield "Tensor, context and pipeline groups must not cross: `planner.sites.axes_across` names the axes that span a level, and `lint`"
+    yield "tells what they cost there."
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), "utf-8")
