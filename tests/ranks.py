@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.train import launch
 
+launch.PRELOAD += ["meshwright.verify.trace", "meshwright.train.work"]
 SILENCE_S = 25.0
 GROUP_TIMEOUT_S = 15.0
 

@@ -53,6 +53,9 @@ LAYOUTS = [
     ("qwen", {"pp": 2, **V}),
     ("llama", {"pp": 2, "schedule": "gpipe", "layers_per_stage": (1, 3)}),
     ("gemma", {"pp": 2, "virtual": 2, "schedule": "interleaved-zb"}),
+    ("gpt", {"pp": 2, "virtual": 2, "schedule": "dualpipev"}),
+    ("qwen", {"pp": 2, "schedule": "zb-h1"}),
+    ("llama", {"pp": 2, "virtual": 2, "schedule": "auto"}),
     # two at a time
     ("qwen", {"replicate": 2, "tp": 2, "microbatch": 2}),
     ("gemma", {**Z3, "tp": 2, "sp": True}),

@@ -21,7 +21,7 @@ from torch import distributed, nn
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
-from meshwright.describe.plan import V_SHAPED, Plan
+from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.parallel import exchange, tensor, vocabulary, zero
@@ -121,7 +121,7 @@ def apply(
     pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model)]
     initialise(pieces, model, seed, scatter)
     reductions = [zero.reduction(module, mesh, plan) for module in stages.values()]
-    if model.tied and plan.pp > 1 and plan.schedule not in V_SHAPED:
+    if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
     parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh))
     if program is not None:

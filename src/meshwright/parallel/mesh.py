@@ -61,6 +61,8 @@ class Mesh:
     @cached_property
     def ends(self) -> distributed.ProcessGroup | None:
         """The group of this pipeline's first and last rank; made by all ranks at once, None on the ranks between."""
+        if self.size("pp") == 1:
+            return None
         return self._new_groups([[int(row[0]), int(row[-1])] for row in self.layout.groups("pp")])
 
     def sharding(self) -> DeviceMesh:

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 
 PRELOAD = ["meshwright.train.preload"]
+FAULT = 70  # exit code: not the fault of what was asked for
 GRACE_S = 1.0  # what the other ranks get after a failure to tell their own
 AFTERMATH = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "Connection refused")
 
@@ -58,18 +59,14 @@ class Rank:
         return self.state == "raised" and any(words in self.text for words in AFTERMATH)
 
 
-@dataclass
-class RankFailure(Exception):
-    """A rank raised, died or hung."""
+class RankFailure(MeshwrightError):
+    """A rank raised, died or hung; `text` is its traceback, `others` those of the ranks that failed after it."""
 
-    rank: int
-    state: str
-    text: str
-    others: dict[int, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        more = f"\n({len(self.others)} more of the ranks failed after it)" if self.others else ""
-        return f"rank {self.rank} {self.state}:\n{self.text.rstrip()}{more}"
+    def __init__(self, rank: int, state: str, text: str, others: dict[int, str], logs: Path | None) -> None:
+        self.rank, self.state, self.text, self.others = rank, state, text.rstrip(), others
+        more = f"\n{len(others)} more of the ranks failed after it" if others else ""
+        super().__init__("MW-RANK-001", f"rank {rank} {state}:\n{self.text}{more}",
+                         fix=f"the ranks' own words are in {logs}" if logs else "", exit_code=FAULT)  # fmt: skip
 
 
 def run(
@@ -94,7 +91,7 @@ def run(
         _hear(ranks, silence, listen or (lambda rank, message: None))
         failed = [r for r in ranks if r.state != "done"]
         if failed:
-            _raise_root_cause(failed)
+            _raise_root_cause(failed, folder)
         return [r.result for r in ranks]
     finally:
         for r in ranks:
@@ -110,7 +107,8 @@ def _start(
 ) -> Rank:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the forkserver, before torch reads it
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # Read when the forkserver starts, once a parent: what the first target needs, and what the caller adds to PRELOAD.
+    context.set_forkserver_preload([*PRELOAD, target.partition(":")[0]])
     from meshwright.train.rank import main
 
     ours, theirs = context.Pipe()
@@ -191,7 +189,7 @@ def _tail(log: Path, lines: int = 60) -> str:
     return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-lines:])
 
 
-def _raise_root_cause(failed: list[Rank]) -> None:
+def _raise_root_cause(failed: list[Rank], folder: Path | None) -> None:
     """A death or an error of its own comes before a hang, a hang before what only followed; then the earliest."""
 
     def weight(r: Rank) -> tuple[int, float]:
@@ -200,4 +198,4 @@ def _raise_root_cause(failed: list[Rank]) -> None:
     root = min(failed, key=weight)
     if root.error is not None:
         raise MeshwrightError(**root.error)
-    raise RankFailure(root.index, root.state, root.text, {r.index: r.text for r in failed if r is not root})
+    raise RankFailure(root.index, root.state, root.text, {r.index: r.text for r in failed if r is not root}, folder)

@@ -47,6 +47,8 @@ def main(
     except BaseException as error:  # the parent must hear of it, whatever it is
         plain = _plain(error) if isinstance(error, MeshwrightError) else None
         pipe.send(("failed", time.monotonic(), traceback.format_exc(), plain))
+        traceback.print_exc()
+        sys.stderr.flush()
         os._exit(1)
     # A group's destructor may wait for peers that are gone already; the operating system closes its sockets at once.
     sys.stdout.flush()

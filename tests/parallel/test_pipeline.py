@@ -1,0 +1,74 @@
+"""The adapter to torch's pipeline runtime: what it needs is there, what it runs is our program."""
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.pipeline import actions_of, check_adapter
+from meshwright.programs.pipelines import SCHEDULES
+
+MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
+
+
+def order_run(context, plan, workload):
+    """The actions torch really performs on this rank, as (stage, kind, micro-batch)."""
+    from meshwright.parallel.apply import apply
+    from meshwright.parallel.pipeline import Stage
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    log = []
+    forward, backward, weight = Stage.forward_one_chunk, Stage.backward_one_chunk, Stage.backward_weight_one_chunk
+
+    def f(self, chunk, *args, **kwargs):
+        log.append((self.stage_index, "F", chunk))
+        return forward(self, chunk, *args, **kwargs)
+
+    def b(self, chunk, *args, full_backward=True, **kwargs):
+        log.append((self.stage_index, "B" if full_backward else "I", chunk))
+        return backward(self, chunk, *args, full_backward=full_backward, **kwargs)
+
+    def w(self, chunk, *args, **kwargs):
+        log.append((self.stage_index, "W", chunk))
+        return weight(self, chunk, *args, **kwargs)
+
+    Stage.forward_one_chunk, Stage.backward_one_chunk, Stage.backward_weight_one_chunk = f, b, w
+    parallel = apply(MODEL, plan, workload, context.rank)
+    Trainer(parallel, RandomSamples(MODEL, workload.seq, 0)).train_step()
+    return sorted(parallel.stages), log
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_torch_runs_our_program_action_by_action(schedule, virtual):
+    plan = Plan(pp=2, schedule=schedule, virtual=virtual)
+    program = SCHEDULES[schedule](2, 4, virtual)
+    for rank, (stages, log) in enumerate(ranks.run(2, order_run, plan, Workload(batch=4, seq=4))):
+        assert log == [tuple(action) for action in program.actions(rank)]
+        assert stages == [s for s in range(2 * virtual) if program.rank_of[s] == rank]
+    if schedule == "zbv":
+        assert list(program.rank_of) == [0, 1, 1, 0]
+
+
+def test_the_adapter_knows_this_torch():
+    check_adapter()
+    program = SCHEDULES["zbv"](2, 4, 2)
+    actions = actions_of(program)
+    assert [len(actions[r]) for r in range(2)] == [len(program.actions(r)) for r in range(2)]
+    letters = {"F": "F", "I": "I", "W": "W", "B": "B"}
+    first = program.actions(0)[0]
+    assert str(actions[0][0]) == f"{first.stage}{letters[first.kind]}{first.microbatch}"
+
+
+@pytest.mark.parametrize("name", ["_Action", "_PipelineScheduleRuntime", "_ComputationType"])
+def test_a_torch_that_moved_them_is_named_clearly(name, monkeypatch):
+    monkeypatch.delattr(schedules, name)
+    with pytest.raises(MeshwrightError, match=f"MW-PIPE-040: torch .* has no .*{name}"):
+        check_adapter()
+    monkeypatch.undo()
+    monkeypatch.delattr(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms")
+    with pytest.raises(MeshwrightError, match="_prepare_schedule_with_comms"):
+        check_adapter()

@@ -1,0 +1,26 @@
+"""What is costed but not run is refused before any rank starts, with the way back."""
+
+import pytest
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.supported import check_supported
+
+MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"cp": 2}, {"recompute": "full"}, {"compression": "int8"}, {"offload": "states"}, {"tp": 2, "tp_form": "all-gather"},
+     {"replicate": 2, "reduce": "microbatch"}, {"tp": 4}],
+)  # fmt: skip
+def test_refused_with_a_fix(plan):
+    with pytest.raises(MeshwrightError, match="MW-PAR-001") as error:
+        check_supported(MODEL, Plan(**plan))
+    assert error.value.fix.startswith("--set plan.")
+
+
+@pytest.mark.parametrize("plan", [{}, {"tp": 2, "sp": True}, {"shard": 2, "zero": 3, "reduce": "microbatch"}])
+def test_accepted(plan):
+    check_supported(MODEL, Plan(**plan))

@@ -1,0 +1,179 @@
+"""Tensor parallelism in its parts: the pairs of exchange, the vocabulary's ends, the table, the count of all-reduces."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.models import build
+from meshwright.models.transformer import IGNORED, cross_entropy
+from meshwright.parallel.tables import TABLES
+from meshwright.parallel.tensor import boundaries, matches
+from meshwright.verify.records import Job
+from meshwright.verify.trace import record
+
+LLAMA = Model(hidden=16, layers=3, heads=4, kv_heads=2, ffn=24, vocab=32)
+
+
+def random(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def exchanges(context):
+    """Each exchange's output and input gradient, against what they mean in terms of all ranks' tensors."""
+    from torch import distributed
+
+    from meshwright.parallel import exchange
+
+    group, rank, world = distributed.group.WORLD, context.rank, context.world
+    part, whole = (2, 3, 4), (2, 3 * world, 4)
+    shares, wholes = [random(part, r) for r in range(world)], [random(whole, r) for r in range(world)]
+    cut = slice(3 * rank, 3 * rank + 3)
+    expected = {  # input of this rank, expected output, gradients arriving on each rank, expected input gradient
+        "copy_in": (wholes[rank], wholes[rank], wholes, sum(wholes)),
+        "reduce_out": (wholes[rank], sum(wholes), wholes, wholes[rank]),
+        "gather_in": (shares[rank], torch.cat(shares, 1), wholes, sum(wholes)[:, cut]),
+        "scatter_out": (wholes[rank], sum(wholes)[:, cut], shares, torch.cat(shares, 1)),
+        "join": (shares[rank], torch.cat(shares, 1), wholes, wholes[rank][:, cut]),
+    }
+    for name, (given, out, arriving, back) in expected.items():
+        x = given.clone().requires_grad_()
+        dims = () if name in ("copy_in", "reduce_out") else (1,)
+        y = getattr(exchange, name)(x * 1.0, group, *dims)
+        y.backward(arriving[rank].clone())
+        torch.testing.assert_close(y, out, msg=name)
+        torch.testing.assert_close(x.grad, back, msg=name)
+    return True
+
+
+def vocabulary_ends(context, vocabulary):
+    from torch import distributed
+
+    from meshwright.parallel.vocabulary import cross_entropy as split_cross_entropy
+    from meshwright.parallel.vocabulary import embed
+
+    group, world = distributed.group.WORLD, context.world
+    start, stop = boundaries(vocabulary, world, context.rank)
+    table = random((vocabulary, 5), 1)
+    ids = torch.arange(vocabulary).flip(0)[None]
+    rows = embed(ids, table[start:stop], start)
+    distributed.all_reduce(rows)
+    assert torch.equal(rows, torch.nn.functional.embedding(ids, table))
+
+    logits = random((2, 6, vocabulary), 2) * 30
+    target = torch.arange(12).reshape(2, 6) * 7 % vocabulary
+    target[0, 2] = target[1, 5] = IGNORED
+    whole = logits.clone().requires_grad_()
+    expected = cross_entropy(whole, target)
+    (expected * 0.3).backward()
+    mine = logits[..., start:stop].clone().requires_grad_()
+    loss = split_cross_entropy(mine, target, start, group)
+    (loss * 0.3).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(mine.grad, whole.grad[..., start:stop])
+    return True
+
+
+def omission(context):
+    from torch import distributed, nn
+
+    from meshwright.parallel.tensor import split
+
+    with torch.device("meta"):
+        network = build(LLAMA)
+        network.extra = nn.Linear(4, 4)
+    split(network, TABLES["transformer"], distributed.group.WORLD, False)
+
+
+def uneven_heads(context):
+    from torch import distributed
+
+    from meshwright.parallel.tensor import split
+
+    split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, False)
+
+
+def region(context, again):
+    """Gathers made and gradients of a region of three products under sequence parallelism."""
+    from torch import distributed, nn
+
+    from meshwright.parallel import exchange
+    from meshwright.parallel.regather import gather_again
+
+    group = distributed.group.WORLD
+    linears = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
+    for linear in linears:
+        nn.init.eye_(linear.weight)
+    x = random((2, 3, 8), context.rank).requires_grad_()
+    calls = []
+    gather, exchange.all_gather = exchange.all_gather, lambda *a: calls.append(1) or gather(*a)
+    whole = exchange.gather_in(x, group, 1)
+    if again:
+        with gather_again(whole, x, group):
+            y = sum(linear(whole) for linear in linears)
+    else:
+        y = sum(linear(whole) for linear in linears)
+    y.backward(torch.ones_like(y))
+    return len(calls), x.grad.tolist(), [linear.weight.grad.tolist() for linear in linears]
+
+
+def test_each_exchange_and_its_backward():
+    assert ranks.run(3, exchanges) == [True] * 3
+
+
+@pytest.mark.parametrize("vocabulary", [8, 11])
+def test_a_split_vocabulary_embeds_and_scores_as_a_whole_one(vocabulary):
+    assert ranks.run(3, vocabulary_ends, vocabulary) == [True] * 3
+
+
+def test_a_parameter_no_pattern_names_raises():
+    with pytest.raises(MeshwrightError, match="MW-TP-001: 'extra' holds weight, bias"):
+        ranks.run(2, omission)
+
+
+def test_a_dimension_that_does_not_divide_raises():
+    with pytest.raises(MeshwrightError, match=r"MW-TP-002: dimension 0 of 'layers\.0\.ffn\.gate\.weight', 25"):
+        ranks.run(2, uneven_heads)
+
+
+def test_gathering_again_changes_no_gradient_and_gathers_once_for_all_products():
+    kept, again = ranks.run(2, region, False), ranks.run(2, region, True)
+    for (calls_kept, x_kept, w_kept), (calls_again, x_again, w_again) in zip(kept, again, strict=True):
+        assert (calls_kept, calls_again) == (1, 2)
+        assert x_kept == x_again
+        assert w_kept == w_again
+
+
+@pytest.mark.parametrize(("sp", "expected"), [
+    # four a layer; embedding one, head one, and two small ones of the loss; the global norm
+    (False, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
+    # forward two gathers and two reduce-scatters a layer, backward the transposed and two gathers more for the weights
+    (True, {("tp", "all_gather"): 3 * 6 + 1 + 2, ("tp", "reduce_scatter"): 3 * 4 + 1 + 1, ("tp", "all_reduce"): 2 + 1 + 1}),
+])  # fmt: skip
+def test_four_all_reduces_a_layer_and_no_more(sp, expected):
+    job = Job(LLAMA, Plan(tp=2, sp=sp, microbatch=2), Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)
+    for rank in ranks.run(2, record, job):
+        counts = {key: count for key, (count, _) in rank["fp32"].observed.collectives.items()}
+        assert counts == expected
+
+
+def test_patterns_match_part_by_part():
+    assert matches("layers.11.attention.q", "layers.*.attention.[qkv]")
+    assert not matches("layers.11.attention.q", "layers.*")
+    assert not matches("layers.11.attention.q_norm", "layers.*.attention.[qkv]")
+
+
+def test_boundaries_cover_without_overlap():
+    for full in (0, 1, 7, 12):
+        for parts in (1, 2, 5):
+            ranges = [boundaries(full, parts, i) for i in range(parts)]
+            assert ranges[0][0] == 0
+            assert ranges[-1][1] == full
+            assert all(a[1] == b[0] for a, b in pairwise(ranges))
+            lengths = [b - a for a, b in ranges]
+            assert max(lengths) - min(lengths) <= 1

@@ -1,0 +1,94 @@
+"""Data parallelism in its parts: buckets leave during backward, shards hold their share, pieces cover the model once."""
+
+import numpy as np
+import torch
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+
+MODEL = Model(hidden=16, layers=3, heads=2, ffn=24, vocab=33, tied=True)
+WORKLOAD = Workload(batch=8, seq=4)
+PLANS = [
+    Plan(replicate=4), Plan(shard=4, zero=3), Plan(shard=2, replicate=2, zero=3), Plan(tp=2, replicate=2),
+    Plan(tp=2, sp=True, shard=2, zero=3), Plan(pp=2, tp=2), Plan(pp=2, shard=2, zero=3), Plan(pp=2, tp=2, order=("pp", "tp", "cp", "dp")),
+]  # fmt: skip
+
+
+def buckets(context, bytes_):
+    from torch import distributed, nn
+
+    from meshwright.parallel.zero import Buckets
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
+    made = Buckets(module, distributed.group.WORLD, bytes_)
+    log = []
+    send = made._send
+    made._send = lambda: log.append("send") or send()
+    for i, layer in enumerate(module):
+        layer.register_full_backward_pre_hook(lambda *_, i=i: log.append(i))
+    for last in (False, True):
+        made.begin(last)
+        module(torch.full((2, 4), 1.0 + context.rank, dtype=torch.float64)).sum().backward()
+    made.finish()
+    gradients = [p.grad.numpy().copy() for p in module.parameters()]
+    views = all(
+        p.grad.untyped_storage().data_ptr() == made.flat.untyped_storage().data_ptr() for p in module.parameters()
+    )
+    sizes = [m.numel() for m in made.messages]
+    made.zero()
+    return log, gradients, sizes, views, bool((made.flat == 0).all())
+
+
+def boxes(context, model, plans, workload):
+    """(name, start, shape, counted) of every piece, and bytes of parameters, under each plan."""
+    from meshwright.parallel.apply import apply
+
+    out = []
+    for plan in plans:
+        parallel = apply(model, plan, workload, context.rank)
+        out.append([(p.name, p.start, tuple(p.local.shape), p.counted, p.full_shape) for p in parallel.pieces])
+    return out
+
+
+def test_buckets_are_views_sent_in_order_while_backward_runs():
+    results = ranks.run(2, buckets, 256.0)
+    for log, _, sizes, views, zeroed in results:
+        assert len(sizes) == -(-4 * (16 + 4) * 8 // 256)
+        assert sum(sizes) == 80
+        assert views
+        assert zeroed
+        assert [entry for entry in log if entry != "send"] == [3, 2, 1, 0] * 2
+        assert log.count("send") == len(sizes)
+        first = log.index("send")
+        assert log[:first].count(0) == 1  # nothing leaves in the first micro-batch
+        assert 0 in log[first:]  # and the first message of the last leaves before backward is through
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        assert (one == other).all()
+
+
+def test_bucket_sums_are_sums_and_not_means():
+    alone, together = ranks.run(1, buckets, 1e9)[0][1], ranks.run(2, buckets, 1e9)[0][1]
+    assert (together[-1] == 2 * alone[-1]).all()  # the last bias sees ones, whatever the input
+
+
+def test_counted_pieces_cover_every_element_once():
+    by_rank = ranks.run(4, boxes, MODEL, PLANS, WORKLOAD)
+    for i, plan in enumerate(PLANS):
+        cover = {}
+        for row in by_rank:
+            for name, start, shape, counted, full in row[i]:
+                whole = cover.setdefault(name, np.zeros(full, int))
+                assert whole.shape == full
+                if counted:
+                    whole[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))] += 1
+        assert sum(w.size for w in cover.values()) == MODEL.total
+        assert all((w == 1).all() for w in cover.values()), plan.title()
+
+
+def test_zero_3_keeps_its_share_only():
+    (mine,) = ranks.run(4, boxes, MODEL, [Plan(shard=4, zero=3)], WORKLOAD)[1]
+    for _, _, shape, _, full in mine:
+        assert shape[0] <= -(-full[0] // 4)

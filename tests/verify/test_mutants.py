@@ -1,0 +1,55 @@
+"""Verify catches the field's classic bugs, and names the axis and the tensor."""
+
+import pytest
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.verify.prove import prove
+
+MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias": True, "ffn_bias": True}
+WORKLOAD = {"batch": 8, "seq": 8, "precision": "fp32"}
+
+
+def proof_of(plan, mutant, **model):
+    config = Config.from_parts({**MODEL, **model}, "laptop", workload=WORKLOAD, plan=plan)
+    return prove(config, ranks=4, steps=2, prepare=f"mutants:{mutant}" if mutant else "")
+
+
+@pytest.mark.parametrize(
+    ("mutant", "plan", "model", "axis", "what"),
+    [
+        ("gradient_averaged_twice", {"replicate": 2, "tp": 2}, {}, "replicate", "gradient"),
+        ("bias_on_every_row_parallel_rank", {"replicate": 2, "tp": 2}, {}, "tp", "loss"),
+        ("loss_normalised_per_rank", {"replicate": 2, "pp": 2}, {}, "replicate", "loss"),
+        ("clip_by_local_norm", {"pp": 2}, {}, "pp", "parameter"),
+        ("clip_by_local_norm", {"shard": 2, "zero": 3}, {}, "shard", "parameter"),
+        ("tied_embedding_not_summed", {"pp": 2, "tp": 2}, {"tied": True}, "pp", "gradient"),
+        ("norms_not_summed_over_sequence", {"tp": 2, "sp": True}, {}, "tp", "gradient"),
+        ("microbatch_loss_not_divided", {"replicate": 2, "tp": 2}, {}, "micro-batches", "loss"),
+    ],
+)
+def test_a_classic_bug_is_caught_and_named(mutant, plan, model, axis, what):
+    proof = proof_of(plan, mutant, **model)
+    assert not proof.passed
+    first = proof.agreements[0].breaks[0]
+    assert (proof.blamed, first.what) == (axis, what), str(first)
+    assert first.step == 0
+    told = proof.as_dict()["first_break"]
+    assert told["axis"] == axis
+    assert told["rank"] in range(4)
+    if what != "loss":
+        assert told["name"]
+
+
+def test_the_factor_of_a_wrong_gradient_is_told():
+    proof = proof_of({"replicate": 2}, "gradient_averaged_twice")
+    assert proof.agreements[0].breaks[0].ratio == pytest.approx(0.5)
+
+
+def test_communication_nobody_asked_for_fails_the_proof():
+    proof = proof_of({"replicate": 2}, "wasted_all_reduce")
+    assert proof.parity
+    assert not proof.communication
+    assert not proof.passed
+    (row,) = {(r.axis, r.operation) for _, r in proof.rows if r.unexplained}
+    assert row == ("replicate", "all_reduce")
