@@ -93,7 +93,8 @@ def test_paths_pay_the_level_and_pass_its_ports() -> None:
     assert cluster.path(5, 5) == (0.0, ())
     assert cluster.path(0, 1) == (1e-6, (("out", 0), ("in", 1)))
     assert cluster.path(0, 4) == (5e-6, (("nic-out", 1, 0, 0), ("nic-in", 1, 1, 0)))
-    assert cluster.path(0, 31).ports == (("nic-out", 2, 0, 0), ("nic-in", 2, 7, 3), ("up", 2, 0), ("down", 2, 1))
+    assert cluster.path(0, 31).ports == (("nic-out", 1, 0, 0), ("nic-in", 1, 7, 3), ("up", 2, 0), ("down", 2, 1))
+    assert cluster.path(0, 31).ports[0] == cluster.path(0, 4).ports[0]  # one card, whatever level it reaches
 
 
 def test_oversubscription_bounds_a_devices_share() -> None:

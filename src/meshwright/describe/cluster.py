@@ -194,7 +194,11 @@ class Cluster(Described):
             if entry.shared:
                 return Path(entry.link.alpha, (("bus", src // self.node_size),))
             return Path(entry.link.alpha, (("out", src), ("in", dst)))
-        ports: list[tuple] = [("nic-out", k, *self._card(src, k)), ("nic-in", k, *self._card(dst, k))]
+        # One card serves every level above the node; a level of another link (a site's uplink) is one more port behind it.
+        passed = [1] if entry.link.name == self.levels[1].link.name else [1, k]
+        ports: list[tuple] = [
+            (way, j, *self._card(end, j)) for j in passed for way, end in (("nic-out", src), ("nic-in", dst))
+        ]
         for j in range(1, k + 1):
             if self.levels[j].oversubscription > 1 and src // self.spans[j - 1] != dst // self.spans[j - 1]:
                 ports += [("up", j, src // self.spans[j - 1]), ("down", j, dst // self.spans[j - 1])]
