@@ -54,7 +54,8 @@ def small_copy(config: Config, ranks: int) -> Small:
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
     plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False}
     if plan.world <= ranks:
-        return plan.but(**plain, microbatch=min(plan.microbatch, 2)), []
+        uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage)
+        return plan.but(**plain, microbatch=min(plan.microbatch, 2), layers_per_stage=uneven), []
     sizes = {axis: min(getattr(plan, axis), 2) for axis in AXES}
     folded = plan.but(**plain, **sizes, virtual=min(plan.virtual, 2), layers_per_stage=(), order=plan.order,
                       microbatch=min(plan.microbatch, 2))  # fmt: skip
@@ -86,7 +87,7 @@ def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
 
 def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
     if plan.layers_per_stage:
-        return sum(plan.layers_per_stage) if sum(plan.layers_per_stage) <= model.layers else model.layers
+        return sum(plan.layers_per_stage)
     per_stage = 2 if plan.stages == 1 else 1
     uneven = 1 if model.layers % asked.stages else 0
     return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0))

@@ -1,0 +1,75 @@
+"""Training end to end: the loss falls, the measurement has the prediction's shape, the folder tells it all."""
+
+import csv
+import json
+
+import pytest
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config, load
+from meshwright.errors import MeshwrightError
+from meshwright.train.page import page, showing, sparkline
+from meshwright.train.records import Settings
+from meshwright.train.run import run_training
+from meshwright.view.tables import console
+
+MODEL = {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256, "tied": True}
+WORKLOAD = {"batch": 8, "seq": 16, "precision": "fp32"}
+FP32 = {"param_dtype": "fp32", "master": False}
+
+
+def config(**plan):
+    return Config.from_parts(MODEL, "laptop", "gloo-cpu", WORKLOAD, {**FP32, **plan})
+
+
+def test_training_learns_and_is_measured(tmp_path):
+    with showing(24) as listen:
+        training = run_training(config(tp=2), 24, folder=tmp_path, listen=listen, settings=Settings(learning_rate=5e-3))
+    m = training.measurement
+    assert len(listen.losses) == m.steps == 24
+    assert sum(m.loss[-4:]) / 4 < m.loss[0] - 0.5
+    assert m.step_time_low_s <= m.step_time_s <= m.step_time_high_s
+    assert m.tokens_per_s == pytest.approx(8 * 16 / m.step_time_s)
+    assert 0 < m.mfu < 1
+    assert m.memory_gib > m.memory_by_stage[0]["tensors"] > 0
+    assert m.traffic_bytes["tp"] > 0
+    assert {d.what for d in training.differences} >= {"step time", "peak memory", "traffic tp"}
+    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+    assert [float(r["loss"]) for r in rows] == m.loss
+    assert json.loads((tmp_path / "measurement.json").read_text())["steps"] == 24
+    assert json.loads((tmp_path / "prediction.json").read_text())["step_time_s"] > 0
+    assert load(tmp_path / "plan.toml").plan == training.config.plan
+    assert (tmp_path / "rank-1.log").exists()
+    with (out := console()).capture() as text:
+        out.print(page(training, str(tmp_path)))
+    assert "Prediction against measurement" in text.get()
+
+
+def test_every_plan_learns_the_same():
+    losses = [
+        run_training(config(**plan), 4).measurement.loss for plan in ({}, {"replicate": 2}, {"pp": 2, "microbatch": 2})
+    ]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_mlp_and_other_optimizers_train():
+    for optimizer in ("sgd", "momentum", "adam"):
+        shape = {"kind": "mlp", "hidden": 32, "layers": 3}
+        made = Config.from_parts(
+            shape, "laptop", workload={**WORKLOAD, "optimizer": optimizer}, plan={**FP32, "replicate": 2}
+        )
+        loss = run_training(made, 12, settings=Settings(learning_rate=0.02)).measurement.loss
+        assert sum(loss[-3:]) < sum(loss[:3])
+
+
+def test_a_dtype_that_does_not_train_is_refused():
+    with pytest.raises(MeshwrightError, match="MW-TRAIN-001"):
+        run_training(config(param_dtype="bf16"), 1)
+
+
+def test_sparkline():
+    assert sparkline([]) == ""
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([0.0, 7.0]) == "▁█"
+    assert sparkline([float(i) for i in range(800)], width=8) == "▁▂▃▄▅▆▇█"

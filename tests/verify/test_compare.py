@@ -1,0 +1,90 @@
+"""What counts as a difference, which comes first, and how float32's bound follows from one device."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from meshwright.verify.compare import FP32_FLOOR, MARGIN, bounds_from_rounding, compare
+from meshwright.verify.records import PieceTrace, Trace
+
+NAMES = ("embedding", "layer.0", "layer.1", "zero")
+
+
+def trace(dtype="fp64", rank=0, steps=2, noise=0.0):
+    random = np.random.default_rng(0)
+    wobble = np.random.default_rng(1)
+
+    def values(scale):
+        exact = scale * random.standard_normal((4, 3))
+        return exact * (1 + noise * wobble.uniform(-1, 1, exact.shape))
+
+    pieces = []
+    for name in NAMES:
+        scale = 1e-15 if name == "zero" else 1.0
+        pieces.append(
+            PieceTrace(name, (0, 0), [values(scale) for _ in range(steps)], [values(1.0) for _ in range(steps)])
+        )
+    return Trace(rank, dtype, losses=[3.0, 2.0][:steps], norms=[1.0, 0.5][:steps], pieces=pieces)
+
+
+def test_equal_traces_agree_and_rounding_does_too():
+    one = trace()
+    assert compare(one, [trace(rank=r) for r in range(3)]).breaks == []
+    assert compare(one, [trace(noise=1e-12)]).breaks == []
+    assert compare(one, [trace(noise=1e-8)]).breaks != []
+
+
+def test_a_box_is_compared_with_its_own_place():
+    one, part = trace(), trace(rank=1)
+    for piece in part.pieces:
+        piece.start = (2, 0)
+        piece.gradients = [g[2:] for g in piece.gradients]
+        piece.parameters = [p[2:] for p in piece.parameters]
+    assert compare(one, [part]).breaks == []
+    for piece in part.pieces:
+        piece.start = (1, 0)
+    assert compare(one, [part]).breaks[0].rank == 1
+
+
+def test_a_gradient_that_is_truly_zero_may_be_noise():
+    one, other = trace(), trace()
+    other.pieces[3].gradients[0] = other.pieces[3].gradients[0] * -1.0
+    assert compare(one, [other]).breaks == []
+    other.pieces[3].gradients[0] = np.full((4, 3), 1e-9)
+    assert [b.name for b in compare(one, [other]).breaks] == ["zero"]
+
+
+def test_the_first_break_is_the_earliest_and_nearest_the_loss():
+    one, other = trace(), trace()
+    for piece in other.pieces[:3]:
+        piece.gradients = [2 * g for g in piece.gradients]
+        piece.parameters = [p + 1 for p in piece.parameters]
+    other.norms = [2.0, 1.0]
+    found = compare(one, [other]).breaks
+    assert [(b.step, b.what, b.name) for b in found[:4]] == [
+        (0, "gradient", "layer.1"), (0, "gradient", "layer.0"), (0, "gradient", "embedding"), (0, "norm", ""),
+    ]  # fmt: skip
+    assert found[0].ratio == pytest.approx(2.0)
+    assert "2 times one device's" in str(found[0])
+    other.losses[0] += 1e-6
+    assert compare(one, [other]).breaks[0].what == "loss"
+
+
+def test_not_a_number_is_a_break():
+    one, other = trace(), trace()
+    other.pieces[0].parameters[1] = np.full((4, 3), np.nan)
+    other.losses[1] = float("nan")
+    assert {b.what for b in compare(one, [other]).breaks} == {"loss", "parameter"}
+
+
+def test_bounds_follow_one_devices_rounding():
+    double, single = trace(), trace("fp32", noise=1e-6)
+    bounds = bounds_from_rounding(single, double)
+    assert bounds["loss", 0] == FP32_FLOOR
+    assert 0.1 * MARGIN * 1e-6 < bounds["gradient", 0] <= bounds["gradient", 1] < 2 * MARGIN * 1e-6 + FP32_FLOOR
+    assert compare(double, [trace("fp32", noise=5e-6)], bounds).breaks == []
+    wrong = copy.deepcopy(single)
+    wrong.pieces[1].gradients[0] = wrong.pieces[1].gradients[0] * 1.01
+    found = compare(double, [wrong], bounds)
+    assert (found.dtype, found.breaks[0].name, found.breaks[0].dtype) == ("fp32", "layer.0", "fp32")

@@ -1,0 +1,103 @@
+"""Whole proofs: plans too large are folded, what is issued is what is lowered, and the command says so with its exit
+code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
+from meshwright.verify.page import page
+from meshwright.verify.prove import prove
+from meshwright.verify.traffic import Explanation, explain
+from meshwright.view.tables import console
+
+PLAN = """
+model = "tiny"
+cluster = "laptop"
+[workload]
+batch = 8
+seq = 16
+precision = "fp32"
+[plan]
+replicate = 2
+tp = 2
+microbatch = 2
+param_dtype = "fp32"
+master = false
+"""
+
+
+def test_a_large_plan_is_folded_and_proved():
+    plan = {
+        "tp": 8,
+        "sp": True,
+        "pp": 4,
+        "replicate": 16,
+        "virtual": 2,
+        "schedule": "interleaved",
+        "recompute": "selective",
+    }
+    config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 1024}, plan=plan)
+    proof = prove(config, ranks=8, steps=2)
+    assert proof.passed
+    assert proof.small.plan.world == 8
+    assert proof.communication
+    assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
+    assert proof.agreements[1].dtype == "fp32"
+    assert 1e-9 < proof.agreements[1].errors["gradient"] < 1e-4
+    assert any("folded" in change for change in proof.small.changes)
+    told = proof.as_dict()
+    json.dumps(told, allow_nan=False)
+    assert told["first_break"] is None
+    assert len(told["memory"]) == 8
+    with (out := console()).capture() as text:
+        out.print(page(proof))
+    for words in ("trains what one device trains", "folded", "reduce-scatter", "equal", "predicted"):
+        assert words in text.get()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"shard": 2, "zero": 3, "microbatch": 2}, {"shard": 2, "zero": 1, "pp": 2}, {"pp": 2, "schedule": "zbv", "virtual": 2},
+     {"shard": 2, "replicate": 2, "zero": 2, "microbatch": 2}],
+)  # fmt: skip
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_issued_is_what_is_lowered(plan, tied):
+    model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": tied}
+    config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
+    proof = prove(config, ranks=4, steps=1)
+    assert proof.parity
+    assert [row for _, row in proof.rows if row.unexplained] == []
+    assert proof.unknown == []
+    for trace in proof.traces:
+        assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
+
+
+def test_what_cannot_run_is_refused_before_ranks_start():
+    config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"cp": 2, "replicate": 4})
+    with pytest.raises(MeshwrightError, match="MW-PAR-001"):
+        prove(config)
+
+
+def test_a_difference_is_the_fewest_reasons_that_add_up():
+    reasons = [Explanation("a", "tp", "x", 1, 8), Explanation("b", "tp", "x", 0, 4), Explanation("c", "tp", "x", 1, 12)]
+    assert explain((0, 0), reasons) == []
+    assert explain((1, 12), reasons) == ["c"]
+    assert explain((2, 24), reasons) == ["a", "b", "c"]
+    assert explain((1, 9), reasons) is None
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    command = [sys.executable, "-m", "meshwright", "verify", str(path), "--steps", "2", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["passed"]
+    assert told["ranks"] == 4
+    assert told["errors"]["fp64"]["gradient"] < 1e-11
