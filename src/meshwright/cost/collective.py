@@ -13,10 +13,10 @@
     all-to-all           pairwise        (P−1) α + (P−1)/P nβ          Bruck: ⌈log₂P⌉ (α + n/2 β)
 
 **Library** (NCCL and its kin): a base cost per call, hops along the cheaper of ring and tree, and the slower of what passes
-inside nodes and what passes between them, since the levels are pipelined. A group with p members in each of N nodes uses p network
-cards a node:
+inside nodes and what passes between them, since the levels are pipelined. A group with p members in each of N nodes runs p rings, one
+through each network card of a node; a ring moves in lockstep, so each of its P−1 steps takes the slowest hop:
 
-    t = base + hops + 2√(ℓ·t_wire) + t_wire,   t_wire = max( m(n,P)/B₀ , m(n,N)/(p·B₁) )
+    t = base + hops + 2√(ℓ·t_wire) + t_wire,   t_wire = max( m(n,P)/B₀ , m(n,P)/(p·B₁) )
 
 The square root is what remains of α when a message is cut into the best number of chunks. Bandwidths are the *reached* ones of the
 cluster's links. Where switches reduce (NVLink SHARP) an all-reduce inside a node moves each byte once instead of twice.
@@ -31,6 +31,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
 
 BASE = 8e-6  # one call: kernel start and its synchronisation
+BASE_ACROSS = 30e-6  # the same when network cards take part
 CHUNK = 2.5e-6  # ℓ
 PAIR_LOSS = 0.45  # a group of P reaches (1 − 0.45/P) / (1 − 0.45/8) of what eight do, where links are measured
 
@@ -136,9 +137,10 @@ class Network:
         size, inner, nodes, outside = self.geometry(op.axis)
         n = op.message_bytes
         across = nodes > 1
+        base = np.where(across, BASE_ACROSS, BASE)
         if op.collective == "send":
             return np.where(
-                size > 1, BASE + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0
+                size > 1, base + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0
             )
         factor = 2.0 if op.collective == "all_reduce" else 1.0
         inside_rate = self.inside * (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
@@ -149,19 +151,20 @@ class Network:
             in_switch = factor == 2.0 and self.cluster.levels[0].reduces
             moved = np.where(~across & (inner >= 8), 1.45, 2.0) if in_switch else factor
             wire_in = moved * (size - 1) / size * n / inside_rate
-            wire_out = factor * (nodes - 1) / nodes * n / (inner * outside)
-        ring = (size - nodes) * self.hop_in + np.where(across, nodes * self.hop_out, 0.0)
+            wire_out = np.where(across, factor * (size - 1) / size * n / (inner * outside), 0.0)
+        # A ring moves in lockstep: each of its P−1 steps takes as long as its slowest hop.
+        ring = (size - 1) * np.where(across, max(self.hop_in, self.hop_out), self.hop_in)
         if op.collective == "all_reduce":
             tree = 2 * (log2ceil(inner) * self.hop_in + log2ceil(nodes) * self.hop_out)
             # A tree carries every byte twice through its inner ranks: it wins only while latency rules.
             wire = np.maximum(wire_in, wire_out)
             ring_time = 2 * ring + wire + 2 * np.sqrt(CHUNK * wire)
             tree_time = tree + 2 * wire + 2 * np.sqrt(CHUNK * wire)
-            return np.where(size > 1, BASE + np.minimum(ring_time, tree_time), 0.0)
+            return np.where(size > 1, base + np.minimum(ring_time, tree_time), 0.0)
         wire = np.maximum(wire_in, wire_out)
         hops = np.where(
             op.collective == "all_to_all",
             np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)),
             ring,
         )
-        return np.where(size > 1, BASE + hops + wire + 2 * np.sqrt(CHUNK * wire), 0.0)
+        return np.where(size > 1, base + hops + wire + 2 * np.sqrt(CHUNK * wire), 0.0)
