@@ -164,7 +164,8 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
     t.busy = work
     room = {"tp": work - core, "cp": core, "ep": work, "dp": work}
     left = HIDEABLE * work  # compute hides one stream at a time
-    for axis, seconds in t.comm.items():
+    for axis in (axis for axis in b.overlap if axis in t.comm):  # in one order, whatever else is in the batch
+        seconds = t.comm[axis]
         can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
         behind = np.minimum(np.minimum(seconds, HIDEABLE * room[axis]), left) * can
         left = left - behind
