@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -73,6 +74,8 @@ class Observer(TorchDispatchMode):
         return Observed(collectives, self.memory.peak, sorted(self.unknown))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # let it become operators on local tensors first, or its collectives would hide in it
         name = func.name().partition(".")[0]
         out = func(*args, **(kwargs or {}))
         if name in COLLECTIVES:

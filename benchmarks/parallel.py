@@ -1,0 +1,236 @@
+"""Our step against plain torch's on the same ranks: time in interleaved pairs, and the operations and bytes both issue.
+
+    python benchmarks/parallel.py [--pairs 40] [--ranks 2] [--only ddp]
+
+Each case builds both trainings in the same processes and lets them take steps in turn, so that whatever else the
+machine does falls on both. Told is the ratio ours / plain of the median step with a bootstrap 95% interval over
+pairs, and what an independent witness counted of one step of each. Plain torch does the same work: forward, backward,
+gradient reduction, clipping by the global norm, AdamW, and the loss averaged over ranks for the log.
+
+    ddp   DistributedDataParallel              zero3  fully_shard, a unit a layer
+    tp    parallelize_module (DTensor)         1f1b   Schedule1F1B
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.train import launch
+
+MODEL = Model(name="bench", hidden=128, layers=4, heads=4, ffn=384, vocab=512)
+CASES = {"ddp": "replicate", "zero3": "shard", "tp": "tp", "1f1b": "pp"}
+
+
+def plan_of(case: str, ranks: int) -> Plan:
+    zero = {"zero": 3, "reduce": "step"} if case == "zero3" else {}
+    return Plan(**{CASES[case]: ranks}, microbatch=4 if case != "1f1b" else 1, param_dtype="fp32", master=False, **zero)
+
+
+class Plain:
+    """A training step as the torch tutorials write it."""
+
+    def __init__(self, case: str, rank: int, ranks: int, workload: Workload) -> None:
+        import torch
+        from torch import distributed
+
+        from meshwright.models import build, initial_value, loss_function
+        from meshwright.train.data import RandomSamples
+
+        self.case, self.rank, self.ranks, self.workload = case, rank, ranks, workload
+        self.torch, self.distributed = torch, distributed
+        self.samples, self.loss = RandomSamples(MODEL, workload.seq, 0), loss_function(MODEL)
+        layers = range(MODEL.layers)
+        if case == "1f1b":
+            share = MODEL.layers // ranks
+            layers = range(rank * share, (rank + 1) * share)
+        self.module = build(MODEL, layers).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                parameter.copy_(initial_value(MODEL, name, parameter.shape, 0))
+        self.wrap()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        self.step = 0
+
+    def wrap(self) -> None:
+        if self.case == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
+            self.module = DistributedDataParallel(self.module, bucket_cap_mb=25)
+        elif self.case == "zero3":
+            from torch.distributed.fsdp import fully_shard
+
+            for layer in self.module.layers.values():
+                fully_shard(layer)
+            fully_shard(self.module.embedding)
+            fully_shard(self.module.head)
+            fully_shard(self.module)
+        elif self.case == "tp":
+            self.wrap_tensor_parallel()
+        else:
+            from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+            stage = PipelineStage(self.module, self.rank, self.ranks, self.torch.device("cpu"))
+            self.schedule = Schedule1F1B(stage, self.workload.batch, self.summed, scale_grads=False)
+
+    def wrap_tensor_parallel(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        table: dict[str, Any] = {
+            "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head.project": ColwiseParallel(output_layouts=Replicate()),
+        }
+        for i in range(MODEL.layers):
+            columns = ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up")
+            table |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
+            table |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("attention.o", "ffn.down")}
+        parallelize_module(self.module, mesh, table)
+
+    def summed(self, output: Any, target: Any) -> Any:
+        return self.loss(output, target) / self.tokens
+
+    def clip(self) -> Any:
+        """By the global norm; a pipeline sums its stages' squares, and DTensors do not mix with plain gradients."""
+        torch, utils = self.torch, self.torch.nn.utils
+        if self.case in ("ddp", "zero3"):
+            return utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        parameters = list(self.module.parameters())
+        kinds = [[p for p in parameters if type(p.grad) is kind] for kind in {type(p.grad) for p in parameters}]
+        norms = [utils.get_total_norm([p.grad for p in kind]) for kind in kinds]
+        square = sum((n.full_tensor() if hasattr(n, "full_tensor") else n) ** 2 for n in norms)
+        if self.case == "1f1b":
+            self.distributed.all_reduce(square)
+        for parameter in parameters:
+            local = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            local.mul_((1.0 / (torch.sqrt(square) + 1e-6)).clamp(max=1.0))
+        return square
+
+    def train_step(self) -> None:
+        from meshwright.train.data import batch_of
+
+        torch, distributed = self.torch, self.distributed
+        data = self.ranks if self.case in ("ddp", "zero3") else 1
+        share = self.workload.batch // data
+        start = self.rank * share if data > 1 else 0
+        batch = batch_of(self.samples, self.step, range(start, start + share), "cpu", torch.float32)
+        self.tokens = batch.valid
+        if data > 1:  # DDP and fully_shard average over ranks; the loss is to be a mean over all valid tokens
+            distributed.all_reduce(self.tokens)
+            self.tokens = self.tokens / data
+        if self.case == "1f1b":
+            arguments = (batch.inputs,) if self.rank == 0 else ()
+            losses: list = []
+            last = self.rank == self.ranks - 1
+            self.schedule.step(*arguments, target=batch.targets if last else None, losses=losses, return_outputs=False)
+            loss = torch.stack([x.detach() for x in losses]).sum() if losses else torch.zeros(())
+        else:
+            chunks = zip(batch.inputs.split(4), batch.targets.split(4), strict=True)
+            loss = torch.zeros(())
+            for x, y in chunks:
+                part = self.summed(self.module(x), y)
+                part.backward()
+                loss += part.detach()
+        norm = self.clip()
+        distributed.all_reduce(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        loss.item(), norm
+
+
+def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
+    import torch
+
+    from meshwright.parallel.apply import apply
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+    from meshwright.train.observe import COLLECTIVES
+
+    workload = Workload(batch=8 * context.world if case in ("ddp", "zero3") else 8, seq=64, precision="fp32")
+    if case in ("ddp", "zero3"):
+        workload = workload.but(batch=4 * context.world)  # one micro-batch a step: no accumulation to tell DDP about
+    plan = plan_of(case, context.world)
+    if case in ("tp",):
+        workload = workload.but(batch=4)
+    ours = Trainer(apply(MODEL, plan, workload, context.rank), RandomSamples(MODEL, workload.seq, 0))
+    plain = Plain(case, context.rank, context.world, workload)
+    sides = {"ours": ours.train_step, "plain": plain.train_step}
+    times: dict[str, list[float]] = {"ours": [], "plain": []}
+    for i in range(pairs + 5):
+        for name in sorted(sides, reverse=bool(i % 2)):
+            torch.distributed.barrier()
+            started = time.perf_counter()
+            sides[name]()
+            times[name].append(time.perf_counter() - started)
+    counts = {name: count_collectives(step, COLLECTIVES) for name, step in sides.items()}
+    return {"times": {name: values[5:] for name, values in times.items()}, "counts": counts}
+
+
+def count_collectives(step: Any, known: dict) -> dict[str, tuple[int, int]]:
+    """By operation: how many and how many bytes, scalars and the ranks' own bookkeeping included."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    seen: dict[str, tuple[int, int]] = {}
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(t, DTensor) for t in types):
+                return NotImplemented
+            out = func(*args, **(kwargs or {}))
+            name = func.name().partition(".")[0]
+            if name in known:
+                operation, which = known[name]
+                tensors = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, torch.Tensor)]
+                before = seen.get(operation, (0, 0))
+                seen[operation] = before[0] + 1, before[1] + sum(t.nbytes for t in tensors)
+            return out
+
+    with Counter():
+        step()
+    return seen
+
+
+def interval(ours: np.ndarray, plain: np.ndarray) -> tuple[float, float, float]:
+    """Ratio of medians and its bootstrap 95% interval, resampling pairs."""
+    random = np.random.default_rng(0)
+    draws = random.integers(0, len(ours), (2000, len(ours)))
+    ratios = np.median(ours[draws], axis=1) / np.median(plain[draws], axis=1)
+    low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(np.median(ours) / np.median(plain)), float(low), float(high)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", choices=CASES)
+    options = parser.parse_args()
+    for case in [options.only] if options.only else CASES:
+        results = launch.run("__main__:work", options.ranks, case, options.pairs, silence=600)
+        times = {name: np.max([r["times"][name] for r in results], axis=0) for name in ("ours", "plain")}
+        ratio, low, high = interval(times["ours"], times["plain"])
+        medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in ("ours", "plain"))
+        print(
+            f"{case:<6} {ratio:.3f}× ({low:.3f} to {high:.3f})  {medians} ms, {options.pairs} pairs, {options.ranks} ranks"
+        )
+        for operation in sorted({*results[0]["counts"]["ours"], *results[0]["counts"]["plain"]}):
+            ours, plain = (results[0]["counts"][name].get(operation, (0, 0)) for name in ("ours", "plain"))
+            print(
+                f"         {operation:<15} ours {ours[0]:>4} of {ours[1]:>9,} B   plain {plain[0]:>4} of {plain[1]:>9,} B"
+            )
+
+
+if __name__ == "__main__":
+    main()
