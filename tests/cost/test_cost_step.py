@@ -11,7 +11,7 @@ from lower.cases import COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, 
 from meshwright.cost import pipeline
 from meshwright.cost.estimate import estimate
 from meshwright.cost.predict import BAND, bound_by, cost_of, predict
-from meshwright.cost.step import AXIS_OF, step_cost
+from meshwright.cost.step import AXIS_OF, HIDEABLE, step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -63,6 +63,19 @@ def test_overlap_never_hides_more_than_there_is(data, name, which):
     everything = sum(map(one, none.busy.values())) + one(none.reduce)
     rest = sum(one(none.exposed.get(p, 0)) for p in ("host", "bubble", "optimizer", "overhead", "pp", "dp"))
     assert one(none.time) <= (everything + rest) * (1 + 1e-12)
+
+
+def test_compute_hides_one_stream_at_a_time():
+    """Slow links, and everything may overlap: all that is hidden together is no more than a share of the compute it hides behind."""
+    slow = changed(changed(DGX, 0, 0.02), 1, 0.02)
+    said = {"tp": 2, "cp": 2, "zero": 3, "shard": 2, "overlap": ("dp", "tp", "cp", "ep")}
+    axes = ("dp", "tp", "cp", "ep")
+    times = cost(MOE, cluster=slow, **said).times.values()
+    assert sum(len(t.comm) > 1 for t in times) >= 2
+    for t in times:
+        hidden = sum(one(t.comm[axis] - t.parts[axis]) for axis in t.comm)
+        work = sum(one(seconds) for part, seconds in t.parts.items() if part not in (*axes, "interference"))
+        assert hidden <= HIDEABLE * work * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)

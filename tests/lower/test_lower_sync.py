@@ -57,6 +57,12 @@ def test_hybrid_sharding_reduces_shards_between_replicas():
     }
 
 
+def test_hybrid_sharding_of_optimizer_states_alone():
+    """ZeRO-1 in groups of 4: scatter and gather inside, an all-reduce of a quarter between the 2 groups."""
+    program = lowered(GPT, ONCE, zero=1, shard=4, replicate=2)
+    assert volume(program) == pytest.approx(2 * 3 / 4 + 2 * (1 / 2) / 4)
+
+
 def test_context_parallel_ranks_reduce_and_shard_too():
     assert volume(lowered(GPT, Workload(batch=4, seq=512), replicate=4, cp=2)) == pytest.approx(2 * 7 / 8)
     assert volume(lowered(GPT, Workload(batch=4, seq=512), zero=1, shard=4, cp=2)) == pytest.approx(2 * 7 / 8)
