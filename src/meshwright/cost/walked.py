@@ -14,7 +14,6 @@ import numpy as np
 from meshwright.cost.step import RankTime, StepCost, rank_time, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
-from meshwright.errors import MeshwrightError
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import stage_holding
 from meshwright.programs import pipelines
@@ -36,27 +35,28 @@ class WalkedStep:
 
 
 def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
-    """Forward, input-gradient and weight-gradient seconds of every stage of one plan."""
+    """Forward, input-gradient and weight-gradient seconds of every stage; arrays over the plans, 0 where a plan has no such stage."""
     b = program.batch
-    if b.n != 1:
-        raise MeshwrightError("MW-COST-001", f"a walk takes one plan, not {b.n}")
-    pp, count = int(b.pp[0]), int(b.pp[0] * b.virtual[0])
+    stages = b.pp * b.virtual
     out = []
-    for stage in range(count):
-        held = stage_holding(b, np.array([float(stage)]), np.array([float(stage % pp)]))
-        out.append(rank_time(program, cost.times, held, np.zeros(1)))
+    for stage in range(int(stages.max())):
+        held = stage_holding(b, np.where(stage < stages, float(stage), -1.0), stage % b.pp)
+        out.append(rank_time(program, cost.times, held, np.zeros(b.n)))
     return out
 
 
-def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
-    """Build the plan's schedule, give every stage its own times, and walk it."""
+def walk_step(
+    program: StepProgram, cost: StepCost, plan: Plan, at: int = 0, times: list[RankTime] | None = None
+) -> WalkedStep:
+    """Build the schedule of the plan that stands `at` a place of the batch, give every stage its own times, and walk it."""
     b = program.batch
-    stages = stage_times(program, cost)
+    times = stage_times(program, cost) if times is None else times
+    stages = [RankTime(*(np.broadcast_to(x, b.n)[at : at + 1] for x in (t.f, t.i, t.w, t.waits))) for t in times[: plan.stages]]
     durations = pipelines.Durations.of(
         len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
     )
-    microbatches = int(b.rounds[0])
-    p2p, overlap = float(cost.boundary[0]), not b.stack.blocking_p2p
+    microbatches = int(b.rounds[at])
+    p2p, overlap = float(cost.boundary[at]), not b.stack.blocking_p2p
     if plan.schedule == "auto" and plan.pp > 1:
         limit = 2.0 * plan.pp  # micro-batches in flight: what `cost.memory` counts for `auto`
         flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations, p2p=p2p, overlap=overlap, limit=limit)
@@ -65,16 +65,16 @@ def walk_step(program: StepProgram, cost: StepCost, plan: Plan) -> WalkedStep:
             plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1
         )
     walked = pipelines.walk(flow, durations, p2p=p2p, overlap=overlap)
-    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), 1)[0]) for name in ONCE}
-    closing["dp"] -= _gathers(cost) * microbatches
+    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE}
+    closing["dp"] -= _gathers(cost, b.n, at) * microbatches
     return WalkedStep(walked, stages, closing)
 
 
-def _gathers(cost: StepCost) -> float:
+def _gathers(cost: StepCost, n: int, at: int) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
-    held = cost.holdings[int(cost.slowest[0])]
+    held = cost.holdings[int(cost.slowest[at])]
     return sum(
-        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], 1)[0])
+        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], n)[at])
         for (block, _), t in cost.times.items()
     )
 

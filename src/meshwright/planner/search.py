@@ -1,0 +1,227 @@
+"""The fastest plan that fits, proved without costing every plan.
+
+Branch and bound, best first. `space` is a tree of layers, `bounds` says what no plan below a row can beat. First each family is asked, by memory,
+for a plan that fits; where there is none that is proved, and told by how much the least one is too large. Then the search keeps **incumbents**:
+the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
+only if its bound says that it may
+
+- come within 1% of the best, or improve the front;
+- or be the best of its family. This has an effort: a family that lost and took more has its best marked as not proved.
+
+    frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
+
+So every plan within 1% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The leaders are then
+walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests on that. Nothing here is random: the
+same question has the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import numpy as np
+
+from meshwright.cost.step import step_cost
+from meshwright.lower.step import lower
+from meshwright.planner import bounds, families
+from meshwright.planner.space import NAIVE, Space
+from meshwright.planner.table import Table, join
+
+MARGIN = 0.01  # plans this close to the best are all costed …
+FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
+EFFORT = 30_000  # plans costed for one family that lost
+STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
+RUNG = 0.1
+SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096))  # rows of each layer opened at once: few until there are incumbents
+DEGREES = ("tp", "cp", "pp", "dp")
+PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero", "shard", "replicate", "schedule", "virtual", "reshard",
+        "reduce_each", "order", "dtype", "lap")  # fmt: skip
+Progress = Callable[[float], None]
+Layer = Callable[[Table], Table]
+Bound = Callable[[Space, Table], Table]
+
+
+@dataclass
+class Incumbents:
+    """The best times found, by family and by memory limit, and the plans that hold them or come close."""
+
+    limit: float
+    family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
+    front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
+    kept: list[Table] = field(default_factory=list)
+
+    @property
+    def limits(self) -> np.ndarray:
+        return self.limit * (1 - RUNG * np.arange(STEPS))
+
+    def rung(self, memory: np.ndarray) -> np.ndarray:
+        """The lowest limit a plan keeps to; −1: none."""
+        return (memory[:, None] <= self.limits).sum(axis=1) - 1
+
+    def hopeful(self, rows: Table, given_up: set[int]) -> np.ndarray:
+        """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a family not given up."""
+        axes = families.axes(rows)
+        close = self.family * (1 + FAMILY_MARGIN)
+        close[list(given_up)] = -np.inf
+        # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
+        enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
+        rung = self.rung(rows.memory)
+        return (rung >= 0) & ((rows.time <= np.maximum(enough, self.front[0] * (1 + MARGIN))) | (rows.time < self.front[rung]))
+
+    def offer(self, rows: Table) -> None:
+        """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
+        rows = rows.take(rows.memory <= self.limit)
+        if not len(rows):
+            return
+        rows = rows.but(family=families.family(rows))
+        np.minimum.at(self.family, rows.family, rows.time)
+        rung = self.rung(rows.memory)
+        for k in range(STEPS):
+            self.front[k] = min(self.front[k], rows.time[rung >= k].min(initial=np.inf))
+        self.kept.append(rows.take(self._good(rows)))
+        if len(self.kept) > 64:
+            self.kept = [self.found()]
+
+    def _good(self, rows: Table) -> np.ndarray:
+        close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + MARGIN))[rows.family]
+        return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
+
+    def found(self) -> Table:
+        """What is still close to the best or on the front, the fastest first; ties in a fixed order."""
+        rows = join(self.kept)
+        rows = rows.take(self._good(rows))
+        keys = [rows.columns[name] for name in reversed(PLAN)]
+        return rows.take(np.lexsort((*keys, rows.memory, rows.time)))
+
+
+@dataclass
+class Found:
+    """What a search found. `rows` are plans near the best, the best of a family or on the front, the fastest first."""
+
+    rows: Table
+    incumbents: Incumbents
+    misfits: dict[int, Table]  # for axes in use with which nothing fits: the plan with the least memory
+    unproved: set[int]  # families whose best was not proved
+    legal: int
+    costed: int
+
+
+class Search:
+    """One search: counts what it costs, keeps its incumbents."""
+
+    def __init__(self, space: Space, limit: float, progress: Progress | None = None) -> None:
+        self.space, self.progress = space, progress
+        self.best = Incumbents(limit)
+        self.costed = 0
+        self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
+        self.layers: list[tuple[Layer, Bound]] = [
+            (space.shaped, bounds.of_shapes), (space.placed, bounds.of_shapes), (space.sharded, self.bound_sharded),
+            (space.scheduled, bounds.of_schedules),
+        ]  # fmt: skip
+
+    def run(self) -> Found:
+        frames = bounds.of_frames(self.space, self.space.frames)
+        self.costed += len(frames)
+        axes = families.axes(frames)
+        least = {int(code): self.least_memory(frames.take(axes == code)) for code in np.unique(axes)}
+        misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
+        frames = frames.take(~np.isin(axes, list(misfits)))
+        if len(frames):
+            self.descend(0, frames)
+        rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
+        return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed)
+
+    @property
+    def given_up(self) -> set[int]:
+        """Families that took their effort."""
+        return set(np.flatnonzero(self.spent > EFFORT).tolist())
+
+    def hopeful(self, rows: Table) -> np.ndarray:
+        return self.best.hopeful(rows, self.given_up)
+
+    def cost(self, rows: Table) -> Table:
+        """Whole plans with their exact seconds and bytes."""
+        cost = step_cost(lower(self.space.batch(rows)), self.space.cluster)
+        self.costed += len(rows)
+        return Table(**{name: rows.columns[name] for name in PLAN}, time=np.broadcast_to(cost.time, len(rows)),
+                     memory=np.broadcast_to(cost.peak_memory, len(rows)))  # fmt: skip
+
+    # Down the layers
+
+    def descend(self, depth: int, rows: Table) -> None:
+        """Open rows of a layer, those nearest to the best of their family first."""
+        if depth == len(self.layers):
+            self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+            self.best.offer(self.cost(rows))
+            return
+        axes = families.axes(rows)
+        nearest = np.full(16, np.inf)
+        np.minimum.at(nearest, axes, rows.time)
+        rows = rows.take(np.argsort(rows.time / nearest[axes], kind="stable"))
+        total = len(rows)
+        for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
+            if depth == 0 and self.progress:
+                self.progress(1 - len(rows) / total)
+            if not len(rows):
+                return
+            self.open(depth, rows.take(slice(0, size)))
+            rows = rows.take(slice(size, None))
+            rows = rows.take(self.hopeful(rows))
+
+    def open(self, depth: int, rows: Table) -> None:
+        """The next layer of some rows, as far as its bounds are hopeful."""
+        expand, bound = self.layers[depth]
+        below = expand(rows)
+        if len(below) > len(rows) or depth != 1:
+            below = bound(self.space, below)
+        if depth + 1 == len(self.layers) and (alone := below.pp == 1).any():
+            self.best.offer(below.take(alone))  # without a pipeline the bound is exact
+            below = below.take(~alone)
+        below = below.take(self.hopeful(below))
+        if len(below):
+            self.descend(depth + 1, below)
+
+    def bound_sharded(self, space: Space, rows: Table) -> Table:
+        """What the states alone rule out is not costed."""
+        rows = rows.but(memory=bounds.least_memory(space, rows))
+        rows = rows.take(self.hopeful(rows))
+        self.costed += len(rows)
+        self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+        parts = [bounds.of_sharded(space, part) for part in rows.chunks(bounds.CHUNK)]
+        return join(parts) if parts else rows
+
+    # Least memory
+
+    def least_memory(self, frames: Table) -> Table:
+        """A plan of some frames that fits; where there is none, the one with the least memory."""
+        frames = frames.take(np.argsort(frames.memory, kind="stable"))
+        best: Table | None = None
+        for part in frames.chunks(1024):
+            if best is not None and (best.memory[0] <= self.best.limit or part.memory[0] >= best.memory[0]):
+                break
+            rows = self.cost(self.tightest(part))
+            self.best.offer(rows)
+            k = int(rows.memory.argmin())
+            if best is None or rows.memory[k] < best.memory[0]:
+                best = rows.take([k])
+        assert best is not None
+        return best
+
+    def tightest(self, frames: Table) -> Table:
+        """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
+        space = self.space
+        shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, 1)))
+        placed = shapes.crossed(tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: space.orders(*degrees).take(slice(0, 1)))
+        rows = space.sharded(placed)
+        widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
+        np.maximum.at(widest, rows.dp, rows.shard)
+        rows = space.scheduled(rows.take(rows.shard == widest[rows.dp]))
+        naive = (rows.schedule == NAIVE) | (rows.pp == 1)
+        return rows.take(naive) if "naive" in space.choices.words["schedule"] else rows
+
+
+def search(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> Found:
+    """Search a space for plans that leave `headroom` (a share) of the memory free."""
+    return Search(space, space.cluster.accelerator.memory * (1 - headroom), progress).run()
