@@ -29,7 +29,7 @@ from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.holds import elements
 from meshwright.lower.op import PHASES, Array, Op, StepProgram, sent
-from meshwright.lower.stages import Holding, holdings
+from meshwright.lower.stages import Holding, holdings, mean_holding
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
@@ -125,7 +125,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
         exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
-    f, i, w = _mean(program, held, ranks, every_rank)
+    f, i, w = _mean(program, times, held, ranks, boundary, every_rank)
     exposed["bubble"] = ramp(b, f, i, w, np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
     fullest = _fullest(program, held)
@@ -198,21 +198,16 @@ def rank_time(
     return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
 
 
-def _mean(program: StepProgram, held: list[Holding], ranks: list[RankTime], every_rank: bool) -> list[Array]:
-    """Mean f, i, w over the ranks; a batch looks at first, second, middle and last, and counts the middle for the rest."""
+def _mean(
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], held: list[Holding], ranks: list[RankTime], boundary: Array, every_rank: bool
+) -> list[Array]:  # fmt: skip
+    """Mean f, i, w over the ranks; a batch, which looks at few of them, takes a rank that holds the mean of all blocks."""
     b = program.batch
-    out = []
-    for name in ("f", "i", "w"):
-        values = [np.broadcast_to(getattr(r, name), b.n) for r in ranks]
-        if every_rank:
-            weights = [(h.rank < b.pp) * 1.0 for h in held]
-            out.append(sum(w * v for w, v in zip(weights, values, strict=True)) / b.pp)
-        elif len(values) == 1:
-            out.append(values[0])
-        else:
-            first, _, middle, last = values
-            out.append(np.where(b.pp > 1, (first + last + (b.pp - 2) * middle) / b.pp, first))
-    return out
+    if not every_rank:
+        mean = rank_time(program, times, mean_holding(b), boundary) if len(ranks) > 1 else ranks[0]
+        return [mean.f, mean.i, mean.w]
+    weights = [(h.rank < b.pp) * 1.0 for h in held]
+    return [sum(w * getattr(r, name) for w, r in zip(weights, ranks, strict=True)) / b.pp for name in ("f", "i", "w")]
 
 
 def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:

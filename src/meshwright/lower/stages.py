@@ -51,6 +51,15 @@ def holding(batch: Batch, rank: Array) -> Holding:
     return Holding(rank, counts, tied)
 
 
+def mean_holding(batch: Batch) -> Holding:
+    """What a rank holds on the average of its pipeline: fractions of blocks."""
+    model, zero = batch.model, np.zeros(batch.n)
+    if model.kind == "counts":
+        return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero}, zero)
+    layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
+    return Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp}, zero)
+
+
 def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
     """The blocks of one stage of each plan (or of several: one row each); a negative stage has none."""
     model = batch.model

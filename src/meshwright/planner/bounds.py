@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.step import StepCost, step_cost
+from meshwright.cost.step import rank_time, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.lower.batch import SCHEDULES
-from meshwright.lower.op import StepProgram
+from meshwright.lower.stages import mean_holding
 from meshwright.lower.step import lower
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes, join
@@ -37,28 +37,6 @@ from meshwright.programs.pipelines.rules import RULES
 
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
-PHASE_OF = {"F": "f", "I": "i", "R": "i", "W": "w"}
-
-
-def block_counts(space: Space) -> dict[str, float]:
-    """How often each block stands in the model."""
-    model = space.model
-    if model.kind == "counts":
-        return {"dense": 1.0}
-    return {"embedding": 1.0, "head": 1.0, "dense": float(model.layer_count("dense")), "moe": float(model.layer_count("moe"))}
-
-
-def whole(space: Space, program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
-    """Seconds F, I (with recompute) and W of all blocks together: the longer of device and host in each phase."""
-    n, counts = program.batch.n, block_counts(space)
-    out = {name: np.zeros(n) for name in "fiw"}
-    for phase, name in PHASE_OF.items():
-        busy, host = np.zeros(n), np.zeros(n)
-        for (block, of), t in cost.times.items():
-            if of == phase:
-                busy, host = busy + counts[block] * t.busy, host + counts[block] * t.host
-        out[name] = out[name] + np.maximum(busy, host)
-    return out
 
 
 def kernel(space: Space, rows: Table) -> Table:
@@ -66,13 +44,14 @@ def kernel(space: Space, rows: Table) -> Table:
     bytes alive while a layer is recomputed."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
-    b, counts = program.batch, block_counts(space)
+    b, counts = program.batch, mean_holding(program.batch).counts
+    mean = rank_time(program, cost.times, mean_holding(b), np.zeros(b.n))
     slack = 1 + b.stack.allocator_slack
     elements = sum(counts[block] * sum(groups.values()) for block, groups in program.parameters.items())
     saved = sum(counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
     again = np.where(b.recompute == 2, program.transient, 0.0)
-    return Table(**whole(space, program, cost), elements=np.broadcast_to(elements, b.n),
-                 saved=np.broadcast_to(slack * saved * ~b.offload_activations, b.n), again=np.broadcast_to(slack * again, b.n))  # fmt: skip
+    return Table(f=mean.f * b.pp, i=mean.i * b.pp, w=mean.w * b.pp, elements=elements * b.pp,
+                 saved=slack * saved * b.pp * ~b.offload_activations, again=np.broadcast_to(slack * again, b.n))  # fmt: skip
 
 
 def kernels(space: Space, rows: Table) -> Table:
@@ -116,8 +95,9 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     return rows.elements / rows.pp * cut + (rows.saved / rows.pp + rows.again) * share + space.stack.context
 
 
-def least_span(space: Space, pp: np.ndarray, m: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Seconds of M micro-batches under the best schedule there could be, with as many virtual stages as layers allow."""
+def least_span(space: Space, pp: np.ndarray, m: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray,
+               placements: tuple[str, ...] = ("looped", "v")) -> np.ndarray:  # fmt: skip
+    """Seconds of M micro-batches under the best schedule there could be, with as many virtual stages as layers allow; ∞: there is none."""
     out = m * (f + i + w)
     piped = np.flatnonzero(pp > 1)
     if not len(piped) or "auto" in space.choices.words["schedule"]:
@@ -126,8 +106,9 @@ def least_span(space: Space, pp: np.ndarray, m: np.ndarray, f: np.ndarray, i: np
     best = np.full(len(piped), np.inf)
     deepest = np.maximum(2, np.minimum(space.choices.most["virtual"], space.model.layers // pp))
     for name in space.choices.words["schedule"]:
-        virtual = deepest if RULES[name].most_virtual > 2 else np.full_like(pp, RULES[name].virtual)
-        best = np.minimum(best, span(name, pp, m, virtual, f, i, w))
+        if RULES[name].placement in placements:
+            virtual = deepest if RULES[name].most_virtual > 2 else np.full_like(pp, RULES[name].virtual)
+            best = np.minimum(best, span(name, pp, m, virtual, f, i, w))
     out[piped] = best
     return out
 
@@ -139,23 +120,32 @@ def span(schedule: str, pp: np.ndarray, m: np.ndarray, virtual: np.ndarray, f: n
 
 
 def of_sharded(space: Space, rows: Table) -> Table:
-    """Sharded rows with the least seconds and bytes of their plans, exact but for the schedule (which is taken as naive).
+    """Sharded rows, whose `memory` is their `least_memory`, with the least seconds and bytes of their plans.
 
-    Adds f, i, w of the mean rank; `closing`, what is neither micro-batches nor bubble; `first`, the bytes of the first rank, and `one`, what
-    one more micro-batch in flight adds to them.
+    They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds f, i, w of the mean rank; `closing`, what is
+    neither micro-batches nor bubble; `looped`, the bytes of the fullest rank with one micro-batch in flight; `first`, those of the first rank,
+    and `one`, what one more micro-batch adds there. Looped schedules cost at least that: however many stages a rank has, no fewer layers
+    meet the embedding or the head. V-shaped ones deal out layers otherwise; for them only the mean is a bound.
     """
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     b, n = program.batch, len(rows)
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, n) for r in cost.ranks])
     closing = cost.time - cost.exposed["bubble"] - np.maximum(b.microbatches, 1.0) * slowest
-    mean = {name: seconds / rows.pp for name, seconds in whole(space, program, cost).items()}
-    time = np.where(rows.pp > 1, least_span(space, rows.pp, space.microbatches(rows), **mean) + closing, cost.time)
+    rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
+    work = (rows.pp, space.microbatches(rows), rank.f, rank.i, rank.w)
+    looped = least_span(space, *work, placements=("looped", "either")) + closing
+    shaped = least_span(space, *work, placements=("v",)) + space.stack.step_overhead
     held = cost.holdings[0].counts
     saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
     one = (1 + b.stack.allocator_slack) * saved * ~b.offload_activations
-    return rows.but(time=time, memory=cost.peak_memory, **mean, closing=closing, one=np.broadcast_to(one, n),
-                    first=sum(np.broadcast_to(x, n) for x in cost.memory[0].values()))  # fmt: skip
+    alone = rows.pp == 1
+    return rows.but(
+        time=np.where(alone, cost.time, np.minimum(looped, shaped)),
+        memory=np.where(alone | ~np.isfinite(shaped), cost.peak_memory, np.minimum(rows.memory, cost.peak_memory)),
+        f=rank.f, i=rank.i, w=rank.w, closing=closing, looped=cost.peak_memory, one=np.broadcast_to(one, n),
+        first=sum(np.broadcast_to(x, n) for x in cost.memory[0].values()),
+    )  # fmt: skip
 
 
 def of_schedules(space: Space, plans: Table) -> Table:
@@ -167,9 +157,11 @@ def of_schedules(space: Space, plans: Table) -> Table:
         rows, name = plans.take(at), SCHEDULES[code]
         if name == "auto":
             continue
-        time[at] = span(name, rows.pp, m[at], rows.virtual, rows.f, rows.i, rows.w) + rows.closing
+        time[at] = span(name, rows.pp, m[at], rows.virtual, rows.f, rows.i, rows.w)
         if RULES[name].placement == "looped":
-            # However many stages a looped rank has, the first holds no fewer layers than with one stage.
             flying = formulas.in_flight(name, rows.pp, m[at], rows.virtual, 0) / rows.virtual
-            memory[at] = np.maximum(memory[at], rows.first + (flying - 1) * rows.one)
+            time[at] += rows.closing
+            memory[at] = np.maximum(rows.looped, rows.first + (flying - 1) * rows.one)
+        else:
+            time[at] += space.stack.step_overhead
     return plans.but(time=time, memory=memory)
