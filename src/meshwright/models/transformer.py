@@ -30,6 +30,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "swiglu": F.silu,
 }
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 def make_norm(model: Model, width: int = 0) -> nn.Module:
@@ -39,13 +40,24 @@ def make_norm(model: Model, width: int = 0) -> nn.Module:
 
 
 class Geometry:
-    """What attention needs to know of positions: the rotation and the mask, made once a length and shared by all
-    layers."""
+    """What attention needs to know of positions: where each token stands, the rotation, the mask and the attention
+    itself; made once a length and shared by all layers. A sequence need not start at 0 nor be whole: `places` says
+    where its tokens stand, and then `attend` must know where the others are."""
 
     def __init__(self, model: Model) -> None:
         self.rotate, self.width = model.positions == "rope", model.head_width
         self.causal, self.window = model.causal, model.window
+        self.places: torch.Tensor | None = None  # None: 0, 1, 2, …
+        self.attend: Attend = self.attend_whole
         self._made: dict[tuple, torch.Tensor] = {}
+
+    def attend_whole(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool) -> torch.Tensor:
+        """softmax(q kᵀ / √D) v of a whole sequence."""
+        mask = self.mask(q_BNSD, full)
+        return F.scaled_dot_product_attention(
+            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=self.causal and mask is None,
+            enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
+        )  # fmt: skip
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
         """Each pair (x_i, x_{i+D/2}) at position p turned by the angle p · base^(−2i/D)."""
@@ -59,7 +71,8 @@ class Geometry:
         key = ("angles", x.shape[-2], x.dtype, x.device)
         if key not in self._made:
             frequency = ROTARY_BASE ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
-            angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), frequency).repeat(1, 2)
+            places = torch.arange(x.shape[-2]) if self.places is None else self.places
+            angle = torch.outer(places.to("cpu", torch.float64), frequency).repeat(1, 2)
             self._made[key] = torch.stack((angle.cos(), angle.sin())).to(x)
         cosine, sine = self._made[key]
         return cosine, sine
@@ -97,11 +110,7 @@ class Attention(nn.Module):
         q_BNSD = self.geometry.rotated(self.q_norm(self.heads(self.q(x_BSH))).transpose(1, 2))
         k_BKSD = self.geometry.rotated(self.k_norm(self.heads(self.k(x_BSH))).transpose(1, 2))
         v_BKSD = self.heads(self.v(x_BSH)).transpose(1, 2)
-        mask = self.geometry.mask(q_BNSD, self.full)
-        mixed_BNSD = F.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=self.geometry.causal and mask is None,
-            enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
-        )  # fmt: skip
+        mixed_BNSD = self.geometry.attend(q_BNSD, k_BKSD, v_BKSD, self.full)
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 
 
@@ -137,24 +146,27 @@ class Layer(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """The first S rows of a learned table."""
+    """The first S rows of a learned table, or the rows of the geometry's places."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, geometry: Geometry) -> None:
         super().__init__()
+        self.geometry = geometry
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden))
 
     def forward(self, length: int) -> torch.Tensor:
+        places = self.geometry.places
+        length = length if places is None else int(places.max()) + 1
         if length > self.weight.shape[0]:
             raise MeshwrightError("MW-BUILD-003", f"a sequence of {length} with {len(self.weight)} learned positions",
                                   fix=f"--set workload.seq={self.weight.shape[0]}")  # fmt: skip
-        return self.weight[:length]
+        return self.weight[:length] if places is None else self.weight[places.to(self.weight.device)]
 
 
 class Embedding(nn.Module):
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, geometry: Geometry) -> None:
         super().__init__()
         self.tokens = nn.Embedding(model.padded_vocab, model.hidden)
-        self.positions = LearnedPositions(model) if model.positions == "learned" else None
+        self.positions = LearnedPositions(model, geometry) if model.positions == "learned" else None
         self.norm = make_norm(model) if model.embedding_norm else nn.Identity()
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
@@ -180,8 +192,8 @@ class Transformer(nn.Module):
     def __init__(self, model: Model, layers: range) -> None:
         super().__init__()
         check_buildable(model)
-        geometry = Geometry(model)
-        self.embedding = Embedding(model) if layers.start == 0 else None
+        self.geometry = geometry = Geometry(model)
+        self.embedding = Embedding(model, geometry) if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i) for i in layers})
         self.head = Head(model) if layers.stop == model.layers else None
         if model.tied and self.embedding is not None and self.head is not None:
