@@ -1,16 +1,8 @@
-"""How long a collective takes: closed formulas of the algorithms, and the library's curve that a training run meets.
+"""How long a collective takes: the algorithm to pick for a size on a topology, and the library's curve that a training run meets.
 
-**Formulas** (P ranks, one level, n the full buffer; γ for reductions):
-
-    broadcast, reduce    binomial tree   ⌈log₂P⌉ (α + nβ)              (the seeds drop the log from nβ)
-    scatter, gather      binomial tree   ⌈log₂P⌉ α + (P−1)/P nβ
-    all-gather,
-    reduce-scatter       ring            (P−1) α + (P−1)/P nβ          recursive: ⌈log₂P⌉ α + the same
-    all-reduce           naive           2(P−1)(α + nβ)
-                         tree            2⌈log₂P⌉ (α + nβ)
-                         ring            2(P−1) α + 2(P−1)/P nβ
-                         halving-doubling 2⌈log₂P⌉ α + 2(P−1)/P nβ   (P a power of two; else 2(α + nβ) more)
-    all-to-all           pairwise        (P−1) α + (P−1)/P nβ          Bruck: ⌈log₂P⌉ (α + n/2 β)
+The closed costs of every algorithm stand in `programs.collectives.formulas`; `best_algorithm` picks by them. Few bytes want few messages
+(halving-doubling, trees), many bytes want each byte moved once (rings), and groups that span nodes want the two-level forms, which send
+through each network card only its share.
 
 **Library** (NCCL and its kin): a base cost per call, hops along the cheaper of ring and tree, and the slower of what passes
 inside nodes and what passes between them, since the levels are pipelined. A group with p members in each of N nodes runs p rings, one
@@ -27,8 +19,10 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.cluster import Cluster
+from meshwright.errors import unknown
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
+from meshwright.programs.collectives import formulas
 
 BASE = 8e-6  # one call: kernel start and its synchronisation
 BASE_ACROSS = 30e-6  # the same when network cards take part
@@ -40,63 +34,26 @@ def log2ceil(p: Array) -> Array:
     return np.ceil(np.log2(np.maximum(p, 1)))
 
 
-def formula(
-    collective: str, algorithm: str, n: Array, p: Array, alpha: Array, beta: Array, gamma: Array = 0.0
-) -> Array:
-    """Closed form of an algorithm on P ranks of one level; 0 for one rank."""
-    log, share = log2ceil(p), (p - 1) / np.maximum(p, 1)
-    # Halving-doubling runs on the largest power of two; the ranks beyond it send all they have in, and get all back.
-    core = 2.0 ** np.floor(np.log2(np.maximum(p, 1)))
-    outside, core_share = (core < p) * 1.0, (core - 1) / core
-    table = {
-        ("broadcast", "naive"): (p - 1) * (alpha + n * beta),
-        ("broadcast", "binomial"): log * (alpha + n * beta),
-        ("reduce", "naive"): (p - 1) * (alpha + n * beta + n * gamma),
-        ("reduce", "binomial"): log * (alpha + n * beta + n * gamma),
-        ("scatter", "binomial"): log * alpha + share * n * beta,
-        ("gather", "binomial"): log * alpha + share * n * beta,
-        ("all_gather", "ring"): (p - 1) * alpha + share * n * beta,
-        ("all_gather", "recursive"): log * alpha + share * n * beta,
-        ("reduce_scatter", "ring"): (p - 1) * alpha + share * n * (beta + gamma),
-        ("reduce_scatter", "recursive"): log * alpha + share * n * (beta + gamma),
-        ("all_reduce", "naive"): 2 * (p - 1) * (alpha + n * beta) + (p - 1) * n * gamma,
-        ("all_reduce", "tree"): 2 * log * (alpha + n * beta) + log * n * gamma,
-        ("all_reduce", "ring"): 2 * (p - 1) * alpha + share * n * (2 * beta + gamma),
-        ("all_reduce", "halving-doubling"): 2 * (np.log2(core) + outside) * alpha
-        + (core_share + outside) * n * (2 * beta + gamma),
-        ("all_to_all", "pairwise"): (p - 1) * alpha + share * n * beta,
-        ("all_to_all", "bruck"): log * (alpha + n / 2 * beta),
-        ("send", "direct"): alpha + n * beta,
-    }
-    return np.where(p > 1, table[collective, algorithm], 0.0)
+def best_algorithm(operation: str, n: float, ranks: int, cluster: Cluster) -> tuple[str, float]:
+    """The fastest algorithm for n bytes over the first `ranks` devices of a cluster, and its seconds.
 
-
-ALGORITHMS = {
-    "broadcast": ("naive", "binomial"),
-    "reduce": ("naive", "binomial"),
-    "scatter": ("binomial",),
-    "gather": ("binomial",),
-    "all_gather": ("ring", "recursive"),
-    "reduce_scatter": ("ring", "recursive"),
-    "all_reduce": ("naive", "tree", "ring", "halving-doubling"),
-    "all_to_all": ("pairwise", "bruck"),
-    "send": ("direct",),
-}
-
-
-def hierarchical_all_reduce(
-    n: float, inner: int, nodes: int, fast: tuple[float, float], slow: tuple[float, float]
-) -> float:
-    """Reduce-scatter inside nodes, all-reduce of the shards between them, all-gather inside: each (α, β)."""
-    inside = formula("reduce_scatter", "ring", n, inner, *fast) + formula("all_gather", "ring", n, inner, *fast)
-    return float(inside + formula("all_reduce", "ring", n / inner, nodes, *slow))
-
-
-def best_algorithm(
-    collective: str, n: float, p: int, alpha: float, beta: float, gamma: float = 0.0
-) -> tuple[str, float]:
-    """The fastest algorithm by the formulas; ties go to the one that moves fewer bytes."""
-    times = {a: float(formula(collective, a, n, p, alpha, beta, gamma)) for a in ALGORITHMS[collective]}
+    An algorithm that knows no nodes pays the slowest link it meets in every step; node-aware ones need equal nodes.
+    """
+    nodes = -(-ranks // cluster.node_size)
+    inner = cluster.levels[0].link
+    outer = cluster.levels[min(1, len(cluster.levels) - 1)].link if nodes > 1 else inner
+    gamma = cluster.accelerator.gamma
+    times = {}
+    for kind, algorithm in formulas.FORMULAS:
+        if kind != operation:
+            continue
+        cost = formulas.terms(operation, algorithm, ranks, nodes=nodes)
+        aware = bool(cost.outer_alpha or cost.outer_beta)
+        if aware and ranks % nodes:
+            continue
+        times[algorithm] = cost.time(n, inner if aware else outer, gamma, outer)
+    if not times:
+        raise unknown("MW-PROG-005", "collective", operation, sorted({o for o, _ in formulas.FORMULAS}))
     return min(times.items(), key=lambda item: item[1])
 
 

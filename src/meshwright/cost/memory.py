@@ -31,7 +31,11 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
     # Where the product does not add into the accumulated gradient itself, its own 16-bit result lives beside it.
-    beside = 0.0 if "accumulate" in b.stack.fused else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
+    beside = (
+        0.0
+        if "accumulate" in b.stack.fused
+        else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
+    )
     for group, count in elements(program, holding).items():
         shard = b.size("shard_cp" if group == "dense" else "expert_shard")
         out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)

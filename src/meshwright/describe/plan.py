@@ -69,7 +69,8 @@ class Plan(Described):
     )
     prefetch: bool = Field(default=True, description="ZeRO-3: gather the next layer during this one")
     reduce: Literal["auto", "step", "microbatch"] = Field(
-        default="auto", description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step"
+        default="auto",
+        description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step",
     )
     bucket: Bytes = 25e6
     recompute: Recompute = "none"
@@ -98,6 +99,9 @@ class Plan(Described):
         if self.order and sorted(self.order) != sorted(AXES):
             raise MeshwrightError("MW-PLAN-002", f"order {list(self.order)} must name each axis once", valid=AXES,
                                   fix='--set plan.order=["tp","cp","pp","dp"]')  # fmt: skip
+        if self.sp and self.tp_form == "all-gather":
+            raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
+                                  why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:
             raise MeshwrightError("MW-PLAN-003", f"schedule {self.schedule} runs one stage a rank, not virtual={self.virtual}",
                                   valid=VIRTUAL_SCHEDULES, fix="--set plan.schedule=interleaved")  # fmt: skip
@@ -221,6 +225,8 @@ class Plan(Described):
         self._divides("tp", self.tp, m.hidden if m.kind == "mlp" else m.heads,
                       f"hidden {m.hidden}" if m.kind == "mlp" else f"{m.heads} attention heads", m, "MW-PLAN-004")  # fmt: skip
         if m.kind == "mlp":
+            if self.sp:
+                raise MeshwrightError("MW-PLAN-009", "sp: an mlp has no sequence", fix="--set plan.sp=false")
             for axis in ("cp", "ep"):
                 if getattr(self, axis) > 1:
                     raise MeshwrightError("MW-PLAN-009", f"{axis}={getattr(self, axis)}: an mlp has no "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshwright.cost import advice
-from meshwright.cost.collective import formula
 from meshwright.cost.figures.cases import (
     GB,
     GIB,
@@ -24,6 +23,7 @@ from meshwright.cost.memory import zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import sent
+from meshwright.programs.collectives.formulas import terms
 from meshwright.programs.pipelines import bubble_fraction, bubble_overhead, build, in_flight, makespan, walk
 
 holds, wrong = rows("004")
@@ -62,7 +62,7 @@ def sections() -> list[Figure]:
     compute = (layer_flops(gpt3, "F") + layer_flops(gpt3, "F", kind="attention")) / (
         0.5 * device("h100-sxm").peak_for("bf16")
     )
-    ring = 2 * float(formula("all_reduce", "ring", message, 8, 5e-6, 1 / link("ib-ndr").bandwidth))
+    ring = 2 * terms("all-reduce", "ring", 8).time(message, link("ib-ndr").but(alpha=5e-6, efficiency=1.0))
     # fmt: off
     return [
         holds("1", "175B: ~350 GB of FP16 weights", "350", zero_state_bytes(175e9, 1, 0, grad=0, optimizer=0) / GB, "GB"),
