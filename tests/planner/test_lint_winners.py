@@ -1,0 +1,67 @@
+"""No winner of the search shows an anti-pattern without a reason, in figures, why it is still best: forty models and clusters."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.describe.config import Config
+from meshwright.planner import lint
+from meshwright.planner.search import search
+from meshwright.planner.space import Space
+
+CLUSTERS = {"dgx-h100": 16, "dgx-a100": 32, "ethernet-cluster": 16, "gcp-a3-high": 16, "gb200-nvl72": 72}
+MODELS = {"llama3.2-1b": 64, "gpt3-6.7b": 128, "llama3-8b": 144, "qwen2.5-14b": 144, "mixtral-8x7b": 144, "deepseek-v2-lite": 144,
+          "bert-large": 288, "llama-33b": 144}  # fmt: skip
+PAIRS = [(model, cluster) for model in MODELS for cluster in CLUSTERS]
+QUICK = [("llama3-8b", "dgx-h100"), ("bert-large", "ethernet-cluster"), ("llama3.2-1b", "gcp-a3-high")]
+
+
+def question(model: str, cluster: str) -> Config:
+    seq = 512 if model == "bert-large" else 4096
+    return Config.from_parts(
+        model, {"extends": cluster, "gpus": CLUSTERS[cluster]}, "default", {"batch": MODELS[model], "seq": seq}
+    )
+
+
+def leaders(c: Config, most: int = 8) -> list[Estimate]:
+    """The fastest plans the search found, estimated; empty where nothing fits."""
+    space = Space(c.model, c.cluster, c.workload, c.stack)
+    found = search(space).rows
+    plans = [space.plan(found, i) for i in range(min(most, len(found)))]
+    return [estimate(c.model, c.cluster, plan, c.workload, c.stack) for plan in plans]
+
+
+def unexplained(model: str, cluster: str) -> list[str]:
+    c = question(model, cluster)
+    best = leaders(c)
+    if not best:
+        return []
+    winner = Config(c.model, c.cluster, c.stack, c.workload, best[0].plan)
+    told = lint.justify(lint.check(winner, best[0]), best[0], best[1:])
+    return [f"{best[0].plan.title()}: {f.code} {f.what}; {f.fix} saves {f.saves_s}" for f in told if not f.still_best]
+
+
+def test_there_are_forty_pairs() -> None:
+    assert len(PAIRS) == 40
+
+
+@pytest.mark.parametrize(("model", "cluster"), QUICK)
+def test_a_winner_says_why_it_is_best(model: str, cluster: str) -> None:
+    assert unexplained(model, cluster) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "cluster"), PAIRS)
+def test_every_winner_says_why_it_is_best(model: str, cluster: str) -> None:
+    assert unexplained(model, cluster) == []
+
+
+def test_a_plan_that_is_not_best_has_no_excuse() -> None:
+    """What keeps the tests above honest: a winner spoiled on purpose is left without a reason."""
+    c = question("llama3.2-1b", "gcp-a3-high")
+    best = leaders(c, 1)[0]
+    spoiled = best.plan.but(recompute="full")
+    worse = estimate(c.model, c.cluster, spoiled, c.workload, c.stack)
+    told = lint.justify(lint.check(Config(c.model, c.cluster, c.stack, c.workload, spoiled), worse), worse, [best])
+    assert {f.code for f in told if not f.still_best} >= {"MW-LINT-014"}
