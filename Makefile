@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := train,web,plot,dev
 
-.PHONY: setup demo test lint bench soak clean
+.PHONY: setup demo test lint bench soak pages clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,11 @@ bench: setup
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
 	$(BIN)/python -m pytest tests/describe/test_fuzz.py tests/test_units.py --hypothesis-profile soak --timeout 1800
+
+# Pages with computed figures, after the cost model changed; tests hold them to the code.
+pages: setup
+	$(BIN)/python -m meshwright.view.cases docs/cases
+	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output

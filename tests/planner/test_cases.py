@@ -133,8 +133,32 @@ def test_an_unknown_case_names_the_nearest() -> None:
 @pytest.mark.parametrize("name", sorted(PAGES))
 def test_pages_say_what_the_code_says(name: str) -> None:
     written = (DOCS / name).read_text("utf-8")
-    assert written == PAGES[name], "run `python -m meshwright.view.cases docs/cases`"
+    assert written == PAGES[name], "run `make pages`"
 
 
 def test_there_is_no_page_without_a_case() -> None:
     assert {path.name for path in DOCS.iterdir()} == set(PAGES)
+
+
+# The planner's choice
+
+
+def test_every_case_has_a_choice_that_fits_and_is_no_slower() -> None:
+    for name, r in RESULTS.items():
+        assert r.choice is not None, name
+        assert r.choice.prediction.fits, name
+        assert step(r.choice) <= step(r.estimate), name
+        assert r.choice.plan.world == r.estimate.plan.world
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_choice_is_what_the_search_says(name: str) -> None:
+    """Kept choices may be another of the plans within a percent, not worse than that."""
+    found = cases.choose(name)
+    assert found is not None
+    now, was = step(cases.estimated(cases.load(name), found)), RESULTS[name].choice
+    assert was is not None
+    assert now == pytest.approx(step(was), rel=0.01), (
+        "run `python -m meshwright.planner.cases src/meshwright/planner/case_choices.toml`"
+    )

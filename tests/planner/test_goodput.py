@@ -206,4 +206,4 @@ def test_the_page_says_what_the_code_says() -> None:
     from meshwright.view.goodput import page
 
     written = (Path(__file__).parents[2] / "docs" / "past-one-cluster.md").read_text("utf-8")
-    assert written == page(), "run `python -m meshwright.view.goodput docs/past-one-cluster.md`"
+    assert written == page(), "run `make pages`"

@@ -8,24 +8,26 @@ not all of one kind, so each is compared with its own counterpart:
     flops                                     of the model, 3 × forward, causal attention counted half
 
 A whole run takes longer than its steps: published GPU-hours hold restarts, batch ramps and evaluation, so an honest estimate of the
-steps stands a little below them. The planner's choice (`chosen`) is kept in `case_choices.toml`, written by `choose`, so that reading a case
+steps stands a little below them. The planner's choice (`chosen`) is kept in `case_choices.toml`, written by `kept`, so that reading a case
 takes milliseconds and not a search.
 """
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import unknown
-from meshwright.planner.alternatives import exposed, fits, step
+from meshwright.planner.alternatives import SPARE, exposed, fits, step
 
 DAY, HOUR = 86400.0, 3600.0
 UNITS = {"step_s": "s a step", "tokens_per_s_per_gpu": "tokens/s/GPU", "mfu": "MFU", "hfu": "HFU", "days": "days",
@@ -187,6 +189,19 @@ def chosen(name: str) -> Plan | None:
     return Plan(**kept) if kept else None
 
 
+def choose(name: str) -> Plan | None:
+    """Ask the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
+    from meshwright.planner.search import search
+    from meshwright.planner.space import Space
+
+    c = load(name).config
+    given = ("bucket", "param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
+    base = Plan(**{field: getattr(c.plan, field) for field in given})
+    space = Space(c.model, c.cluster, c.workload, c.stack, base=base)
+    found = search(space, headroom=1 - SPARE).rows
+    return space.plan(found, 0) if len(found) else None
+
+
 def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, float]]:
     """Where one plan spends more or less than another, part by part: seconds saved, largest first."""
     parts = {*was.prediction.exposed_s, *now.prediction.exposed_s}
@@ -204,3 +219,16 @@ def verdict(was: Estimate, now: Estimate) -> str:
     if ratio >= 0.99:
         return "the published plan is within 1% of the planner's"
     return f"the planner's plan takes {1 - ratio:.0%} less time"
+
+
+def kept() -> str:
+    """The text of `case_choices.toml`: what the search chooses for every case."""
+    import tomli_w
+
+    head = "# What the search chose for each case; written by `python -m meshwright.planner.cases FILE`, a minute of searching.\n\n"
+    chosen_now = {name: plan.as_dict() for name in CASES if (plan := choose(name)) is not None}
+    return head + tomli_w.dumps(chosen_now)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(kept(), "utf-8")

@@ -1,6 +1,6 @@
 """Case studies as pages: one Markdown text a case, the same words for the terminal.
 
-`python -m meshwright.view.cases docs/cases` writes every page; a test holds the pages to what is written here.
+`make pages` (`python -m meshwright.view.cases docs/cases`) writes every page; a test holds the pages to what is written here.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def choice(r: Evaluated) -> Iterator[str]:
         yield ""
         return
     p = r.choice.prediction
-    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}."
+    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may choose what the run's own software"
+    yield "could not do, such as a zero-bubble schedule or sharding under a pipeline."
     yield ""
     yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {cases.verdict(r.estimate, r.choice)}"
     yield f"- MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB"

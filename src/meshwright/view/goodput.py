@@ -1,6 +1,6 @@
 """Past one cluster, as a page: a hundred thousand GPUs, failures against saves, several sites.
 
-`python -m meshwright.view.goodput docs/past-one-cluster.md` writes it; a test holds the page to what is written here.
+`make pages` (`python -m meshwright.view.goodput docs/past-one-cluster.md`) writes it; a test holds the page to what is written here.
 """
 
 from __future__ import annotations
