@@ -64,13 +64,12 @@ class Plain:
 
             self.module = DistributedDataParallel(self.module, bucket_cap_mb=25)
         elif self.case == "zero3":
+            from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
-            for layer in self.module.layers.values():
-                fully_shard(layer)
-            fully_shard(self.module.embedding)
-            fully_shard(self.module.head)
-            fully_shard(self.module)
+            mesh = init_device_mesh("cpu", (self.ranks,))
+            for unit in (*self.module.layers.values(), self.module.embedding, self.module.head, self.module):
+                fully_shard(unit, mesh=mesh)
         elif self.case == "tp":
             self.wrap_tensor_parallel()
         else:

@@ -3,10 +3,11 @@
     1  mesh       the ranks of every axis
     2  stages     this rank's pipeline stages, built on the meta device: no memory yet
     3  tensor     parameters become this rank's columns, rows and vocabulary: before sharding, which then sees less
-    4  zero       `fully_shard`, on what tensor parallelism left
-    5  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
-    6  gradients  buckets, or shards that torch reduces
-    7  pipeline   the program of actions over the finished stages
+    4  recompute  layers, or attention's core, that backward makes again, their communication with them
+    5  zero       `fully_shard`, on what tensor parallelism left
+    6  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+    7  gradients  buckets, or shards that torch reduces
+    8  pipeline   the program of actions over the finished stages
 
 What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
 pieces.
@@ -28,6 +29,7 @@ from meshwright.parallel import exchange, tensor, vocabulary, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
+from meshwright.parallel.recompute import recompute_plan
 from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tables import TABLES
 from meshwright.programs.pipelines import SCHEDULES
@@ -114,6 +116,7 @@ def apply(
     for i, module in stages.items():
         if group is not None:
             splits[i] = tensor.split(module, TABLES[model.kind], group, plan.sp)
+        recompute_plan(module, plan)
         if plan.shard > 1:
             zero.shard(module, mesh, plan)
         materialise(module, device)

@@ -36,20 +36,31 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """The ranks' tensors of equal shape, one after the other along `dim`."""
-    front = tensor.movedim(dim, 0).contiguous()
+    front = to_front(tensor, dim)
     whole = front.new_empty((front.shape[0] * group.size(), *front.shape[1:]))
     _all_gather(whole, front, group=group)
-    return whole.movedim(0, dim).contiguous()
+    return from_front(whole, dim)
 
 
 def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's slice along `dim` of the sum over the group."""
-    front = tensor.movedim(dim, 0).contiguous()
+    front = to_front(tensor, dim)
     if front.shape[0] % group.size():
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks")
     part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
     _reduce_scatter(part, front, group=group)
-    return part.movedim(0, dim).contiguous()
+    return from_front(part, dim)
+
+
+def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Contiguous with `dim` first: nothing moves where all dimensions before it are 1, as with one sequence a batch."""
+    return tensor.movedim(dim, 0).contiguous()
+
+
+def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The way back, with the strides a fresh tensor has: torch compares those of pipeline messages, size 1 or not."""
+    back = tensor.movedim(0, dim)
+    return back.reshape(-1).view(back.shape)
 
 
 class _CopyIn(torch.autograd.Function):

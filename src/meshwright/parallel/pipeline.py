@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from meshwright.errors import MeshwrightError
@@ -53,6 +53,10 @@ class Stage(PipelineStage):
         super().__init__(module, index, count, torch.device(mesh.device), input_args=inputs, output_args=outputs,
                          group=mesh.group("pp"))  # fmt: skip
         self.reduction = reduction
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        # Torch before 2.12 greets both neighbours, even one on this very rank, as in a V; gloo cannot send to itself.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != distributed.get_rank()]
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         super().perform_reduce_grad(grad_scale_factor)

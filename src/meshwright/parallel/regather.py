@@ -4,12 +4,16 @@ Sequence parallelism gathers the input of every region. Autograd would keep the 
 rank) for the gradients of the region's weights; this keeps the T·h/tp the rank had before (Korthikanti et al. 2022),
 for one more all-gather in backward. Several products save the same input (q, k and v): the first to ask gathers for
 all of them.
+
+Where a whole layer is made again in backward (`recompute`), its gathered input is made again with it and kept for the
+moment it is needed: `keep_whole` says so.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +22,17 @@ from torch.distributed import ProcessGroup
 from meshwright.parallel import exchange
 
 SEQUENCE = 1
+_whole_is_kept: ContextVar[bool] = ContextVar("whole_is_kept", default=False)
+
+
+@contextlib.contextmanager
+def keep_whole() -> Iterator[None]:
+    """Within it, `gather_again` leaves saved tensors as they are: whoever made this scope looks after them."""
+    token = _whole_is_kept.set(True)
+    try:
+        yield
+    finally:
+        _whole_is_kept.reset(token)
 
 
 class Again:
@@ -43,6 +58,9 @@ class Again:
 @contextlib.contextmanager
 def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup) -> Iterator[None]:
     """Within it, whoever saves `whole` (or a view of it) for backward saves the share instead."""
+    if _whole_is_kept.get():
+        yield
+        return
     again = Again(share, group)
     address = whole.untyped_storage().data_ptr()
 

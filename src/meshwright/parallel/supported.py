@@ -10,7 +10,7 @@ from meshwright.programs.pipelines import SCHEDULES
 
 def check_supported(model: Model, plan: Plan) -> None:
     refused = {
-        "cp": plan.cp > 1, "ep": plan.ep > 1, "recompute": plan.recompute != "none",
+        "cp": plan.cp > 1, "ep": plan.ep > 1,
         "compression": plan.compression != "none", "offload": plan.offload != "none",
         "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
         "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",

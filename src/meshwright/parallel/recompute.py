@@ -1,0 +1,216 @@
+"""Recompute: throw away what forward made and make it again when backward asks, time for memory.
+
+    none        a layer keeps all it needs                        saved bytes S a layer, no work again selective
+    attention's core, softmax(QKᵀ)V, is made again    S less the core's own, a little work full        a layer keeps
+    its input only, T·h elements        T·h a layer and S once, a forward more: 4/3 the work every n-th  full, on
+    layers 0, n, 2n, …                       between none and full automatic   full, on the fewest layers that fit a
+    budget      L·S·(1 − c/L) + c·T·h + S ≤ budget, c as small as can be
+
+Beside a kernel that stores the softmax, `selective` is the best trade there is (Korthikanti et al. 2022): the core
+holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes an element and little of its work. A flash kernel makes the softmax again
+by itself; there `selective` saves its log-sum-exp only, and is not worth its forward.
+
+Communication inside what is made again happens again. Two exchanges do not: forward is rerun only until backward has
+what it needs, so the sum after a layer's last product is not repeated; and under sequence parallelism the input that
+forward gathers again is still whole when the weights' gradients want it.
+
+How: whatever a layer saves for backward becomes an empty handle. The first one unpacked reruns forward, in the random
+state it had, and fills all of them; a handle's tensor lives as long as autograd holds the handle. So an ordinary
+backward frees them node by node, and a split backward (I now, W later) makes a layer again once, in I, and holds it
+until W: the zero-bubble schedules trade their bubbles for just that memory. (torch's own checkpoint reruns forward for
+every group of parameters in W.) The input itself is saved through autograd, so hooks outside, such as offload, see it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from meshwright.cost.pipeline import in_flight
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.stages import holdings
+from meshwright.lower.step import step_program
+from meshwright.parallel.regather import keep_whole
+from meshwright.units import format_bytes
+
+
+class _Enough(Exception):
+    """Raised inside a rerun once every handle that is still wanted has its tensor."""
+
+
+class _Handle:
+    """Stands for one saved tensor of the first run."""
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the arguments where autograd saves everything, under whatever hooks are on outside."""
+
+    @staticmethod
+    def forward(ctx: Any, switch: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return switch.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AssertionError("nothing depends on what _Keep returns")
+
+
+class _Run:
+    """One call of a function that will be made again."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple) -> None:
+        self.function = function
+        self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+        self.others = [None if isinstance(a, torch.Tensor) else a for a in args]
+        kept = [args[i] for i in self.tensors]
+        self.node = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn
+        self.wanted = [a.requires_grad for a in kept]
+        self.device = next((a.device for a in kept if a.is_cuda), torch.device("cpu"))
+        self.random = (
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
+        )
+        self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
+        self.handles: list[weakref.ref[_Handle]] = []
+        self.values: weakref.WeakKeyDictionary[_Handle, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def pack(self, tensor: torch.Tensor) -> _Handle:
+        handle = _Handle()
+        self.handles.append(weakref.ref(handle))
+        return handle
+
+    def unpack(self, handle: _Handle) -> torch.Tensor:
+        if handle not in self.values:
+            self.rerun()
+        return self.values[handle]
+
+    def first(self, args: tuple) -> Any:
+        with saved_tensors_hooks(self.pack, self.unpack), keep_whole():
+            return self.function(*args)
+
+    def rerun(self) -> None:
+        args = list(self.others)
+        for i, tensor, wanted in zip(self.tensors, self.node.saved_tensors, self.wanted, strict=True):
+            args[i] = tensor.detach().requires_grad_(wanted)
+        missing = iter([h() for h in self.handles])
+        last = max(i for i, h in enumerate(self.handles) if h() is not None)
+        seen = 0
+
+        def collect(tensor: torch.Tensor) -> None:
+            nonlocal seen
+            handle = next(missing)
+            if handle is not None:
+                self.values[handle] = tensor.detach()
+            if seen == last:
+                raise _Enough
+            seen += 1
+
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_whole():
+            torch.set_rng_state(self.random[0])
+            if self.random[1] is not None:
+                torch.cuda.set_rng_state(self.random[1], self.device)
+            with torch.autocast(self.device.type, dtype=self.autocast[1], enabled=self.autocast[0]):
+                try:
+                    with saved_tensors_hooks(collect, lambda nothing: nothing):
+                        self.function(*args)
+                except _Enough:
+                    pass
+
+
+def again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, keeping its arguments for backward and nothing else."""
+
+    def call(*args: Any) -> Any:
+        return _Run(function, args).first(args) if torch.is_grad_enabled() else function(*args)
+
+    return call
+
+
+def recompute(modules: Iterable[nn.Module], every: int = 1, count: int | None = None) -> list[nn.Module]:
+    """Make every n-th of these modules again in backward, `count` of them at most. Returns those chosen.
+
+    Works on any module: `recompute(model.blocks, every=2)`.
+    """
+    if every < 1 or (count is not None and count < 0):
+        raise MeshwrightError("MW-PAR-002", f"every={every}, count={count}: layers to recompute are counted from 1 up")
+    chosen = list(modules)[::every][:count]
+    for module in chosen:
+        module.forward = again(module.forward)
+    return chosen
+
+
+class CoreAgain:
+    """Attention's geometry, whose core is made again in backward; whatever else it knows is asked of it unchanged."""
+
+    def __init__(self, geometry: Any) -> None:
+        self._geometry = geometry
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._geometry, name)
+
+    def attend(self, *args: Any) -> Any:
+        return again(self._geometry.attend)(*args)
+
+
+def recompute_plan(module: nn.Module, plan: Plan) -> None:
+    """What the plan says, on a stage of one of our models."""
+    layers = list(module.layers.values())  # type: ignore[operator]
+    if plan.recompute == "full":
+        recompute(layers)
+    elif plan.recompute == "selective":
+        for layer in layers:
+            if hasattr(layer, "attention"):
+                layer.attention.geometry = CoreAgain(layer.attention.geometry)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many layers of the fullest rank to recompute, and the bytes it then keeps at most."""
+
+    layers: int
+    of: int
+    bytes: float
+
+
+def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stack | None = None) -> Fit:
+    """The fewest layers a rank must recompute for its layers' saved activations to stay within `budget` bytes."""
+    plans = [plan.but(recompute="none"), plan.but(recompute="full")]
+    program = step_program(model, plans, workload, stack)
+    kinds = [kind for kind in ("dense", "moe") if kind in program.saved]
+    worst = Fit(0, 0, 0.0)
+    for here in holdings(program.batch, every_rank=True):
+        layers = int(sum(here.counts[kind][0] for kind in kinds))
+        if not layers:
+            continue
+        # Layers of two kinds differ; the larger stands for both, so the budget is kept whichever are chosen.
+        whole, kept = np.max([np.broadcast_to(sum(program.saved[kind].values()), 2) for kind in kinds], axis=0).tolist()
+        flying = float(np.broadcast_to(in_flight(program.batch, here.rank), program.batch.n)[0])
+        found = _fewest(layers, whole * flying, kept * flying, whole, budget)
+        if found.bytes > budget:
+            raise MeshwrightError(
+                "MW-PAR-003", f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
+                f"budget of {format_bytes(budget)}", fix="--set plan.microbatch=1",
+            )  # fmt: skip
+        worst = max(worst, found, key=lambda f: (f.layers, f.bytes))
+    return worst
+
+
+def _fewest(layers: int, whole: float, kept: float, working: float, budget: float) -> Fit:
+    """`whole` and `kept` bytes a layer without and with recompute; `working` lives while one layer is made again."""
+    for count in range(layers + 1):
+        size = (layers - count) * whole + count * kept + (working if count else 0.0)
+        if size <= budget or count == layers:
+            return Fit(count, layers, size)
+    raise AssertionError("unreachable")
