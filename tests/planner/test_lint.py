@@ -117,6 +117,13 @@ def test_tensor_parallel_inside_a_node_is_no_pattern() -> None:
     assert "MW-LINT-001" not in {f.code for f in lint.check(inside)}
 
 
+def test_the_fix_of_tensor_parallelism_stays_inside_a_node() -> None:
+    wide = config("llama3-70b", "dgx-h100", 64, 512, tp=64, sp=True)
+    (f,) = (f for f in lint.check(wide) if f.code == "MW-LINT-001")
+    assert f.fixed is not None
+    assert f.fixed.tp <= 8
+
+
 def test_few_microbatches_cost_the_bubble() -> None:
     f, now = found("MW-LINT-004"), estimated(SHOWING["MW-LINT-004"])
     assert (f.cost_s or 0) >= now.prediction.exposed_s["bubble"]

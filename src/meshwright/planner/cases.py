@@ -123,7 +123,7 @@ def load(name: str) -> Case:
     raw = dict(known[name])
     parts = {part: raw.pop(part) for part in ("model", "cluster", "stack", "workload", "plan")}
     published = tuple(Published(**row) for row in raw.pop("published"))
-    words = {key: tuple(raw.pop(key)) for key in ("told", "assumed", "sources", "seeds")}
+    words: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("told", "assumed", "sources", "seeds")}
     return Case(name, config=Config.from_parts(**parts).check(), published=published, **words, **raw)
 
 
