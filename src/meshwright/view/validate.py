@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.calibrate.validate import Outcome, Score
+from meshwright.calibrate.validate import NOT_FOR_TIME, STALLED, Outcome, Score
 from meshwright.units import format_seconds
 
 COLUMNS = (
@@ -90,11 +90,20 @@ def headline(outcomes: list[Outcome]) -> Table:
     return out
 
 
-PALETTE = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#9498a0")
+PALETTE = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#1f7a8c", "#bc4b51",
+           "#5b8e7d", "#f4a259", "#8cb369")  # fmt: skip
+APART = "#c9ccd1"  # stalled or untwinned runs, and runs kept for memory alone: shown, not judged
+
+
+def apart(o: Outcome, paired: set[str]) -> bool:
+    source = o.case.row.get("file", "")
+    return source in NOT_FOR_TIME or (source in paired and (o.pair_ratio or math.inf) > STALLED)
 
 
 def page(outcomes: list[Outcome], scores: dict[str, Score], overall: dict[str, float]) -> str:
     """A self-contained page: a log-log scatter of measured against predicted, and the table."""
+    paired = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
+    judged = {o.case.row_id for o in outcomes if not apart(o, paired)}
     points = [(o.case.row.get("file", ""), o.case.row_id, o.case.step_time, o.prediction.step_time_s)
               for o in outcomes if o.prediction and o.case.step_time]  # fmt: skip
     low = min((min(m, p) for _, _, m, p in points if m), default=0.01)
@@ -108,7 +117,8 @@ def page(outcomes: list[Outcome], scores: dict[str, Score], overall: dict[str, f
     sources = sorted({s for s, *_ in points})
     colour = {s: PALETTE[i % len(PALETTE)] for i, s in enumerate(sources)}
     dots = "".join(
-        f'<circle cx="{place(m):.1f}" cy="{size - place(p):.1f}" r="3" fill="{colour[s]}" fill-opacity=".55"><title>{html.escape(i)}: '
+        f'<circle cx="{place(m):.1f}" cy="{size - place(p):.1f}" r="3" fill="{colour[s] if i in judged else APART}" fill-opacity=".55">'
+        f"<title>{html.escape(i)}: "
         f"measured {format_seconds(m)}, predicted {format_seconds(p)}</title></circle>"
         for s, i, m, p in points
     )
@@ -136,7 +146,7 @@ table{{border-collapse:collapse;margin-top:1.5rem;font-variant-numeric:tabular-n
 td,th{{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #eee}}
 td:first-child,th:first-child{{text-align:left}}.key span{{display:inline-block;width:.8em;height:.8em;margin-right:.5em;border-radius:50%}}</style>
 <h1>Predicted against measured</h1><p>Each dot is one published run: step time measured (across) and predicted (up).
-The dashed line is a perfect prediction.
+The dashed line is a perfect prediction; grey dots are shown, not judged.
 Macro-averaged median error {percent(overall.get("median"))}.</p><div class="row"><svg width="{size}" height="{size}" viewBox="0 0 {size} {size}">
 {grid}{diagonal}{dots}<text x="{size / 2}" y="{size - 12}" text-anchor="middle">measured</text>
 <text x="16" y="{size / 2}" text-anchor="middle" transform="rotate(-90 16 {size / 2})">predicted</text></svg><div class="key">{key}</div></div>
