@@ -174,7 +174,8 @@ def test_initial_values_depend_on_seed_and_name_only():
 
 @pytest.mark.parametrize(
     "shape",
-    [{"experts": 4, "top_k": 2}, {"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4},
+    [{"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "qk_norm": True},
+     {"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "rope_dim": 3},
      {"positions": "alibi"}, {"norms_per_layer": 1}, {"head_dim": 5}],
 )  # fmt: skip
 def test_what_is_not_built_is_refused(shape):

@@ -5,7 +5,7 @@ rank that holds a part of it draws the whole and keeps its box, so the same seed
 plan, at the price of drawing what others keep: one parameter at a time, never a whole model.
 
     matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
-    into the residual         σ / √(2·layers)              (attention output and FFN down projection)
+    into the residual         σ / √(2·layers)              (attention output, down projections of FFN and experts)
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
     norm weights 1, biases 0
 
@@ -22,7 +22,7 @@ import torch
 
 from meshwright.describe.model import Model
 
-INTO_RESIDUAL = ("attention.o.weight", "ffn.down.weight")
+INTO_RESIDUAL = ("attention.o.weight", "heads.o.weight", "down.weight")
 SCATTER = 0.1
 
 
@@ -34,7 +34,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> torch.Tensor:
     """The full float32 tensor a parameter starts from."""
     draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
-    if len(shape) == 1:
+    if len(shape) == 1 or name.endswith("bias"):
         centre = 0.0 if name.endswith("bias") else 1.0
         return draw.mul_(SCATTER if scatter else 0.0).add_(centre)
     if model.kind == "mlp":

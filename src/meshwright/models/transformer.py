@@ -1,10 +1,11 @@
-"""The transformer of which every dense preset is a shape.
+"""The transformer of which every preset is a shape.
 
     x = tokens + positions                              (embedding, its norm where the shape has one)
     x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms a layer also norms what it adds)
     logits = project(norm(x))                           (head; its weight is the embedding's where tied)
 
-attention: grouped queries; positions by rotation (RoPE), learned, or none. ffn: σ(W₁x) W₂, or gated, σ(W_g x) ∘ W₁x.
+attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or experts
+(`moe`).
 
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
 Dropout is a flag of the shape that counts memory; these networks train without it.
@@ -20,23 +21,18 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.models.mla import LatentAttention
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.parts import EPSILON, FeedForward, make_norm
+from meshwright.models.router import RouterOptions
 
-EPSILON = 1e-5
 ROTARY_BASE = 10_000.0
 IGNORED = -100  # a target that is padding
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "geglu": F.gelu,
-    "relu": F.relu,
-    "swiglu": F.silu,
-}
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
-def make_norm(model: Model, width: int = 0) -> nn.Module:
-    if model.norm == "layernorm":
-        return nn.LayerNorm(width or model.hidden, eps=EPSILON)
-    return nn.RMSNorm(width or model.hidden, eps=EPSILON)
+def rotated_width(model: Model) -> int:
+    return model.rope_dim if model.attention == "mla" else model.head_width
 
 
 class Geometry:
@@ -45,13 +41,15 @@ class Geometry:
     where its tokens stand, and then `attend` must know where the others are."""
 
     def __init__(self, model: Model) -> None:
-        self.rotate, self.width = model.positions == "rope", model.head_width
+        self.rotate, self.width = model.positions == "rope", rotated_width(model)
         self.causal, self.window = model.causal, model.window
         self.places: torch.Tensor | None = None  # None: 0, 1, 2, …
         self.attend: Attend = self.attend_whole
         self._made: dict[tuple, torch.Tensor] = {}
 
-    def attend_whole(self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool) -> torch.Tensor:
+    def attend_whole(
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool
+    ) -> torch.Tensor:
         """softmax(q kᵀ / √D) v of a whole sequence."""
         mask = self.mask(q_BNSD, full)
         return F.scaled_dot_product_attention(
@@ -114,35 +112,26 @@ class Attention(nn.Module):
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 
 
-class FeedForward(nn.Module):
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        if model.gated:
-            self.gate = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
-        self.up = nn.Linear(model.hidden, model.ffn, bias=model.ffn_bias)
-        self.down = nn.Linear(model.ffn, model.hidden, bias=model.ffn_bias)
-        self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
-
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        if self.gated:
-            return self.down(self.activation(self.gate(x_BSH)) * self.up(x_BSH))
-        return self.down(self.activation(self.up(x_BSH)))
-
-
 class Layer(nn.Module):
-    def __init__(self, model: Model, geometry: Geometry, index: int) -> None:
+    def __init__(self, model: Model, geometry: Geometry, index: int, router: RouterOptions) -> None:
         super().__init__()
         full = bool(model.full_every) and (index + 1) % model.full_every == 0
+        latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
         self.attention_norm = make_norm(model)
-        self.attention = Attention(model, geometry, full)
+        self.attention = LatentAttention(model, geometry, full) if latent else Attention(model, geometry, full)
         self.ffn_norm = make_norm(model)
-        self.ffn = FeedForward(model)
+        if expert:
+            self.moe = MixtureOfExperts(model, router)
+        else:
+            self.ffn = FeedForward(model)
         self.attention_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
         self.ffn_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
+        self.expert = expert
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         x_BSH = x_BSH + self.attention_post_norm(self.attention(self.attention_norm(x_BSH)))
-        return x_BSH + self.ffn_post_norm(self.ffn(self.ffn_norm(x_BSH)))
+        feed = self.moe if self.expert else self.ffn
+        return x_BSH + self.ffn_post_norm(feed(self.ffn_norm(x_BSH)))
 
 
 class LearnedPositions(nn.Module):
@@ -189,12 +178,13 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """All of it, or the stage that holds `layers`. A tied head shares its weight where both ends are here."""
 
-    def __init__(self, model: Model, layers: range) -> None:
+    def __init__(self, model: Model, layers: range, router: RouterOptions | None = None) -> None:
         super().__init__()
         check_buildable(model)
+        router = router or RouterOptions()
         self.geometry = geometry = Geometry(model)
         self.embedding = Embedding(model, geometry) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i, router) for i in layers})
         self.head = Head(model) if layers.stop == model.layers else None
         if model.tied and self.embedding is not None and self.head is not None:
             self.head.project.weight = self.embedding.tokens.weight
@@ -214,18 +204,18 @@ def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Te
 
 def check_buildable(model: Model) -> None:
     lacking = {
-        "experts": bool(model.experts),
-        "attention=mla": model.attention == "mla",
+        "attention=mla with qk_norm": model.attention == "mla" and model.qk_norm,
         "positions=alibi": model.positions == "alibi",
         "sinks": model.sinks,
         f"norms_per_layer={model.norms_per_layer}": model.norms_per_layer not in (2, 4),
     }
     for what, present in lacking.items():
         if present:
-            raise MeshwrightError("MW-BUILD-002", f"{model.name} has {what}, which the dense transformer does not run",
+            raise MeshwrightError("MW-BUILD-002", f"{model.name} has {what}, which the transformer does not run",
                                   why="It can be described, planned and costed",
-                                  valid=["attention=gqa", "positions=rope|learned|none",
+                                  valid=["positions=rope|learned|none",
                                          "norms_per_layer=2|4"])  # fmt: skip
-    if model.positions == "rope" and model.head_width % 2:
-        raise MeshwrightError("MW-BUILD-002", f"RoPE turns pairs; head_dim {model.head_width} of {model.name} is odd",
-                              fix=f"--set model.head_dim={model.head_width + 1}")  # fmt: skip
+    width, field = rotated_width(model), "rope_dim" if model.attention == "mla" else "head_dim"
+    if model.positions == "rope" and width % 2:
+        raise MeshwrightError("MW-BUILD-002", f"RoPE turns pairs; {field} {width} of {model.name} is odd",
+                              fix=f"--set model.{field}={width + 1}")  # fmt: skip

@@ -1,0 +1,90 @@
+"""Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made from one small vector a token.
+
+    c = norm(x W_kv_a)[:kv_rank]                  the latent: all that inference needs to keep, with the key below
+    r = rotate(x W_kv_a)[kv_rank:]                one rotated key of rope_dim, the same for every head
+    k_n = [c W_k,n ; r],   v_n = c W_v,n          nope_dim + rope_dim, and value_dim
+    q_n = norm(x W_q_a) W_q_b,n                   its last rope_dim rotated; x W_q without a query rank
+
+The rotation stands apart because it does not commute with the up-projection: a key rotated before it could not be
+folded into W_q at inference. The down-projections are small and whole; what follows is split by heads, so latent and
+rotated key enter `Heads` as one tensor: under tensor parallelism it is what is gathered or whose gradient is summed,
+q_rank + kv_rank + rope_dim numbers a token instead of h.
+
+Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.describe.model import Model
+from meshwright.models.parts import make_norm
+
+
+class Positions(Protocol):
+    """The transformer's geometry: rotation and attention."""
+
+    def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor: ...
+    def attend(
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, /
+    ) -> torch.Tensor: ...
+
+
+class Heads(nn.Module):
+    """From the latents of every token to the attention of these heads."""
+
+    def __init__(self, model: Model, geometry: Positions, full: bool) -> None:
+        super().__init__()
+        self.geometry, self.full = geometry, full
+        self.nope, self.rope, self.value = model.nope_dim, model.rope_dim, model.value_dim
+        self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
+        queries = model.heads * (self.nope + self.rope)
+        if model.q_rank:
+            self.q_b = nn.Linear(model.q_rank, queries, bias=False)
+        else:
+            self.q = nn.Linear(model.hidden, queries, bias=False)
+        self.kv_b = nn.Linear(model.kv_rank, model.heads * (self.nope + self.value), bias=False)
+        self.o = nn.Linear(model.heads * self.value, model.hidden, bias=model.out_bias)
+        self.has_rank = bool(model.q_rank)
+
+    def forward(self, latents_BSL: torch.Tensor) -> torch.Tensor:
+        query, latent, key = latents_BSL.split(self.widths, dim=-1)
+        q = self.q_b(query) if self.has_rank else self.q(query)
+        q_BNSD = q.unflatten(-1, (-1, self.nope + self.rope)).transpose(1, 2)
+        kv_BNSD = self.kv_b(latent).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
+        k_BNSD, v_BNSD = kv_BNSD.split((self.nope, self.value), dim=-1)
+        if self.rope:
+            q_plain, q_turned = q_BNSD.split((self.nope, self.rope), dim=-1)
+            q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_turned)), dim=-1)
+            turned_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
+            k_BNSD = torch.cat((k_BNSD, turned_BNSD), dim=-1)
+        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, self.full)
+        return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, model: Model, geometry: Positions, full: bool) -> None:
+        super().__init__()
+        self.ranks = (model.kv_rank, model.rope_dim)
+        if model.q_rank:
+            self.q_a = nn.Linear(model.hidden, model.q_rank, bias=model.qkv_bias)
+            self.q_a_norm = make_norm(model, model.q_rank)
+        self.kv_a = nn.Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
+        self.kv_a_norm = make_norm(model, model.kv_rank)
+        self.heads = Heads(model, geometry, full)
+
+    @property
+    def geometry(self) -> Positions:
+        return self.heads.geometry
+
+    @geometry.setter
+    def geometry(self, geometry: Positions) -> None:
+        self.heads.geometry = geometry
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        query = self.q_a_norm(self.q_a(x_BSH)) if self.heads.has_rank else x_BSH
+        latent, key = self.kv_a(x_BSH).split(self.ranks, dim=-1)
+        return self.heads(torch.cat((query, self.kv_a_norm(latent), key), dim=-1))

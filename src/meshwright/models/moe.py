@@ -1,0 +1,146 @@
+"""A mixture of experts in place of a layer's feed-forward network: each token visits k of E, and all the shared ones.
+
+    y = Σ_{e chosen} w_e · FFN_e(x) + g · FFN_shared(x)          g = sigmoid(x v) where the shape has a gate, else 1
+
+The parameters of all E experts are kept, those of k are used: k/E of the arithmetic of a network as large. Experts are
+three tensors with the expert as first dimension; copies of tokens are sorted by expert, so that each expert's are one
+run of rows and one product.
+
+Where the other tokens and the other experts are is not this file's concern: it asks a `Place`. Alone, all are here.
+The routed copies are sent first and awaited after the shared experts, whose products hide the journey.
+
+Legend: B batch, S sequence, T = B·S tokens, H hidden, E experts, F expert width, R copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from meshwright.describe.model import Model
+from meshwright.models.parts import ACTIVATIONS, FeedForward
+from meshwright.models.router import Router, RouterOptions, Tokens
+
+
+class Journey(Protocol):
+    """Copies on their way to their experts, and back."""
+
+    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The copies that came to the experts here, sorted by expert, and how many each has."""
+        ...
+
+    def back(self, answers: torch.Tensor) -> torch.Tensor:
+        """What the experts made of the copies that were sent, in the order they were sent in."""
+        ...
+
+
+class Place(Tokens, Protocol):
+    """Where tokens and experts are: which tokens are this rank's to route, and how copies reach their experts."""
+
+    def own(self, x_BSH: torch.Tensor) -> torch.Tensor: ...
+    def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor: ...
+    def send(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Journey: ...
+
+
+@dataclass
+class Stay:
+    copies_RH: torch.Tensor
+    counts_E: torch.Tensor
+
+    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.copies_RH, self.counts_E
+
+    def back(self, answers: torch.Tensor) -> torch.Tensor:
+        return answers
+
+
+class Alone:
+    """Everything is on this device."""
+
+    share: float | torch.Tensor = 1.0
+
+    def own(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        return x_BSH.flatten(0, 1)
+
+    def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
+        return y_TH.view_as(like_BSH)
+
+    def send(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Journey:
+        return Stay(copies_RH, counts_E)
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+    def mine(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows
+
+
+class GroupedLinear(nn.Module):
+    """One matrix an expert, [E, out, in]; rows are sorted by expert."""
+
+    def __init__(self, experts: int, d_in: int, d_out: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
+        self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
+
+    def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        # An expert without a token takes part with no rows: its gradient is zero, not absent, on every rank alike.
+        runs = zip(x_RI.split(counts), self.weight.unbind(0), strict=True)
+        y_RO = torch.cat([x @ weight.t() for x, weight in runs])
+        if self.bias is None:
+            return y_RO
+        expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
+            torch.tensor(counts, device=x_RI.device)
+        )
+        return y_RO + self.bias[expert_R]
+
+
+class Experts(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        count, hidden, width = model.experts, model.hidden, model.expert_width
+        if model.gated:
+            self.gate = GroupedLinear(count, hidden, width, model.ffn_bias)
+        self.up = GroupedLinear(count, hidden, width, model.ffn_bias)
+        self.down = GroupedLinear(count, width, hidden, model.ffn_bias)
+        self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
+
+    def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        counts = counts_E.tolist()
+        if self.gated:
+            inner_RF = self.activation(self.gate(x_RH, counts)) * self.up(x_RH, counts)
+        else:
+            inner_RF = self.activation(self.up(x_RH, counts))
+        return self.down(inner_RF, counts)
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, model: Model, options: RouterOptions) -> None:
+        super().__init__()
+        self.place: Place = Alone()
+        self.router = Router(model, options)
+        self.experts = Experts(model)
+        self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
+        self.shared_scale = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
+
+    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        own_TH = self.place.own(x_BSH)
+        routing = self.router(own_TH, self.place)
+        journey = self.place.send(own_TH[routing.token_R], routing.counts_E)
+        shared_BSH = self._shared(x_BSH)
+        answers_RH = journey.back(self.experts(*journey.arrived()))
+        weighed_RH = answers_RH * routing.weight_R[:, None]
+        routed_BSH = self.place.whole(torch.zeros_like(own_TH).index_add(0, routing.token_R, weighed_RH), x_BSH)
+        return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
+
+    def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        y_BSH = self.shared(x_BSH)
+        return y_BSH if self.shared_scale is None else y_BSH * self.shared_scale(x_BSH).sigmoid()

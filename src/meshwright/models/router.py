@@ -1,0 +1,191 @@
+"""The router: which experts a token visits, and how much each of their answers weighs.
+
+    scores      s = softmax(x W) over the experts, or sigmoid(x W) each by itself (DeepSeek-V3)
+    token       each token takes the k experts of highest s + b; the weights are the s chosen, scaled to sum to one
+                where k > 1. The bias b balances: it chooses, and weighs nothing
+    expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by construction, but a
+                token's place depends on later tokens, so a causal model trained so cannot be sampled as it was trained
+    capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped and only the
+                residual remains of them. c = 0 is dropless
+    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e and P_e the mean score (Switch, GShard);
+                β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or no loss at all: after each step
+                b_e ← b_e + γ·sign(mean load − load_e), outside the gradient (DeepSeek-V3)
+
+T, f and P are of *all* tokens that are in flight together, whichever ranks hold them: f_e is a product of counts, and
+a mean over ranks of f·P is not f·P of the mean. The classic order, first come first served, drops what arrives late and
+would depend on the layout; the score of a token does not, and equal scores fall back on the order of the batch.
+With gradient accumulation the tokens in flight are one micro-batch of every rank, and the losses are averaged over
+micro-batches; the load that moves b is the whole step's.
+
+Legend: T tokens, H hidden, E experts, K experts a token, R copies of tokens, one for each expert they visit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+
+ROUTER_RULES = "MW-ROUTE-001"
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What a router does beside its shape."""
+
+    score: Literal["", "softmax", "sigmoid"] = ""  # unsaid: sigmoid where the model balances by a bias, else softmax
+    choice: Literal["token", "expert"] = "token"
+    capacity: float = 0.0  # as a multiple of the mean load; 0: dropless
+    normalise: bool | None = None  # weights of a token sum to one; unsaid: where k > 1 and tokens choose
+    scale: float = 1.0  # of the routed experts' sum
+    aux: float = 0.0  # α
+    z: float = 0.0  # β
+    balance_rate: float = 0.001  # γ, where the model has a balancing bias
+
+    def __post_init__(self) -> None:
+        words = {"score": ("", "softmax", "sigmoid"), "choice": ("token", "expert")}
+        for field, valid in words.items():
+            if getattr(self, field) not in valid:
+                raise MeshwrightError(ROUTER_RULES, f"router {field}={getattr(self, field)!r}", valid=valid)
+        for field in ("capacity", "aux", "z", "balance_rate", "scale"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise MeshwrightError(ROUTER_RULES, f"router {field}={value}", valid=["0 or more"])
+
+    def score_of(self, model: Model) -> str:
+        return self.score or ("sigmoid" if model.balance_bias else "softmax")
+
+    def normalises(self, model: Model) -> bool:
+        return model.top_k > 1 if self.normalise is None else self.normalise
+
+
+class Tokens(Protocol):
+    """All tokens that are routed together. `rows` of a rank are those of its own tokens."""
+
+    share: float | torch.Tensor  # what a loss of these tokens counts in the step's
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor: ...
+    def gathered(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def mine(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass
+class Routing:
+    """Copies of tokens, sorted by expert: which token each is of, what its answer weighs, and how many each expert gets."""
+
+    token_R: torch.Tensor
+    weight_R: torch.Tensor
+    counts_E: torch.Tensor
+
+
+class Router(nn.Module):
+    def __init__(self, model: Model, options: RouterOptions) -> None:
+        super().__init__()
+        self.experts, self.k, self.options = model.experts, model.top_k, options
+        self.score = options.score_of(model)
+        self.normalise = options.choice == "token" and options.normalises(model)
+        self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
+        self.bias = nn.Parameter(torch.empty(model.experts)) if model.router_bias else None
+        # A parameter of the model without a gradient: it is saved and sharded like the others, and moved by `balance`.
+        self.balance_bias = (
+            nn.Parameter(torch.empty(model.experts), requires_grad=False) if model.balance_bias else None
+        )
+        self.load: torch.Tensor | None = None  # [2, E] of this step so far: copies chosen, copies dropped
+
+    def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide), bias)
+        scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        with torch.no_grad():
+            chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)
+            self._count(chosen_TE, kept_TE)
+        weights_TE = scores_TE * chosen_TE
+        if self.normalise:
+            weights_TE = weights_TE / (weights_TE.sum(-1, keepdim=True) + 1e-20)
+        weights_TE = weights_TE * self.options.scale
+        if self.options.aux or self.options.z:
+            weights_TE = add_loss(weights_TE, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
+        expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
+        return Routing(token_R, weights_TE[token_R, expert_R].to(x_TH.dtype), kept_TE.sum(0))
+
+    def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks of what is chosen, and of that what is kept."""
+        if self.options.choice == "expert":
+            everyone = tokens.gathered(scores_TE)
+            most = min(len(everyone), max(1, self.capacity(len(everyone), self.options.capacity or 1.0)))
+            chosen = tokens.mine(highest(everyone, most))
+            return chosen, chosen
+        biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
+        chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, biased.topk(self.k, dim=1).indices, True)
+        if not self.options.capacity:
+            return chosen, chosen
+        # A score of −1 is below every true one: experts choose among the tokens that chose them.
+        wanted = tokens.gathered(scores_TE.masked_fill(~chosen, -1.0))
+        most = min(len(wanted), max(1, self.capacity(len(wanted), self.options.capacity)))
+        return chosen, chosen & tokens.mine(highest(wanted, most))
+
+    def capacity(self, tokens: int, factor: float) -> int:
+        return math.ceil(factor * tokens * self.k / self.experts)
+
+    def losses(self, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        """These tokens' part of the two losses: over all ranks the parts add up to them."""
+        load_E, count = tokens.summed(torch.cat((chosen.sum(0), chosen.new_full((1,), len(chosen), dtype=torch.long)))
+                                      .to(scores.dtype)).split((self.experts, 1))  # fmt: skip
+        mean_E = (scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)).sum(0) / count
+        aux = self.experts * (load_E / load_E.sum() * mean_E).sum()
+        z = logits.logsumexp(-1).square().sum() / count
+        return self.options.aux * aux + self.options.z * z.squeeze()
+
+    def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
+        now = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
+        self.load = now if self.load is None else self.load + now
+
+    def balance(self, load_E: torch.Tensor) -> torch.Tensor:
+        """What the step's load adds to the balancing bias."""
+        return self.options.balance_rate * torch.sign(load_E.mean() - load_E)
+
+
+def highest(scores_TE: torch.Tensor, most: int) -> torch.Tensor:
+    """A mask of each expert's `most` best tokens; of equal ones the earlier."""
+    order_TE = scores_TE.sort(dim=0, descending=True, stable=True).indices[:most]
+    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order_TE, True)
+
+
+class _AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+        ctx.share, ctx.like = share, loss
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return gradient, torch.ones_like(ctx.like) * ctx.share, None
+
+
+def add_loss(x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
+    """`x`, through whose backward `share`·`loss` is minimised as well: a loss from within a pipeline's stage reaches no
+    output of it."""
+    return _AddLoss.apply(x, loss, share)
+
+
+def load_metrics(load_2E: torch.Tensor) -> dict[str, float]:
+    """How even one layer's load is: `entropy` 1 is perfectly even and 0 a single expert (collapse), `peak` is the busiest
+    expert over the mean, `idle` the share of experts without a token, `dropped` the share of copies dropped."""
+    chosen, dropped = load_2E.to(torch.float64)
+    total = max(float(chosen.sum()), 1.0)
+    share = chosen / total
+    entropy = float(-(share * share.clamp(min=1e-300).log()).sum()) / math.log(max(len(chosen), 2))
+    return {
+        "entropy": entropy,
+        "peak": float(chosen.max()) / total * len(chosen),
+        "idle": float((chosen == 0).double().mean()),
+        "dropped": float(dropped.sum()) / total,
+    }
