@@ -82,9 +82,10 @@ def test_said_layers_per_stage_shrink_with_their_shape():
     assert small.model.layers == 3
 
 
-def test_memory_features_are_told_as_not_exercised():
-    plan = {"tp": 2, "recompute": "full", "param_dtype": "bf16"}
+def test_recompute_is_exercised_and_what_is_not_is_told():
+    plan = {"tp": 2, "recompute": "full", "offload": "states", "param_dtype": "bf16"}
     config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 8, "seq": 64}, plan=plan)
     small = small_copy(config, 8)
-    assert small.plan.recompute == "none"
-    assert any("recompute=full not exercised" in change for change in small.changes)
+    assert small.plan.recompute == "full"
+    assert small.plan.offload == "none"
+    assert any("offload=states not exercised" in change for change in small.changes)

@@ -8,6 +8,7 @@ stay uneven, and every flag (norms, biases, tying, positions, windows) stays as 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshwright.describe.config import Config
@@ -17,7 +18,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
-NO_ARITHMETIC = ("recompute", "offload")
+NO_ARITHMETIC = ("offload",)
 HEAD = 8
 MOST_BUCKETS = 8
 
@@ -71,9 +72,10 @@ def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
     layers = small_layers(model, plan, asked)
     if model.kind != "transformer":
         return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
-    tp = plan.tp
-    kv = tp * (2 if model.kv_groups >= 2 * tp else 1)
+    tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more
+    kv = tp * min(max(1, model.kv_groups // tp), max(2, whole))
     heads = kv * min(model.heads // model.kv_groups, 2)
+    heads = math.lcm(heads, kv, tp * whole)
     own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
     hidden = heads * HEAD + (HEAD if own_width else 0)
     uneven = 1 if model.padded_vocab % tp else 0
@@ -94,7 +96,9 @@ def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
 
 
 def small_seq(plan: Plan) -> int:
-    return 8 * max(1, plan.tp * plan.cp // 4)
+    """Eight tokens a rank or more: what every axis, and both runs of a zigzag, divide."""
+    unit = plan.tp * plan.cp * (2 if plan.cp > 1 else 1)
+    return -(-8 * max(1, plan.tp * plan.cp // 4) // unit) * unit
 
 
 def shrink_workload(config: Config, plan: Plan) -> Workload:

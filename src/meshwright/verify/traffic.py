@@ -30,7 +30,6 @@ from meshwright.train.records import Observed
 from meshwright.verify.records import Amount, Row
 
 VOCABULARY = (TIED_SOURCE, TIED_COPY)
-OURS = {"dp_cp": "dp", "shard_cp": "shard"}  # without context parallelism the axes are the same
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def lowered(parallel: Parallel) -> dict[tuple[str, str], Amount]:
     def add(op: Op, times: float) -> None:
         count = number(op.count) * times
         if count and number(batch.size(op.axis)) > 1:
-            key = canonical(mesh, OURS.get(op.axis, op.axis)), op.collective
+            key = canonical(mesh, op.axis), op.collective
             before = out.get(key, (0.0, 0.0))
             out[key] = before[0] + count, before[1] + count * number(op.message_bytes)
 
@@ -134,10 +133,11 @@ def number(value: Any) -> float:
 def explanations(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
     yield from bookkeeping(parallel, low)
     yield from tensor_parallel(parallel)
+    yield from recomputed_layers(parallel)
     if any(isinstance(module, FSDPModule) for module in parallel.stages.values()):
         yield from sharded(parallel, low)
     else:
-        key = canonical(parallel.mesh, "dp"), "all_reduce"
+        key = canonical(parallel.mesh, "dp_cp"), "all_reduce"
         yield Explanation("the vocabulary is cut unevenly", *key, 0, unevenness(parallel))
         messages = sum(len(r.messages) for r in parallel.reductions if isinstance(r, Buckets) and r.group is not None)
         whole = sum(r.flat.nbytes for r in parallel.reductions if isinstance(r, Buckets))
@@ -154,8 +154,8 @@ def unevenness(parallel: Parallel) -> float:
 
 def bookkeeping(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
     mesh = parallel.mesh
-    if mesh.size("dp") > 1:
-        yield Explanation("valid tokens are counted over dp", canonical(mesh, "dp"), "all_reduce", 1, 8)
+    if mesh.size("dp_cp") > 1:
+        yield Explanation("valid tokens are counted over dp", canonical(mesh, "dp_cp"), "all_reduce", 1, 8)
     if mesh.size("world") > 1:
         world = canonical(mesh, "world")
         if parallel.workload.clip:
@@ -186,22 +186,39 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
         yield Explanation("the loss sums two values a token in one message", tp, "all_reduce", -microbatches)
     program = program_of(plan, parallel.workload)
     if plan.sp and program is not None and program.splits_backward:
-        n = plan.microbatch * parallel.workload.seq * model.hidden * parallel.pieces[0].local.element_size()
+        n = plan.microbatch * parallel.workload.seq // plan.cp * model.hidden * parallel.pieces[0].local.element_size()
         inputs = [a.stage for a in program.actions(parallel.mesh.index("pp")) if a.kind == "I" and a.stage > 0]
-        times = sum(regions(parallel.stages[stage]) for stage in inputs)
+        times = sum(regions(parallel.stages[stage], plan.recompute == "full") for stage in inputs)
         yield Explanation("a split backward gathers again in I and in W", tp, "all_gather", times, times * n)
 
 
-def regions(stage: Any) -> int:
-    return 2 * len(stage.layers) + (stage.head is not None)
+def regions(stage: Any, recomputed: bool) -> int:
+    """Whose gathered input is not kept: of a recomputed layer it is, from I to W."""
+    return (0 if recomputed else 2 * len(stage.layers)) + (stage.head is not None)
+
+
+def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
+    """Forward is rerun only as far as backward needs it, and what it gathers on the way is there for the weights."""
+    model, plan = parallel.model, parallel.plan
+    if plan.recompute != "full" or plan.tp == 1:
+        return
+    tp, rows = canonical(parallel.mesh, "tp"), parallel.workload.seq // plan.cp if model.kind == "transformer" else 1
+    n = plan.microbatch * rows * model.hidden * parallel.pieces[0].local.element_size()
+    stages: list[Any] = list(parallel.stages.values())
+    runs = plan.microbatches(parallel.workload) * sum(len(stage.layers) for stage in stages)
+    last = "all_gather" if model.kind == "mlp" else "reduce_scatter" if plan.sp else "all_reduce"
+    yield Explanation("a layer's last exchange is not made again", tp, last, -runs, -runs * n)
+    if plan.sp:
+        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -2 * runs,
+                          -2 * runs * n)  # fmt: skip
 
 
 def sharded(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
     """`fully_shard` works unit by unit, pads rows to a multiple of the ranks, and a pipeline gathers and reduces
     once."""
-    plan, shard = parallel.plan, canonical(parallel.mesh, "shard")
+    plan, shard = parallel.plan, canonical(parallel.mesh, "shard_cp")
     parts = sum(len(units(module)) for module in parallel.stages.values())
-    ranks, shapes = parallel.mesh.size("shard"), [tuple(p.parameter.shape) for p in parallel.pieces]
+    ranks, shapes = parallel.mesh.size("shard_cp"), [tuple(p.parameter.shape) for p in parallel.pieces]
     size = parallel.pieces[0].local.element_size()
     copy = sum(int(np.prod(p.parameter.shape)) for p in parallel.pieces if p.tied_copy) * size
     uneven = unevenness(parallel)

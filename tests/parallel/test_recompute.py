@@ -1,0 +1,153 @@
+"""Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is lowered."""
+
+import pytest
+import torch
+from torch import nn
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.step import step_program
+from meshwright.models import build
+from meshwright.parallel.recompute import fit, recompute, recompute_plan
+from meshwright.verify.prove import prove
+
+MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)
+WORKLOAD = Workload(batch=2, seq=8, precision="fp32")
+
+
+def network(plan, dtype=torch.float64):
+    torch.manual_seed(0)
+    made = build(MODEL).to_empty(device="cpu").to(dtype)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    recompute_plan(made, plan)
+    return made
+
+
+def saved_bytes(run, parameters):
+    """Bytes of distinct storages autograd keeps, weights apart."""
+    own = {p.untyped_storage().data_ptr() for p in parameters}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own), out
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_those_without_it_to_the_bit(mode):
+    ids = torch.arange(16).reshape(2, 8)
+    results = []
+    for plan in (Plan(), Plan(recompute=mode)):
+        net = network(plan)
+        net(ids).square().sum().backward()
+        results.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_saved_bytes_fall_as_predicted():
+    measured, predicted = {}, {}
+    for mode in ("none", "selective", "full"):
+        plan = Plan(recompute=mode, microbatch=2)
+        net = network(plan, torch.float32)
+
+        def run(net=net):
+            x = torch.ones(2, 8, 32, requires_grad=True)
+            for layer in net.layers.values():
+                x = layer(x)
+            return x
+
+        measured[mode] = saved_bytes(run, net.parameters())[0]
+        parts = step_program(MODEL, plan, WORKLOAD, Stack(fused=())).saved["dense"]
+        predicted[mode] = MODEL.layers * sum(float(size[0]) for size in parts.values())
+    assert measured["full"] == predicted["full"] == MODEL.layers * 2 * 8 * 32 * 4
+    assert measured["none"] - measured["selective"] == predicted["none"] - predicted["selective"] > 0
+    # Beside the prediction there are only one reciprocal root a token and norm, and the one table of rotations.
+    assert measured["none"] == predicted["none"] + MODEL.layers * 2 * 16 * 4 + 2 * 8 * 8 * 4
+
+
+def test_every_nth_and_a_count_choose_layers_of_any_module():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)]
+    assert recompute(layers, every=2, count=2) == [layers[0], layers[2]]
+    full, part = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+    part.load_state_dict(full.state_dict())
+    recompute([part])
+    x = torch.ones(3, 4)  # needs no gradient, as a model's first input
+    more, y = saved_bytes(lambda: full(x), full.parameters())
+    less, z = saved_bytes(lambda: part(x), part.parameters())
+    assert less == x.nbytes < more
+    y.sum().backward()
+    z.sum().backward()
+    assert torch.equal(full[0].weight.grad, part[0].weight.grad)
+    with pytest.raises(MeshwrightError, match="MW-PAR-002"):
+        recompute(layers, every=0)
+
+
+def test_dropout_is_dropped_alike_again_and_a_layer_is_made_again_once():
+    calls = []
+
+    class Dropped(nn.Module):
+        def forward(self, x):
+            calls.append(1)
+            return nn.functional.dropout(x, 0.5).exp()
+
+    layer = Dropped()
+    recompute([layer])
+    x = torch.ones(64, requires_grad=True)
+    y = layer(x)
+    state = torch.get_rng_state()
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert len(calls) == 2  # twice backward, as I and W do, but made again once
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(gradient, torch.where(y == 1, 0.0, 2 * y.detach()))
+
+
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 4)])
+def test_a_budget_is_kept_with_the_fewest_layers(pp, microbatches):
+    model, plan = MODEL.but(layers=8), Plan(pp=pp, microbatch=2)
+    workload = Workload(batch=2 * microbatches, seq=8, precision="fp32")
+    none = fit(model, plan, workload, 1e12)
+    some = fit(model, plan, workload, 0.6 * none.bytes)
+    assert none.layers == 0
+    assert 0 < some.layers < some.of == model.layers // pp
+    assert some.bytes <= 0.6 * none.bytes
+    assert fit(model, plan, workload, some.bytes).layers == some.layers
+    assert fit(model, plan, workload, some.bytes - 1).layers == some.layers + 1
+    with pytest.raises(MeshwrightError, match="MW-PAR-003"):
+        fit(model, plan, workload, 1.0)
+
+
+SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
+
+
+@pytest.mark.parametrize(
+    ("plan", "model"),
+    [
+        ({"tp": 2, "recompute": "full"}, {}),
+        ({"tp": 2, "sp": True, "recompute": "full"}, {"norms_per_layer": 4}),
+        ({"tp": 2, "sp": True, "recompute": "selective"}, {}),
+        ({"tp": 2, "sp": True, "recompute": "full", **SPLIT}, {}),
+        ({"shard": 2, "zero": 3, "recompute": "full"}, {}),
+        ({"tp": 2, "recompute": "full"}, {"kind": "mlp"}),
+    ],
+)
+def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan, model):
+    shape = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "ffn_bias": True}
+    if model.get("kind") == "mlp":
+        shape = {"hidden": 16, "layers": 4, "ffn_bias": True}
+    config = Config.from_parts({**shape, **model}, "laptop", plan=plan,
+                               workload={"batch": 8, "seq": 8, "precision": "fp32"})  # fmt: skip
+    proof = prove(config, ranks=4, steps=2)
+    assert proof.small.plan.recompute == plan["recompute"]
+    assert proof.agreements[0].errors["gradient"] < 1e-13
+    assert proof.passed, [row for _, row in proof.rows if row.unexplained]
