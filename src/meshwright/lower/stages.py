@@ -40,15 +40,33 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
 
 def holding(batch: Batch, rank: Array) -> Holding:
     """All stages of one rank together."""
-    stages = batch.pp * batch.virtual
-    v = np.arange(int(batch.virtual.max()))[:, None]  # all virtual stages at once: (virtual, plans)
+    model, stages = batch.model, batch.pp * batch.virtual
     v_shaped = np.isin(batch.schedule, V_SHAPED)
+    if model.kind != "counts" and len(set(model.layer_kinds)) == 1 and not batch.uneven:
+        return _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
+    v = np.arange(int(batch.virtual.max()))[:, None]  # all virtual stages at once: (virtual, plans)
     stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
     parts = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
     counts = {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.counts.items()}
     # A V-shaped rank holds both ends: its head reads the embedding it already has.
     tied = np.broadcast_to(parts.tied_copy, stage.shape).max(axis=0) * (counts["embedding"] == 0)
     return Holding(rank, counts, tied)
+
+
+def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> Holding:
+    """Layers that are all alike need not be followed stage by stage: a rank has V times the least, and one more for each of its stages
+    among the longer ones, which stand in a row. Of a row of numbers, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ leave the rest r modulo P."""
+    model, pp, stages = batch.model, batch.pp, batch.pp * batch.virtual
+    least, start, end = _longer(batch, stages)
+    looped = np.floor((end - 1 - rank) / pp) - np.floor((start - 1 - rank) / pp)
+    back = stages - 1 - rank
+    folded = ((start <= rank) & (rank < end)) * 1.0 + ((start <= back) & (back < end))
+    layers = batch.virtual * least + np.where(v_shaped, folded, looped)
+    first, zero = (rank == 0) * 1.0, np.zeros(batch.n)
+    last = np.where(v_shaped, rank == 0, rank == pp - 1) * 1.0
+    tied = last * (stages > 1) * (1 - first) if model.tied else zero
+    kind = model.layer_kinds[0]
+    return Holding(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last}, tied)
 
 
 def mean_holding(batch: Batch) -> Holding:
@@ -82,13 +100,18 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
     """First and last+1 layer of a stage: as even as can be, the short stages at both ends (as `Plan.stage_layers`)."""
-    layers = batch.model.layers
-    base = np.floor(layers / stages)
-    extra = layers - base * stages
-    first = np.floor((stages - extra) / 2)
-    start = stage * base + np.clip(stage - first, 0, extra)
-    end = (stage + 1) * base + np.clip(stage + 1 - first, 0, extra)
+    least, first, beyond = _longer(batch, stages)
+    start = stage * least + np.clip(stage - first, 0, beyond - first)
+    end = (stage + 1) * least + np.clip(stage + 1 - first, 0, beyond - first)
     for i in batch.uneven:
         edges = np.concatenate([[0], np.cumsum(batch.layers_per_stage[i])])
         start[..., i], end[..., i] = edges[stage[..., i]], edges[stage[..., i] + 1]
     return start.astype(int), end.astype(int)
+
+
+def _longer(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
+    """Layers every stage has at least, and the row of stages, first and last+1, that have one more."""
+    least = np.floor(batch.model.layers / stages)
+    extra = batch.model.layers - least * stages
+    first = np.floor((stages - extra) / 2)
+    return least, first, first + extra
