@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.cost.estimate import Estimate
+from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -29,6 +30,7 @@ from meshwright.units import format_seconds
 Severity = Literal["error", "warning", "note"]
 SAVES = 0.01  # share of the step a fix must save to be worth a warning
 COSTS = 0.10  # share of the step that is worth a warning even without a better plan
+MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
 TOLD = 0.001  # share of the step below which a pattern is not told
 
 
@@ -132,6 +134,9 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
             return f"with the fix a step takes {format_seconds(step(fixed))}, {step(fixed) / now - 1:.1%} longer"
         if fixed is not None and step(fixed) > now * (1 - SAVES):
             return f"the fix saves {format_seconds(now - step(fixed))}, {1 - step(fixed) / now:.2%} of a step"
+        if fixed is not None and simulated(fixed) > simulated(winner) * (1 - SAVES):
+            walked = f"{format_seconds(simulated(fixed))} against {format_seconds(simulated(winner))}"
+            return f"by the closed forms the fix is faster; with its stages walked one by one it takes {walked}"
     without = [e for e in alternatives if fits(e) and not shows(f.code, e)]
     if without:
         best = min(without, key=step)
@@ -142,6 +147,12 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
     if not f.fix:
         return "no legal neighbour without it fits and is faster"
     return ""
+
+
+def simulated(e: Estimate) -> float:
+    """Seconds of a step with its pipeline walked; by the closed forms where there is none, or a walk would be too long."""
+    actions = 3 * e.plan.stages * e.plan.microbatches(e.workload)
+    return walk_step(e.program, e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
 
 
 def shows(code: str, e: Estimate) -> bool:

@@ -149,10 +149,7 @@ class Situation:
             return None
 
     def bucket(self, ranks: int) -> float:
-        """A few times P·α/β of the widest level, at least PyTorch's 25 MB, at most 4 GB."""
-        top = self.cluster.level_of_span(self.world)
-        least = minimum_bucket(self.cluster.levels[top].link.alpha, 1 / self.cluster.device_bandwidth(top))
-        return float(min(4e9, max(25e6, BUCKET_MARGIN * ranks * least)))
+        return bucket_for(self.cluster, ranks)
 
     def settled(self, plan: Plan) -> Plan:
         """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P where that is possible."""
@@ -181,3 +178,10 @@ class Situation:
         except MeshwrightError:
             return False
         return True
+
+
+def bucket_for(cluster: Cluster, ranks: int) -> float:
+    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level, at least PyTorch's 25 MB, at most 4 GB."""
+    top = cluster.level_of_span(cluster.world)
+    least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
+    return float(min(4e9, max(25e6, BUCKET_MARGIN * ranks * least)))
