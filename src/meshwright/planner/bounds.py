@@ -152,9 +152,10 @@ def of_schedules(space: Space, plans: Table) -> Table:
     """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules."""
     m = space.microbatches(plans)
     time, memory = plans.time.copy(), plans.memory.copy()
+    needed = plans.only("pp", "virtual", "f", "i", "w", "closing", "looped", "first", "one")
     for code in np.unique(plans.schedule[plans.pp > 1]):
         at = (plans.schedule == code) & (plans.pp > 1)
-        rows, name = plans.take(at), SCHEDULES[code]
+        rows, name = needed.take(at), SCHEDULES[code]
         if name == "auto":
             continue
         time[at] = span(name, rows.pp, m[at], rows.virtual, rows.f, rows.i, rows.w)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.plan import Plan
-from meshwright.lower.batch import RECOMPUTE, SCHEDULES
+from meshwright.lower.batch import SCHEDULES
 from meshwright.planner.table import Table
 
 TP, PP, CP, EP = 1, 2, 4, 8
@@ -22,7 +22,7 @@ NAMES: dict[int, str] = {
     DDP: "DDP", ZERO: "ZeRO-1/2", FSDP: "FSDP", HSDP: "HSDP",
 }  # fmt: skip
 ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
-SIMPLE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "naive", "looped-bfs", "zb-h1", "interleaved-zb", "zbv", "zb-h2", "dualpipev", "auto")
+SIMPLE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "naive", "looped-bfs", "zb-h1", "interleaved-zb", "zbv", "zb-h2", "dualpipev", "auto")  # from the usual to the unusual
 
 
 def axes(rows: Table) -> np.ndarray:
@@ -48,14 +48,15 @@ def name_of(plan: Plan) -> str:
     return NAMES[FSDP if plan.zero == 3 else ZERO if plan.zero else DDP]
 
 
-def complexity(plan: Plan) -> tuple[int, ...]:
-    """Smaller is simpler: axes in use, hybrid sharding, virtual stages, unusual schedule, order, ZeRO stage, recompute, degrees."""
-    used = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp, plan.ep, plan.dp))
-    odd = (plan.zero > 0 and plan.replicate > 1 and plan.shard > 1) + (not plan.reshard) + (plan.reduce == "step") + bool(plan.order)
-    split = bool(plan.expert_tp) + (plan.tp > 1 and not plan.sp)
-    schedule = SIMPLE_SCHEDULES.index(plan.schedule) if plan.pp > 1 else 0
-    return (used + odd + split + (plan.virtual > 1) + (schedule > 2), schedule, plan.virtual, plan.zero, RECOMPUTE.index(plan.recompute),
-            plan.pp, plan.tp, plan.cp, plan.ep, plan.replicate, -plan.microbatch)  # fmt: skip
-
-
-assert set(SIMPLE_SCHEDULES) == set(SCHEDULES)
+def complexity(rows: Table, own_order: int) -> np.ndarray:
+    """Smaller is simpler. Above all, how many things there are to set up and to get wrong: axes in use, hybrid sharding, weights kept or
+    gradients summed against a ZeRO stage's habit, an order other than the stack's, experts split otherwise, tensor without sequence
+    parallelism, virtual stages, a schedule beyond 1F1B and interleaving. Then the schedule, ZeRO stage, recompute and degrees."""
+    rank = np.array([SIMPLE_SCHEDULES.index(name) for name in SCHEDULES])
+    schedule = np.where(rows.pp > 1, rank[rows.schedule], 0)
+    used = sum((degree > 1) * 1 for degree in (rows.tp, rows.pp, rows.cp, rows.ep, rows.dp))
+    odd = 1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1)) + ~rows.reshard + ((rows.zero == 3) & ~rows.reduce_each)
+    odd = odd + (rows.order != own_order) + (rows.etp != rows.tp) + ((rows.tp > 1) & ~rows.sp)
+    odd = odd + (rows.virtual > 1) + (schedule >= SIMPLE_SCHEDULES.index("naive"))
+    minor = schedule + rows.virtual / 8 + rows.zero + rows.recompute + np.log2(rows.tp * rows.cp * rows.pp * rows.ep) / 4
+    return (used + odd) * 100.0 + minor

@@ -34,10 +34,12 @@ FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
-SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096))  # rows of each layer opened at once: few until there are incumbents
+SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows of each layer opened at once: few until there are incumbents
+FEW = 24  # frames of each family that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero", "shard", "replicate", "schedule", "virtual", "reshard",
         "reduce_each", "order", "dtype", "lap")  # fmt: skip
+HOPE = ("time", "memory", "tp", "pp", "cp", "ep", "zero", "replicate")  # what tells whether a row may pay
 Progress = Callable[[float], None]
 Layer = Callable[[Table], Table]
 Bound = Callable[[Space, Table], Table]
@@ -48,6 +50,7 @@ class Incumbents:
     """The best times found, by family and by memory limit, and the plans that hold them or come close."""
 
     limit: float
+    layers: int
     family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
     front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
     kept: list[Table] = field(default_factory=list)
@@ -72,14 +75,15 @@ class Incumbents:
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
-        rows = rows.take(rows.memory <= self.limit)
+        rows = rows.only(*PLAN, "time", "memory").take(rows.memory <= self.limit)
         if not len(rows):
             return
-        rows = rows.but(family=families.family(rows))
-        np.minimum.at(self.family, rows.family, rows.time)
-        rung = self.rung(rows.memory)
+        rows = rows.but(family=families.family(rows), sure=(rows.virtual == 1) | (self.layers % (rows.pp * rows.virtual) == 0))
+        sure = rows.take(rows.sure)
+        np.minimum.at(self.family, sure.family, sure.time)
+        rung = self.rung(sure.memory)
         for k in range(STEPS):
-            self.front[k] = min(self.front[k], rows.time[rung >= k].min(initial=np.inf))
+            self.front[k] = min(self.front[k], sure.time[rung >= k].min(initial=np.inf))
         self.kept.append(rows.take(self._good(rows)))
         if len(self.kept) > 64:
             self.kept = [self.found()]
@@ -113,7 +117,7 @@ class Search:
 
     def __init__(self, space: Space, limit: float, progress: Progress | None = None) -> None:
         self.space, self.progress = space, progress
-        self.best = Incumbents(limit)
+        self.best = Incumbents(limit, space.model.layers)
         self.costed = 0
         self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
         self.layers: list[tuple[Layer, Bound]] = [
@@ -125,7 +129,8 @@ class Search:
         frames = bounds.of_frames(self.space, self.space.frames)
         self.costed += len(frames)
         axes = families.axes(frames)
-        least = {int(code): self.least_memory(frames.take(axes == code)) for code in np.unique(axes)}
+        self.seed(frames)
+        least = {int(code): self.least_memory(frames.take(axes == code)) for code in self.missing(np.unique(axes))}
         misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
         frames = frames.take(~np.isin(axes, list(misfits)))
         if len(frames):
@@ -145,33 +150,32 @@ class Search:
         """Whole plans with their exact seconds and bytes."""
         cost = step_cost(lower(self.space.batch(rows)), self.space.cluster)
         self.costed += len(rows)
-        return Table(**{name: rows.columns[name] for name in PLAN}, time=np.broadcast_to(cost.time, len(rows)),
-                     memory=np.broadcast_to(cost.peak_memory, len(rows)))  # fmt: skip
+        return rows.only(*PLAN).but(time=np.broadcast_to(cost.time, len(rows)), memory=np.broadcast_to(cost.peak_memory, len(rows)))
 
     # Down the layers
 
     def descend(self, depth: int, rows: Table) -> None:
         """Open rows of a layer, those nearest to the best of their family first."""
+        axes = families.axes(rows)
+        nearest = np.full(16, np.inf)
+        np.minimum.at(nearest, axes, rows.time)
+        left = np.argsort(rows.time / nearest[axes], kind="stable")
+        known = rows.only(*HOPE)
+        for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
+            if depth == 0 and self.progress:
+                self.progress(1 - len(left) / len(rows))
+            if not len(left):
+                return
+            self.open(depth, rows.take(left[:size]))
+            left = left[size:]
+            left = left[self.hopeful(known.take(left))]
+
+    def open(self, depth: int, rows: Table) -> None:
+        """The next layer of some rows, as far as its bounds are hopeful."""
         if depth == len(self.layers):
             self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
             self.best.offer(self.cost(rows))
             return
-        axes = families.axes(rows)
-        nearest = np.full(16, np.inf)
-        np.minimum.at(nearest, axes, rows.time)
-        rows = rows.take(np.argsort(rows.time / nearest[axes], kind="stable"))
-        total = len(rows)
-        for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
-            if depth == 0 and self.progress:
-                self.progress(1 - len(rows) / total)
-            if not len(rows):
-                return
-            self.open(depth, rows.take(slice(0, size)))
-            rows = rows.take(slice(size, None))
-            rows = rows.take(self.hopeful(rows))
-
-    def open(self, depth: int, rows: Table) -> None:
-        """The next layer of some rows, as far as its bounds are hopeful."""
         expand, bound = self.layers[depth]
         below = expand(rows)
         if len(below) > len(rows) or depth != 1:
@@ -179,7 +183,7 @@ class Search:
         if depth + 1 == len(self.layers) and (alone := below.pp == 1).any():
             self.best.offer(below.take(alone))  # without a pipeline the bound is exact
             below = below.take(~alone)
-        below = below.take(self.hopeful(below))
+        below = below.take(self.hopeful(below.only(*HOPE)))
         if len(below):
             self.descend(depth + 1, below)
 
@@ -193,6 +197,18 @@ class Search:
         return join(parts) if parts else rows
 
     # Least memory
+
+    def seed(self, frames: Table) -> None:
+        """First incumbents: of each family the few plans that should have the least memory."""
+        axes = families.axes(frames)
+        order = np.lexsort((frames.memory, axes))
+        place = np.arange(len(order)) - np.searchsorted(axes[order], axes[order])
+        self.best.offer(self.cost(self.tightest(frames.take(order[place < FEW]))))
+
+    def missing(self, axes: np.ndarray) -> list[int]:
+        """Axes in use with which no plan that fits was found yet."""
+        data = np.isfinite(self.best.family[[families.DDP, families.ZERO, families.FSDP, families.HSDP]]).any()
+        return [int(code) for code in axes if not (np.isfinite(self.best.family[code]) if code else data)]
 
     def least_memory(self, frames: Table) -> Table:
         """A plan of some frames that fits; where there is none, the one with the least memory."""

@@ -42,15 +42,20 @@ class Table:
         for start in range(0, len(self), size):
             yield self.take(slice(start, start + size))
 
+    def only(self, *names: str) -> Table:
+        """Some of the columns, those that there are."""
+        return Table(**{name: self.columns[name] for name in names if name in self.columns})
+
     def crossed(self, keys: Sequence[np.ndarray], options: Callable[..., Table]) -> Table:
         """Every row with each of its options; what is possible depends on the row's keys alone."""
-        parts = []
+        found, mine, theirs, total = [options(*(1 for _ in keys)).take(slice(0, 0))], [np.zeros(0, int)], [np.zeros(0, int)], 0
         for key, rows in grouped(keys):
-            found = options(*key)
-            if len(found):
-                several = self.take(np.repeat(rows, len(found)))
-                parts.append(several.but(**found.take(np.tile(np.arange(len(found)), len(rows))).columns))
-        return join(parts) if parts else self.take(slice(0, 0)).but(**empty_like(options, keys))
+            several = options(*key)
+            found.append(several)
+            mine.append(np.repeat(rows, len(several)))
+            theirs.append(np.tile(np.arange(total, total + len(several)), len(rows)))
+            total += len(several)
+        return self.take(np.concatenate(mine)).but(**join(found).take(np.concatenate(theirs)).columns)
 
     def counted(self, keys: Sequence[np.ndarray], options: Callable[..., Table]) -> np.ndarray:
         """How many options each row has."""
@@ -58,11 +63,6 @@ class Table:
         for key, rows in grouped(keys):
             out[rows] = len(options(*key))
         return out
-
-
-def empty_like(options: Callable[..., Table], keys: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """The option columns without rows, for a cross product that came out empty."""
-    return {name: column[:0] for name, column in options(*(1 for _ in keys)).columns.items()}
 
 
 def grouped(keys: Sequence[np.ndarray]) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:

@@ -1,0 +1,201 @@
+"""From what the search found to a ranking that rests on simulated steps.
+
+The closed forms that rank a million plans treat the stages of a pipeline as equal. The **leaders** are walked instead: every stage gets its own
+times, the schedule is built and simulated action by action (`cost.walked`), and what happens once a step is added. Where virtual stages have
+unequal numbers of layers the closed form is too hopeful, by up to a sixth. What one walk finds is therefore taken as the estimate for all
+plans of the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new estimates, in waves, until those that
+lead have all been walked.
+
+Of plans that look alike (same degrees, micro-batch, recompute and schedule; only placement and sharding differ) the fastest and the simplest
+are walked. In the end
+
+    winner = the simplest plan within 0.5% of the fastest walked
+
+Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that.
+
+A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.cost.step import RankTime, StepCost, step_cost
+from meshwright.cost.walked import stage_times, walk_step
+from meshwright.describe.plan import Plan
+from meshwright.lower.batch import ORDERS
+from meshwright.lower.op import StepProgram
+from meshwright.lower.step import lower
+from meshwright.planner import families
+from meshwright.planner.search import MARGIN, RUNG, STEPS, Found
+from meshwright.planner.space import Space
+from meshwright.planner.table import Table, codes
+from meshwright.programs import pipelines
+
+TIE = 0.005
+MOST_WALKED = 24  # plans near the best that are walked
+MOST_WAVES = 12
+ACTIONS = 6_000  # a longer walk is done at two lengths and continued
+LOOK = ("tp", "cp", "pp", "dp", "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "schedule", "virtual")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was looked at closely."""
+
+    plan: Plan
+    family: str
+    time: float  # seconds, walked
+    closed: float  # seconds by the closed forms
+    memory: float  # bytes of the fullest rank
+    look: int
+    complexity: float
+    proved: bool = True  # best of its family for certain
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.time, self.complexity
+
+
+@dataclass(frozen=True)
+class Ranking:
+    best: Candidate
+    leaders: list[Candidate]  # near the best, the fastest first, one of each look
+    families: dict[str, Candidate]
+    front: list[Candidate]  # by rising headroom, each the fastest with at least that much
+
+
+def rank(space: Space, found: Found) -> Ranking:
+    """Choose, walk and rank."""
+    rows = found.rows
+    own = ORDERS.index(tuple(space.stack.order))  # type: ignore[arg-type]
+    rows = rows.but(look=codes([rows.columns[name] for name in LOOK]), complexity=families.complexity(rows, own), estimate=rows.time.copy(),
+                    flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]))  # fmt: skip
+    seen: dict[int, Candidate] = {}
+    for _ in range(MOST_WAVES):
+        wave = [i for i in wanted(rows, found) if i not in seen]
+        if not wave:
+            break
+        for i, candidate in zip(wave, walked(space, rows.take(wave), found), strict=True):
+            seen[i] = candidate
+            same = rows.flow == rows.flow[i]
+            rows.estimate[same] = rows.time[same] * candidate.time / candidate.closed
+        for i, candidate in seen.items():
+            rows.estimate[i] = candidate.time
+    return ranked(list(seen.values()), space.cluster.accelerator.memory)
+
+
+def wanted(rows: Table, found: Found) -> list[int]:
+    """The rows that lead by the present estimates."""
+    order = np.argsort(rows.estimate, kind="stable")
+    sorted_rows = rows.take(order)
+    return sorted({int(order[k]) for k in (*near(sorted_rows), *family_bests(sorted_rows), *rungs(sorted_rows, found))})
+
+
+def ranked(candidates: list[Candidate], memory: float) -> Ranking:
+    order = sorted(candidates, key=lambda c: c.key)
+    best = simplest(order)
+    leaders = [best, *(c for c in one_of_each(order) if c.look != best.look)]
+    names = [families.NAMES[code] for code in families.ORDER]
+    by_family = {name: simplest(mine) for name in names if (mine := [c for c in order if c.family == name])}
+    return Ranking(best, leaders, by_family, pareto(order, memory))
+
+
+def simplest(order: list[Candidate]) -> Candidate:
+    """Of candidates, the fastest first, the simplest that ties with the first."""
+    return min((c for c in order if c.time <= order[0].time * (1 + TIE)), key=lambda c: (c.complexity, c.time))
+
+
+def one_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The first of each look."""
+    first: dict[int, Candidate] = {}
+    for c in candidates:
+        first.setdefault(c.look, c)
+    return list(first.values())
+
+
+def near(rows: Table) -> list[int]:
+    """Rows near the best: of each look the fastest and, within a tie of the best, the simplest."""
+    time = rows.estimate
+    close = np.flatnonzero(time <= time[0] * (1 + MARGIN))
+    tied = np.flatnonzero(time <= time[0] * (1 + TIE))
+    simplest_first = tied[np.lexsort((time[tied], rows.complexity[tied]))]
+    out: list[int] = []
+    for order in (simplest_first, close):
+        _, first = np.unique(rows.look[order], return_index=True)
+        out += order[np.sort(first)][: MOST_WALKED // 2].tolist()
+    return out
+
+
+def family_bests(rows: Table) -> list[int]:
+    """Of each family the fastest row and the simplest that ties with it."""
+    out = []
+    for code in np.unique(rows.family):
+        mine = np.flatnonzero(rows.family == code)
+        tied = mine[rows.estimate[mine] <= rows.estimate[mine[0]] * (1 + TIE)]
+        out += [int(mine[0]), int(tied[rows.complexity[tied].argmin()])]
+    return out
+
+
+def rungs(rows: Table, found: Found) -> list[int]:
+    """The fastest row within each memory limit."""
+    within = [np.flatnonzero(rows.memory <= limit) for limit in found.incumbents.limits]
+    return [int(mine[0]) for mine in within if len(mine)]
+
+
+def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
+    """Of candidates, the fastest first, those with more headroom than any faster one, a rung of the ladder apart."""
+    out: list[Candidate] = []
+    for c in order:
+        if not out or c.memory <= out[-1].memory - 0.25 * RUNG * memory:
+            out.append(c)
+    return out[: 2 * STEPS]
+
+
+def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
+    """Walk rows: lowered and costed as one batch, simulated one by one."""
+    program = lower(space.batch(rows))
+    cost = step_cost(program, space.cluster)
+    times = stage_times(program, cost)
+    out = []
+    for k in range(len(rows)):
+        plan = space.plan(rows, k)
+        closed = float(np.broadcast_to(cost.time, len(rows))[k])
+        time = walked_time(program, cost, plan, k, times) if plan.pp > 1 else closed
+        code = int(rows.family[k])
+        out.append(Candidate(plan, families.NAMES[code], time, closed, float(rows.memory[k]), int(rows.look[k]), float(rows.complexity[k]),
+                             code not in found.unproved))  # fmt: skip
+    return out
+
+
+def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
+    """Seconds of a step with its pipeline walked, a long one at two lengths."""
+    n, m, pp = program.batch.n, int(program.batch.rounds[at]), plan.pp
+    enough = max(6 * pp, ACTIONS // (3 * plan.stages) // pp * pp)
+    if plan.schedule == "auto":
+        return walk_step(program, cost, plan, at, times).time
+    durations = pipelines.Durations.of(plan.stages, *(np.array([np.broadcast_to(getattr(t, k), n)[at] for t in times[: plan.stages]])
+                                                      for k in ("f", "i", "w")))  # fmt: skip
+
+    def makespan(length: int) -> float:
+        return pipelines.walk(flow(plan.schedule, pp, length, plan.virtual), durations, p2p=float(cost.boundary[at]),
+                              overlap=not program.batch.stack.blocking_p2p).makespan  # fmt: skip
+
+    if m <= enough + pp:
+        total = makespan(m)
+    else:  # lengths that leave the same rest in rounds of pp, so that the schedule repeats itself between them
+        long = enough + m % pp
+        total = makespan(long)
+        total += (m - long) * (total - makespan(long - pp)) / pp
+    slowest = float(np.broadcast_to(cost.ranks[int(cost.slowest[at])].total, n)[at])
+    return total + float(cost.time[at] - cost.exposed["bubble"][at]) - m * slowest
+
+
+@lru_cache(maxsize=64)
+def flow(schedule: str, ranks: int, microbatches: int, virtual: int) -> pipelines.PipelineProgram:
+    """A schedule, built and checked once however many plans run it."""
+    return pipelines.build(schedule, ranks, microbatches, virtual)
