@@ -16,14 +16,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
-# One line a step; a step that fails stops the demo.
+# One line a step; a step that fails stops the demo. Its pages are left in demo-output/.
+DEMO := demo-output
 demo: setup
-	$(BIN)/meshwright catalog clusters dgx-h100
-	$(BIN)/meshwright catalog models llama3-70b
-	$(BIN)/meshwright config diff examples/demo-dp2-tp2.toml examples/demo-pp2-shard2.toml
-	$(BIN)/meshwright config show examples/demo-dp2-tp2.toml
+	rm -rf $(DEMO)
 	$(BIN)/meshwright show all-reduce --ranks 4 --values
 	$(BIN)/meshwright estimate --plan examples/llama3-70b-64xh100.toml
+	$(BIN)/meshwright estimate --plan examples/demo-dp2-tp2.toml
+	$(BIN)/meshwright verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json
+	$(BIN)/meshwright train examples/demo-dp2-tp2.toml --steps 200 --out $(DEMO)/dp2-tp2
+	$(BIN)/meshwright verify examples/demo-pp2-shard2.toml --out $(DEMO)/pp2-shard2/proof.json
+	$(BIN)/meshwright train examples/demo-pp2-shard2.toml --steps 200 --out $(DEMO)/pp2-shard2
+	$(BIN)/meshwright simulate examples/demo-pp2-shard2.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/pp2-shard2/timeline.html
+	$(BIN)/meshwright report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
 
 test: setup
 	$(BIN)/python -m pytest

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("Were the predictions true? Hold them to published runs."),
     "verify": Command("Does the plan train what one device would? Proved on local processes.", LEAD),
     "train": Command("Train a plan on local processes, and compare with its prediction.", LEAD),
+    "report": Command("Runs as one page: the proof, the loss, predicted against measured."),
     "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
     "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),
 }

@@ -14,6 +14,7 @@ def command(
     seed: int = typer.Option(0, "--seed", help="Of the weights and the batches.", min=0),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto: GPUs where there are enough."),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=4."),
+    out: Path | None = typer.Option(None, "--out", help="Also write the proof as JSON to this file, for `report`."),
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
     """Does the plan train what one device would? Losses, gradients, parameters and collectives, compared."""
@@ -22,6 +23,11 @@ def command(
     from meshwright.view.tables import show, show_json
 
     proof = prove(load(plan, settings), ranks=ranks, steps=steps, seed=seed, device=device)
+    if out is not None:
+        import json
+
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(proof.as_dict(), indent=2), "utf-8")
     if as_json:
         show_json(proof.as_dict())
     else:

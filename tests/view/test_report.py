@@ -1,0 +1,59 @@
+"""A page of runs: what it shows, and run folders that are not what they should be."""
+
+import json
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.view.report import page, read_run
+
+RUN = {
+    "prediction": {"exposed_s": {"attention": 0.03, "tp": 0.01}, "step_time_s": 0.04},
+    "measurement": {"loss": [5.0, 4.0, 3.5], "step_time_s": 0.05},
+    "difference": [
+        {"what": "step time", "unit": "s", "predicted": 0.04, "measured": 0.05, "error": -0.2},
+        {"what": "traffic tp", "unit": "bytes", "predicted": 1e6, "measured": 0.0, "error": None},
+    ],
+}
+PROOF = {"passed": True, "plan": "dp 2 · tp <2>", "ranks": 4, "steps": 5, "errors": {"fp64": {"gradient": 1e-15}}}
+
+
+def folder(path, **changes):
+    path.mkdir()
+    for name, value in {**RUN, **changes}.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        (path / f"{name}.json").write_text(text)
+    return path
+
+
+def test_the_page_tells_proof_loss_and_difference(tmp_path):
+    text = page([read_run(folder(tmp_path / "a", proof=PROOF)), read_run(folder(tmp_path / "b"))])
+    assert "✓ proved" in text
+    assert "not verified" in text
+    assert "-20%" in text
+    assert "40 ms" in text
+    assert "loss over 3 steps" in text
+    assert "<2>" not in text  # what a file says is text, not markup
+    assert "http" not in text  # nothing is fetched
+
+
+def test_a_failed_proof_is_shown_as_one(tmp_path):
+    failed = {**PROOF, "passed": False, "first_break": "layers.0.norm on rank 1"}
+    assert "✗ not proved" in page([read_run(folder(tmp_path / "a", proof=failed))])
+
+
+@pytest.mark.parametrize(("changes", "code"), [({"prediction": "{"}, "MW-REP-002"), ({"difference": {}}, "MW-REP-002")])
+def test_broken_files_are_named(tmp_path, changes, code):
+    with pytest.raises(MeshwrightError) as error:
+        read_run(folder(tmp_path / "a", **changes))
+    assert error.value.code == code
+
+
+def test_missing_folders_and_files_are_named(tmp_path):
+    for make in (
+        lambda: tmp_path / "none",
+        lambda: (folder(tmp_path / "a") / "measurement.json").unlink() or tmp_path / "a",
+    ):
+        with pytest.raises(MeshwrightError) as error:
+            read_run(make())
+        assert error.value.code == "MW-REP-001"
