@@ -22,7 +22,8 @@ import numpy as np
 from meshwright.verify.records import Trace
 
 FP64_BOUND = 1e-9
-NEARLY_ZERO = 1e-4  # a tensor below this share of the model's largest is measured against that share
+# A tensor below this share of the model's largest is measured against that share: below it is rounding's noise.
+NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1}
 MARGIN = 30.0  # float32: how much more than one device's own rounding
 FP32_FLOOR = 32 * 2.0**-24
 ORDER = ("loss", "gradient", "norm", "parameter")
@@ -72,7 +73,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
             key = (step, ORDER.index(what), -position.get(name, 0), rank)
             breaks.append((key, Break(step, what, name, rank, error, bound, dtype, ratio)))
 
-    scales = {what: scale_of(one, what) for what in ("gradient", "parameter")}
+    floors = {what: floor_of(one, what, dtype) for what in ("gradient", "parameter")}
     for trace in many:
         for step in range(len(one.losses)):
             judge(step, "loss", "", trace.rank, *number_error(trace.losses[step], one.losses[step]))
@@ -84,7 +85,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
                     ("parameter", piece.parameters[step], full.parameters[step]),
                 ):
                     box = expected[tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))]
-                    judge(step, what, piece.name, trace.rank, *tensor_error(got, box, expected, scales[what][step]))
+                    judge(step, what, piece.name, trace.rank, *tensor_error(got, box, expected, floors[what][step]))
     return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
 
 
@@ -92,21 +93,23 @@ def number_error(got: float, expected: float) -> tuple[float, float]:
     return abs(got - expected) / max(abs(expected), 1e-300), got / expected if expected else float("nan")
 
 
-def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, largest: float) -> tuple[float, float]:
-    """The largest difference over the tensor's scale, and the factor between the two."""
+def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: float) -> tuple[float, float]:
+    """The largest difference over the tensor's largest element (at least `floor`), and the factor between the two."""
     if got.size == 0:
         return 0.0, float("nan")
-    scale = max(float(np.abs(expected).max()), NEARLY_ZERO * largest, 1e-300)
+    scale = max(float(np.abs(expected).max()), floor, 1e-300)
     error = float(np.abs(got - box).max()) / scale
     square = float((box.astype(np.float64) ** 2).sum())
     ratio = float((got * box).sum()) / square if square > 0 else float("nan")
     return (error if np.isfinite(error) else float("inf")), ratio
 
 
-def scale_of(one: Trace, what: str) -> list[float]:
-    """The model's largest gradient or parameter at each step."""
+def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
+    """The least scale a tensor is measured against at each step: a share of the model's largest gradient or
+    parameter."""
     lists = [piece.gradients if what == "gradient" else piece.parameters for piece in one.pieces]
-    return [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
+    largest = [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
+    return [NEARLY_ZERO[dtype] * size for size in largest]
 
 
 def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], float]:
@@ -117,13 +120,13 @@ def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], 
         worst["loss"].append(number_error(single.losses[step], double.losses[step])[0])
         worst["norm"].append(number_error(single.norms[step], double.norms[step])[0])
         for what in ("gradient", "parameter"):
-            largest = scale_of(double, what)[step]
+            floor = floor_of(double, what, single.dtype)[step]
             pairs = [
                 (s.gradients[step], d.gradients[step])
                 if what == "gradient"
                 else (s.parameters[step], d.parameters[step])
                 for s, d in zip(single.pieces, double.pieces, strict=True)
             ]
-            worst[what].append(max(tensor_error(s, d, d, largest)[0] for s, d in pairs))
+            worst[what].append(max(tensor_error(s, d, d, floor)[0] for s, d in pairs))
     # Rounding only accumulates: a step's bound is never below an earlier one's.
     return {(what, s): MARGIN * max(worst[what][: s + 1]) + FP32_FLOOR for what in ORDER for s in steps}

@@ -36,6 +36,7 @@ class Small:
 
 def small_copy(config: Config, ranks: int) -> Small:
     plan, changes = fold(config.plan, ranks)
+    plan = emulable(plan, changes)
     for field in NO_ARITHMETIC:
         if getattr(plan, field) != "none":
             changes.append(f"{field}={getattr(plan, field)} not exercised: it moves memory and time, not values")
@@ -66,6 +67,18 @@ def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
                               why="Every axis of the plan must stay above 1 for its communication to be proved",
                               fix=f"--ranks {folded.world}")  # fmt: skip
     return folded, [f"plan of {plan.world} ranks folded to {folded.world}: {plan.title()} → {folded.title()}"]
+
+
+def emulable(plan: Plan, changes: list[str]) -> Plan:
+    """One device emulates lossy sums of data-parallel ranks; beside other axes, ranks compress pieces it does not have."""
+    if plan.compression == "none":
+        return plan
+    if plan.world > plan.replicate or plan.replicate == 1:
+        changes.append(f"compression={plan.compression} not exercised beside other axes: proved with data parallelism alone")
+        return plan.but(compression="none")
+    if plan.replicate > 2:
+        changes.append("two ranks: of more, a 16-bit sum depends on the order it is made in")
+    return plan.but(replicate=2)
 
 
 def shrink(model: Model, plan: Plan, asked: Plan) -> Model:

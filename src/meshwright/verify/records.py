@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,8 @@ class Job:
     dtypes: tuple[str, ...] = ("fp64", "fp32")
     watch: bool = False
     prepare: str = ""
+    emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
+    router: dict[str, Any] = field(default_factory=dict)  # options of the router, by name
 
 
 @dataclass

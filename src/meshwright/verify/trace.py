@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from meshwright.models import RouterOptions
 from meshwright.parallel.apply import apply
+from meshwright.parallel.zero import Emulated
 from meshwright.train.data import RandomSamples
 from meshwright.train.loop import Trainer
 from meshwright.train.observe import Observer
@@ -32,7 +34,10 @@ def record(context: RankContext, job: Job) -> dict[str, Trace]:
 
 def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     parallel = apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
-                     seed=job.seed, scatter=True, order=job.order)  # fmt: skip
+                     seed=job.seed, scatter=True, order=job.order, router=RouterOptions(**job.router))  # fmt: skip
+    if job.emulated is not None:
+        (module,) = parallel.stages.values()
+        parallel.reductions = [Emulated(module, job.emulated, job.emulated.microbatches(job.workload))]
     trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
     pieces = [PieceTrace(p.name, p.start) for p in parallel.pieces]
     trace = Trace(context.rank, dtype, parallel.mesh.coordinates, pieces=pieces)

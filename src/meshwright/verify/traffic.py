@@ -138,11 +138,33 @@ def explanations(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iter
         yield from sharded(parallel, low)
     else:
         key = canonical(parallel.mesh, "dp_cp"), "all_reduce"
+        copies = sum(p.local.nbytes for p in parallel.pieces if p.tied_copy)
+        yield Explanation("a tied embedding has a copy on the last stage", *key, 0, copies)
         yield Explanation("the vocabulary is cut unevenly", *key, 0, unevenness(parallel))
+        yield from compressed(parallel, low)
         messages = sum(len(r.messages) for r in parallel.reductions if isinstance(r, Buckets) and r.group is not None)
         whole = sum(r.flat.nbytes for r in parallel.reductions if isinstance(r, Buckets))
         together = max(1, -(-whole // max(int(parallel.plan.bucket), 1)))
         yield Explanation("each pipeline stage has buckets of its own", *key, messages - together if messages else 0)
+
+
+def compressed(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+    """What compressed messages say to the byte: scales, padding, whole numbers of values, the layers' own shapes."""
+    axis = canonical(parallel.mesh, "dp_cp")
+    exact: dict[str, list[int]] = {}
+    for r in parallel.reductions:
+        if isinstance(r, Buckets) and r.compressor is not None and r.group is not None:
+            for message, layout in zip(r.messages, r.layouts, strict=True):
+                args = message.numel(), message.element_size(), layout, r.group.size()
+                for operation, size in r.compressor.traffic(*args):
+                    exact.setdefault(operation, []).append(size)
+    norm = 1 if canonical(parallel.mesh, "world") == axis and parallel.workload.clip else 0  # also on this axis
+    for operation, sizes in exact.items():
+        count, total = low.get((axis, operation), (0.0, 0.0))
+        if operation == "all_reduce":
+            count, total = count - norm, total - 4 * norm
+        yield Explanation("compressed to the byte, message by message", axis, operation, len(sizes) - count,
+                          sum(sizes) - total)  # fmt: skip
 
 
 def unevenness(parallel: Parallel) -> float:
