@@ -13,6 +13,9 @@ are walked. In the end
 
 Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that.
 
+Where the closed forms turn out too slow by more than the margin of the search (tiny models, whose host is the limit; stages of different kinds), a
+plan that walks well may have been left out, so the search is done again with twice that as its margin.
+
 A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line.
 """
 
@@ -31,12 +34,13 @@ from meshwright.lower.batch import ORDERS
 from meshwright.lower.op import StepProgram
 from meshwright.lower.step import lower
 from meshwright.planner import families
-from meshwright.planner.search import MARGIN, RUNG, STEPS, Found
+from meshwright.planner.search import MARGIN, RUNG, STEPS, Found, Progress, search
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes
 from meshwright.programs import pipelines
 
 TIE = 0.005
+WIDEST = 0.15  # no margin of a second search is larger
 MOST_WALKED = 24  # plans near the best that are walked
 MOST_WAVES = 12
 ACTIONS = 6_000  # a longer walk is done at two lengths and continued
@@ -68,6 +72,25 @@ class Ranking:
     families: dict[str, Candidate]
     front: list[Candidate]  # by rising headroom, each the fastest with at least that much
 
+    @property
+    def overestimate(self) -> float:
+        """By how much the closed forms are too slow, at most, among plans near the best."""
+        return max(c.closed / c.time - 1 for c in self.leaders if c.time <= self.best.time * (1 + 5 * MARGIN))
+
+
+def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> tuple[Found, Ranking | None]:
+    """Search and rank, with a wider margin where the closed forms turn out to need one. No ranking: nothing fits."""
+    found = search(space, headroom, progress)
+    if not len(found.rows):
+        return found, None
+    ranking = rank(space, found)
+    if ranking.overestimate > MARGIN:
+        costed = found.costed
+        found = search(space, headroom, progress, min(2 * ranking.overestimate, WIDEST))
+        found.costed += costed
+        ranking = rank(space, found)
+    return found, ranking
+
 
 def rank(space: Space, found: Found) -> Ranking:
     """Choose, walk and rank."""
@@ -93,7 +116,7 @@ def wanted(rows: Table, found: Found) -> list[int]:
     """The rows that lead by the present estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
-    return sorted({int(order[k]) for k in (*near(sorted_rows), *family_bests(sorted_rows), *rungs(sorted_rows, found))})
+    return sorted({int(order[k]) for k in (*near(sorted_rows, found.incumbents.margin), *family_bests(sorted_rows), *rungs(sorted_rows, found))})
 
 
 def ranked(candidates: list[Candidate], memory: float) -> Ranking:
@@ -118,10 +141,10 @@ def one_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def near(rows: Table) -> list[int]:
+def near(rows: Table, margin: float) -> list[int]:
     """Rows near the best: of each look the fastest and, within a tie of the best, the simplest."""
     time = rows.estimate
-    close = np.flatnonzero(time <= time[0] * (1 + MARGIN))
+    close = np.flatnonzero(time <= time[0] * (1 + margin))
     tied = np.flatnonzero(time <= time[0] * (1 + TIE))
     simplest_first = tied[np.lexsort((time[tied], rows.complexity[tied]))]
     out: list[int] = []

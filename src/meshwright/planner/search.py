@@ -51,6 +51,7 @@ class Incumbents:
 
     limit: float
     layers: int
+    margin: float = MARGIN
     family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
     front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
     kept: list[Table] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Incumbents:
         # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
         enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
         rung = self.rung(rows.memory)
-        return (rung >= 0) & ((rows.time <= np.maximum(enough, self.front[0] * (1 + MARGIN))) | (rows.time < self.front[rung]))
+        return (rung >= 0) & ((rows.time <= np.maximum(enough, self.front[0] * (1 + self.margin))) | (rows.time < self.front[rung]))
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
@@ -89,7 +90,7 @@ class Incumbents:
             self.kept = [self.found()]
 
     def _good(self, rows: Table) -> np.ndarray:
-        close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + MARGIN))[rows.family]
+        close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + self.margin))[rows.family]
         return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
 
     def found(self) -> Table:
@@ -115,9 +116,9 @@ class Found:
 class Search:
     """One search: counts what it costs, keeps its incumbents."""
 
-    def __init__(self, space: Space, limit: float, progress: Progress | None = None) -> None:
+    def __init__(self, space: Space, limit: float, progress: Progress | None = None, margin: float = MARGIN) -> None:
         self.space, self.progress = space, progress
-        self.best = Incumbents(limit, space.model.layers)
+        self.best = Incumbents(limit, space.model.layers, margin)
         self.costed = 0
         self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
         self.layers: list[tuple[Layer, Bound]] = [
@@ -238,6 +239,6 @@ class Search:
         return rows.take(naive) if "naive" in space.choices.words["schedule"] else rows
 
 
-def search(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> Found:
-    """Search a space for plans that leave `headroom` (a share) of the memory free."""
-    return Search(space, space.cluster.accelerator.memory * (1 - headroom), progress).run()
+def search(space: Space, headroom: float = 0.0, progress: Progress | None = None, margin: float = MARGIN) -> Found:
+    """Search a space for plans that leave `headroom` (a share) of the memory free; all plans within `margin` of the best are costed."""
+    return Search(space, space.cluster.accelerator.memory * (1 - headroom), progress, margin).run()

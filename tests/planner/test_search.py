@@ -1,0 +1,159 @@
+"""The search finds what costing and walking every plan finds; its bounds hold; the same question has the same answer."""
+
+import numpy as np
+import pytest
+
+from meshwright.cost.step import step_cost
+from meshwright.cost.walked import walked_time
+from meshwright.describe import catalog
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+from meshwright.planner import bounds, families, leaders
+from meshwright.planner.leaders import TIE, rank, solve
+from meshwright.planner.search import MARGIN, Search, search
+from meshwright.planner.space import Space
+from meshwright.planner.table import join
+from planner.spaces import DENSE, MODELS, TIED, space
+
+PROBLEMS = {
+    "dense": ("dense", 8, 8, "default", ""),
+    "tight": ("dense", 8, 16, "megatron-core", "2.2GB"),
+    "blocking": ("tied", 8, 24, "megatron-lm", "2.4GB"),
+    "experts": ("moe", 8, 8, "default", "2.2GB"),
+    "odd": ("dense", 6, 12, "nanotron", ""),
+}
+
+
+def problem(name: str) -> Space:
+    model, gpus, batch, stack, memory = PROBLEMS[name]
+    return space(MODELS[model], gpus, batch, stack=stack, memory=memory)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_search_finds_what_costing_every_plan_finds(name):
+    where = problem(name)
+    limit = where.cluster.accelerator.memory
+    one = Search(where, limit)
+    rows = join([one.cost(part) for part in where.plans(8192)])
+    rows = rows.take(rows.memory <= limit)
+    family = families.family(rows)
+    found = Search(where, limit).run()
+    assert found.legal == one.costed > 2 * found.costed
+    assert not found.unproved
+    assert found.rows.time.min() == pytest.approx(rows.time.min(), rel=1e-12)
+    for code in np.unique(family):
+        assert found.rows.time[found.rows.family == code].min() == pytest.approx(rows.time[family == code].min(), rel=1e-12)
+    sure = (rows.virtual == 1) | (where.model.layers % (rows.pp * rows.virtual) == 0)
+    for best, rung in zip(found.incumbents.front, found.incumbents.limits, strict=True):
+        assert best == pytest.approx(rows.time[sure & (rows.memory <= rung)].min(initial=np.inf), rel=1e-12)
+    close = rows.time <= rows.time[sure].min() * (1 + MARGIN)
+    assert (found.rows.time <= rows.time[sure].min() * (1 + MARGIN)).sum() == close.sum()
+    assert {*np.unique(found.rows.family), *found.misfits} >= {*np.unique(family)}
+
+
+@pytest.mark.parametrize(("model", "gpus", "said"), [
+    ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
+    ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
+    ("dense", 8, {"fix": ["pp=4", "recompute=none"], "most": ["zero=1"], "without": ["reorder"]}),
+    ("moe", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
+])  # fmt: skip
+def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
+    where = space(MODELS[model], gpus, 8, **said)
+    one = Search(where, np.inf)
+    rows = join([one.cost(part) for part in where.plans()])
+    rows = rows.take(np.argsort(rows.time, kind="stable")[:160])  # far beyond what the closed forms may be wrong by
+    plans = [where.plan(rows, i) for i in range(len(rows))]
+    times = [walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans]
+    _, ranking = solve(where)
+    assert min(times) == pytest.approx(min(c.time for c in ranking.leaders), rel=1e-3)
+    assert ranking.best.time <= min(times) * (1 + TIE) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_plan_beats_the_bounds_above_it(seed):
+    """Frames, shapes, placed and sharded rows, schedules: each bound holds for every plan below."""
+    rng = np.random.default_rng(seed)
+    model = catalog.load("models", ["gpt3-13b", "mixtral-8x7b", "deepseek-v2", "gpt2-xl", "llama3-8b", "tiny-moe"][seed])
+    cluster = catalog.load("clusters", ["dgx-a100", "gb200-nvl72", "dgx-h100", "aws-p4d", "ethernet-cluster", "h100-two-sites"][seed])
+    stack = catalog.load("stacks", ["default", "megatron-lm", "megatron-core", "nanotron", "nemo-megatron", "default"][seed])
+    gpus = [64, 96, 48, 128, 24, 16][seed]
+    where = Space(model, cluster.with_gpus(gpus), Workload(batch=4 * gpus, seq=2048), stack)
+
+    def some(rows, n):
+        return rows.take(np.sort(rng.permutation(len(rows))[:n]))
+
+    rows = bounds.of_frames(where, some(where.frames, 30))
+    rows = rows.but(t0=rows.time, m0=rows.memory)
+    for k, (expand, bound) in enumerate([(where.shaped, bounds.of_shapes), (where.placed, bounds.of_shapes)], start=1):
+        rows = bound(where, some(expand(rows), 300))
+        rows = rows.but(**{f"t{k}": rows.time, f"m{k}": rows.memory})
+    rows = some(where.sharded(rows), 1000)
+    rows = rows.but(memory=bounds.least_memory(where, rows))
+    rows = bounds.of_sharded(where, rows.but(m3=rows.memory, t3=rows.time))
+    rows = bounds.of_schedules(where, some(where.scheduled(rows.but(t4=rows.time, m4=rows.memory)), 2500))
+    exact = Search(where, np.inf).cost(rows)
+    for k in range(5):
+        assert (rows.columns[f"t{k}"] <= exact.time * (1 + 1e-9)).all(), f"time, layer {k}"
+        assert (rows.columns[f"m{k}"] <= exact.memory * (1 + 1e-9)).all(), f"memory, layer {k}"
+    assert (rows.time <= exact.time * (1 + 1e-9)).all()
+    assert (rows.memory <= exact.memory * (1 + 1e-9)).all()
+
+
+def test_what_does_not_fit_is_proved_and_told_by_how_much():
+    where = space(DENSE, 8, 8, memory="1.45GB")
+    found = search(where)
+    one = Search(where, np.inf)
+    rows = join([one.cost(part) for part in where.plans(8192)])
+    axes = families.axes(rows)
+    assert rows.memory.min() > where.cluster.accelerator.memory
+    assert not len(found.rows)
+    for code, least in found.misfits.items():
+        assert least.memory[0] == pytest.approx(rows.memory[axes == code].min(), rel=1e-12)
+
+
+def test_headroom_is_kept():
+    where = problem("dense")
+    found = search(where, headroom=0.3)
+    assert (found.rows.memory <= 0.7 * where.cluster.accelerator.memory).all()
+
+
+def test_the_same_question_has_the_same_answer_and_progress_ends_at_one():
+    seen: list[float] = []
+    first, second = (rank(problem("tight"), search(problem("tight"), progress=seen.append)) for _ in range(2))
+    assert [c.plan for c in first.leaders] == [c.plan for c in second.leaders]
+    assert seen[-1] == 1.0
+    assert all(0 <= x <= 1 for x in seen)
+
+
+def test_a_tie_goes_to_the_simpler_plan():
+    ranking = rank(problem("dense"), search(problem("dense")))
+    fastest = min(ranking.leaders, key=lambda c: c.time)
+    assert ranking.best.time <= fastest.time * (1 + TIE)
+    assert ranking.best.complexity <= fastest.complexity
+
+
+def test_the_front_trades_time_for_headroom():
+    front = rank(problem("tight"), search(problem("tight"))).front
+    assert all(a.time <= b.time and a.memory > b.memory for a, b in zip(front, front[1:], strict=False))
+
+
+def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
+    where = Space(TIED.but(layers=8), space(TIED, 4).cluster, Workload(batch=240, seq=64), catalog.load("stacks", "default"))
+    found = search(where)
+    rows = found.rows.take(found.rows.pp > 1)
+    rows = rows.but(look=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)
+    few = rows.take(slice(0, 8))
+    short = [c.time for c in leaders.walked(where, few, found)]
+    monkeypatch.setattr(leaders, "ACTIONS", 10**9)
+    whole = [c.time for c in leaders.walked(where, few, found)]
+    np.testing.assert_allclose(short, whole, rtol=2e-3)
+
+
+def test_families_have_names():
+    where = problem("experts")
+    found = search(where)
+    for i in range(len(found.rows)):
+        plan = where.plan(found.rows, i)
+        assert families.name_of(plan) == families.NAMES[int(found.rows.family[i])]
+    batch = step_cost(step_program(where.model, where.plan(found.rows, 0), where.workload, where.stack), where.cluster)
+    assert float(batch.time[0]) == pytest.approx(float(found.rows.time[0]), rel=1e-9)
