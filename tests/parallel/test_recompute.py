@@ -1,4 +1,5 @@
-"""Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is lowered."""
+"""Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is
+lowered."""
 
 import pytest
 import torch

@@ -9,9 +9,10 @@
 Weights of experts are replicated on fewer ranks (expert_dp) and reduce there. Context-parallel ranks hold the same weights,
 so they reduce with dp.
 
-Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8 and int4 send one or half a byte and a scale; top-k sends
-a share r of the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens); PowerSGD sends
-two factors of rank r.
+Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8 and int4 send one or half a byte and a scale, in an
+all-to-all and an all-gather (sums would overflow on the wire), together what an all-reduce sends; top-k sends a share r of
+the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens); PowerSGD sends two
+factors of rank r. Buckets are cut before they are compressed.
 """
 
 from __future__ import annotations
@@ -53,16 +54,20 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0) * (batch.zero < 3)  # ZeRO-3 reduces block by block
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     topk = batch.compression == COMPRESSIONS.index("top-k")
+    quantised = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("int8", "int4")])
+    factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
     hybrid = sharded & (batch.replicate > 1)
     times = np.where(batch.reduce_each, np.maximum(batch.microbatches, 1), 1.0)
-    buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
+    buckets = np.maximum(1.0, np.ceil(np.where(extra > 0, elements * batch.grad_bytes, n) / batch.bucket))
     ops = []
 
     def reduce(name: str, collective: str, axis: str, total: Array, count: Array) -> None:
         ops.append(Op(name, kind, "collective", on * count * buckets, collective=collective, axis=axis,
                       message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
 
-    reduce("reduce-gradients", "all_reduce", whole, n, (~sharded & ~topk) * times)
+    reduce("reduce-gradients", "all_reduce", whole, n / factors, (~sharded & ~topk & ~quantised) * times * factors)
+    reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
+    reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
     reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & topk) * times)
     reduce("reduce-gradients", "reduce_scatter", shard, n, sharded * times)
     reduce("reduce-shards", "all_reduce", "replicate", n / batch.size(shard), hybrid * times)

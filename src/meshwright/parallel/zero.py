@@ -11,41 +11,62 @@ average over ranks on top of it is this field's favourite silent bug.
 Buckets: all gradients live in one flat buffer in the order backward makes them, and each parameter's `.grad` is a
 view into it. The buffer is cut into ⌈bytes / bucket⌉ equal messages, wherever they fall. A message is sent when the
 last parameter that touches it is done, so nothing is copied and the last message is all that backward cannot hide.
-torch's own DDP does the same in C++, but averages, and stops at pipelines with several stages a rank.
+torch's own DDP does the same in C++, but averages, and stops at pipelines with several stages a rank. Of its options,
+*bucket size* is `plan.bucket`; *overlap* is off where `plan.overlap` leaves out dp; frozen parameters have no place in
+the buffer; *unused* parameters cost nothing to allow (their place stays zero and leaves at the end of backward); the
+graph may change from step to step or be *static*, since messages leave in their own order, not in the gradients'; and
+of several micro-batches only the last sends. A `compressor` sends less (`compress`).
 
 ZeRO 1 to 3 are torch's `fully_shard`, a unit a layer and one for each end of the model.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
+from meshwright.parallel.compress import Compressor, Layout, Running, emulate, make
+from meshwright.parallel.expert import experts_of
 from meshwright.parallel.mesh import Mesh
 
 
 class Buckets:
-    """Gradients of one module's parameters, summed over a group (None: nobody to sum with)."""
+    """Gradients of a module's parameters, or `only` of some of them, summed over a group (None: nobody to sum with)."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup | None, bucket_bytes: float) -> None:
-        self.group = group
-        parameters = list(module.parameters())[::-1]
-        first = parameters[0]
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        count = max(1, -(-self.flat.nbytes // max(int(bucket_bytes), first.element_size())))
-        length = -(-self.flat.numel() // count)
-        self.messages = list(self.flat.split(length))
+    def __init__(
+        self, module: nn.Module, group: ProcessGroup | None, bucket_bytes: float, *,
+        compressor: Compressor | None = None, overlap: bool = True, dtype: torch.dtype | None = None,
+        only: set[nn.Parameter] | None = None,
+    ) -> None:  # fmt: skip
+        self.group, self.compressor, self.overlap = group, compressor, overlap
+        wanted = set(module.parameters()) if only is None else only
+        parameters = [p for p in module.parameters() if p.requires_grad and p in wanted][::-1]
+        starts = [0, *accumulate(p.numel() for p in parameters)]
+        first = next(module.parameters())
+        self.flat = torch.zeros(starts[-1], dtype=dtype or first.dtype, device=first.device)
+        count = max(1, -(-self.flat.nbytes // max(int(bucket_bytes), self.flat.element_size())))
+        length = max(1, -(-self.flat.numel() // count))
+        edges = [*range(0, max(starts[-1], 1), length), starts[-1]]
+        if compressor is not None and compressor.aligned:
+            edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
+        self.messages = [self.flat[a:b] for a, b in pairwise(edges)]
+        self.layouts: list[Layout] = [[] for _ in self.messages]
         self._touched: dict[torch.Tensor, range] = {}
-        at = 0
-        for p in parameters:
+        for p, at in zip(parameters, starts, strict=False):
+            if dtype is not None and dtype != p.dtype:
+                p.grad_dtype = dtype  # autograd then adds a narrow gradient into the wide one
             p.grad = self.flat[at : at + p.numel()].view_as(p)
-            self._touched[p] = range(at // length, (at + p.numel() - 1) // length + 1)
-            at += p.numel()
+            message = bisect_right(edges, at) - 1
+            self._touched[p] = range(message, bisect_left(edges, at + p.numel()))
+            self.layouts[message].append((at - edges[message], p.shape))
             if group is not None:
                 p.register_post_accumulate_grad_hook(self._done)
         self._touching = [0] * len(self.messages)
@@ -58,7 +79,7 @@ class Buckets:
 
     def begin(self, last: bool) -> None:
         """Before a micro-batch: gradients are complete after the backward of the `last` one."""
-        self._missing = list(self._touching) if last and self.group is not None else []
+        self._missing = list(self._touching) if last and self.overlap and self.group is not None else []
         self._started = 0
 
     def _done(self, parameter: torch.Tensor) -> None:
@@ -71,9 +92,13 @@ class Buckets:
             self._send()
 
     def _send(self) -> None:
-        message = self.messages[self._started]
+        i, message, group = self._started, self.messages[self._started], self.group
         self._started += 1
-        self._work.append(distributed.all_reduce(message, group=self.group, async_op=True))
+        if self.compressor is None or group is None:
+            self._work.append(distributed.all_reduce(message, group=group, async_op=True))
+        else:
+            steps = self.compressor.reduce(i, message, self.layouts[i], group.rank(), group.size())
+            self._work.append(Running(steps, group))
 
     def start(self) -> None:
         """Send what has not been sent: a split backward writes gradients without calling hooks."""
@@ -82,14 +107,51 @@ class Buckets:
 
     def finish(self) -> None:
         self.start()
-        for work in self._work:
-            work.wait()
-        self._work.clear()
+        if self.compressor is None:
+            for work in self._work:
+                work.wait()
+        else:  # round by round, so that every rank asks for its exchanges in the same order
+            left = self._work
+            while left:
+                left = [work for work in left if work.wait()]
+        self._work = []
         self._missing = []
         self._started = 0
 
     def zero(self) -> None:
         self.flat.zero_()
+
+
+class Emulated(Buckets):
+    """One device in the place of `ranks` data-parallel ones, each with its own compressor: the proof of a lossy sum.
+
+    The micro-batches of a step come rank by rank, `share` of them each; what a rank's own leave behind is its gradient.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, share: int) -> None:
+        compressors = [compressor_of(plan) for _ in range(plan.dp)]
+        self.compressors = [c for c in compressors if c is not None]
+        super().__init__(module, None, plan.bucket, compressor=compressors[0])
+        self.share, self.begun = share, 0
+        self.gradients: list[torch.Tensor] = []
+
+    def begin(self, last: bool) -> None:
+        if self.begun and self.begun % self.share == 0:
+            self._next_rank()
+        self.begun += 1
+
+    def _next_rank(self) -> None:
+        self.gradients.append(self.flat.clone())
+        self.flat.zero_()
+
+    def finish(self) -> None:
+        self._next_rank()
+        at = 0
+        for i, message in enumerate(self.messages):
+            parts = [g[at : at + message.numel()] for g in self.gradients]
+            message.copy_(emulate(self.compressors, i, parts, self.layouts[i])[0])
+            at += message.numel()
+        self.gradients, self.begun = [], 0
 
 
 class Shards:
@@ -112,7 +174,8 @@ class Shards:
 
     def zero(self) -> None:
         for p in self.module.parameters():  # type: ignore[attr-defined]
-            p.grad = None
+            if isinstance(p, DTensor):
+                p.grad = None
 
 
 def units(module: nn.Module) -> list[nn.Module | list[nn.Module]]:
@@ -138,6 +201,11 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
     options: dict[str, Any] = {"mesh": mesh.sharding(), "reshard_after_forward": frees}
+    apart, over = experts_of(module), mesh.expert_sharding()
+    if apart and over is None:
+        options["ignored_params"] = {p for experts in apart for p in experts.parameters()}
+    for experts in apart if over is not None else ():
+        fully_shard(experts, mesh=over, reshard_after_forward=frees)
     for unit in units(module):
         fully_shard(unit, **options)
     fully_shard(module, **options)
@@ -147,10 +215,57 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
             part.set_force_sum_reduction_for_comms(True)  # else the factor 1 would ask for PREMUL_SUM, which gloo lacks
 
 
-Reduction = Buckets | Shards
+class Several:
+    """The reductions of a stage whose parameters are not all summed over the same ranks."""
+
+    def __init__(self, parts: list[Buckets | Shards]) -> None:
+        self.parts = parts
+
+    def begin(self, last: bool) -> None:
+        for part in self.parts:
+            part.begin(last)
+
+    def start(self) -> None:
+        for part in self.parts:
+            part.start()
+
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
+    def zero(self) -> None:
+        for part in self.parts:
+            part.zero()
+
+
+Reduction = Buckets | Shards | Several
 
 
 def reduction(module: nn.Module, mesh: Mesh, plan: Plan) -> Reduction:
+    """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums."""
+    overlap = plan.overlap is None or "dp" in plan.overlap
+    experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
+    dense = set(module.parameters()) - experts
+    parts: list[Buckets | Shards] = []
     if isinstance(module, FSDPModule):
-        return Shards(module, plan)
-    return Buckets(module, mesh.group("dp"), plan.bucket)
+        parts.append(Shards(module, plan))
+    else:
+        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan), overlap=overlap,
+                             only=dense))  # fmt: skip
+    if experts:
+        parts.append(Buckets(module, mesh.group("expert_dp"), plan.bucket, compressor=compressor_of(plan),
+                             overlap=overlap, only=experts))  # fmt: skip
+    return parts[0] if len(parts) == 1 else Several(parts)
+
+
+def buckets_of(reductions: list[Reduction]) -> list[Buckets]:
+    parts = [p for r in reductions for p in (r.parts if isinstance(r, Several) else [r])]
+    return [p for p in parts if isinstance(p, Buckets)]
+
+
+def compressor_of(plan: Plan) -> Compressor | None:
+    """What the plan's compression says or, without one, a communication dtype narrower than the gradients'."""
+    name: str = plan.compression
+    if name == "none" and plan.comm_dtype in ("fp16", "bf16", "fp8") and plan.comm_dtype != plan.grad_dtype:
+        name = plan.comm_dtype
+    return make(name, ratio=plan.compression_ratio, rank=plan.compression_rank)

@@ -1,0 +1,207 @@
+"""Compressed sums: over ranks they are what one device emulates, bit for bit; nothing is lost; each is what it says."""
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.compress import dequantise, emulate, kept, make, quantise
+from meshwright.parallel.powersgd import PowerSGD, orthonormal
+from meshwright.verify.prove import prove
+
+NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+WITH_FEEDBACK = NAMES[2:]
+OPTIONS = {"ratio": 0.1, "rank": 2, "threshold": 1.5, "seed": 3}
+SHAPES = ((6, 10), (7,), (3, 4, 5), (12, 5), (1,))
+BUCKET = 500.0  # several messages of 188 float64, cut through parameters
+
+
+def parameters():
+    return torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s, dtype=torch.float64)) for s in SHAPES])
+
+
+def gradient(rank, step):
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(sum(torch.Size(s).numel() for s in SHAPES), generator=random, dtype=torch.float64) * (1 + rank)
+
+
+def reduced(context, names, steps):
+    """The flat sums of each step, and their errors, by name: real exchanges over the group."""
+    from torch import distributed
+
+    from meshwright.parallel.zero import Buckets
+
+    out = {}
+    for name in names:
+        buckets = Buckets(parameters(), distributed.group.WORLD, BUCKET, compressor=make(name, **OPTIONS))
+        sums = []
+        for step in range(steps):
+            buckets.begin(last=True)
+            buckets.flat.copy_(gradient(context.rank, step))
+            buckets.finish()
+            sums.append(buckets.flat.numpy().copy())
+        lengths = [m.numel() for m in buckets.messages]
+        out[name] = sums, lengths
+    return out
+
+
+def emulated(name, world, steps, layouts, lengths):
+    compressors = [make(name, **OPTIONS) for _ in range(world)]
+    sums = []
+    for step in range(steps):
+        parts = [gradient(r, step).split(lengths) for r in range(world)]
+        whole = [emulate(compressors, i, [p[i] for p in parts], layouts[i])[0] for i in range(len(lengths))]
+        sums.append(torch.cat(whole))
+    return sums, compressors
+
+
+def layouts_of(name):
+    from meshwright.parallel.zero import Buckets
+
+    made = Buckets(parameters(), None, BUCKET, compressor=make(name, **OPTIONS))
+    return made.layouts, [m.numel() for m in made.messages]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_over_ranks_they_are_what_one_device_emulates(world):
+    by_rank = ranks.run(world, reduced, NAMES, 3)
+    for name in NAMES:
+        layouts, lengths = layouts_of(name)
+        assert by_rank[0][name][1] == lengths
+        assert len(lengths) >= 3
+        expected, _ = emulated(name, world, 3, layouts, lengths)
+        for result in by_rank:
+            for array, want in zip(result[name][0], expected, strict=True):
+                got = torch.from_numpy(array)
+                if world == 2 or name not in ("fp16", "bf16", "random-k", "powersgd"):
+                    assert torch.equal(got, want), name
+                else:  # summed on the wire, where the order of three is the library's
+                    bound = {"fp16": 2e-3, "bf16": 2e-2}.get(name, 1e-12)
+                    assert (got - want).abs().max() <= bound * want.abs().max(), name
+    for name in NAMES:  # every rank holds the same sums
+        assert all((a == b).all() for a, b in zip(by_rank[0][name][0], by_rank[-1][name][0], strict=True))
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_what_is_not_sent_is_kept(name):
+    """After any number of steps, all that was given equals all that came out and what is still held back."""
+    layouts, lengths = layouts_of(name)
+    sums, compressors = emulated(name, 3, 4, layouts, lengths)
+    given = sum(gradient(r, s) for r in range(3) for s in range(4))
+    held = torch.cat([sum(c.feedback.errors[i] for c in compressors) for i in range(len(lengths))])
+    torch.testing.assert_close(sum(sums) + held, given, rtol=1e-12, atol=1e-12)
+    assert held.abs().max() > 1e-6  # it was lossy indeed
+
+
+def alone(name, *gradients, **options):
+    compressors = [make(name, **{**OPTIONS, **options}) for _ in gradients]
+    return emulate(compressors, 0, list(gradients), [(0, torch.Size([gradients[0].numel()]))])[0]
+
+
+def test_each_is_what_its_definition_says():
+    a, b = gradient(0, 0), gradient(1, 0)
+    assert torch.equal(alone("fp16", a, b), (a.half() + b.half()).double())
+    assert torch.equal(alone("bf16", a, b), (a.bfloat16() + b.bfloat16()).double())
+    for name, levels in (("int8", 127), ("int4", 7)):
+        bound = (a.abs().max() + b.abs().max() + (a + b).abs().max() * 1.2) / (2 * levels)
+        assert (alone(name, a, b) - (a + b)).abs().max() <= bound
+    k = kept(a.numel(), 0.1)
+    assert k == 19  # of 188
+    largest = sum(torch.where(g.abs() >= g.abs().sort().values[-k], g, 0.0) for g in (a, b))
+    assert torch.equal(alone("top-k", a, b), largest)
+    above = sum(torch.where(g.abs() >= 1.5 * g.square().mean().sqrt(), g, 0.0) for g in (a, b))
+    assert torch.equal(alone("threshold", a, b), above)
+    some = alone("random-k", a, b)
+    assert (some != 0).sum() == k
+    assert torch.equal(some[some != 0], (a + b)[some != 0])
+
+
+@pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("int4", 0.5 / 7), ("fp8", 2**-4)])
+def test_numbers_survive_their_packing(kind, error):
+    rows = torch.stack((torch.linspace(-3, 3, 20, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)))
+    packed = quantise(rows, kind)
+    assert packed.shape[1] == 4 + (10 if kind == "int4" else 20)
+    back = dequantise(packed, kind, torch.float64)
+    assert (back - rows).abs().max() <= 3 * error * 1.001
+    assert torch.equal(quantise(back, kind)[:, 4:], packed[:, 4:])
+
+
+def test_powersgd_keeps_a_matrix_of_its_rank_and_finds_the_leading_directions():
+    random = torch.Generator().manual_seed(0)
+    layout = [(0, torch.Size([20, 30]))]
+    left, right = (torch.randn(n, 2, generator=random, dtype=torch.float64) for n in (20, 30))
+    low = [(left * w @ right.T).flatten() for w in (1.0, 2.0)]
+    exact = emulate([PowerSGD(2), PowerSGD(2)], 0, low, layout)[0]
+    torch.testing.assert_close(exact, low[0] + low[1])
+
+    noisy = (left @ right.T + 0.1 * torch.randn(20, 30, generator=random, dtype=torch.float64)).flatten()
+    compressor = PowerSGD(2, feedback=False)
+    errors = [(emulate([compressor], 0, [noisy], layout)[0] - noisy).norm() for _ in range(5)]
+    singular = torch.linalg.svdvals(noisy.view(20, 30))
+    assert errors[-1] <= 1.001 * singular[2:].norm()  # warm starts reach the best approximation of rank 2
+    assert errors[-1] <= errors[0]
+
+
+def test_powersgd_comes_back_from_a_gradient_of_zero():
+    layout = [(0, torch.Size([6, 8]))]
+    compressor = PowerSGD(2)
+    zero, one = torch.zeros(48, dtype=torch.float64), torch.ones(48, dtype=torch.float64)
+    assert emulate([compressor], 0, [zero], layout)[0].abs().max() == 0
+    torch.testing.assert_close(emulate([compressor], 0, [one], layout)[0], one)
+    basis = orthonormal(torch.randn(9, 3, dtype=torch.float64))
+    torch.testing.assert_close(basis.T @ basis, torch.eye(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("plan", "exercised"),
+    [({"compression": "int4"}, True), ({"compression": "top-k", "compression_ratio": 0.1}, True),
+     ({"compression": "powersgd", "compression_rank": 2}, True), ({"compression": "fp16", "tp": 2}, False)],
+)  # fmt: skip
+def test_a_plan_with_it_is_proved_against_its_emulation_and_sends_what_is_lowered(plan, exercised):
+    model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "ffn_bias": True}
+    config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
+                               plan={"replicate": 2, "microbatch": 2, "bucket": 4e3, **plan})  # fmt: skip
+    proof = prove(config, ranks=4, steps=3)
+    assert proof.passed, [row for _, row in proof.rows if row.unexplained]
+    assert (proof.small.plan.compression != "none") == exercised
+    assert proof.agreements[0].errors["gradient"] < 1e-12
+    assert any("not exercised" in change for change in proof.small.changes) == (not exercised)
+
+
+def options(context):
+    """Frozen and unused parameters, and no overlap: what leaves when, and the gradients."""
+    from torch import distributed, nn
+
+    from meshwright.parallel.zero import Buckets
+
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
+    module[1].requires_grad_(False)
+    out = []
+    for overlap in (True, False):
+        made = Buckets(module, distributed.group.WORLD, 200.0, overlap=overlap)
+        made.begin(last=True)
+        x = torch.full((2, 4), 1.0 + context.rank, dtype=torch.float64)
+        module[3](module[1](module[0](x))).sum().backward()  # the third is not used
+        started = made._started
+        made.finish()
+        out.append((started, len(made.messages), made.flat.numel(), made.flat.tolist(), module[2].weight.grad.tolist()))
+    return out
+
+
+def test_frozen_and_unused_parameters_and_no_overlap():
+    for result in ranks.run(2, options):
+        (early, messages, elements, flat, unused), (late, *_, again, _) = result
+        assert elements == 3 * 20  # the frozen layer has no place
+        assert messages == -(-elements * 8 // 200)
+        assert 0 < early < messages  # the unused layer holds the rest back until the end
+        assert late == 0
+        assert flat == again
+        assert flat[:4] == [4.0] * 4  # two ranks' two rows, summed
+        assert unused == [[0.0] * 4] * 4
+
+
+def test_an_unknown_name_is_told():
+    with pytest.raises(MeshwrightError, match="MW-COMP-001"):
+        make("gzip")
