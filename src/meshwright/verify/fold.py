@@ -70,11 +70,14 @@ def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
 
 
 def emulable(plan: Plan, changes: list[str]) -> Plan:
-    """One device emulates lossy sums of data-parallel ranks; beside other axes, ranks compress pieces it does not have."""
+    """One device emulates lossy sums of data-parallel ranks; beside other axes, ranks compress pieces it does not
+    have."""
     if plan.compression == "none":
         return plan
     if plan.world > plan.replicate or plan.replicate == 1:
-        changes.append(f"compression={plan.compression} not exercised beside other axes: proved with data parallelism alone")
+        changes.append(
+            f"compression={plan.compression} not exercised beside other axes: proved with data parallelism alone"
+        )
         return plan.but(compression="none")
     if plan.replicate > 2:
         changes.append("two ranks: of more, a 16-bit sum depends on the order it is made in")

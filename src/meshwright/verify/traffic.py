@@ -146,6 +146,9 @@ def explanations(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iter
         whole = sum(r.flat.nbytes for r in parallel.reductions if isinstance(r, Buckets))
         together = max(1, -(-whole // max(int(parallel.plan.bucket), 1)))
         yield Explanation("each pipeline stage has buckets of its own", *key, messages - together if messages else 0)
+        if messages and parallel.plan.reduces_each:
+            spared = parallel.plan.microbatches(parallel.workload) - 1
+            yield Explanation("buckets are reduced once a step", *key, -spared * together, -spared * whole)
 
 
 def compressed(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
