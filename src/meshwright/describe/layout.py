@@ -8,8 +8,9 @@ so the group of an axis is an arithmetic progression: `size` ranks, `stride` apa
 gives tp groups {0,1} {2,3} …, pp groups {0,2} {1,3} …, dp groups {0,4} {1,5} ….
 
 `dp` is shard and replicate together; `dp_cp` is what gradients are summed over, since ranks of one context-parallel group
-hold the same weights and different tokens. Experts re-factorise the ranks of one stage, taken in order: expert_tp fastest,
-then ep, then expert_dp.
+hold the same weights and different tokens, and `shard_cp` what ZeRO shards over, for the same reason. Experts re-factorise
+the ranks of one stage (`stage`), taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards experts over
+`expert_shard`, the part of expert_dp that lies inside one shard group, and repeats that over `expert_replicate`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from meshwright.errors import MeshwrightError, unknown
 
 MOST_RANKS = 2**22  # every rank is listed: keeps hostile plans within memory
 BASE = ("tp", "cp", "pp", "shard", "replicate")
-DERIVED = ("dp", "dp_cp", "expert_tp", "ep", "expert_dp", "world")
+DERIVED = ("dp", "dp_cp", "shard_cp", "expert_tp", "ep", "expert_dp", "expert_shard", "expert_replicate",
+           "stage", "world")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,12 @@ class Layout:
 
     def size(self, axis: str) -> int:
         p = self.plan
-        sizes = {"dp": p.dp, "dp_cp": p.dp * p.cp, "expert_tp": p.etp, "ep": p.ep, "world": p.world,
-                 "expert_dp": p.tp * p.cp * p.dp // (p.etp * p.ep)}  # fmt: skip
+        expert_dp = p.tp * p.cp * p.dp // (p.etp * p.ep)
+        shards, rest = divmod(p.tp * p.cp * p.shard, p.etp * p.ep)
+        expert_shard = 1 if rest else shards
+        sizes = {"dp": p.dp, "dp_cp": p.dp * p.cp, "shard_cp": p.shard * p.cp, "expert_tp": p.etp, "ep": p.ep,
+                 "expert_dp": expert_dp, "expert_shard": expert_shard, "expert_replicate": expert_dp // expert_shard,
+                 "stage": p.tp * p.cp * p.dp, "world": p.world}  # fmt: skip
         if axis in sizes:
             return sizes[axis]
         if axis not in BASE:
@@ -80,9 +86,10 @@ class Layout:
         """Ranks of every group of an axis: [group, member], members in axis order, groups by their first rank."""
         if axis == "world":
             return np.arange(self.plan.world)[None, :]
-        if axis in ("expert_tp", "ep", "expert_dp"):
+        if axis == "stage" or axis.startswith(("ep", "expert")):
             return self._expert_groups(axis)
-        wanted = {"dp": ("shard", "replicate"), "dp_cp": ("cp", "shard", "replicate")}.get(axis, (axis,))
+        joined = {"dp": ("shard", "replicate"), "dp_cp": ("cp", "shard", "replicate"), "shard_cp": ("cp", "shard")}
+        wanted = joined.get(axis, (axis,))
         self.size(axis)
         slow_first = self.axes[::-1]
         keep = [i for i, a in enumerate(slow_first) if a not in wanted]
@@ -94,9 +101,17 @@ class Layout:
         slow_first = self.axes[::-1]
         pp = slow_first.index("pp")
         stage_ranks = np.moveaxis(self.grid, pp, 0).reshape(self.plan.pp, -1)
-        shape = (self.plan.pp, self.size("expert_dp"), self.plan.ep, self.plan.etp)
+        if axis == "stage":
+            return stage_ranks
+        self.size(axis)
+        data = (
+            (self.size("expert_dp"),)
+            if axis == "expert_dp"
+            else (self.size("expert_replicate"), self.size("expert_shard"))
+        )
+        shape = (self.plan.pp, *data, self.plan.ep, self.plan.etp)
         cube = stage_ranks.reshape(shape)
-        which = {"expert_dp": 1, "ep": 2, "expert_tp": 3}[axis]
+        which = {"expert_dp": 1, "expert_replicate": 1, "expert_shard": 2, "ep": 3, "expert_tp": 4}[axis]
         groups = np.moveaxis(cube, which, -1).reshape(-1, shape[which])
         return groups[np.argsort(groups[:, 0], kind="stable")]
 

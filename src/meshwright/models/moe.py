@@ -88,6 +88,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
+        self.bias_share = 1.0  # what this device adds of it, where several add up
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
         # An expert without a token takes part with no rows: its gradient is zero, not absent, on every rank alike.
@@ -98,7 +99,7 @@ class GroupedLinear(nn.Module):
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
             torch.tensor(counts, device=x_RI.device)
         )
-        return y_RO + self.bias[expert_R]
+        return y_RO + self.bias[expert_R] * self.bias_share
 
 
 class Experts(nn.Module):

@@ -1,4 +1,5 @@
-"""What the layers of every transformer share: norms, and the feed-forward network, σ(W₁x) W₂ or gated, (σ(W_g x) ∘ W₁x) W₂."""
+"""What the layers of every transformer share: norms, and the feed-forward network, σ(W₁x) W₂ or gated, (σ(W_g x) ∘
+W₁x) W₂."""
 
 from __future__ import annotations
 

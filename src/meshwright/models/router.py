@@ -3,11 +3,11 @@
     scores      s = softmax(x W) over the experts, or sigmoid(x W) each by itself (DeepSeek-V3)
     token       each token takes the k experts of highest s + b; the weights are the s chosen, scaled to sum to one
                 where k > 1. The bias b balances: it chooses, and weighs nothing
-    expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by construction, but a
-                token's place depends on later tokens, so a causal model trained so cannot be sampled as it was trained
-    capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped and only the
-                residual remains of them. c = 0 is dropless
-    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e and P_e the mean score (Switch, GShard);
+    expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by design, but a
+                token's place depends on later tokens: a causal model cannot be sampled as it was trained
+    capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped, and
+                only the residual remains of them. c = 0 is dropless
+    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e, P_e the mean score (Switch, GShard);
                 β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or no loss at all: after each step
                 b_e ← b_e + γ·sign(mean load − load_e), outside the gradient (DeepSeek-V3)
 
@@ -78,7 +78,8 @@ class Tokens(Protocol):
 
 @dataclass
 class Routing:
-    """Copies of tokens, sorted by expert: which token each is of, what its answer weighs, and how many each expert gets."""
+    """Copies of tokens, sorted by expert: which token each is of, what its answer weighs, and how many each expert
+    gets."""
 
     token_R: torch.Tensor
     weight_R: torch.Tensor
@@ -177,8 +178,9 @@ def add_loss(x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -
 
 
 def load_metrics(load_2E: torch.Tensor) -> dict[str, float]:
-    """How even one layer's load is: `entropy` 1 is perfectly even and 0 a single expert (collapse), `peak` is the busiest
-    expert over the mean, `idle` the share of experts without a token, `dropped` the share of copies dropped."""
+    """How even one layer's load is: `entropy` 1 is perfectly even and 0 a single expert (collapse), `peak` is the
+    busiest expert over the mean, `idle` the share of experts without a token, `dropped` the share of copies
+    dropped."""
     chosen, dropped = load_2E.to(torch.float64)
     total = max(float(chosen.sum()), 1.0)
     share = chosen / total

@@ -4,8 +4,8 @@
     x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms a layer also norms what it adds)
     logits = project(norm(x))                           (head; its weight is the embedding's where tied)
 
-attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or experts
-(`moe`).
+attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or
+experts (`moe`).
 
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
 Dropout is a flag of the shape that counts memory; these networks train without it.

@@ -3,11 +3,13 @@
     1  mesh       the ranks of every axis
     2  stages     this rank's pipeline stages, built on the meta device: no memory yet
     3  tensor     parameters become this rank's columns, rows and vocabulary: before sharding, which then sees less
-    4  recompute  layers, or attention's core, that backward makes again, their communication with them
-    5  zero       `fully_shard`, on what tensor parallelism left
-    6  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
-    7  gradients  buckets, or shards that torch reduces
-    8  pipeline   the program of actions over the finished stages
+    4  expert     each mixture of experts keeps the experts of this rank, and learns where the others are
+    5  context    attention learns where the rest of the sequence is
+    6  recompute  layers, or attention's core, that backward makes again, their communication with them
+    7  zero       `fully_shard`, on what tensor parallelism left
+    8  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+    9  gradients  buckets, or shards that torch reduces
+   10  pipeline   the program of actions over the finished stages
 
 What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
 pieces.
@@ -24,14 +26,14 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.models import build, loss_function, width_of_output
-from meshwright.parallel import exchange, tensor, vocabulary, zero
+from meshwright.models import RouterOptions, build, loss_function, width_of_output
+from meshwright.parallel import context, exchange, expert, tensor, vocabulary, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
 from meshwright.parallel.recompute import recompute_plan
 from meshwright.parallel.supported import check_supported
-from meshwright.parallel.tables import TABLES
+from meshwright.parallel.tables import table_of
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
@@ -50,6 +52,7 @@ class Parallel:
     reductions: list[zero.Reduction]
     loss: Loss
     pipeline: Pipeline | None = None
+    places: torch.Tensor | None = None  # where this rank's tokens stand in the sequence; None: it has all of them
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -72,15 +75,17 @@ class Parallel:
         return self.loss(output, target) / self.tokens
 
     def finish_gradients(self) -> None:
-        """Wait for the sums over dp, then sum over tp what is partial there, then the two copies of a tied embedding."""
+        """Wait for the sums over dp·cp, then sum over tp what is partial there, then the two copies of a tied
+        embedding."""
         for reduction in self.reductions:
             reduction.finish()
-        self._sum_partial()
+        self._sum_partial("tp")
+        self._sum_partial("expert_tp")
         self._sum_tied()
 
-    def _sum_partial(self) -> None:
-        group = self.mesh.group("tp")
-        gradients = [p.gradient for p in self.pieces if p.partial]
+    def _sum_partial(self, axis: str) -> None:
+        group = self.mesh.group(axis)
+        gradients = [p.gradient for p in self.pieces if p.partial == axis]
         if group is None or not gradients:
             return
         together = exchange.all_reduce(torch.cat([g.flatten() for g in gradients]), group)
@@ -95,6 +100,10 @@ class Parallel:
         elif ends and self.mesh.ends is not None:
             distributed.all_reduce(ends[0], group=self.mesh.ends)
 
+    def balance_experts(self) -> dict[str, float]:
+        """After the update: move balancing biases by the step's load. Returns how even the load was."""
+        return expert.balance(self.stages.values(), self.pieces, self.mesh) if self.model.experts else {}
+
     def zero_gradients(self) -> None:
         for reduction in self.reductions:
             reduction.zero()
@@ -103,30 +112,38 @@ class Parallel:
 def apply(
     model: Model, plan: Plan, workload: Workload, rank: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
     seed: int = 0, scatter: bool = False, order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+    router: RouterOptions | None = None,
 ) -> Parallel:  # fmt: skip
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
     plan.check(model, workload)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
-    stages = {i: build(model, layers).to(dtype) for i, layers in stages_of(model, plan, program, mesh).items()}
+    stages = {i: build(model, layers, router).to(dtype) for i, layers in stages_of(model, plan, program, mesh).items()}
 
-    group = mesh.group("tp")
+    group, ring = mesh.group("tp"), mesh.group("cp")
+    places: torch.Tensor | None = None
     splits: dict[int, tensor.Split | None] = dict.fromkeys(stages)
+    parted: dict[int, expert.Parted | None] = dict.fromkeys(stages)
     for i, module in stages.items():
         if group is not None:
-            splits[i] = tensor.split(module, TABLES[model.kind], group, plan.sp)
+            splits[i] = tensor.split(module, table_of(model), group, plan.sp)
+        if model.experts:
+            parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
+        if ring is not None:
+            places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
         recompute_plan(module, plan)
-        if plan.shard > 1:
+        if mesh.sharded:
             zero.shard(module, mesh, plan)
         materialise(module, device)
 
-    pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model)]
+    pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model, parted[i])]
     initialise(pieces, model, seed, scatter)
     reductions = [zero.reduction(module, mesh, plan) for module in stages.values()]
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
-    parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh))
+    parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh),
+                        places=places)  # fmt: skip
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     return parallel
@@ -160,7 +177,7 @@ def choose_loss(model: Model, mesh: Mesh) -> Loss:
 
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:
     model, plan, mesh = parallel.model, parallel.plan, parallel.mesh
-    rows, seq = plan.microbatch, parallel.workload.seq
+    rows, seq = plan.microbatch, parallel.workload.seq // plan.cp
     tp = mesh.size("tp")
     if model.kind == "mlp":
         between = torch.empty(rows, model.hidden, dtype=dtype, device="meta", requires_grad=True)

@@ -3,7 +3,9 @@
 The mesh has a dimension for each axis of more than one rank, slowest first, so its groups are the layout's groups. Two
 more are made where they are needed: `dp` (shard and replicate together, when both are there), over which plain data
 parallelism reduces and tokens are counted, and `ends` (the first and the last stage of each pipeline), over which tied
-embeddings sum their gradient. The mesh is passed as an argument; nothing here is global.
+embeddings sum their gradient. Under context parallelism gradients are reduced over `dp_cp` and shards lie on
+`shard_cp`: communicators of their own, even where their ranks are those of `cp`, so that gradients in flight never
+queue before the keys and values that backward waits for. The mesh is passed as an argument; nothing here is global.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.layout import Layout
 from meshwright.errors import MeshwrightError
+
+ON_DEMAND = ("ep", "expert_tp", "expert_dp", "expert_shard", "expert_replicate", "stage")  # for models with experts
 
 
 class Mesh:
@@ -37,6 +41,10 @@ class Mesh:
             self.device_mesh = DeviceMesh(torch.device(device).type, grid, mesh_dim_names=names)
         if layout.plan.shard > 1 and layout.plan.replicate > 1:
             self._made["dp"] = self._new_groups(layout.groups("dp").tolist())
+        if layout.plan.cp > 1:
+            for axis in ("shard_cp", "dp_cp") if self.sharded else ("dp_cp",):
+                same = axis == "dp_cp" and self.sharded and layout.plan.replicate == 1
+                self._made[axis] = self._made["shard_cp"] if same else self._new_groups(layout.groups(axis).tolist())
 
     def size(self, axis: str) -> int:
         return self.layout.size(axis)
@@ -45,18 +53,47 @@ class Mesh:
         """This rank's place among the ranks of its group."""
         if axis == "dp":
             return self.coordinates["replicate"] * self.layout.plan.shard + self.coordinates["shard"]
-        return self.coordinates[axis]
+        if axis in self.coordinates:
+            return self.coordinates[axis]
+        return self.layout.group_of(axis, self.rank).index(self.rank)
 
     def group(self, axis: str) -> distributed.ProcessGroup | None:
         if axis == "world":
             return distributed.group.WORLD if self.size("world") > 1 else None
         if axis in self._made:
             return self._made[axis]
+        if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as
+            axis = axis.removesuffix("_cp")
+            return self.group(axis) if self.size("cp") == 1 else None
+        if axis in ON_DEMAND:
+            return None
+        if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as
+            axis = axis.removesuffix("_cp")
+            return self.group(axis) if self.size("cp") == 1 else None
         if axis == "dp":
             axis = "shard" if self.layout.plan.shard > 1 else "replicate"
         if self.size(axis) == 1 or self.device_mesh is None:
             return None
         return self.device_mesh.get_group(axis)
+
+    def add(self, axis: str) -> distributed.ProcessGroup | None:
+        """Make the groups of one of `ON_DEMAND`, on all ranks at once. Communicators of their own, even where another
+        axis has the same ranks: tokens on their way to an expert must not queue behind gradients in flight."""
+        if axis not in self._made:
+            self._made[axis] = self._new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
+        return self._made[axis]
+
+    def expert_sharding(self) -> DeviceMesh | None:
+        """What ZeRO shards experts over; None where each of them is on no more than one rank of a shard group."""
+        if self.size("expert_shard") == 1 or not self.sharded:
+            return None
+        names = ("expert_group", "expert_replicate", "expert_shard")
+        shape = (-1, self.size(names[1]), self.size(names[2]))
+        grid = torch.from_numpy(self.layout.groups("expert_dp")).reshape(shape)
+        whole = DeviceMesh(torch.device(self.device).type, grid, mesh_dim_names=names)
+        for axis in names[1:]:
+            self._made[axis] = whole.get_group(axis) if self.size(axis) > 1 else None
+        return whole[names[1:]] if self.size(names[1]) > 1 else whole[names[2]]
 
     @cached_property
     def ends(self) -> distributed.ProcessGroup | None:
@@ -65,10 +102,22 @@ class Mesh:
             return None
         return self._new_groups([[int(row[0]), int(row[-1])] for row in self.layout.groups("pp")])
 
+    @property
+    def sharded(self) -> bool:
+        """Whether ZeRO has ranks to shard over; those of context parallelism count, they hold the same weights."""
+        return self.layout.plan.zero > 0 and self.size("shard_cp") > 1
+
     def sharding(self) -> DeviceMesh:
-        """What ZeRO shards over: the shard axis, within the replicate axis where there is one."""
+        """What ZeRO shards over: the shard axis (and cp), within the replicate axis where there is one."""
         assert self.device_mesh is not None
         hybrid = self.layout.plan.replicate > 1
+        if self.size("cp") > 1:
+            kind, shards, replicas = torch.device(self.device).type, self.group("shard_cp"), self.group("replicate")
+            assert shards is not None
+            if replicas is None:
+                return DeviceMesh.from_group(shards, kind, mesh_dim_names=("shard_cp",))
+            rows = [self.layout.group_of("shard_cp", r) for r in self.layout.group_of("replicate", self.rank)]
+            return DeviceMesh.from_group([replicas, shards], kind, rows, mesh_dim_names=("replicate", "shard_cp"))
         return self.device_mesh["replicate", "shard"] if hybrid else self.device_mesh["shard"]
 
     def _new_groups(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.describe.model import Model
 from meshwright.models import initial_value
+from meshwright.parallel.expert import Parted
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import Split
 
@@ -31,7 +32,7 @@ class Piece:
     full_shape: tuple[int, ...]
     start: tuple[int, ...]
     counted: bool  # whether this rank's copy is the one that counts for the global norm
-    partial: bool = False  # the gradient is a partial sum over the tp ranks until they are summed
+    partial: str = ""  # the axis, tp or expert_tp, over whose ranks the gradient is a partial sum until they are summed
     tied: bool = False  # one of the two copies of a tied embedding that live on different stages
     tied_copy: bool = False  # the second of them, the head's
 
@@ -55,28 +56,50 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def pieces_of(module: nn.Module, mesh: Mesh, split: Split | None, model: Model) -> Iterator[Piece]:
+def pieces_of(
+    module: nn.Module, mesh: Mesh, split: Split | None, model: Model, experts: Parted | None = None
+) -> Iterator[Piece]:
     """The pieces of one stage on this rank."""
     apart = model.tied and not _has_both_ends(module)
     for name, parameter in module.named_parameters():
         shape, start = list(parameter.shape), [0] * parameter.ndim  # of a DTensor the shape before sharding
-        axes_of_copies = {"tp", "replicate", "shard"}
+        axes_of_copies = {"tp", "cp", "replicate", "shard"}
         if split is not None and name in split.cuts:
             cut = split.cuts[name]
             shape[cut.dim], start[cut.dim] = cut.full, cut.start
             axes_of_copies.remove("tp")
+        if experts is not None and name in experts.cuts:
+            yield _expert_piece(name, parameter, mesh, experts)
+            continue
         if isinstance(parameter, DTensor):
-            chunk = -(-parameter.shape[0] // mesh.size("shard"))
-            start[0] += min(mesh.index("shard") * chunk, parameter.shape[0])
-            axes_of_copies.remove("shard")
+            chunk = -(-parameter.shape[0] // mesh.size("shard_cp"))
+            start[0] += min(mesh.index("shard_cp") * chunk, parameter.shape[0])
+            axes_of_copies -= {"shard", "cp"}
         tied_copy = model.tied and name == TIED_COPY
         yield Piece(
             TIED_SOURCE if tied_copy else name, parameter, tuple(shape), tuple(start),
             counted=not tied_copy and all(mesh.index(axis) == 0 for axis in axes_of_copies),
-            partial=split is not None and name in split.partial,
+            partial="tp" if split is not None and name in split.partial else "",
             tied=apart and (tied_copy or name == TIED_SOURCE),
             tied_copy=tied_copy,
         )  # fmt: skip
+
+
+def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parted) -> Piece:
+    """Experts have groups of their own: which experts over ep, which columns over expert_tp, copies over expert_dp."""
+    shape, start = list(parameter.shape), [0] * parameter.ndim
+    for cut in experts.cuts[name]:
+        shape[cut.dim], start[cut.dim] = cut.full, cut.start
+    axes_of_copies = {"expert_dp"} if len(experts.cuts[name]) > 1 else {"expert_dp", "expert_tp"}
+    if isinstance(parameter, DTensor):
+        chunk = -(-parameter.shape[0] // mesh.size("expert_shard"))
+        start[0] += min(mesh.index("expert_shard") * chunk, parameter.shape[0])
+        axes_of_copies = axes_of_copies - {"expert_dp"} | {"expert_replicate"}
+    return Piece(
+        name, parameter, tuple(shape), tuple(start),
+        counted=all(mesh.index(axis) == 0 for axis in axes_of_copies),
+        partial="expert_tp" if name in experts.partial else "",
+    )  # fmt: skip
 
 
 def _has_both_ends(module: nn.Module) -> bool:

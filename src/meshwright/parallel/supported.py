@@ -10,12 +10,11 @@ from meshwright.programs.pipelines import SCHEDULES
 
 def check_supported(model: Model, plan: Plan) -> None:
     refused = {
-        "cp": plan.cp > 1, "ep": plan.ep > 1,
-        "compression": plan.compression != "none", "offload": plan.offload != "none",
+        "compression": plan.compression != "none" and plan.zero > 0, "offload": plan.offload != "none",
         "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
         "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",
         "schedule": plan.pp > 1 and plan.schedule not in SCHEDULES,
-        "reduce": plan.reduce == "microbatch" and plan.shard == 1 and plan.dp > 1,
+        "reduce": plan.reduce == "microbatch" and plan.dp * plan.cp > 1 and (not plan.zero or plan.shard * plan.cp == 1),
     }  # fmt: skip
     for field, bad in refused.items():
         if bad:

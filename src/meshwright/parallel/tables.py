@@ -9,6 +9,7 @@
     inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
     positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
+    experts     divided by `expert`, over groups of its own
 
 `*` stands for one part of a dotted name.
 
@@ -17,29 +18,59 @@ A module that holds parameters and matches no pattern raises: an omission would 
 
 from __future__ import annotations
 
+from meshwright.describe.model import Model
+
 Table = tuple[tuple[str, str], ...]
 
-TRANSFORMER: Table = (
+ENDS: Table = (
     ("embedding.tokens", "vocabulary"),
     ("embedding.positions", "positions"),
     ("embedding.norm", "between"),
     ("layers.*.attention_norm", "between"),
-    ("layers.*.attention", "region"),
-    ("layers.*.attention.[qkv]", "column"),
-    ("layers.*.attention.[qk]_norm", "inside"),
-    ("layers.*.attention.o", "row"),
     ("layers.*.attention_post_norm", "between"),
     ("layers.*.ffn_norm", "between"),
-    ("layers.*.ffn", "region"),
-    ("layers.*.ffn.gate", "column"),
-    ("layers.*.ffn.up", "column"),
-    ("layers.*.ffn.down", "row"),
     ("layers.*.ffn_post_norm", "between"),
     ("head.norm", "between"),
     ("head.project", "region"),
     ("head.project", "column"),
 )
+ATTENTION: Table = (
+    ("layers.*.attention", "region"),
+    ("layers.*.attention.[qkv]", "column"),
+    ("layers.*.attention.[qk]_norm", "inside"),
+    ("layers.*.attention.o", "row"),
+)
+LATENT: Table = (
+    ("layers.*.attention.q_a", "between"),
+    ("layers.*.attention.kv_a", "between"),
+    ("layers.*.attention.*_a_norm", "between"),
+    ("layers.*.attention.heads", "region"),
+    ("layers.*.attention.heads.q", "column"),
+    ("layers.*.attention.heads.q_b", "column"),
+    ("layers.*.attention.heads.kv_b", "column"),
+    ("layers.*.attention.heads.o", "row"),
+)
+FFN: Table = (
+    ("layers.*.ffn", "region"),
+    ("layers.*.ffn.gate", "column"),
+    ("layers.*.ffn.up", "column"),
+    ("layers.*.ffn.down", "row"),
+)
+EXPERTS: Table = (
+    ("layers.*.moe.router", "inside"),  # each rank routes tokens of its own, with sequence parallelism or without
+    ("layers.*.moe.experts.*", "experts"),
+    ("layers.*.moe.shared", "region"),
+    ("layers.*.moe.shared.gate", "column"),
+    ("layers.*.moe.shared.up", "column"),
+    ("layers.*.moe.shared.down", "row"),
+    ("layers.*.moe.shared_scale", "between"),
+)
+TRANSFORMER: Table = (*ENDS, *ATTENTION, *FFN, *EXPERTS)
 
 MLP: Table = (("layers.*", "gathered"), ("layers.*.linear", "column"))
 
-TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mlp": MLP}
+TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mla": (*ENDS, *LATENT, *FFN, *EXPERTS), "mlp": MLP}
+
+
+def table_of(model: Model) -> Table:
+    return TABLES["mla" if model.attention == "mla" and model.kind == "transformer" else model.kind]

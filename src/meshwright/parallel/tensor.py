@@ -101,7 +101,7 @@ def _cut(done: Split, owner: Any, prefix: str, name: str, dim: int, even: bool =
 
 
 def _partial(done: Split, name: str, part: Any) -> None:
-    done.partial.update(f"{name}.{n}" for n, _ in part.named_parameters(recurse=False))
+    done.partial.update(f"{name}.{n}" for n, p in part.named_parameters(recurse=False) if p.requires_grad)
 
 
 def _region(done: Split, name: str, part: Any) -> None:
@@ -177,5 +177,5 @@ def _gathered(done: Split, name: str, part: Any) -> None:
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
     "region": _region, "column": _column, "row": _row, "vocabulary": _vocabulary, "between": _between,
-    "inside": _inside, "positions": _positions, "gathered": _gathered,
+    "inside": _inside, "positions": _positions, "gathered": _gathered, "experts": lambda done, name, part: None,
 }  # fmt: skip

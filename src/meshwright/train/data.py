@@ -1,7 +1,9 @@
 """Batches that depend on (seed, step, index of the sample) alone, so that every layout sees the same global batch.
 
 Sample i of a step is the same whoever asks for it; a data-parallel rank d of D asks for its own run of indices,
-[d·B/D, (d+1)·B/D). The default corpus is at hand on every machine that can run this: the source of Python's standard
+[d·B/D, (d+1)·B/D). Of each sample a context-parallel rank keeps its own places.
+
+The default corpus is at hand on every machine that can run this: the source of Python's standard
 library, as bytes, so a vocabulary of 256 is enough. Random tokens serve proofs of parity: their padding differs from
 sample to sample, so that a loss averaged per rank shows.
 """
@@ -43,11 +45,16 @@ class Batch(NamedTuple):
         return (self.targets != IGNORED).sum()
 
 
-def batch_of(samples: Samples, step: int, indices: range, device: str, dtype: torch.dtype) -> Batch:
+def batch_of(
+    samples: Samples, step: int, indices: range, device: str, dtype: torch.dtype, places: torch.Tensor | None = None
+) -> Batch:
+    """Those samples of a step, and of their sequence the `places` (None: all of it)."""
     pairs = [samples.sample(step, i) for i in indices]
     inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*pairs, strict=True))
     if inputs.is_floating_point():
         inputs, targets = inputs.to(dtype), targets.to(dtype)
+    if places is not None:
+        inputs, targets = inputs[:, places], targets[:, places]
     return Batch(inputs.to(device), targets.to(device))
 
 

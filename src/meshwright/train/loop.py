@@ -47,9 +47,9 @@ class Trainer:
         started = time.perf_counter()
         parallel, mesh = self.parallel, self.parallel.mesh
 
-        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype)
+        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
 
-        tokens = self.summed(batch.valid.to(torch.float64), "dp")
+        tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
         parallel.tokens = tokens.to(self.dtype)
 
         loss = parallel.forward_backward(batch.inputs, batch.targets)
@@ -65,9 +65,10 @@ class Trainer:
             clip(parallel.pieces, norm.to(self.dtype), self.settings.clip)
         set_rate(self.optimizer, self.settings, self.step)
         self.optimizer.step()
+        router = parallel.balance_experts()
         parallel.zero_gradients()
 
-        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started)
+        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router)
         self.step += 1
         for tell in self.after_step:
             tell(record)

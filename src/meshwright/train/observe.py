@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import ON_DEMAND, Mesh
 from meshwright.parallel.pieces import local_tensor
 from meshwright.train.loop import Trainer
 from meshwright.train.records import Observed
 
-AXES = ("tp", "pp", "shard", "replicate", "dp", "world")
+AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", *ON_DEMAND, "world")
+APART = ("dp_cp", "shard_cp")  # under context parallelism they have communicators of their own
 # operator → (our name, which argument holds the full buffer)
 COLLECTIVES = {
     "c10d::allreduce_": ("all_reduce", 0),
@@ -117,8 +118,9 @@ def axes_by_group(mesh: Mesh) -> dict[str, str]:
 
 def canonical(mesh: Mesh, axis: str) -> str:
     """The first axis whose group here has the same ranks."""
-    ranks = mesh.layout.group_of(axis, mesh.rank)
-    return next(a for a in AXES if mesh.layout.group_of(a, mesh.rank) == ranks)
+    ranks, cp = mesh.layout.group_of(axis, mesh.rank), mesh.size("cp")
+    alike = [a for a in AXES if cp == 1 or (a in APART) == (axis in APART)]
+    return next(a for a in alike if mesh.layout.group_of(a, mesh.rank) == ranks)
 
 
 class LiveBytes:

@@ -19,8 +19,9 @@ from meshwright.train.records import Settings
 
 
 def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) -> torch.optim.Optimizer:
-    matrices = [p.parameter for p in pieces if p.parameter.ndim > 1]
-    vectors = [p.parameter for p in pieces if p.parameter.ndim <= 1]
+    trained = [p for p in pieces if p.parameter.requires_grad]
+    matrices = [p.parameter for p in trained if p.parameter.ndim > 1 and not p.name.endswith("bias")]
+    vectors = [p.parameter for p in trained if p.parameter.ndim <= 1 or p.name.endswith("bias")]
     rate = settings.learning_rate
     if workload.optimizer in ("adamw", "adam"):
         decay = settings.weight_decay if workload.optimizer == "adamw" else 0.0

@@ -12,6 +12,7 @@ class StepRecord:
     gradient_norm: float
     tokens: int
     seconds: float
+    router: dict[str, float] = field(default_factory=dict)  # how evenly experts are used, by `load_metrics`; of the worst layer
 
 
 @dataclass

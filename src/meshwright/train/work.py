@@ -20,7 +20,7 @@ from meshwright.train.rank import RankContext
 from meshwright.train.records import RankReport, Settings, StepRecord
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-DATA_AXES = ("shard", "replicate", "dp", "world")  # told together as dp
+DATA_AXES = ("shard", "replicate", "dp", "dp_cp", "shard_cp", "world")  # told together as dp
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
