@@ -35,7 +35,7 @@ def loss_normalised_per_rank():
     summed = loop.Trainer.summed
 
     def local(self, values, axis):
-        return values * self.parallel.mesh.size("dp") if axis == "dp" else summed(self, values, axis)
+        return values * self.parallel.mesh.size(axis) if axis == "dp_cp" else summed(self, values, axis)
 
     loop.Trainer.summed = local
 
@@ -51,12 +51,12 @@ def clip_by_local_norm():
 
 
 def tied_embedding_not_summed():
-    apply.Parallel._sum_tied = lambda self: None
+    apply.Parallel._sum_tied = lambda self, *axes: None
 
 
 def norms_not_summed_over_sequence():
     """Under sequence parallelism a norm sees a share of the tokens only."""
-    apply.Parallel._sum_partial = lambda self: None
+    apply.Parallel._sum_partial = lambda self, *axes: None
 
 
 def microbatch_loss_not_divided():
