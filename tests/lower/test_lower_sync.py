@@ -149,3 +149,8 @@ def test_optimizer_touches_what_its_states_are():
     plain = lowered(GPT, WORK.but(optimizer="sgd", clip=False), master=False)
     (update,) = sync.optimizer(plain.batch, np.array([1e6]), 10)
     assert one(update.bytes) == 1e6 * (4 + 4)
+
+
+def test_zero_3_without_a_shard_group_still_reduces():
+    """replicate alone with zero=3 shards nothing: its gradients are all-reduced like any replica's."""
+    assert volume(lowered(GPT, ONCE, zero=3, shard=1, replicate=P)) == pytest.approx(2 * (P - 1) / P)

@@ -51,8 +51,9 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Reduce `elements` gradients of this rank; kind 'dense' over dp·cp, 'expert' over expert_dp."""
     whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
     n, extra = compressed_bytes(batch, elements)
-    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0) * (batch.zero < 3)  # ZeRO-3 reduces block by block
+    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
+    on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
     topk = batch.compression == COMPRESSIONS.index("top-k")
     quantised = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("int8", "int4")])
     factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
