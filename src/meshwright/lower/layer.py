@@ -9,8 +9,8 @@ inputs are sharded too, so backward gathers them again for the gradient of the w
 The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
 Context parallelism gives each rank T = b·s/cp tokens. `ring` passes K and V around (2·T·kv, cp−1 times; backward passes
-their gradients too: twice as much), `all-gather` gathers K and V at once, `ulysses` trades sequence for heads with
-all-to-alls of Q, K, V and the output.
+them again, and their gradients behind them: twice as much), `all-gather` gathers K and V at once, `ulysses` trades
+sequence for heads with all-to-alls of Q, K, V and the output.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class LayerLowering:
                     self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
             self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
             self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
-            self.enter_columns("attention", ranks if m.q_rank else m.hidden + m.kv_rank)
+            self.enter_columns("attention", (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim)
             for name in ("q_b", "q", "kv_b"):
                 if name in linears:
                     self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)
@@ -194,7 +194,8 @@ class LayerLowering:
         kv = b.tokens * kv_heads * (core.qk + core.v) * self.element  # this rank's K and V
         ring, ulysses, gather = (on & (b.cp_kind == i) for i in range(3))
         self.collective("F", "ring-kv", "attention", "send", "cp", kv, ring * (b.cp - 1))
-        self.collective("I", "ring-kv-grad", "attention", "send", "cp", 2 * kv, ring * (b.cp - 1))
+        self.collective("I", "ring-kv-again", "attention", "send", "cp", kv, ring * (b.cp - 1))
+        self.collective("I", "ring-kv-grad", "attention", "send", "cp", kv, ring * (b.cp - 1))
         self.collective("F", "gather-kv", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
         self.collective("I", "gather-kv-again", "attention", "all_gather", "cp", kv * b.cp, gather * 1.0)
         self.collective("I", "scatter-kv-grad", "attention", "reduce_scatter", "cp", kv * b.cp, gather * 1.0)

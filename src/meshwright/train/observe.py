@@ -26,7 +26,7 @@ from meshwright.parallel.pieces import local_tensor
 from meshwright.train.loop import Trainer
 from meshwright.train.records import Observed
 
-AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", *ON_DEMAND, "world")
+AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", "world", *ON_DEMAND)
 APART = ("dp_cp", "shard_cp")  # under context parallelism they have communicators of their own
 # operator → (our name, which argument holds the full buffer)
 COLLECTIVES = {
@@ -55,6 +55,9 @@ class Observer(TorchDispatchMode):
         self.unknown: set[str] = set()
         self.memory = LiveBytes(trainer.parallel.mesh.device)
         for piece in trainer.parallel.pieces:
+            self.memory.add(piece.local)
+            self.memory.add(piece.gradient)
+        for piece in trainer.masters.pieces if trainer.masters is not None else ():
             self.memory.add(piece.local)
             self.memory.add(piece.gradient)
         for state in trainer.optimizer.state.values():

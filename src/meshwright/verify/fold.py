@@ -58,7 +58,8 @@ def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
     if plan.world <= ranks:
         uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage)
         return plan.but(**plain, microbatch=min(plan.microbatch, 2), layers_per_stage=uneven), []
-    sizes = {axis: min(getattr(plan, axis), 2) for axis in AXES}
+    sizes: dict[str, int] = {axis: min(getattr(plan, axis), 2) for axis in AXES}
+    sizes |= fold_experts(plan, sizes, ranks)
     folded = plan.but(**plain, **sizes, virtual=min(plan.virtual, 2), layers_per_stage=(), order=plan.order,
                       microbatch=min(plan.microbatch, 2))  # fmt: skip
     if folded.world > ranks:
@@ -67,6 +68,21 @@ def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
                               why="Every axis of the plan must stay above 1 for its communication to be proved",
                               fix=f"--ranks {folded.world}")  # fmt: skip
     return folded, [f"plan of {plan.world} ranks folded to {folded.world}: {plan.title()} → {folded.title()}"]
+
+
+def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Experts divide the folded ranks: ep at most 2, and where copies of an expert were on several ranks, on two still,
+    if a data axis twice as long fits."""
+    if plan.ep == 1 and not plan.expert_tp:
+        return {}
+    out = {"ep": min(plan.ep, 2), "expert_tp": min(plan.expert_tp, sizes["tp"])}
+    others = sizes["tp"] * sizes["cp"] // (out["expert_tp"] or sizes["tp"])
+    room = others * sizes["replicate"] * sizes["shard"]
+    copied = plan.tp * plan.cp * plan.dp > plan.etp * plan.ep
+    long = [axis for axis in ("shard", "replicate") if getattr(plan, axis) >= 4]
+    if copied and room == out["ep"] and long and 2 * math.prod(sizes.values()) <= ranks:
+        out[long[0]] = 2 * sizes[long[0]]
+    return out
 
 
 def emulable(plan: Plan, changes: list[str]) -> Plan:
@@ -97,10 +113,31 @@ def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
     uneven = 1 if model.padded_vocab % tp else 0
     return model.but(
         hidden=hidden, heads=heads, kv_heads=kv if model.kv_heads else 0, head_dim=HEAD if own_width else 0,
-        ffn=tp * max(1, round(min(model.ffn / model.hidden, 4) * hidden / tp)), layers=layers,
+        ffn=tp * max(1, round(min(model.ffn / model.hidden, 4) * hidden / tp)) if model.ffn else 0, layers=layers,
         vocab=32 * tp + uneven, vocab_multiple=1, max_positions=small_seq(plan), window=3 if model.window else 0,
-        published=Published(),
+        published=Published(), **small_experts(model, plan), **small_latents(model),
     )  # fmt: skip
+
+
+def small_experts(model: Model, plan: Plan) -> dict[str, int]:
+    """Few experts, yet more than a token visits; two or more a rank where there are as many."""
+    if not model.experts:
+        return {}
+    k = min(model.top_k, 2)
+    each = min(model.experts // plan.ep, max(2, -(-(k + 1) // plan.ep)))
+    width = plan.tp * max(1, 12 // plan.tp)
+    return {
+        "experts": plan.ep * each, "top_k": min(k, plan.ep * each), "expert_ffn": width if model.expert_ffn else 0,
+        "shared_experts": min(model.shared_experts, 2), "shared_ffn": width if model.shared_ffn else 0,
+        "dense_layers": min(model.dense_layers, 1), "moe_every": min(model.moe_every, 2),
+    }  # fmt: skip
+
+
+def small_latents(model: Model) -> dict[str, int]:
+    if model.attention != "mla":
+        return {}
+    small = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+    return {field: min(size, getattr(model, field)) for field, size in small.items()}
 
 
 def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
@@ -108,7 +145,8 @@ def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
         return sum(plan.layers_per_stage)
     per_stage = 2 if plan.stages == 1 else 1
     uneven = 1 if model.layers % asked.stages else 0
-    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0))
+    both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
+    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))
 
 
 def small_seq(plan: Plan) -> int:

@@ -121,7 +121,7 @@ def lossy(plan: Plan) -> bool:
 
 def blame(job: Job, one: Trace, device: str) -> str:
     """The axis that breaks parity by itself, or the words that none does."""
-    wide = [axis for axis in AXES if getattr(job.plan, axis) > 1]
+    wide = [axis for axis in (*AXES, "ep") if getattr(job.plan, axis) > 1]
     for axis in ["", *wide] if len(wide) > 1 else [""]:
         alone = alone_plan(job.plan, axis)
         trial = Job(job.model, alone, job.workload, job.order, job.steps, job.seed, ("fp64",), prepare=job.prepare)
@@ -137,7 +137,9 @@ def blame(job: Job, one: Trace, device: str) -> str:
 
 def alone_plan(plan: Plan, axis: str) -> Plan:
     """The plan with every axis but one at 1."""
-    sizes = {a: getattr(plan, a) if a == axis else 1 for a in AXES}
+    sizes = {a: getattr(plan, a) if a == axis else 1 for a in AXES} | {"ep": 1, "expert_tp": 0}
+    if axis == "ep":  # it adds no ranks: data parallelism of that degree carries it
+        sizes |= {"ep": plan.ep, "replicate": plan.ep}
     if axis != "pp":
         sizes |= {"virtual": 1}
     keep: dict[str, Any] = {} if axis == "pp" else {"schedule": "1f1b", "layers_per_stage": ()}

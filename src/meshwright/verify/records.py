@@ -32,6 +32,17 @@ class Job:
     router: dict[str, Any] = field(default_factory=dict)  # options of the router, by name
 
 
+@dataclass(frozen=True)
+class Explanation:
+    """Something a real stack sends beside the lowered program (or spares), with its exact count and bytes."""
+
+    name: str
+    axis: str
+    operation: str
+    count: float
+    bytes: float = 0.0
+
+
 @dataclass
 class PieceTrace:
     """One piece on one rank: where it starts in the full tensor, its gradient and its value after each step."""

@@ -9,12 +9,11 @@ difference is zero and the explanation is not needed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from meshwright.cost.memory import elements, memory
 from meshwright.describe.stack import Stack
@@ -23,22 +22,15 @@ from meshwright.lower.op import Op, StepProgram
 from meshwright.lower.stages import Holding, holding
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel, program_of
-from meshwright.parallel.pieces import TIED_COPY, TIED_SOURCE
-from meshwright.parallel.zero import Buckets, units
+from meshwright.parallel.expert import experts_of
+from meshwright.parallel.pieces import TIED_COPY, TIED_SOURCE, Piece
+from meshwright.parallel.zero import Buckets, buckets_of, units
 from meshwright.train.observe import canonical
 from meshwright.train.records import Observed
-from meshwright.verify.records import Amount, Row
+from meshwright.verify.expert_traffic import expert_parallel, is_expert
+from meshwright.verify.records import Amount, Explanation, Row
 
 VOCABULARY = (TIED_SOURCE, TIED_COPY)
-
-
-@dataclass(frozen=True)
-class Explanation:
-    name: str
-    axis: str
-    operation: str
-    count: float
-    bytes: float = 0.0
 
 
 def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
@@ -69,7 +61,8 @@ def explain(difference: Amount, reasons: list[Explanation]) -> list[str] | None:
 # What the lowered program says
 
 
-def lowered(parallel: Parallel) -> dict[tuple[str, str], Amount]:
+def lowered(parallel: Parallel, part: str = "") -> dict[tuple[str, str], Amount]:
+    """By axis and operation; of one part of the program only, where one is named."""
     program = step_program(parallel.model, parallel.plan, parallel.workload, Stack())
     batch, mesh = program.batch, parallel.mesh
     here = holding(batch, np.full(1, float(mesh.index("pp"))))
@@ -77,7 +70,7 @@ def lowered(parallel: Parallel) -> dict[tuple[str, str], Amount]:
 
     def add(op: Op, times: float) -> None:
         count = number(op.count) * times
-        if count and number(batch.size(op.axis)) > 1:
+        if count and number(batch.size(op.axis)) > 1 and part in ("", op.part):
             key = canonical(mesh, op.axis), op.collective
             before = out.get(key, (0.0, 0.0))
             out[key] = before[0] + count, before[1] + count * number(op.message_bytes)
@@ -134,38 +127,66 @@ def explanations(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iter
     yield from bookkeeping(parallel, low)
     yield from tensor_parallel(parallel)
     yield from recomputed_layers(parallel)
-    if any(isinstance(module, FSDPModule) for module in parallel.stages.values()):
-        yield from sharded(parallel, low)
-    else:
-        key = canonical(parallel.mesh, "dp_cp"), "all_reduce"
+    yield from expert_parallel(parallel)
+    for kind in ("dense", "expert") if parallel.model.experts else ("dense",):
+        pieces = [p for p in parallel.pieces if is_expert(p.name) == (kind == "expert")]
+        explain_kind = sharded if any(isinstance(p.parameter, DTensor) for p in pieces) else bucketed
+        yield from explain_kind(parallel, lowered(parallel, kind), kind, pieces)
+
+
+def bucketed(
+    parallel: Parallel, low: dict[tuple[str, str], Amount], kind: str, pieces: list[Piece]
+) -> Iterator[Explanation]:
+    """Gradients in buckets; `low` is what was lowered of this kind of parameters."""
+    axis = "dp_cp" if kind == "dense" else "expert_dp"
+    key = canonical(parallel.mesh, axis), "all_reduce"
+    buckets = [
+        r for r in buckets_of(parallel.reductions) if r.group is not None and r.group is parallel.mesh.group(axis)
+    ]
+    if kind == "expert" and parallel.plan.zero and (buckets or low):
+        yield from unsharded_experts(
+            low, key, sum(len(r.messages) for r in buckets), sum(r.flat.nbytes for r in buckets)
+        )
+        return
+    if not buckets:
+        return
+    frozen = sum(p.local.nbytes for p in pieces if not p.parameter.requires_grad)
+    yield Explanation("the balancing bias has no gradient", *key, 0, -frozen)
+    if kind == "dense":
         copies = sum(p.local.nbytes for p in parallel.pieces if p.tied_copy)
         yield Explanation("a tied embedding has a copy on the last stage", *key, 0, copies)
         yield Explanation("the vocabulary is cut unevenly", *key, 0, unevenness(parallel))
-        yield from compressed(parallel, low)
-        messages = sum(len(r.messages) for r in parallel.reductions if isinstance(r, Buckets) and r.group is not None)
-        whole = sum(r.flat.nbytes for r in parallel.reductions if isinstance(r, Buckets))
-        together = max(1, -(-whole // max(int(parallel.plan.bucket), 1)))
-        yield Explanation("each pipeline stage has buckets of its own", *key, messages - together if messages else 0)
-        if messages and parallel.plan.reduces_each:
-            spared = parallel.plan.microbatches(parallel.workload) - 1
-            yield Explanation("buckets are reduced once a step", *key, -spared * together, -spared * whole)
+    yield from compressed(low, key[0], buckets)
+    messages, whole = sum(len(r.messages) for r in buckets), sum(r.flat.nbytes for r in buckets) + frozen
+    together = max(1, -(-whole // max(int(parallel.plan.bucket), 1)))
+    yield Explanation("each pipeline stage has buckets of its own", *key, messages - together)
+    if parallel.plan.reduces_each:
+        spared = parallel.plan.microbatches(parallel.workload) - 1
+        yield Explanation("buckets are reduced once a step", *key, -spared * together, -spared * whole)
 
 
-def compressed(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+def unsharded_experts(
+    low: dict[tuple[str, str], Amount], key: tuple[str, str], messages: int, size: int
+) -> Iterator[Explanation]:
+    """Under ZeRO, experts that no two ranks of a shard group share are summed in buckets, once a step."""
+    name = "experts held by one rank of a shard group are summed whole"
+    for there in {*low, key}:
+        count, total = low.get(there, (0.0, 0.0))
+        now, bytes_now = (messages, size) if there == key else (0, 0)
+        yield Explanation(name, *there, now - count, bytes_now - total)
+
+
+def compressed(low: dict[tuple[str, str], Amount], axis: str, buckets: list[Buckets]) -> Iterator[Explanation]:
     """What compressed messages say to the byte: scales, padding, whole numbers of values, the layers' own shapes."""
-    axis = canonical(parallel.mesh, "dp_cp")
     exact: dict[str, list[int]] = {}
-    for r in parallel.reductions:
-        if isinstance(r, Buckets) and r.compressor is not None and r.group is not None:
+    for r in buckets:
+        if r.compressor is not None and r.group is not None:
             for message, layout in zip(r.messages, r.layouts, strict=True):
                 args = message.numel(), message.element_size(), layout, r.group.size()
                 for operation, size in r.compressor.traffic(*args):
                     exact.setdefault(operation, []).append(size)
-    norm = 1 if canonical(parallel.mesh, "world") == axis and parallel.workload.clip else 0  # also on this axis
     for operation, sizes in exact.items():
         count, total = low.get((axis, operation), (0.0, 0.0))
-        if operation == "all_reduce":
-            count, total = count - norm, total - 4 * norm
         yield Explanation("compressed to the byte, message by message", axis, operation, len(sizes) - count,
                           sum(sizes) - total)  # fmt: skip
 
@@ -198,7 +219,7 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
         return
     tp = canonical(parallel.mesh, "tp")
     microbatches = plan.microbatches(parallel.workload)
-    partial = [p.local.nbytes for p in parallel.pieces if p.partial]
+    partial = [p.local.nbytes for p in parallel.pieces if p.partial == "tp"]
     if partial:
         yield Explanation("whole vectors with partial gradients are summed", tp, "all_reduce", 1, sum(partial))
     has_last = max(parallel.stages) == plan.stages - 1
@@ -219,7 +240,12 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
 
 def regions(stage: Any, recomputed: bool) -> int:
     """Whose gathered input is not kept: of a recomputed layer it is, from I to W."""
-    return (0 if recomputed else 2 * len(stage.layers)) + (stage.head is not None)
+    return (0 if recomputed else sum(map(regions_of, stage.layers.values()))) + (stage.head is not None)
+
+
+def regions_of(layer: Any) -> int:
+    """Attention's and the feed-forward network's; of experts only the shared ones are split as that is."""
+    return 1 if hasattr(layer, "moe") and layer.moe.shared is None else 2
 
 
 def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
@@ -229,31 +255,45 @@ def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
         return
     tp, rows = canonical(parallel.mesh, "tp"), parallel.workload.seq // plan.cp if model.kind == "transformer" else 1
     n = plan.microbatch * rows * model.hidden * parallel.pieces[0].local.element_size()
-    stages: list[Any] = list(parallel.stages.values())
-    runs = plan.microbatches(parallel.workload) * sum(len(stage.layers) for stage in stages)
+    layers: list[Any] = [layer for stage in parallel.stages.values() for layer in stage.layers.values()]  # type: ignore[operator]
+    rounds = plan.microbatches(parallel.workload)
+    experts = rounds * sum(hasattr(layer, "moe") for layer in layers)
+    runs = rounds * len(layers) - experts
     last = "all_gather" if model.kind == "mlp" else "reduce_scatter" if plan.sp else "all_reduce"
     yield Explanation("a layer's last exchange is not made again", tp, last, -runs, -runs * n)
+    if not plan.sp:
+        yield Explanation("a layer's last exchange is not made again", tp, "all_gather", -experts, -experts * n)
     if plan.sp:
-        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -2 * runs,
-                          -2 * runs * n)  # fmt: skip
+        gathers = rounds * sum(map(regions_of, layers))
+        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -gathers,
+                          -gathers * n)  # fmt: skip
 
 
-def sharded(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+def sharded(
+    parallel: Parallel, low: dict[tuple[str, str], Amount], kind: str, pieces: list[Piece]
+) -> Iterator[Explanation]:
     """`fully_shard` works unit by unit, pads rows to a multiple of the ranks, and a pipeline gathers and reduces
     once."""
-    plan, shard = parallel.plan, canonical(parallel.mesh, "shard_cp")
-    parts = sum(len(units(module)) for module in parallel.stages.values())
-    ranks, shapes = parallel.mesh.size("shard_cp"), [tuple(p.parameter.shape) for p in parallel.pieces]
-    size = parallel.pieces[0].local.element_size()
-    copy = sum(int(np.prod(p.parameter.shape)) for p in parallel.pieces if p.tied_copy) * size
-    uneven = unevenness(parallel)
-    padding = sum((-s[0] % ranks) * int(np.prod(s[1:])) for s in shapes) * size
+    plan, mesh, dense = parallel.plan, parallel.mesh, kind == "dense"
+    over, copied = ("shard_cp", "replicate") if dense else ("expert_shard", "expert_replicate")
+    shard, ranks = canonical(mesh, over), mesh.size(over)
+    parts = sum(len(units(module) if dense else experts_of(module)) for module in parallel.stages.values())
+    size = pieces[0].local.element_size()
+
+    def padded(chosen: list[Piece]) -> int:
+        return sum((-p.parameter.shape[0] % ranks) * int(np.prod(p.parameter.shape[1:])) for p in chosen) * size
+
+    frozen = [p for p in pieces if not p.parameter.requires_grad]
+    spared = padded(frozen) + sum(p.parameter.numel() for p in frozen) * size
+    copy = sum(int(np.prod(p.parameter.shape)) for p in pieces if p.tied_copy) * size
+    uneven = unevenness(parallel) if dense else 0.0
+    padding = padded(pieces)
     rounds = plan.microbatches(parallel.workload)
     gathers = 2 * rounds if plan.zero == 3 and plan.reshard else 1
     reductions = rounds if plan.reduces_each else 1
     for operation, axis, times, part in (
         ("all_gather", shard, gathers, 1), ("reduce_scatter", shard, reductions, 1),
-        ("all_reduce", canonical(parallel.mesh, "replicate"), reductions, ranks),
+        ("all_reduce", canonical(mesh, copied), reductions, ranks),
     ):  # fmt: skip
         count, total = low.get((axis, operation), (0.0, 0.0))
         if not count:
@@ -264,6 +304,8 @@ def sharded(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[
             yield Explanation("a pipeline gathers and reduces once a step", axis, operation, each * (really - times),
                               total / times * (really - times))  # fmt: skip
         yield Explanation("fully_shard works unit by unit", axis, operation, (parts - each) * really)
+        if operation != "all_gather":
+            yield Explanation("the balancing bias has no gradient", axis, operation, 0, -spared / part * really)
         yield Explanation("rows are padded to a multiple of the ranks", axis, operation, 0, padding / part * really)
         yield Explanation("a tied embedding has a copy on the last stage", axis, operation, 0, copy / part * really)
         yield Explanation("the vocabulary is cut unevenly", axis, operation, 0, uneven / part * really)
