@@ -1,11 +1,27 @@
 """Context parallelism: each kind against attention on one device, then whole layouts, their traffic and their bugs."""
 
+from functools import cache
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ranks
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.blocks import Sight, places, rectangles
+from meshwright.parallel.context import is_zigzag, runs_of
+from meshwright.verify.compare import compare
+from meshwright.verify.prove import prove
+from meshwright.verify.records import Job
+from meshwright.verify.trace import record
 
 SEQ = 24
+WORKLOAD = Workload(batch=8, seq=SEQ)
 
 
 def random(shape, seed):
@@ -67,8 +83,237 @@ def functions(context):
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_kind_is_attention_on_one_device(world):
     for errors in ranks.run(world, functions):
         assert len(errors) == 4 * len(CASES) + 3
         assert max(errors.values()) < 1e-12, errors
+
+
+class Largest(TorchDispatchMode):
+    """The most elements any operator's result had."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.most = max(self.most, leaf.numel())
+        return out
+
+
+def sizes(context, seq):
+    from torch import distributed
+
+    from meshwright.parallel import blocks
+    from meshwright.parallel.context import gather_attention, ring_attention
+
+    blocks.TILE, found = 1, []  # a row at a time
+    for function in (ring_attention, gather_attention):
+        q, k, v = (random((1, 1, seq // context.world, 8), i).requires_grad_() for i in range(3))
+        with Largest() as seen:
+            function(q, k, v, distributed.group.WORLD).sum().backward()
+        found.append(seen.most)
+    return found
+
+
+def test_no_scores_of_the_whole_sequence_and_in_a_ring_no_keys_of_it_either():
+    seq, world, width = 192, 3, 8
+    for ring, gather in ranks.run(world, sizes, seq):
+        assert ring == 2 * seq // world * width  # one rank's K and V
+        assert gather == 2 * seq * width
+
+
+def wrong_calls(context):
+    from torch import distributed
+
+    from meshwright.parallel.context import ring_attention, ulysses_attention
+
+    told = []
+    for call, heads, length in ((ring_attention, 2, 3), (ulysses_attention, 3, 4)):
+        x = random((1, heads, length, 4), 0)
+        with pytest.raises(MeshwrightError) as error:
+            call(x, x, x, distributed.group.WORLD)
+        told.append(error.value.code)
+    return told
+
+
+def test_what_does_not_divide_is_refused():
+    assert ranks.run(2, wrong_calls) == [["MW-CP-001", "MW-CP-002"]] * 2
+
+
+# Who sees whom
+
+LLAMA = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 50}
+
+
+@pytest.mark.parametrize("sight", [Sight(True), Sight(False), Sight(True, 3), Sight(False, 3), Sight(True, 7)])
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_rectangles_hold_every_pair_that_sees_and_whole_ones_no_other(zigzag, sight):
+    runs = runs_of(SEQ, 3, zigzag)
+    for mine in runs:
+        for other in runs:
+            ago = places(mine)[:, None] - places(other)[None]
+            sees = (ago >= 0 if sight.causal else ago == ago) & (ago.abs() < (sight.window or SEQ))
+            covered = torch.zeros_like(sees)
+            for r in rectangles(mine, other, sight):
+                block = sees[r.queries, r.keys]
+                assert not covered[r.queries, r.keys].any()
+                covered[r.queries, r.keys] = True
+                assert block.any()
+                if r.seen != "mask":
+                    assert torch.equal(block, block.new_ones(block.shape).tril(0 if r.seen == "triangle" else SEQ))
+            assert not (sees & ~covered).any()
+
+
+def test_zigzag_gives_every_rank_half_a_block_at_every_step_in_one_rectangle():
+    ranks_, length = 4, SEQ // 4
+    runs = runs_of(SEQ, ranks_, zigzag=True)
+    assert torch.equal(torch.cat([places(own) for own in runs]).sort().values, torch.arange(SEQ))
+    for me in range(ranks_):
+        for source in range(ranks_):
+            (r,) = rectangles(runs[me], runs[source], Sight(True))
+            area = (r.queries.stop - r.queries.start) * (r.keys.stop - r.keys.start)
+            assert (r.seen, area) == (("triangle", length**2) if me == source else ("all", length**2 // 2))
+    straight = runs_of(SEQ, ranks_, zigzag=False)
+    assert [len(rectangles(own, straight[1], Sight(True))) for own in straight] == [0, 1, 1, 1]
+
+
+def test_zigzag_only_where_blocks_are_causal():
+    causal, both = Model(**LLAMA), Model(**LLAMA, causal=False)
+    assert [is_zigzag(causal, kind, 24, 4) for kind in ("ring", "all-gather", "ulysses")] == [True, True, False]
+    assert not is_zigzag(both, "ring", 24, 4)
+    assert not is_zigzag(causal, "all-gather", 20, 4)
+
+
+# Whole layouts
+
+MODELS = {
+    "llama": Model(**LLAMA, tied=True, qk_norm=True),
+    "gpt": Model(**{**LLAMA, "kv_heads": 0}, norm="layernorm", positions="learned", max_positions=24, activation="gelu",
+                 qkv_bias=True, out_bias=True, ffn_bias=True),
+    "gemma": Model(**{**LLAMA, "vocab": 51}, norms_per_layer=4, window=3, full_every=2, head_dim=10, activation="geglu"),
+    "bert": Model(**{**LLAMA, "kv_heads": 0}, causal=False, norm="layernorm", positions="learned", max_positions=24),
+    "deepseek": Model(**{**LLAMA, "kv_heads": 0}, attention="mla", q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=10),
+}  # fmt: skip
+GATHER, ULYSSES = {"cp_kind": "all-gather"}, {"cp_kind": "ulysses"}
+LAYOUTS = [
+    # alone, with accumulation
+    ("llama", {"cp": 2, "microbatch": 2}),
+    ("gpt", {"cp": 3, "microbatch": 4}),
+    ("gemma", {"cp": 2, "microbatch": 8}),
+    ("bert", {"cp": 2, "microbatch": 8}),
+    ("deepseek", {"cp": 2, "microbatch": 8}),
+    ("gemma", {"cp": 2, **GATHER, "microbatch": 8}),
+    ("gpt", {"cp": 4, **GATHER, "microbatch": 4}),
+    ("gemma", {"cp": 2, **ULYSSES, "microbatch": 8}),
+    ("llama", {"cp": 4, **ULYSSES, "microbatch": 4}),  # two KV heads on four ranks
+    # with everything else
+    ("llama", {"cp": 2, "replicate": 2, "microbatch": 2}),
+    ("llama", {"cp": 2, "shard": 2, "zero": 3, "microbatch": 2}),
+    ("gpt", {"cp": 2, **ULYSSES, "zero": 1, "microbatch": 4}),  # shards over cp alone
+    ("llama", {"cp": 2, **GATHER, "replicate": 2, "zero": 3, "microbatch": 2}),
+    ("gemma", {"cp": 2, "tp": 2, "sp": True, "microbatch": 4}),
+    ("gpt", {"cp": 2, **GATHER, "tp": 2, "sp": True, "microbatch": 8, "order": ("cp", "dp", "tp", "pp")}),
+    ("llama", {"cp": 2, **ULYSSES, "tp": 2, "microbatch": 8}),
+    ("gpt", {"cp": 2, "pp": 2, "virtual": 2, "schedule": "zbv"}),
+    ("llama", {"cp": 2, **ULYSSES, "pp": 2, "microbatch": 2}),
+]
+
+
+@cache
+def one_device(name):
+    job = Job(MODELS[name], Plan(microbatch=8), WORKLOAD, steps=2, dtypes=("fp64",))
+    return ranks.run(1, record, job)[0]["fp64"]
+
+
+def title(case):
+    return f"{case[0]}-{Plan(**case[1]).title()}"
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=title)
+def test_a_layout_trains_what_one_device_trains(case):
+    name, said = case
+    plan = Plan(**said)
+    job = Job(MODELS[name], plan, WORKLOAD, steps=2, dtypes=("fp64",))
+    traces = [result["fp64"] for result in ranks.run(plan.world, record, job)]
+    agreement = compare(one_device(name), traces)
+    assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
+    assert all(error < 1e-11 for error in agreement.errors.values()), agreement.errors
+
+
+# Proofs
+
+SMALL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32}
+
+
+def proof_of(plan, model=None, prepare=""):
+    config = Config.from_parts({**SMALL, **(model or {})}, "laptop", workload={"batch": 4, "seq": 16}, plan=plan)
+    return prove(config, ranks=4, steps=1, prepare=f"test_context:{prepare}" if prepare else "")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"cp": 3}, {"cp": 2, **GATHER, "zero": 3}, {"cp": 2, **ULYSSES, "microbatch": 2}, {"cp": 2, "tp": 2, "sp": True},
+     {"cp": 2, "shard": 2, "zero": 2, "microbatch": 2}],
+)  # fmt: skip
+def test_what_is_issued_is_what_is_lowered(plan):
+    proof = proof_of(plan)
+    assert proof.passed
+    moved = {row.operation for _, row in proof.rows if row.axis == "cp"}
+    kind = {"ring": {"send"}, "all-gather": {"all_gather", "reduce_scatter"}, "ulysses": {"all_to_all"}}
+    assert kind[plan.get("cp_kind", "ring")] <= moved
+    for _, row in proof.rows:
+        if row.axis == "cp" and row.operation != "all_reduce":
+            assert row.lowered == row.observed
+
+
+def test_a_large_plan_is_folded():
+    plan = {"cp": 8, "tp": 8, "shard": 16, "zero": 3, **ULYSSES}
+    config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 32, "seq": 131072}, plan=plan)
+    proof = prove(config, ranks=8, steps=1)
+    assert proof.passed
+    assert (proof.small.plan.cp, proof.small.plan.world) == (2, 8)
+
+
+def wrong_offset():
+    """Every rank believes to hold the start of the sequence."""
+    from meshwright.parallel import context
+
+    put_on = context.put_on
+
+    def put(module, *rest):
+        own = put_on(module, *rest)
+        module.geometry.places = torch.arange(len(own))
+        return own
+
+    context.put_on = put
+
+
+def no_sync_without_dp():
+    """Gradients reduced over dp, which has one rank, though cp has two with different tokens."""
+    from meshwright.parallel.zero import Buckets
+
+    start = Buckets.__init__
+    Buckets.__init__ = lambda self, module, group, *rest, **options: start(self, module, None, *rest, **options)
+
+
+def own_tokens_only():
+    """The loss divided by the tokens of one rank's part of the sequence."""
+    from meshwright.train.loop import Trainer
+
+    summed = Trainer.summed
+    Trainer.summed = lambda self, values, axis: values if axis == "dp_cp" else summed(self, values, axis)
+
+
+@pytest.mark.parametrize(
+    ("bug", "model", "what"),
+    [("wrong_offset", {}, "loss"), ("wrong_offset", {"positions": "learned"}, "loss"), ("no_sync_without_dp", {}, "gradient"),
+     ("own_tokens_only", {}, "loss")],
+)  # fmt: skip
+def test_a_bug_of_context_parallelism_is_caught(bug, model, what):
+    proof = proof_of({"cp": 2}, model, bug)
+    assert not proof.parity
+    first = proof.agreements[0].breaks[0]
+    assert (proof.blamed, first.what, first.step) == ("cp", what, 0), str(first)

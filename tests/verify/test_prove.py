@@ -78,7 +78,7 @@ def test_what_is_issued_is_what_is_lowered(plan, tied):
 
 
 def test_what_cannot_run_is_refused_before_ranks_start():
-    config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"cp": 2, "replicate": 4})
+    config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"tp": 2, "tp_form": "all-gather"})
     with pytest.raises(MeshwrightError, match="MW-PAR-001"):
         prove(config)
 

@@ -267,10 +267,10 @@ def _flash_backward(
     slope: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, total: torch.Tensor,
     triangle: bool,
 ) -> Any:  # fmt: skip
-    """The kernel recomputes the block's probabilities from ℓ; the seeds are dropout's, of which there is none."""
+    """The kernel recomputes the block's probabilities from ℓ; the seeds are dropout's, of which there is none. None
+    where sequences of several lengths would say where they begin."""
     assert _FLASH_BACKWARD is not None
-    none = torch.empty(0, dtype=torch.long, device=q.device)
     lengths = q.shape[2], k.shape[2]
     seed = torch.zeros((), dtype=torch.long, device=q.device)
     total, output = total.contiguous(), output.to(q.dtype)
-    return _FLASH_BACKWARD(slope, q, k, v, output, total, none, none, *lengths, 0.0, triangle, seed, seed)
+    return _FLASH_BACKWARD(slope, q, k, v, output, total, None, None, *lengths, 0.0, triangle, seed, seed)
