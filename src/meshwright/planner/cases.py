@@ -191,6 +191,7 @@ def chosen(name: str) -> Plan | None:
 
 def choose(name: str) -> Plan | None:
     """Ask the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
+    from meshwright.planner.leaders import rank
     from meshwright.planner.search import search
     from meshwright.planner.space import Space
 
@@ -198,8 +199,8 @@ def choose(name: str) -> Plan | None:
     given = ("bucket", "param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
     space = Space(c.model, c.cluster, c.workload, c.stack, base=base)
-    found = search(space, headroom=1 - SPARE).rows
-    return space.plan(found, 0) if len(found) else None
+    found = search(space, headroom=1 - SPARE)
+    return rank(space, found).best.plan if len(found.rows) else None
 
 
 def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, float]]:
@@ -225,7 +226,7 @@ def kept() -> str:
     """The text of `case_choices.toml`: what the search chooses for every case."""
     import tomli_w
 
-    head = "# What the search chose for each case; written by `python -m meshwright.planner.cases FILE`, a minute of searching.\n\n"
+    head = "# What the search chose for each case; written by `python -m meshwright.planner.cases FILE`, some minutes of searching.\n\n"
     chosen_now = {name: plan.as_dict() for name in CASES if (plan := choose(name)) is not None}
     return head + tomli_w.dumps(chosen_now)
 
