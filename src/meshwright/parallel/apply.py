@@ -5,11 +5,12 @@
     3  tensor     parameters become this rank's columns, rows and vocabulary: before sharding, which then sees less
     4  expert     each mixture of experts keeps the experts of this rank, and learns where the others are
     5  context    attention learns where the rest of the sequence is
-    6  recompute  layers, or attention's core, that backward makes again, their communication with them
-    7  zero       `fully_shard`, on what tensor parallelism left
-    8  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
-    9  gradients  buckets, or shards that torch reduces
-   10  pipeline   the program of actions over the finished stages
+    6  fp8        the products inside layers, where the workload computes in fp8
+    7  recompute  layers, or attention's core, that backward makes again, their communication with them
+    8  zero       `fully_shard`, on what tensor parallelism left
+    9  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+   10  gradients  buckets, or shards that torch reduces
+   11  pipeline   the program of actions over the finished stages
 
 What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
 pieces.
@@ -27,10 +28,11 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models import RouterOptions, build, loss_function, width_of_output
-from meshwright.parallel import context, exchange, expert, tensor, vocabulary, zero
+from meshwright.parallel import context, exchange, expert, fp8, tensor, vocabulary, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
+from meshwright.parallel.precision import Masters, at_least_single, masters_of
 from meshwright.parallel.recompute import recompute_plan
 from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tables import table_of
@@ -54,6 +56,8 @@ class Parallel:
     pipeline: Pipeline | None = None
     places: torch.Tensor | None = None  # where this rank's tokens stand in the sequence; None: it has all of them
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
+    dtype: torch.dtype = torch.float32  # of forward and backward
+    masters: Masters | None = None  # what the optimizer updates in the place of the pieces
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """All micro-batches of this rank's share of the batch. Returns its part of the loss; zero where it has none."""
@@ -119,7 +123,9 @@ def apply(
     plan.check(model, workload)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
-    stages = {i: build(model, layers, router).to(dtype) for i, layers in stages_of(model, plan, program, mesh).items()}
+    # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.
+    kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
+    stages = {i: build(model, layers, router).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}
 
     group, ring = mesh.group("tp"), mesh.group("cp")
     places: torch.Tensor | None = None
@@ -132,18 +138,22 @@ def apply(
             parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
         if ring is not None:
             places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
+        if workload.precision == "fp8":
+            fp8.put_on(module.layers.values())  # type: ignore[operator]
         recompute_plan(module, plan)
         if mesh.sharded:
-            zero.shard(module, mesh, plan)
+            zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
 
     pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model, parted[i])]
     initialise(pieces, model, seed, scatter)
-    reductions = [zero.reduction(module, mesh, plan) for module in stages.values()]
+    reductions = [zero.reduction(module, mesh, plan, dtype) for module in stages.values()]
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
     parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh),
-                        places=places)  # fmt: skip
+                        places=places, dtype=dtype, masters=masters_of(pieces, plan))  # fmt: skip
+    if parallel.masters is not None:
+        initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     return parallel

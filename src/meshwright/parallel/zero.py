@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
 from meshwright.parallel.compress import Compressor, Layout, Running, emulate, make
 from meshwright.parallel.expert import experts_of
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import DTYPES, narrow
 
 
 class Buckets:
@@ -192,7 +193,7 @@ def units(module: nn.Module) -> list[nn.Module | list[nn.Module]]:
     return [*([ends] if shared else ends), *layers]
 
 
-def shard(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
+def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
     """Put `fully_shard` on a module still on the meta device.
 
     A pipeline stage is gathered once a step, before its first action, and freed after its last, whatever the plan
@@ -200,12 +201,12 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan) -> None:
     actions.
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
-    options: dict[str, Any] = {"mesh": mesh.sharding(), "reshard_after_forward": frees}
+    options: dict[str, Any] = {"mesh": mesh.sharding(), "reshard_after_forward": frees, "mp_policy": mixed(plan, dtype)}
     apart, over = experts_of(module), mesh.expert_sharding()
     if apart and over is None:
         options["ignored_params"] = {p for experts in apart for p in experts.parameters()}
     for experts in apart if over is not None else ():
-        fully_shard(experts, mesh=over, reshard_after_forward=frees)
+        fully_shard(experts, mesh=over, reshard_after_forward=frees, mp_policy=options["mp_policy"])
     for unit in units(module):
         fully_shard(unit, **options)
     fully_shard(module, **options)
@@ -238,23 +239,31 @@ class Several:
             part.zero()
 
 
+def mixed(plan: Plan, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Gathered and multiplied in `dtype`, reduced in the plan's dtype where one of the two is 16 bits wide."""
+    said = DTYPES.get(plan.reduce_dtype if narrow(dtype) else plan.comm_dtype or "")
+    return MixedPrecisionPolicy(param_dtype=dtype if narrow(dtype) else None, reduce_dtype=said)
+
+
 Reduction = Buckets | Shards | Several
 
 
-def reduction(module: nn.Module, mesh: Mesh, plan: Plan) -> Reduction:
+def reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> Reduction:
     """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums."""
-    overlap = plan.overlap is None or "dp" in plan.overlap
+    options: dict[str, Any] = {"overlap": plan.overlap is None or "dp" in plan.overlap}
+    if narrow(dtype):
+        options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
     dense = set(module.parameters()) - experts
     parts: list[Buckets | Shards] = []
     if isinstance(module, FSDPModule):
         parts.append(Shards(module, plan))
     else:
-        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan), overlap=overlap,
-                             only=dense))  # fmt: skip
+        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan), only=dense,
+                             **options))  # fmt: skip
     if experts:
         parts.append(Buckets(module, mesh.group("expert_dp"), plan.bucket, compressor=compressor_of(plan),
-                             overlap=overlap, only=experts))  # fmt: skip
+                             only=experts, **options))  # fmt: skip
     return parts[0] if len(parts) == 1 else Several(parts)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import distributed
 
 from meshwright.parallel.apply import Parallel
+from meshwright.parallel.precision import LossScale, at_least_single, unscale
 from meshwright.train.data import Samples, batch_of
 from meshwright.train.optimizer import clip, counted_squares, make_optimizer, set_rate
 from meshwright.train.records import Settings, StepRecord
@@ -34,11 +35,14 @@ class Trainer:
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.optimizer = make_optimizer(self.parallel.pieces, self.parallel.workload, self.settings)
+        self.masters = self.parallel.masters
+        updated = self.masters.pieces if self.masters is not None else self.parallel.pieces
+        self.optimizer = make_optimizer(updated, self.parallel.workload, self.settings)
         mesh, batch = self.parallel.mesh, self.parallel.workload.batch
         share = batch // mesh.size("dp")
         self.indices = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
-        self.dtype = self.parallel.pieces[0].local.dtype
+        self.dtype = self.parallel.dtype
+        self.scale = LossScale.of(self.dtype)
 
     def train(self, steps: int) -> list[StepRecord]:
         return [self.train_step() for _ in range(steps)]
@@ -50,7 +54,8 @@ class Trainer:
         batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
 
         tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
-        parallel.tokens = tokens.to(self.dtype)
+        scale = self.scale.value
+        parallel.tokens = (tokens / scale).to(at_least_single(self.dtype))
 
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
@@ -59,20 +64,31 @@ class Trainer:
             look(self.step)
 
         squares, loss = self.summed(torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss))), "world")
-        norm = squares.sqrt()
+        norm, loss = squares.sqrt() / scale, loss / scale
 
-        if parallel.workload.clip:
-            clip(parallel.pieces, norm.to(self.dtype), self.settings.clip)
-        set_rate(self.optimizer, self.settings, self.step)
-        self.optimizer.step()
+        if taken := self.scale.accept(norm):
+            unscale(parallel.pieces, scale)
+            if parallel.workload.clip:
+                clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
+            set_rate(self.optimizer, self.settings, self.step)
+            self.update()
         router = parallel.balance_experts()
         parallel.zero_gradients()
 
-        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router)
+        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router,
+                            taken)  # fmt: skip
         self.step += 1
         for tell in self.after_step:
             tell(record)
         return record
+
+    def update(self) -> None:
+        if self.masters is None:
+            self.optimizer.step()
+            return
+        self.masters.take_gradients()
+        self.optimizer.step()
+        self.masters.give_parameters()
 
     def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The ranks of a tp group compute the same loss: one of them counts it."""

@@ -57,6 +57,9 @@ class Observer(TorchDispatchMode):
         for piece in trainer.parallel.pieces:
             self.memory.add(piece.local)
             self.memory.add(piece.gradient)
+        for piece in trainer.masters.pieces if trainer.masters is not None else ():
+            self.memory.add(piece.local)
+            self.memory.add(piece.gradient)
         for state in trainer.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

@@ -15,6 +15,7 @@ import torch
 
 from meshwright.describe.workload import Workload
 from meshwright.parallel.pieces import Piece
+from meshwright.parallel.precision import at_least_single
 from meshwright.train.records import Settings
 
 
@@ -40,7 +41,7 @@ def set_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int) ->
 
 def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
-    counted = [p.gradient for p in pieces if p.counted]
+    counted = [p.gradient.to(at_least_single(p.gradient.dtype)) for p in pieces if p.counted]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device)
     return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2

@@ -26,7 +26,7 @@ from meshwright.train.records import RankReport, Settings, StepRecord
 
 TARGET = "meshwright.train.work:work"
 SILENCE_S = 600.0
-RUNNABLE = ("fp32", "fp64")
+RUNNABLE = ("fp32", "fp64", "bf16", "fp16")
 
 
 @dataclass

@@ -13,13 +13,13 @@ import torch
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
+from meshwright.parallel.precision import DTYPES
 from meshwright.train.data import Corpus
 from meshwright.train.loop import Trainer
 from meshwright.train.observe import Observer
 from meshwright.train.rank import RankContext
 from meshwright.train.records import RankReport, Settings, StepRecord
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 DATA_AXES = ("shard", "replicate", "dp", "dp_cp", "shard_cp", "world")  # told together as dp
 
 

@@ -1,0 +1,105 @@
+"""fp8 products: E4M3 forward, E5M2 for gradients, each tensor with a scale of its own, measured as it comes.
+
+    E4M3   4 bits of exponent, 3 of mantissa: up to 448, relative error 2⁻⁴     weights and activations: precision
+    E5M2   5 bits of exponent, 2 of mantissa: up to 57,344, error 2⁻³           gradients: range
+
+    y  = s_x s_w · (x̂ ŵᵀ)      x̂ = fp8(x / s_x),  s_x = max|x| / 448
+    dx = s_g s_w · (ĝ ŵ)        ĝ = fp8(g / s_g),  s_g = max|g| / 57,344
+    dw = s_g s_x · (ĝᵀ x̂)      accumulated in fp32 or wider
+
+One product is off by at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus what falls below the smallest number;
+errors of many terms have mixed signs and mostly cancel. *Dynamic* scaling reads each tensor once more before its
+product (γ); *delayed* scaling would use the last step's maximum and save that pass, for fear of an overflow. Master
+weights, norms, attention's core, embedding and head stay wide.
+
+On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied wide, which is what
+a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` does it (the one private name
+used, only here); where the shapes do not suit it (multiples of 16) or it is missing, the emulation takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
+
+
+def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor in fp8 and its scale: x ≈ quantised · scale."""
+    largest = torch.finfo(dtype).max
+    scale = (x.abs().amax().to(torch.float32) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    # Rounding the scale may lift the largest just above the range; saturate, since E4M3 has no infinity.
+    return (x / scale.to(x.dtype)).to(torch.float32).clamp(-largest, largest).to(dtype), scale
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Through fp8 and back."""
+    small, scale = quantise(x, dtype)
+    return small.to(torch.float32).to(x.dtype) * scale.to(x.dtype)
+
+
+def scaled_product(a: torch.Tensor, b: torch.Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype) -> torch.Tensor:
+    """a [M, K] times b [N, K]ᵀ, both through fp8."""
+    if not has_scaled_product(a, b):
+        return rounded(a, a_dtype) @ rounded(b, b_dtype).T
+    (small_a, scale_a), (small_b, scale_b) = quantise(a, a_dtype), quantise(b, b_dtype)
+    wide = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+    return torch._scaled_mm(small_a, small_b.T, scale_a, scale_b, out_dtype=wide).to(a.dtype)
+
+
+def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the GPU's own fp8 product takes these shapes: K and N multiples of 16."""
+    if not (a.is_cuda and hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY):
+        return False
+    return a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        flat = x.flatten(0, -2)
+        return scaled_product(flat, weight, E4M3, E4M3).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        flat_x, flat_g = x.flatten(0, -2), gradient.flatten(0, -2)
+        dx = scaled_product(flat_g, weight.T.contiguous(), E5M2, E4M3).unflatten(0, x.shape[:-1])
+        return dx, scaled_product(flat_g.T.contiguous(), flat_x.T.contiguous(), E5M2, E4M3)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear` with fp8 products; the bias is added wide."""
+    y = _Linear.apply(x, weight)
+    return y if bias is None else y + bias
+
+
+class Fp8Products(TorchFunctionMode):
+    """Within it, every `F.linear` is an fp8 one, whoever calls it: `nn.Linear`, or a row-split product."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear:
+            return linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def put_on(modules: Iterable[nn.Module]) -> None:
+    """Run the linear layers inside these modules in fp8."""
+    for module in modules:
+        module.forward = _within(module.forward)
+
+
+def _within(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        with Fp8Products():
+            return forward(*args)
+
+    return run

@@ -1,0 +1,136 @@
+"""Precision: 16-bit parameters and products, 32-bit masters and sums, and a loss scaled so that fp16 does not vanish.
+
+    parameters   bf16 or fp16: what forward and backward multiply; half the bytes to read, gather and keep
+    gradients    made in 16 bits, added up over micro-batches and ranks in `grad_dtype`, fp32 unless the plan says less
+    on the wire  `comm_dtype`, where it is narrower than that
+    masters      an fp32 copy the optimizer works on: w ← w − η·u with |η·u| < 2⁻⁹|w| would leave a bf16 w where it is
+    buffers      their own dtype (`cast`): running statistics want more bits than weights
+
+Under ZeRO the shards themselves are the masters and torch casts what it gathers; with whole parameters the masters
+are copies (`Masters`): 2 + 4 bytes a parameter, and 8 of Adam's moments, either way.
+
+bf16 has fp32's range and needs nothing else. fp16 ends at 65,504 and at 6·10⁻⁸, and many gradients are smaller: the
+loss is multiplied by a scale S before backward and gradients divided by it after,
+
+    overflow    skip the step, S ← S/2
+    n good ones S ← 2S
+
+An overflow must be seen by all ranks or none, else they drift apart for good. It is: the global gradient norm is a sum
+over every rank, and one infinite or undefined square makes it so everywhere. The flag costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.describe.plan import Plan
+from meshwright.parallel.pieces import Piece
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4
+
+
+def at_least_single(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def cast(module: nn.Module, parameters: torch.dtype, buffers: torch.dtype | None = None) -> nn.Module:
+    """A module's floating-point parameters and buffers, each in a dtype of its own."""
+    module.to(parameters)
+    for owner in module.modules():
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_floating_point() and buffers is not None:
+                setattr(owner, name, buffer.to(buffers))
+    return module
+
+
+class Masters:
+    """Wide copies of this rank's pieces, here or on the host: the optimizer updates them, the model gets the rounding.
+
+    On the host (ZeRO-Offload, Ren et al. 2021) gradients go there and parameters come back, 2 + 4 bytes each, instead
+    of the 8 of Adam's moments both ways; `moved_bytes` counts what crossed.
+    """
+
+    def __init__(self, pieces: Iterable[Piece], dtype: torch.dtype | None = None, device: str | None = None) -> None:
+        self.sources = list(pieces)
+        self.pieces: list[Piece] = []
+        self.moved_bytes = 0
+        self.pinned = device == "cpu" and any(p.local.is_cuda for p in self.sources)
+        for piece in self.sources:
+            wide = torch.empty_like(piece.local, dtype=dtype, device=device, pin_memory=self.pinned or None)
+            gradient = torch.empty_like(wide, pin_memory=self.pinned or None)
+            wide.copy_(piece.local)
+            master = nn.Parameter(wide, requires_grad=piece.parameter.requires_grad)
+            master.grad = gradient
+            self.pieces.append(replace(piece, parameter=master))
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        for source, master in zip(self.sources, self.pieces, strict=True):
+            gradient: Any = master.parameter.grad
+            gradient.copy_(source.gradient, non_blocking=self.pinned)
+            self.moved_bytes += source.gradient.nbytes
+        self._wait()
+
+    @torch.no_grad()
+    def give_parameters(self) -> None:
+        for source, master in zip(self.sources, self.pieces, strict=True):
+            source.local.copy_(master.local, non_blocking=self.pinned)
+            self.moved_bytes += source.local.nbytes
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+
+def masters_of(pieces: list[Piece], plan: Plan) -> Masters | None:
+    """What the optimizer should work on instead of the parameters themselves."""
+    dtype = pieces[0].local.dtype
+    wide = torch.float32 if narrow(dtype) and plan.master else dtype
+    if plan.offload in ("states", "both"):
+        return Masters(pieces, wide, "cpu")
+    return Masters(pieces, wide) if wide != dtype else None
+
+
+@dataclass
+class LossScale:
+    """S and how it moves. `dynamic` is off for every dtype but fp16, and S is 1."""
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth_interval: int = 2000
+    good_steps: int = 0
+    skipped: int = 0
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> LossScale:
+        return cls(2.0**16, True) if dtype == torch.float16 else cls()
+
+    def accept(self, norm: torch.Tensor) -> bool:
+        """Whether to take this step, given the norm of all ranks' gradients; moves S."""
+        if not self.dynamic:
+            return True
+        if not bool(norm.isfinite()):
+            self.value, self.good_steps = self.value / 2, 0
+            self.skipped += 1
+            return False
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+        return True
+
+
+@torch.no_grad()
+def unscale(pieces: Iterable[Piece], scale: float) -> None:
+    if scale != 1.0:
+        for piece in pieces:
+            piece.gradient.mul_(1.0 / scale)
