@@ -151,17 +151,13 @@ def recompute(modules: Iterable[nn.Module], every: int = 1, count: int | None = 
     return chosen
 
 
-class CoreAgain:
-    """Attention's geometry, whose core is made again in backward; whatever else it knows is asked of it unchanged."""
-
-    def __init__(self, geometry: Any) -> None:
-        self._geometry = geometry
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._geometry, name)
-
-    def attend(self, *args: Any) -> Any:
-        return again(self._geometry.attend)(*args)
+def core_again(geometry: Any) -> None:
+    """Attention to whole sequences is made again in backward. Attention to blocks of a divided one (`context`) always
+    is, by its own backward: wrapping it would only send keys and values once more."""
+    undivided = geometry.attend == geometry.attend_whole
+    geometry.attend_whole = again(geometry.attend_whole)
+    if undivided:
+        geometry.attend = geometry.attend_whole
 
 
 def recompute_plan(module: nn.Module, plan: Plan) -> None:
@@ -169,10 +165,8 @@ def recompute_plan(module: nn.Module, plan: Plan) -> None:
     layers = list(module.layers.values())  # type: ignore[operator]
     if plan.recompute == "full":
         recompute(layers)
-    elif plan.recompute == "selective":
-        for layer in layers:
-            if hasattr(layer, "attention"):
-                layer.attention.geometry = CoreAgain(layer.attention.geometry)
+    elif plan.recompute == "selective" and hasattr(module, "geometry"):
+        core_again(module.geometry)
 
 
 @dataclass(frozen=True)
