@@ -12,7 +12,7 @@ MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 
 @pytest.mark.parametrize(
     "plan",
-    [{"compression": "int8", "shard": 2, "zero": 1}, {"offload": "states"}, {"tp": 2, "tp_form": "all-gather"},
+    [{"compression": "int8", "shard": 2, "zero": 1}, {"offload": "activations", "tp": 2, "sp": True}, {"tp": 2, "tp_form": "all-gather"},
      {"replicate": 2, "reduce": "microbatch"}, {"tp": 4}],
 )  # fmt: skip
 def test_refused_with_a_fix(plan):

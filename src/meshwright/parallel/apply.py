@@ -7,10 +7,11 @@
     5  context    attention learns where the rest of the sequence is
     6  fp8        the products inside layers, where the workload computes in fp8
     7  recompute  layers, or attention's core, that backward makes again, their communication with them
-    8  zero       `fully_shard`, on what tensor parallelism left
-    9  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
-   10  gradients  buckets, or shards that torch reduces
-   11  pipeline   the program of actions over the finished stages
+    8  offload    what layers save for backward goes to the host: of a recomputed one its input
+    9  zero       `fully_shard`, on what tensor parallelism left
+   10  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+   11  gradients  buckets, or shards that torch reduces
+   12  pipeline   the program of actions over the finished stages
 
 What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
 pieces.
@@ -28,7 +29,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models import RouterOptions, build, loss_function, width_of_output
-from meshwright.parallel import context, exchange, expert, fp8, tensor, vocabulary, zero
+from meshwright.parallel import context, exchange, expert, fp8, offload, tensor, vocabulary, zero
+from meshwright.parallel.localsgd import LocalSgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
@@ -58,6 +60,7 @@ class Parallel:
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
     dtype: torch.dtype = torch.float32  # of forward and backward
     masters: Masters | None = None  # what the optimizer updates in the place of the pieces
+    local: LocalSgd | None = None  # replicas that train alone between averages
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """All micro-batches of this rank's share of the batch. Returns its part of the loss; zero where it has none."""
@@ -74,6 +77,9 @@ class Parallel:
             loss.backward()
             total += loss.detach()
         return total
+
+    def group(self, axis: str) -> distributed.ProcessGroup | None:
+        return self.mesh.group(axis) if self.local is None else self.local.group_of(axis)
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.loss(output, target) / self.tokens
@@ -141,6 +147,8 @@ def apply(
         if workload.precision == "fp8":
             fp8.put_on(module.layers.values())  # type: ignore[operator]
         recompute_plan(module, plan)
+        if plan.offload in ("activations", "both"):
+            offload.put_on(module.layers.values())  # type: ignore[operator]
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)

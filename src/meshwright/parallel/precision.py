@@ -55,8 +55,8 @@ def cast(module: nn.Module, parameters: torch.dtype, buffers: torch.dtype | None
 class Masters:
     """Wide copies of this rank's pieces, here or on the host: the optimizer updates them, the model gets the rounding.
 
-    On the host (ZeRO-Offload, Ren et al. 2021) gradients go there and parameters come back, 2 + 4 bytes each, instead
-    of the 8 of Adam's moments both ways; `moved_bytes` counts what crossed.
+    On the host (ZeRO-Offload, Ren et al. 2021) gradients go there and parameters come back, 4 and 2 bytes, instead of
+    Adam's 8 bytes of moments both ways; `moved_bytes` counts what crossed.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtype: torch.dtype | None = None, device: str | None = None) -> None:

@@ -10,7 +10,9 @@ from meshwright.programs.pipelines import SCHEDULES
 
 def check_supported(model: Model, plan: Plan) -> None:
     refused = {
-        "compression": plan.compression != "none" and plan.zero > 0, "offload": plan.offload != "none",
+        "compression": plan.compression != "none" and plan.zero > 0,
+        # Sequence parallelism keeps saved tensors by hooks of its own, unless the layer is made again as a whole.
+        "offload": plan.offload in ("activations", "both") and plan.sp and plan.tp > 1 and plan.recompute != "full",
         "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
         "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",
         "schedule": plan.pp > 1 and plan.schedule not in SCHEDULES,

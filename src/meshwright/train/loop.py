@@ -72,6 +72,8 @@ class Trainer:
                 clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
             set_rate(self.optimizer, self.settings, self.step)
             self.update()
+        if parallel.local is not None:
+            parallel.local.after_update(tokens)
         router = parallel.balance_experts()
         parallel.zero_gradients()
 
@@ -95,7 +97,7 @@ class Trainer:
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
 
     def summed(self, values: torch.Tensor, axis: str) -> torch.Tensor:
-        group = self.parallel.mesh.group(axis)
+        group = self.parallel.group(axis)
         if group is not None:
             distributed.all_reduce(values, group=group)
         return values

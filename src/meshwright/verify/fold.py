@@ -18,7 +18,6 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
-NO_ARITHMETIC = ("offload",)
 HEAD = 8
 MOST_BUCKETS = 8
 
@@ -37,10 +36,6 @@ class Small:
 def small_copy(config: Config, ranks: int) -> Small:
     plan, changes = fold(config.plan, ranks)
     plan = emulable(plan, changes)
-    for field in NO_ARITHMETIC:
-        if getattr(plan, field) != "none":
-            changes.append(f"{field}={getattr(plan, field)} not exercised: it moves memory and time, not values")
-            plan = plan.but(**{field: "none"})
     tiny = shrink(config.model, plan, config.plan)
     workload = shrink_workload(config, plan)
     if tiny != config.model:

@@ -1,0 +1,96 @@
+"""Offload moves memory and changes nothing: exact gradients and updates, and the bytes that would cross."""
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.parallel import offload
+from meshwright.parallel.recompute import recompute
+from meshwright.verify.prove import prove
+
+MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))).double()
+
+
+def test_activations_go_and_come_back_unchanged_and_each_once():
+    plain, moved = layers(), layers()
+    away = offload.put_on(moved)
+    x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
+    y = moved(x)
+    each = x.nbytes  # a layer saves its input, tanh's output (which the second product saves too): two tensors
+    assert away.down_bytes == 3 * 2 * each
+    assert away.up_bytes == 0
+    y.sum().backward()
+    assert away.up_bytes == 3 * 3 * each  # three operations ask
+    z = torch.ones_like(x).requires_grad_()
+    plain(z).sum().backward()
+    assert torch.equal(x.grad, z.grad)
+    for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_of_a_recomputed_layer_only_the_input_goes():
+    net, plain = layers(), layers()
+    recompute(net)
+    away = offload.put_on(net)
+    x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
+    net(x).sum().backward()
+    plain(x).sum().backward()
+    assert away.down_bytes == away.up_bytes == 3 * x.nbytes
+    assert torch.equal(net[0][0].weight.grad, plain[0][0].weight.grad)
+
+
+def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
+    away = offload.Activations()
+    x = torch.ones(4)
+    first = away.send(x)
+    x.add_(1)
+    second = away.send(x)
+    assert away.fetch(first).tolist() == [1.0] * 4
+    assert away.fetch(second).tolist() == [2.0] * 4
+    assert offload.Activations(smallest=100).within(nn.Identity(), lambda y: y * y)(x.requires_grad_()).sum() == 16
+
+
+def states_crossed(context, plan, workload, dtype):
+    from meshwright.parallel.apply import apply
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    parallel = apply(MODEL, plan, workload, context.rank, dtype=getattr(torch, dtype))
+    trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0))
+    trainer.train(2)
+    own = {id(p.parameter) for p in parallel.pieces}
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    return trainer.masters.moved_bytes, sum(p.local.numel() for p in parallel.pieces), bool(own & held)
+
+
+@pytest.mark.parametrize(("dtype", "crossing"), [("float32", 4 + 4), ("bfloat16", 4 + 2)])
+def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, crossing):
+    """fp32 gradients down, parameters up; the optimizer holds none of the model's own tensors."""
+    plan = Plan(offload="states", microbatch=2)
+    ((moved, elements, shares),) = ranks.run(1, states_crossed, plan, Workload(batch=2, seq=4), dtype)
+    assert moved == 2 * crossing * elements
+    assert not shares
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"offload": "both", "replicate": 2, "tp": 2}, {"offload": "both", "shard": 2, "zero": 3, "recompute": "full"},
+     {"offload": "activations", "pp": 2, "schedule": "zb-h1"}],
+)  # fmt: skip
+def test_a_plan_with_it_trains_what_one_device_trains(plan):
+    model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}
+    config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan=plan)
+    proof = prove(config, ranks=4, steps=2)
+    assert proof.small.plan.offload == plan["offload"]
+    assert proof.passed, [row for _, row in proof.rows if row.unexplained]
+    assert proof.agreements[0].errors["parameter"] < 1e-12
