@@ -56,9 +56,30 @@ LAYOUTS = [
 ]
 
 
+ROUTERS = {
+    "capacity": {"capacity": 0.75},
+    "losses": {"aux": 0.1, "z": 0.05, "score": "sigmoid"},
+    "expert choice": {"choice": "expert", "aux": 0.1},
+}
+ROUTED = [
+    ("capacity", {"replicate": 2, "ep": 2, "microbatch": 4}),
+    ("capacity", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}),
+    ("capacity", {"cp": 2, "ep": 2, "microbatch": 8}),
+    ("losses", {"replicate": 2, "tp": 2, "sp": True, "ep": 2, "microbatch": 4}),
+    ("expert choice", {"shard": 2, "zero": 3, "ep": 2, "microbatch": 4}),
+    ("expert choice", {"tp": 2, "sp": True, "microbatch": 8}),
+]
+LOWERED = [
+    ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2}),
+    ("deepseek", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "recompute": "full"}),
+    ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
+]
+
+
 @cache
-def one_device(name, router=(), microbatch=8):
-    job = Job(MODELS[name], Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), router=dict(router))
+def one_device(name, router="", microbatch=8, prepare=""):
+    job = Job(MODELS[name], Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare,
+              router=ROUTERS.get(router, {}))  # fmt: skip
     return ranks.run(1, record, job)[0]["fp64"]
 
 
@@ -67,17 +88,171 @@ def title(case):
     return f"{name}-{Plan(**plan).title()}"
 
 
-def agree(name, said, router=()):
+def many(name, said, router="", prepare=""):
     plan = Plan(**said)
-    job = Job(MODELS[name], plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), router=dict(router))
-    traces = [result["fp64"] for result in ranks.run(plan.world, record, job)]
-    agreement = compare(one_device(name, router), traces)
+    job = Job(
+        MODELS[name], plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare, router=ROUTERS.get(router, {})
+    )
+    return [result["fp64"] for result in ranks.run(plan.world, record, job)]
+
+
+def agree(one, traces):
+    agreement = compare(one, traces)
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
-    held = {piece.name for trace in traces for piece in trace.pieces}
-    assert held == {piece.name for piece in one_device(name, router).pieces}
-    return traces
+    assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in one.pieces}
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=title)
 def test_a_layout_trains_what_one_device_trains(case):
-    agree(*case)
+    agree(one_device(case[0]), many(*case))
+
+
+@pytest.mark.parametrize("case", ROUTED, ids=title)
+def test_statistics_are_of_all_tokens_whoever_holds_them(case):
+    router, said = case
+    agree(one_device("mixtral", router), many("mixtral", said, router))
+
+
+def interleaved():
+    """One device takes the samples that two ranks of two micro-batches have in flight together."""
+    from meshwright.train.data import RandomSamples
+
+    plain = RandomSamples.sample
+
+    def sample(self, step, index):
+        microbatch, rank, row = index // 4, index // 2 % 2, index % 2
+        return plain(self, step, rank * 4 + microbatch * 2 + row)
+
+    RandomSamples.sample = sample
+
+
+def test_losses_of_accumulated_microbatches_are_averaged():
+    one = one_device("mixtral", "losses", microbatch=4, prepare=f"{__name__}:interleaved")
+    agree(one, many("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, "losses"))
+
+
+# Bugs on purpose: each must be seen
+
+
+def gradients_over_dp():
+    from meshwright.parallel import mesh
+
+    plain = mesh.Mesh.group
+    mesh.Mesh.group = lambda self, axis: plain(self, "dp" if axis == "expert_dp" else axis)
+
+
+def gradients_not_summed():
+    from meshwright.parallel import mesh
+
+    plain = mesh.Mesh.group
+    mesh.Mesh.group = lambda self, axis: None if axis == "expert_dp" else plain(self, axis)
+
+
+def statistics_of_one_rank():
+    from meshwright.parallel.expert import Spread
+
+    Spread.summed = lambda self, values: values
+
+
+def answers_in_another_order():
+    from meshwright.parallel.expert import Journey
+
+    plain = Journey.back
+    Journey.back = lambda self, answers: plain(self, answers).flip(0)
+
+
+def bias_added_by_every_rank():
+    from meshwright.models.moe import GroupedLinear
+
+    GroupedLinear.bias_share = property(lambda self: 1.0, lambda self, value: None)
+
+
+@pytest.mark.parametrize(("bug", "name", "said", "router"), [
+    (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
+    (gradients_not_summed, "mixtral", {"tp": 2, "expert_tp": 1}, ""),
+    (statistics_of_one_rank, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, "losses"),
+    (answers_in_another_order, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
+    (bias_added_by_every_rank, "qwen", {"tp": 2}, ""),
+], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
+def test_a_bug_is_caught(bug, name, said, router):
+    traces = many(name, said, router, prepare=f"{__name__}:{bug.__name__}")
+    assert compare(one_device(name, router), traces).breaks
+
+
+# The journey in its parts
+
+
+def journeys(context):
+    """Uneven and empty splits, forward and backward, against what every rank knows of the others."""
+    import torch
+    from torch import distributed
+
+    from meshwright.parallel.expert import all_to_all
+
+    sizes = [[0, 3, 1], [2, 0, 0], [0, 0, 0]]  # rows from rank to rank: the last sends none, the first gets few
+    rank, group = context.rank, distributed.group.WORLD
+
+    def rows(source, target, what):
+        start = 100.0 * source + 10 * target + what
+        return torch.arange(sizes[source][target], dtype=torch.float64)[:, None] * 0.1 + start + torch.zeros(1, 2)
+
+    x = torch.cat([rows(rank, r, 0) for r in range(3)]).requires_grad_()
+    incoming = [sizes[r][rank] for r in range(3)]
+    y = all_to_all(x, group, sizes[rank], incoming)
+    assert torch.equal(y, torch.cat([rows(r, rank, 0) for r in range(3)]))
+    y.backward(torch.cat([rows(r, rank, 5) for r in range(3)]))
+    assert torch.equal(x.grad, torch.cat([rows(rank, r, 5) for r in range(3)]))
+    return True
+
+
+def test_uneven_and_empty_splits_and_their_gradients():
+    assert ranks.run(3, journeys) == [True] * 3
+
+
+def shared_between(context, overlap):
+    """The order in which a layer's forward and backward send, land and run the shared experts."""
+    import torch
+
+    from meshwright.parallel.apply import apply
+    from meshwright.parallel.expert import Flight
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    log = []
+    start, wait = Flight.start, Flight.wait
+    Flight.start = lambda self, rows, back: log.append("send") or start(self, rows, back)
+    Flight.wait = lambda self: log.append("land") or wait(self)
+    model = MODELS["qwen"].but(layers=1)
+    plan = Plan(replicate=2, ep=2, microbatch=4, overlap=("ep",) if overlap else ())
+    parallel = apply(model, plan, WORKLOAD, context.rank, dtype=torch.float64)
+    shared = parallel.stages[0].layers["0"].moe.shared
+    shared.register_forward_hook(lambda *_: log.append("shared"))
+    shared.register_full_backward_hook(lambda *_: log.append("shared"))
+    record = Trainer(parallel, RandomSamples(model, 8, 0)).train_step()
+    return log, record.router
+
+
+def test_shared_experts_run_while_tokens_travel():
+    for log, router in ranks.run(2, shared_between, True):
+        assert log == ["send", "shared", "land", "send", "land", "send", "land", "send", "shared", "land"]
+        assert 0 < router["entropy"] <= 1 <= router["peak"]
+        assert router["dropped"] == 0
+    for log, _ in ranks.run(2, shared_between, False):
+        assert log[:3] == ["send", "land", "shared"]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=title)
+def test_what_is_sent_was_lowered_or_is_explained(case):
+    name, said = case
+    plan = Plan(**said, param_dtype="fp32", master=False)
+    workload = WORKLOAD.but(precision="fp32")
+    job = Job(MODELS[name], plan, workload, steps=1, dtypes=("fp32",), watch=True)
+    layers = MODELS[name].layer_count("moe") * plan.microbatches(workload)
+    for result in ranks.run(plan.world, record, job):
+        trace = result["fp32"]
+        assert not trace.observed.unknown
+        assert not [row for row in trace.traffic if row.unexplained], trace.traffic
+        (row,) = [row for row in trace.traffic if row.operation == "all_to_all"]
+        again = 2 if plan.recompute == "full" else 0
+        assert row.lowered[0] == (4 + again) * layers  # four a layer and micro-batch, and forward's two made again
+        assert row.observed[0] == row.lowered[0] + (1 + again // 2) * layers  # and one of counts

@@ -16,6 +16,7 @@ import numpy as np
 from torch.distributed.tensor import DTensor
 
 from meshwright.cost.memory import elements, memory
+from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.lower import sync
 from meshwright.lower.op import Op, StepProgram
@@ -232,20 +233,25 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
         yield Explanation("the loss sums two values a token in one message", tp, "all_reduce", -microbatches)
     program = program_of(plan, parallel.workload)
     if plan.sp and program is not None and program.splits_backward:
-        n = plan.microbatch * parallel.workload.seq // plan.cp * model.hidden * parallel.pieces[0].local.element_size()
+        n = plan.microbatch * parallel.workload.seq // plan.cp * parallel.pieces[0].local.element_size()
         inputs = [a.stage for a in program.actions(parallel.mesh.index("pp")) if a.kind == "I" and a.stage > 0]
-        times = sum(regions(parallel.stages[stage], plan.recompute == "full") for stage in inputs)
-        yield Explanation("a split backward gathers again in I and in W", tp, "all_gather", times, times * n)
+        again = [
+            width for stage in inputs for width in regions(parallel.stages[stage], model, plan.recompute == "full")
+        ]
+        yield Explanation("a split backward gathers again in I and in W", tp, "all_gather", len(again), sum(again) * n)
 
 
-def regions(stage: Any, recomputed: bool) -> int:
-    """Whose gathered input is not kept: of a recomputed layer it is, from I to W."""
-    return (0 if recomputed else sum(map(regions_of, stage.layers.values()))) + (stage.head is not None)
+def regions(stage: Any, model: Model, recomputed: bool) -> list[int]:
+    """Widths of the gathered inputs that are not kept: of a recomputed layer they are, from I to W."""
+    layers = [] if recomputed else [width for layer in stage.layers.values() for width in regions_of(layer, model)]
+    return layers + [model.hidden] * (stage.head is not None)
 
 
-def regions_of(layer: Any) -> int:
+def regions_of(layer: Any, model: Model) -> list[int]:
     """Attention's and the feed-forward network's; of experts only the shared ones are split as that is."""
-    return 1 if hasattr(layer, "moe") and layer.moe.shared is None else 2
+    latents = (model.q_rank or model.hidden) + model.kv_rank + model.rope_dim
+    split = not hasattr(layer, "moe") or layer.moe.shared is not None
+    return [latents if model.attention == "mla" else model.hidden] + [model.hidden] * split
 
 
 def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
@@ -264,9 +270,9 @@ def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
     if not plan.sp:
         yield Explanation("a layer's last exchange is not made again", tp, "all_gather", -experts, -experts * n)
     if plan.sp:
-        gathers = rounds * sum(map(regions_of, layers))
-        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -gathers,
-                          -gathers * n)  # fmt: skip
+        gathers = [width for layer in layers for width in regions_of(layer, model)]
+        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -rounds * len(gathers),
+                          -rounds * sum(gathers) * n / model.hidden)  # fmt: skip
 
 
 def sharded(
