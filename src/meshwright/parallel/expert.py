@@ -27,7 +27,7 @@ runs between the two steps the other way, since autograd runs the youngest node 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +174,7 @@ class Spread:
     def __init__(self, mesh: Mesh, plan: Plan, share: float, model: Model) -> None:
         self.mesh, self.plan, self.model = mesh, plan, model
         self.share: float | torch.Tensor = share
+        self.microbatch_share = share  # of one micro-batch in the step's loss
         self.tp = None if plan.sp else mesh.group("tp")
         self.ep, self.etp, self.stage = mesh.add("ep"), mesh.add("expert_tp"), mesh.add("stage")
         self.ep_size, self.etp_index = mesh.size("ep"), mesh.index("expert_tp")
@@ -265,7 +266,7 @@ def _part(done: Parted, linear: GroupedLinear, name: str, mesh: Mesh, columns: b
     if linear.bias is not None:
         axes["bias"] = ((0, "ep"), (1, "expert_tp")) if columns else ((0, "ep"),)
     for field_name, cuts in axes.items():
-        parameter = getattr(linear, field_name)
+        parameter = whole = getattr(linear, field_name)
         made = []
         for dim, axis in cuts:
             full, parts = parameter.shape[dim], mesh.size(axis)
@@ -275,7 +276,7 @@ def _part(done: Parted, linear: GroupedLinear, name: str, mesh: Mesh, columns: b
             start, stop = boundaries(full, parts, mesh.index(axis))
             parameter = parameter.narrow(dim, start, stop - start)
             made.append(Cut(dim, start, full))
-        setattr(linear, field_name, nn.Parameter(torch.empty_like(parameter)))
+        setattr(linear, field_name, nn.Parameter(torch.empty_like(parameter), requires_grad=whole.requires_grad))
         done.cuts[f"{name}.{field_name}"] = tuple(made)
     if linear.bias is not None and not columns and mesh.size("expert_tp") > 1:
         done.partial.add(f"{name}.bias")
@@ -284,9 +285,11 @@ def _part(done: Parted, linear: GroupedLinear, name: str, mesh: Mesh, columns: b
 
 
 @torch.no_grad()
-def balance(modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh) -> dict[str, float]:
-    """Once a step: the load of every layer over all tokens, in one small sum, moves the balancing biases. Returns the
-    metrics of the worst layer here, and the mean share of copies dropped."""
+def balance(
+    modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh, masters: Sequence[Piece] = ()
+) -> dict[str, float]:
+    """Once a step: the load of every layer over all tokens, in one small sum, moves the balancing biases, first of all
+    their wide `masters` where there are any. Returns the metrics of the worst layer here, and the mean share dropped."""
     layers = {f"{name}.router": part for module in modules for name, part in module.named_modules()
               if isinstance(part, MixtureOfExperts) and part.router.load is not None}  # fmt: skip
     if not layers:
@@ -296,11 +299,14 @@ def balance(modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh) -> di
     if group is not None:
         distributed.all_reduce(loads, group=group)
     by_name = {piece.name: piece for piece in pieces}
+    wide = {piece.name: piece for piece in masters}
     metrics = []
     for (name, part), load_2E in zip(layers.items(), loads, strict=True):
         bias = by_name.get(f"{name}.balance_bias")
         if bias is not None:
-            bias.local.add_(bias.box(part.router.balance(load_2E[0])))
+            true = wide.get(bias.name, bias)
+            true.local.add_(bias.box(part.router.balance(load_2E[0])).to(true.local.device))
+            bias.local.copy_(true.local)
         metrics.append(load_metrics(load_2E))
         part.router.load = None
         if isinstance(part.place, Spread):
@@ -311,6 +317,13 @@ def balance(modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh) -> di
         "idle": max(m["idle"] for m in metrics),
         "dropped": sum(m["dropped"] for m in metrics) / len(metrics),
     }
+
+
+def scale_losses(modules: Iterable[nn.Module], scale: float) -> None:
+    """Losses the routers add are scaled like the step's own."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, MixtureOfExperts) and isinstance(part.place, Spread):
+            part.place.share = scale * part.place.microbatch_share
 
 
 def experts_of(module: nn.Module) -> list[Experts]:

@@ -8,6 +8,7 @@ parameters before its first action and frees them after its last. Private names 
     _PipelineScheduleRuntime                        walks a rank's list
     ._prepare_schedule_with_comms(actions)          adds sends and receives; learns the placement from the lists
     PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
+    PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
 
 `check_adapter` names the missing one if torch moves any. Shapes between stages are told in advance, since torch would
 otherwise run a whole forward and backward in the first step to find them out.
@@ -57,6 +58,14 @@ class Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # Torch before 2.12 greets both neighbours, even one on this very rank, as in a V; gloo cannot send to itself.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != distributed.get_rank()]
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        # Torch drops every gradient under a module it shards, before the first step, also of the parameters it does
+        # not shard: experts that live on one rank each. Theirs are views into a bucket, and must stay so.
+        views = [(p, p.grad) for p in self.submod.parameters() if p.grad is not None]
+        super()._post_metadata_inference_cleanup()
+        for parameter, view in views:
+            parameter.grad = view
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         super().perform_reduce_grad(grad_scale_factor)

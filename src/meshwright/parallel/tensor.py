@@ -94,7 +94,8 @@ def _cut(done: Split, owner: Any, prefix: str, name: str, dim: int, even: bool =
                               f"tp={done.group.size()}", why="Each rank holds whole heads or columns")  # fmt: skip
     start, stop = boundaries(full, done.group.size(), done.group.rank())
     if parameter not in done.made:
-        done.made[parameter] = nn.Parameter(torch.empty_like(parameter.narrow(dim, start, stop - start)))
+        part = torch.empty_like(parameter.narrow(dim, start, stop - start))
+        done.made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     setattr(owner, name, done.made[parameter])
     done.cuts[f"{prefix}.{name}"] = Cut(dim, start, full)
     return start, stop

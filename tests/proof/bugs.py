@@ -1,0 +1,562 @@
+"""Historical bugs, put back one by one into every rank before it trains: each a function that breaks one thing.
+
+`CORPUS` says on which model and plan each is tried, and what the comparison must find first: what differs (loss,
+gradient, norm or parameter), in which step, and of which tensor. References are to reports of the same mistake in
+public code; "seed" marks one of the lectures' own examples.
+
+Not expressible here, and so not in the corpus:
+
+    dropout seeded alike on every tp rank     these networks train without dropout
+    KV heads copied over tp ranks             refused: tp is at most the KV heads (Ulysses' copies stand in for it)
+    rotary offset under sequence parallelism  attention sees the gathered sequence; learned positions are cut, and tried
+    an overflow only some ranks see           float64 has no loss scale
+    a shorter message silently accepted       every shape on the wire is told in advance
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from meshwright.models import initial_value
+from meshwright.parallel import apply, blocks, context, exchange, expert, pipeline, tensor, ulysses, vocabulary, zero
+from meshwright.parallel.mesh import Mesh
+from meshwright.train import loop
+
+
+class Bug(NamedTuple):
+    name: str
+    model: str
+    plan: dict[str, Any]
+    what: str
+    tensor: str = ""  # a part of the first broken tensor's name
+    step: int = 0
+    ratio: float = 0.0  # 0: any
+    router: tuple[tuple[str, Any], ...] = ()
+
+
+# Data parallel
+
+
+def gradient_averaged_twice():
+    """The loss is divided by the global tokens already; an average over ranks divides again."""
+    finish = zero.Buckets.finish
+
+    def averaged(self):
+        finish(self)
+        if self.group is not None:
+            self.flat.div_(self.group.size())
+
+    zero.Buckets.finish = averaged
+
+
+def reduce_scatter_averages():
+    """`fully_shard` left to its default divides by the ranks (torchtitan #2318: norms differ between DDP and FSDP)."""
+    zero.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    zero.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
+
+
+def never_synchronised():
+    """`no_sync` around the last micro-batch too."""
+    begin = zero.Shards.begin
+
+    def quiet(self, last):
+        begin(self, last)
+        self.module.set_requires_gradient_sync(False)
+
+    zero.Shards.begin = quiet
+
+
+def replicas_not_reduced():
+    """Hybrid sharding that reduces over its shards and forgets its replicas."""
+    Mesh.sharding = lambda self: self.device_mesh["shard"]
+
+
+def every_microbatch_synchronises():
+    """Sums that are summed again with the next micro-batch: accumulation without `no_sync` in a shared buffer."""
+    begin = zero.Buckets.begin
+
+    def eager(self, last):
+        if self._work:
+            self.finish()
+        begin(self, True)
+
+    zero.Buckets.begin = eager
+
+
+def accumulation_forgets():
+    """Gradients zeroed at every micro-batch instead of every step."""
+    begin = zero.Buckets.begin
+
+    def forgetful(self, last):
+        self.zero()
+        begin(self, last)
+
+    zero.Buckets.begin = forgetful
+
+
+def gradients_not_zeroed():
+    apply.Parallel.zero_gradients = lambda self: None
+
+
+def stale_bucket_views():
+    """`zero_grad(set_to_none=True)`: backward then writes beside the buffer that is reduced."""
+    plain = zero.Buckets.zero
+
+    def drop(self):
+        plain(self)
+        for p in self._touched:
+            p.grad = None
+
+    zero.Buckets.zero = drop
+
+
+def last_bucket_not_sent():
+    """Buckets leave when they are full, and nobody flushes the last one."""
+    send = zero.Buckets._send
+
+    def most(self):
+        if self._started < len(self.messages) - 1:
+            send(self)
+        else:
+            self._started += 1
+
+    zero.Buckets._send = most
+
+
+def hooks_miss_split_backward():
+    """A split backward writes gradients without calling hooks: a reducer that relies on them sends nothing."""
+    zero.Buckets.start = lambda self: None
+
+
+def replicas_start_apart():
+    """Each rank draws from a seed of its own, and nobody broadcasts."""
+    initialise = apply.initialise
+    apply.initialise = lambda pieces, model, seed, scatter: initialise(
+        pieces, model, seed + distributed.get_rank(), scatter
+    )
+
+
+def every_rank_reads_the_same_samples():
+    """A sampler that was not told its rank."""
+    prepare = loop.Trainer.__post_init__
+
+    def same(self):
+        prepare(self)
+        self.indices = range(len(self.indices))
+
+    loop.Trainer.__post_init__ = same
+
+
+def loss_normalised_per_rank():
+    """A mean of each rank's mean, though ranks have different numbers of valid tokens."""
+    summed = loop.Trainer.summed
+
+    def local(self, values, axis):
+        return values * self.parallel.mesh.size(axis) if axis == "dp_cp" else summed(self, values, axis)
+
+    loop.Trainer.summed = local
+
+
+def microbatch_loss_not_divided():
+    scaled = apply.Parallel.scaled_loss
+
+    def grown(self, output, target):
+        return scaled(self, output, target) * self.plan.microbatches(self.workload)
+
+    apply.Parallel.scaled_loss = grown
+
+
+def padding_counted():
+    """Tokens counted by shape, padding included."""
+    plain = loop.batch_of
+
+    class Whole(tuple):
+        inputs = property(lambda self: self[0])
+        targets = property(lambda self: self[1])
+        valid = property(lambda self: torch.tensor(self[1].numel()))
+
+    loop.batch_of = lambda *args, **options: Whole(plain(*args, **options))
+
+
+# The update
+
+
+def clip_by_local_norm():
+    clip = loop.clip
+
+    def local(pieces, norm, most):
+        clip(pieces, torch.nn.utils.get_total_norm([p.gradient for p in pieces]), most)
+
+    loop.clip = local
+
+
+def norm_counts_copies():
+    """Squares of every local parameter, whoever else holds a copy."""
+    loop.counted_squares = lambda pieces: sum((p.gradient.double() ** 2).sum() for p in pieces)
+
+
+def norm_counts_the_tied_copy():
+    loop.counted_squares = lambda pieces: sum((p.gradient.double() ** 2).sum() for p in pieces if p.counted or p.tied)
+
+
+def update_before_reduction():
+    """The optimizer sees this rank's own gradients: it stepped before the sum arrived."""
+    finish, clip = apply.Parallel.finish_gradients, loop.clip
+    own = []
+
+    def early(self):
+        own[:] = [p.gradient.clone() for p in self.pieces]
+        finish(self)
+
+    def late(pieces, norm, most):
+        for piece, gradient in zip(pieces, own, strict=True):
+            piece.gradient.copy_(gradient)
+        clip(pieces, norm, most)
+
+    apply.Parallel.finish_gradients, loop.clip = early, late
+
+
+def weight_decay_twice():
+    """Decay by the optimizer and again by hand."""
+    make = loop.make_optimizer
+
+    def heavy(*args):
+        optimizer = make(*args)
+        for group in optimizer.param_groups:
+            group["weight_decay"] *= 2
+        return optimizer
+
+    loop.make_optimizer = heavy
+
+
+def initialised_by_local_shape():
+    """Each rank draws its shard as if it were the tensor: every tp rank starts from the same columns."""
+
+    @torch.no_grad()
+    def local(pieces, model, seed, scatter=False):
+        for piece in pieces:
+            piece.local.copy_(initial_value(model, piece.name, piece.local.shape, seed, scatter))
+
+    apply.initialise = local
+
+
+# Tensor and sequence parallel
+
+
+def bias_on_every_row_parallel_rank():
+    """The bias added before the sum over ranks counts once a rank (seed)."""
+
+    def row(done, name, part):
+        tensor._cut(done, part, name, "weight", 1)
+        part.forward = lambda x: exchange.reduce_out(F.linear(x, part.weight, part.bias), done.group)
+
+    tensor.STYLES["row"] = row
+
+
+def backward_of_column_parallel_not_summed():
+    """Megatron's f as a plain identity: each rank's part of the input gradient goes on alone."""
+    exchange.copy_in = lambda x, group: x
+
+
+def embedding_not_summed():
+    """A vocabulary-parallel embedding without its all-reduce: absent tokens stay zero."""
+
+    def silent(done, name, part):
+        start, _ = tensor._cut(done, part, name, "weight", 0, even=False)
+        part.forward = lambda ids: vocabulary.embed(ids, part.weight, start)
+
+    tensor.STYLES["vocabulary"] = silent
+
+
+def softmax_without_a_common_maximum():
+    """Each rank shifts its logits by its own maximum before the sums are added."""
+    plain = distributed.all_reduce
+
+    def skip(values, op=distributed.ReduceOp.SUM, group=None, async_op=False):
+        return None if op == distributed.ReduceOp.MAX else plain(values, op, group=group, async_op=async_op)
+
+    distributed.all_reduce = skip
+
+
+def uneven_vocabulary_by_floor():
+    """Where a rank's columns begin, by ⌊V/P⌋: right until the vocabulary does not divide."""
+
+    def choose(model, mesh):
+        group = mesh.group("tp")
+        start = model.padded_vocab // group.size() * group.rank()
+        return lambda logits, target: vocabulary.cross_entropy(logits, target, start, group)
+
+    apply.choose_loss = choose
+
+
+def norms_not_summed_over_sequence():
+    """Under sequence parallelism a norm sees a share of the tokens only (Megatron-LM #1464)."""
+    tensor.STYLES["between"] = lambda done, name, part: None
+
+
+def head_norms_not_summed():
+    """A norm inside attention sees this rank's heads only, with sequence parallelism or without."""
+    tensor.STYLES["inside"] = lambda done, name, part: None
+
+
+def row_bias_not_summed_over_sequence():
+    plain = tensor.STYLES["row"]
+
+    def row(done, name, part):
+        plain(done, name, part)
+        done.partial.discard(f"{name}.bias")
+
+    tensor.STYLES["row"] = row
+
+
+def positions_start_at_zero_on_every_rank():
+    """Sequence parallel ranks that all take the first learned positions."""
+
+    def first(done, name, part):
+        forward = part.forward
+        tensor._partial(done, name, part)
+        part.forward = lambda n: forward(n).chunk(done.group.size())[0]
+
+    tensor.STYLES["positions"] = first
+
+
+def tensor_parallel_ranks_read_different_samples():
+    """A sampler keyed by the global rank."""
+    prepare = loop.Trainer.__post_init__
+
+    def apart(self):
+        prepare(self)
+        shift = self.parallel.mesh.index("tp")
+        self.indices = range(self.indices.start + shift, self.indices.stop + shift)
+
+    loop.Trainer.__post_init__ = apart
+
+
+# Context parallel
+
+
+def context_ranks_not_summed():
+    """Gradients synchronised over dp only: nothing at all where dp is 1 and cp is not."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: None if axis == "dp_cp" and self.size("cp") > 1 else group(self, axis)
+
+    # Tokens are still counted over all of them.
+    summed = loop.Trainer.summed
+
+    def counted(self, values, axis):
+        if axis == "dp_cp":
+            distributed.all_reduce(values)
+            return values
+        return summed(self, values, axis)
+
+    loop.Trainer.summed = counted
+
+
+def rotation_starts_at_zero_on_every_rank():
+    put_on = context.put_on
+
+    def local(module, *args):
+        places = put_on(module, *args)
+        module.geometry.places = torch.arange(len(places))
+        return places
+
+    context.put_on = local
+
+
+def tokens_dealt_in_one_run():
+    """Attention deals the sequence in zigzag, the data loader in one run a rank."""
+    put_on = context.put_on
+
+    def run(module, model, group, kind, seq):
+        put_on(module, model, group, kind, seq)
+        return torch.arange(seq).chunk(group.size())[group.rank()]
+
+    context.put_on = run
+
+
+def causal_by_local_position():
+    """Every block masked as if it were the rank's own."""
+    blocks.rectangles = lambda queries, keys, sight: [
+        blocks.Rectangle(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))), "triangle")
+    ]
+
+
+def gradients_of_keys_stay_away():
+    """Ulysses whose backward forgets the trade: gradients stay with the rank that has the heads."""
+    ulysses._AllToAll.backward = staticmethod(lambda ctx, slope: (slope, None))
+
+
+class _FirstCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.times = times
+        return x.repeat_interleave(times, dim=1)
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope[:, :: ctx.times].contiguous(), None
+
+
+def key_copies_not_summed():
+    """KV heads copied so that each rank has one, and the gradient of one copy taken for all."""
+    plain = ulysses.over_heads
+
+    def copied(q, k, v, group, attend):
+        times = max(1, group.size() // k.shape[1])
+        return plain(q, _FirstCopy.apply(k, times), _FirstCopy.apply(v, times), group, attend)
+
+    context.over_heads = copied
+
+
+# Pipeline
+
+
+def targets_in_another_order():
+    """The last stage reads its micro-batches of targets from the end."""
+    run = pipeline.Pipeline.run
+
+    def swapped(self, inputs, targets):
+        return run(self, inputs, targets.flip(0))
+
+    pipeline.Pipeline.run = swapped
+
+
+def _change_sent_gradient(change):
+    backward = pipeline.Stage.backward_one_chunk
+
+    def changed(self, chunk, *args, **options):
+        received = None if self.is_last else self.grad_recv_info[chunk][0].buffer.clone()
+        backward(self, chunk, *args, **options)
+        if not self.is_first:
+            self.bwd_cache[chunk] = (change(self, self.bwd_cache[chunk][0], received), *self.bwd_cache[chunk][1:])
+
+    pipeline.Stage.backward_one_chunk = changed
+
+
+def output_gradient_sent_back():
+    """1F1B that sends the gradient it received instead of its input's (seed)."""
+    _change_sent_gradient(lambda stage, own, received: own if received is None else received)
+
+
+def rank_zero_is_nobody():
+    """`if prev_rank:` is false for rank 0, whose stage then gets no gradient (seed)."""
+    _change_sent_gradient(lambda stage, own, received: torch.zeros_like(own) if stage.stage_index == 1 else own)
+
+
+def tied_embedding_not_summed():
+    apply.Parallel._sum_tied = lambda self: None
+
+
+def shards_freed_between_halves():
+    """ZeRO-3 that frees a stage between the halves of a split backward loses the weights' gradients."""
+    plain = zero.fully_shard
+    zero.fully_shard = lambda module, **options: plain(module, **{**options, "reshard_after_forward": True})
+
+
+# Experts
+
+
+def experts_summed_over_data_ranks():
+    """Different experts' gradients added up, as if dp were their group."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: group(self, "dp" if axis == "expert_dp" else axis)
+
+
+def expert_gradients_not_scaled():
+    """Off by ep, as under an average that counts ranks without a copy (pytorch #160285)."""
+    finish = zero.Several.finish
+
+    def doubled(self):
+        finish(self)
+        self.parts[-1].flat.mul_(2)
+
+    zero.Several.finish = doubled
+
+
+def expert_copies_not_summed():
+    group = Mesh.group
+    Mesh.group = lambda self, axis: None if axis == "expert_dp" else group(self, axis)
+
+
+def balance_of_each_rank():
+    """An auxiliary loss of this rank's own load instead of the batch's (Megatron-LM #7452)."""
+    expert.Spread.summed = lambda self, values: values
+
+
+def expert_bias_on_every_rank():
+    """The bias of experts split over ranks counts once a rank."""
+    part = expert._part
+
+    def whole(done, linear, *args, **options):
+        part(done, linear, *args, **options)
+        linear.bias_share = 1.0
+
+    expert._part = whole
+
+
+def router_not_summed():
+    """The router sees this rank's tokens only; tensor-parallel ranks hold copies of it."""
+    tensor.STYLES["inside"] = lambda done, name, part: None
+
+
+DP, Z3 = {"replicate": 2, "bucket": 2000}, {"shard": 2, "zero": 3}
+ACCUMULATED = {**DP, "microbatch": 2}
+EP = {"replicate": 2, "ep": 2}
+CORPUS = [
+    Bug("gradient_averaged_twice", "llama", DP, "gradient", ratio=0.5),
+    Bug("reduce_scatter_averages", "llama", Z3, "gradient", ratio=0.5),
+    Bug("never_synchronised", "llama", {"shard": 2, "zero": 1}, "gradient"),
+    Bug("replicas_not_reduced", "llama", {"replicate": 2, **Z3}, "gradient"),
+    Bug("every_microbatch_synchronises", "llama", ACCUMULATED, "gradient"),
+    Bug("accumulation_forgets", "llama", ACCUMULATED, "gradient"),
+    Bug("gradients_not_zeroed", "llama", DP, "gradient", step=1),
+    Bug("stale_bucket_views", "llama", DP, "gradient", step=1),
+    Bug("last_bucket_not_sent", "llama", DP, "gradient", "embedding"),
+    Bug("hooks_miss_split_backward", "llama", {**DP, "pp": 2, "schedule": "zb-h1"}, "gradient"),
+    Bug("replicas_start_apart", "llama", DP, "loss"),
+    Bug("every_rank_reads_the_same_samples", "llama", DP, "loss"),
+    Bug("loss_normalised_per_rank", "llama", DP, "loss"),
+    Bug("microbatch_loss_not_divided", "llama", {"microbatch": 2}, "loss", ratio=4.0),
+    Bug("padding_counted", "llama", DP, "loss"),
+    Bug("clip_by_local_norm", "llama", {"pp": 2}, "parameter"),
+    Bug("clip_by_local_norm", "llama", Z3, "parameter"),
+    Bug("clip_by_local_norm", "llama", {"tp": 2}, "parameter"),
+    Bug("norm_counts_copies", "llama", {"tp": 2}, "norm"),
+    Bug("norm_counts_copies", "llama", DP, "norm", ratio=2**0.5),
+    Bug("norm_counts_the_tied_copy", "qwen", {"pp": 2}, "norm"),
+    Bug("update_before_reduction", "llama", {"replicate": 2, "overlap": ()}, "parameter"),
+    Bug("weight_decay_twice", "llama", DP, "parameter"),
+    Bug("initialised_by_local_shape", "llama", {"tp": 2}, "loss"),
+    Bug("initialised_by_local_shape", "llama", Z3, "loss"),
+    Bug("bias_on_every_row_parallel_rank", "gpt", {"tp": 2}, "loss"),
+    Bug("backward_of_column_parallel_not_summed", "llama", {"tp": 2}, "gradient", "head.norm"),
+    Bug("embedding_not_summed", "llama", {"tp": 2}, "loss"),
+    Bug("softmax_without_a_common_maximum", "llama", {"tp": 2}, "loss"),
+    Bug("uneven_vocabulary_by_floor", "llama", {"tp": 2}, "loss"),
+    Bug("norms_not_summed_over_sequence", "llama", {"tp": 2, "sp": True}, "gradient", "norm"),
+    Bug("head_norms_not_summed", "qwen", {"tp": 2}, "gradient", "attention.k_norm"),
+    Bug("row_bias_not_summed_over_sequence", "gpt", {"tp": 2, "sp": True}, "gradient", "ffn.down.bias"),
+    Bug("positions_start_at_zero_on_every_rank", "gpt", {"tp": 2, "sp": True}, "loss"),
+    Bug("tensor_parallel_ranks_read_different_samples", "llama", {"tp": 2}, "loss"),
+    Bug("context_ranks_not_summed", "llama", {"cp": 2}, "gradient"),
+    Bug("rotation_starts_at_zero_on_every_rank", "llama", {"cp": 2}, "loss"),
+    Bug("tokens_dealt_in_one_run", "llama", {"cp": 2}, "loss"),
+    Bug("causal_by_local_position", "llama", {"cp": 2, "cp_kind": "all-gather"}, "loss"),
+    Bug("gradients_of_keys_stay_away", "llama", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.3.attention"),
+    Bug("key_copies_not_summed", "one-kv", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.3.attention.v"),
+    Bug("targets_in_another_order", "llama", {"pp": 2}, "loss"),
+    Bug("output_gradient_sent_back", "llama", {"pp": 4}, "gradient", "layers.1"),
+    Bug("rank_zero_is_nobody", "llama", {"pp": 2}, "gradient", "layers.1"),
+    Bug("tied_embedding_not_summed", "qwen", {"pp": 2}, "gradient", "embedding.tokens"),
+    Bug("shards_freed_between_halves", "llama", {**Z3, "pp": 2, "schedule": "zb-h1"}, "gradient"),
+    Bug("experts_summed_over_data_ranks", "mixtral", EP, "gradient", "moe.experts"),
+    Bug("expert_gradients_not_scaled", "mixtral", EP, "gradient", "moe.experts", ratio=2.0),
+    Bug("expert_copies_not_summed", "mixtral", {"replicate": 4, "ep": 2}, "gradient", "moe.experts"),
+    Bug("balance_of_each_rank", "mixtral", {**EP, "microbatch": 4}, "gradient", "", router=(("aux", 0.1),)),
+    Bug("expert_bias_on_every_rank", "qwen-moe", {"tp": 2}, "loss"),
+    Bug("router_not_summed", "mixtral", {"tp": 2}, "gradient", "moe.router"),
+]

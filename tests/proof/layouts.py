@@ -1,0 +1,228 @@
+"""The matrix: every strategy alone, every legal pair of them, and the triples people run, as a list of layouts.
+
+Strategies are fragments of a plan. Pairs are not chosen but made: of any two families every member meets every member
+unless the two want different values of one field, or the plan or the networks refuse it; what is refused is counted by
+a test, so that nothing leaves the matrix in silence. Ranks are dear and layouts cheap: those of one world size train
+one after the other in one set of processes, each with process groups of its own.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.supported import check_supported
+from meshwright.verify.records import Job
+
+WORKLOAD = Workload(batch=8, seq=8)
+STEPS = 2
+SHAPE: dict[str, Any] = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
+BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
+EXPERTS = {**SHAPE, "layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 12}
+LATENT = {"attention": "mla", "kv_heads": 0, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+MODELS = {
+    "llama": Model(**SHAPE),
+    "qwen": Model(**SHAPE, tied=True, qk_norm=True, qkv_bias=True),
+    "gpt": Model(**{**SHAPE, "kv_heads": 0}, tied=True, norm="layernorm", positions="learned", max_positions=8,
+                 activation="gelu", embedding_norm=True, **BIASED),
+    "gemma": Model(**SHAPE, tied=True, norms_per_layer=4, window=3, full_every=2, head_dim=6, activation="geglu"),
+    "one-kv": Model(**{**SHAPE, "kv_heads": 1}),
+    "five": Model(**{**SHAPE, "layers": 5}, tied=True),
+    "bert": Model(**{**SHAPE, "kv_heads": 0}, causal=False, norm="layernorm", activation="gelu", **BIASED),
+    "mlp": Model(kind="mlp", hidden=16, layers=4, ffn_bias=True),
+    "mixtral": Model(**EXPERTS),
+    "qwen-moe": Model(**EXPERTS, shared_experts=1, shared_gate=True, router_bias=True, ffn_bias=True, tied=True,
+                      activation="gelu"),
+    "deepseek": Model(**{**EXPERTS, **LATENT}, q_rank=8, shared_experts=2, dense_layers=1, balance_bias=True),
+}  # fmt: skip
+
+FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
+    "data": {
+        "dp": {"replicate": 2, "bucket": 2000},
+        "zero1": {"shard": 2, "zero": 1},
+        "zero2": {"shard": 2, "zero": 2},
+        "zero3": {"shard": 2, "zero": 3},
+        "hsdp": {"replicate": 2, "shard": 2, "zero": 3},
+    },
+    "tensor": {"tp": {"tp": 2}, "sp": {"tp": 2, "sp": True}},
+    "context": {kind: {"cp": 2, "cp_kind": kind} for kind in ("ring", "all-gather", "ulysses")},
+    "pipeline": {"1f1b": {"pp": 2}, "zbv": {"pp": 2, "schedule": "zbv", "virtual": 2}},
+    "expert": {"ep": {"ep": 2}},
+    "recompute": {kind: {"recompute": kind} for kind in ("selective", "full")},
+}
+# What the pairs leave to be shown alone.
+SCHEDULES = [("gpipe", 1), ("naive", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("looped-bfs", 2),
+             ("interleaved-zb", 2), ("dualpipev", 2), ("auto", 1), ("auto", 2)]  # fmt: skip
+# Models take turns, so that each meets many layouts; experts need a model that has them.
+DENSE = ("llama", "qwen", "gpt", "gemma")
+SPARSE = ("mixtral", "qwen-moe", "deepseek")
+Z3 = {"shard": 2, "zero": 3}
+ZBV = {"pp": 2, "schedule": "zbv", "virtual": 2}
+SP = {"tp": 2, "sp": True}
+CP = {"cp": 2}
+
+TRIPLES: list[tuple[str, dict[str, Any]]] = [
+    # of four ranks: two axes, and what adds no ranks of its own
+    ("qwen", {"replicate": 2, "tp": 2, "recompute": "full", "microbatch": 2}),
+    ("gpt", {**Z3, **SP, "recompute": "selective"}),
+    ("gemma", {**Z3, "pp": 2, "recompute": "full"}),
+    ("llama", {**SP, **ZBV, "recompute": "full"}),
+    ("gpt", {**CP, **Z3, "recompute": "full", "microbatch": 2}),
+    ("five", {"tp": 2, "pp": 2, "recompute": "selective", "layers_per_stage": (3, 2)}),
+    ("five", {"replicate": 2, "pp": 2, "schedule": "zb-h1", "layers_per_stage": (1, 4)}),
+    ("qwen", {**CP, **ZBV, "recompute": "full"}),
+    ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 2}),
+    ("qwen-moe", {"replicate": 2, **SP, "ep": 2, "recompute": "full"}),
+    ("deepseek", {**Z3, "tp": 2, "ep": 2}),
+    ("mixtral", {**Z3, "pp": 2, "ep": 2}),
+    ("qwen-moe", {"replicate": 2, "pp": 2, "ep": 2, "schedule": "zb-h1"}),
+    ("deepseek", {"replicate": 2, "pp": 2, "ep": 2, "recompute": "full"}),
+    ("mixtral", {**CP, "replicate": 2, "ep": 2}),
+    ("qwen-moe", {**CP, **Z3, "ep": 2}),
+    ("deepseek", {**CP, "tp": 2, "ep": 2}),
+    ("qwen-moe", {**SP, "pp": 2, "ep": 2, "expert_tp": 1}),
+    ("mixtral", {**CP, "pp": 2, "ep": 2}),
+    ("mixtral", {"replicate": 2, **Z3, "ep": 2, "recompute": "full"}),
+    ("mlp", {**Z3, "tp": 2, "microbatch": 2}),
+    ("one-kv", {"cp": 2, "cp_kind": "ulysses", "replicate": 2, "recompute": "selective"}),
+    # of eight
+    ("qwen", {"replicate": 2, **SP, "pp": 2, "microbatch": 2}),
+    ("gpt", {**Z3, "tp": 2, **ZBV}),
+    ("llama", {"replicate": 2, **Z3, "tp": 2}),
+    ("gemma", {**Z3, **CP, "tp": 2}),
+    ("qwen-moe", {**SP, "pp": 2, "replicate": 2, "ep": 2}),
+    ("qwen-moe", {"zero": 3, **CP, **SP, "pp": 2, "ep": 2, "recompute": "full"}),  # all five: ZeRO shards over cp
+]
+EXTRAS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"microbatch": 2}),
+    ("llama", {"replicate": 4, "bucket": 2000}),
+    ("gpt", {**Z3, "reshard": False, "microbatch": 2}),
+    ("gpt", {**Z3, "reduce": "step", "microbatch": 2}),
+    ("gpt", {"tp": 4}),
+    ("gpt", {"tp": 4, "sp": True}),
+    ("llama", {"pp": 4}),
+    ("llama", {"cp": 4}),
+    ("bert", {"cp": 2}),
+    ("bert", {**SP, "microbatch": 2}),
+    ("one-kv", {"cp": 4, "cp_kind": "ulysses"}),
+    ("five", {"pp": 2}),
+    ("five", {"pp": 2, "layers_per_stage": (1, 4)}),
+    ("five", {"pp": 2, "schedule": "interleaved", "virtual": 2}),
+    ("llama", {"tp": 2, "pp": 2, "order": ("dp", "pp", "cp", "tp")}),
+    ("mlp", {"tp": 2, "pp": 2}),
+    ("mlp", {"replicate": 2, "tp": 2}),
+    ("mixtral", {"tp": 2, "expert_tp": 1, "ep": 2}),
+    ("mixtral", {"replicate": 4, "ep": 2}),
+    ("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}),
+]
+FROZEN: list[dict[str, Any]] = [
+    {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
+]  # fmt: skip
+
+
+class Layout(NamedTuple):
+    model: str
+    plan: Plan
+    prepare: str = ""
+
+    @property
+    def title(self) -> str:
+        p = self.plan
+        more = [f"virtual {p.virtual}"] if p.virtual > 1 else []
+        more += [f"stages {'-'.join(map(str, p.layers_per_stage))}"] if p.layers_per_stage else []
+        more += [word for word, said in (("order", p.order), ("overlap", p.overlap), ("frozen", self.prepare)) if said]
+        more += ["kept"] if not p.reshard else []
+        more += ["reduced once"] if p.reduce == "step" else []
+        more += [f"expert tp {p.expert_tp}"] if p.expert_tp else []
+        return " · ".join([self.model, p.title(), *more])
+
+    def job(self) -> Job:
+        return Job(MODELS[self.model], self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare)
+
+
+def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:
+    """Why this cannot be run, or None where it can."""
+    try:
+        plan = Plan(**said)
+        check_supported(MODELS[model], plan)
+        plan.check(MODELS[model], WORKLOAD)
+    except MeshwrightError as error:
+        return error
+    return None
+
+
+def alone() -> list[tuple[str, dict[str, Any]]]:
+    members = [m for family in FAMILIES.values() for m in family.values()]
+    members += [{"pp": 2, "schedule": name, "virtual": virtual} for name, virtual in SCHEDULES]
+    return [turn(i, said) for i, said in enumerate(members)]
+
+
+def pairs() -> list[tuple[str, dict[str, Any]]]:
+    """Every member of a family with every member of every other."""
+    found = []
+    for one, other in combinations(FAMILIES.values(), 2):
+        found += [{**a, **b} for a in one.values() for b in other.values()]
+    return [turn(i, said) for i, said in enumerate(found)]
+
+
+def turn(i: int, said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The i-th layout with a model whose turn it is; expert parallelism adds no ranks, so alone it has two replicas."""
+    if "ep" not in said:
+        return DENSE[i % len(DENSE)], {"microbatch": 1 + i // 2 % 2, **said}
+    wide = {"replicate", "shard", "tp", "cp"} & set(said)
+    model = SPARSE[i % len(SPARSE)] if said.get("virtual", 1) == 1 else "wide"
+    carried = {} if wide else {"replicate": 2}
+    if set(said) >= {"tp"} and not {"replicate", "shard", "cp"} & set(said):
+        carried = {"expert_tp": 1}
+    return model, {**carried, **said}
+
+
+MODELS["wide"] = MODELS["mixtral"].but(layers=4)
+
+
+def all_layouts() -> list[Layout]:
+    said = [*alone(), *pairs(), *TRIPLES, *EXTRAS]
+    out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
+    out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
+    return list(dict.fromkeys(out))
+
+
+# In the ranks
+
+
+def freeze() -> None:
+    """Networks whose embedding and first layers' matrices are not trained, as in fine-tuning."""
+    from meshwright.parallel import apply
+
+    build = apply.build
+
+    def frozen(*args: Any, **options: Any) -> Any:
+        module = build(*args, **options)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(("layers.0.", "layers.2.attention.k", "layers.3.ffn_norm")))
+        return module
+
+    apply.build = frozen
+
+
+def train_all(context: Any, jobs: list[Job]) -> list[Any]:
+    """Each job's trace on this rank, one after the other. A fault that was injected for one stays for the next."""
+    from torch import distributed
+
+    from meshwright.train.rank import resolve
+    from meshwright.verify.trace import record_one
+
+    if jobs[0].prepare:
+        resolve(jobs[0].prepare)()
+    out = []
+    for job in jobs:
+        out.append(record_one(context, job, "fp64"))
+        distributed.barrier()
+        for group in list(distributed.distributed_c10d._world.pg_map):
+            if group is not distributed.group.WORLD:
+                distributed.destroy_process_group(group)
+    return out

@@ -1,0 +1,80 @@
+"""Every layout of the matrix trains what one device trains: loss, norm, every gradient, every parameter, in float64."""
+
+from functools import cache
+
+import layouts
+import pytest
+
+import ranks
+from meshwright.describe.plan import Plan
+from meshwright.programs.pipelines import SCHEDULES
+from meshwright.verify.compare import compare
+from meshwright.verify.records import Job
+
+ALL = layouts.all_layouts()
+TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes
+BOUND = 1e-10
+SILENCE_S = 100.0
+
+
+@cache
+def one_device(model, prepare):
+    """References of all models at once."""
+    frozen = [("qwen", prepare)] if prepare else []
+    names = frozen or [(name, "") for name in layouts.MODELS]
+    jobs = [Job(layouts.MODELS[name], Plan(microbatch=8), layouts.WORKLOAD, steps=layouts.STEPS, dtypes=("fp64",),
+                prepare=how) for name, how in names]  # fmt: skip
+    return dict(zip([name for name, _ in names], train(1, jobs)[0], strict=True))
+
+
+def train(world, jobs):
+    return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
+
+
+def companions(layout):
+    """Those that train in the same processes: of its world size and its preparation, so many at a time."""
+    alike = [other for other in ALL if (other.plan.world, other.prepare) == (layout.plan.world, layout.prepare)]
+    size = TOGETHER[layout.plan.world]
+    start = alike.index(layout) // size * size
+    return tuple(alike[start : start + size])
+
+
+@cache
+def trained(together):
+    """Traces by layout; should the set fail, each by itself, so that one failure is not everyone's."""
+    try:
+        by_rank = train(together[0].plan.world, [layout.job() for layout in together])
+        return {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
+    except Exception:
+        return {}
+
+
+def traces_of(layout):
+    together = trained(companions(layout))
+    return together[layout] if together else [rank[0] for rank in train(layout.plan.world, [layout.job()])]
+
+
+def marked(layout):
+    marks = [pytest.mark.slow] if layout.plan.world > 4 else []
+    return pytest.param(layout, id=layout.title, marks=marks)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", [marked(layout) for layout in ALL])
+def test_a_layout_trains_what_one_device_trains(layout):
+    one = one_device(layout.model if not layout.prepare else "", layout.prepare)[layout.model]
+    traces = traces_of(layout)
+    agreement = compare(one, traces)
+    assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
+    assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in one.pieces}
+    assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
+
+
+def test_the_matrix_is_whole():
+    """No pair is left out: each was made by the families, and nothing of what was made is refused."""
+    made = [*layouts.alone(), *layouts.pairs(), *layouts.TRIPLES, *layouts.EXTRAS]
+    assert [(model, said) for model, said in made if layouts.refused(model, said)] == []
+    assert len([layout for layout in ALL if layout.plan.world <= 4]) >= 150
+    assert len(layouts.TRIPLES) >= 20
+    assert {layout.plan.schedule for layout in ALL} == set(SCHEDULES)
+    assert {layout.plan.zero for layout in ALL} == {0, 1, 2, 3}
