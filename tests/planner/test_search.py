@@ -104,11 +104,12 @@ def test_what_does_not_fit_is_proved_and_told_by_how_much():
     found = search(where)
     one = Search(where, np.inf)
     rows = join([one.cost(part) for part in where.plans(8192)])
-    axes = families.axes(rows)
+    family = families.family(rows)
     assert rows.memory.min() > where.cluster.accelerator.memory
     assert not len(found.rows)
+    assert set(found.misfits) == set(np.unique(family).tolist())
     for code, least in found.misfits.items():
-        assert least.memory[0] == pytest.approx(rows.memory[axes == code].min(), rel=1e-12)
+        assert least.memory[0] == pytest.approx(rows.memory[family == code].min(), rel=1e-12)
 
 
 def test_headroom_is_kept():
@@ -141,7 +142,7 @@ def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
     where = Space(TIED.but(layers=8), space(TIED, 4).cluster, Workload(batch=240, seq=64), catalog.load("stacks", "default"))
     found = search(where)
     rows = found.rows.take(found.rows.pp > 1)
-    rows = rows.but(look=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)
+    rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)
     few = rows.take(slice(0, 8))
     short = [c.time for c in leaders.walked(where, few, found)]
     monkeypatch.setattr(leaders, "ACTIONS", 10**9)

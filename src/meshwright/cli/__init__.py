@@ -36,6 +36,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "plan": Command("Which plan is best? The fastest that fits, of every legal plan, with the reason.", LEAD),
     "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
     "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
     "show": Command("A collective, a pipeline schedule or a lesson, drawn and counted."),

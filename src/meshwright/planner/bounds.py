@@ -39,6 +39,9 @@ CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
 
 
+SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "looped", "first", "one")  # what tells schedules apart
+
+
 def kernel(space: Space, rows: Table) -> Table:
     """Cost rows without sharding or pipeline: f, i, w of the whole model, elements of a tensor-parallel rank, bytes kept for backward,
     bytes alive while a layer is recomputed."""
@@ -152,10 +155,9 @@ def of_schedules(space: Space, plans: Table) -> Table:
     """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules."""
     m = space.microbatches(plans)
     time, memory = plans.time.copy(), plans.memory.copy()
-    needed = plans.only("pp", "virtual", "f", "i", "w", "closing", "looped", "first", "one")
     for code in np.unique(plans.schedule[plans.pp > 1]):
         at = (plans.schedule == code) & (plans.pp > 1)
-        rows, name = needed.take(at), SCHEDULES[code]
+        rows, name = plans.take(at), SCHEDULES[code]
         if name == "auto":
             continue
         time[at] = span(name, rows.pp, m[at], rows.virtual, rows.f, rows.i, rows.w)

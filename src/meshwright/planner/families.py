@@ -16,6 +16,7 @@ from meshwright.planner.table import Table
 
 TP, PP, CP, EP = 1, 2, 4, 8
 DDP, ZERO, FSDP, HSDP = 0, 16, 17, 18
+DATA = (DDP, ZERO, FSDP, HSDP)
 BASES = {0: "DP", TP: "TP+DP", PP: "PP+DP", TP + PP: "3D"}
 NAMES: dict[int, str] = {
     **{code: BASES[code & (TP + PP)] + ("+CP" if code & CP else "") + ("+EP" if code & EP else "") for code in range(1, 16)},

@@ -21,7 +21,6 @@ A schedule repeats itself between its ramps, so a long one is walked at two leng
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,10 +40,11 @@ from meshwright.programs import pipelines
 
 TIE = 0.005
 WIDEST = 0.15  # no margin of a second search is larger
-MOST_WALKED = 24  # plans near the best that are walked
+MOST_WALKED = 12  # plans of each kind near the best that are walked
 MOST_WAVES = 12
 ACTIONS = 6_000  # a longer walk is done at two lengths and continued
-LOOK = ("tp", "cp", "pp", "dp", "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "schedule", "virtual")
+SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
+LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Candidate:
     time: float  # seconds, walked
     closed: float  # seconds by the closed forms
     memory: float  # bytes of the fullest rank
-    look: int
+    shape: int
     complexity: float
     proved: bool = True  # best of its family for certain
 
@@ -68,7 +68,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Ranking:
     best: Candidate
-    leaders: list[Candidate]  # near the best, the fastest first, one of each look
+    leaders: list[Candidate]  # the best of each shape (degrees, micro-batch, recompute), the fastest first after the winner
     families: dict[str, Candidate]
     front: list[Candidate]  # by rising headroom, each the fastest with at least that much
 
@@ -96,7 +96,7 @@ def rank(space: Space, found: Found) -> Ranking:
     """Choose, walk and rank."""
     rows = found.rows
     own = ORDERS.index(tuple(space.stack.order))  # type: ignore[arg-type]
-    rows = rows.but(look=codes([rows.columns[name] for name in LOOK]), complexity=families.complexity(rows, own), estimate=rows.time.copy(),
+    rows = rows.but(look=codes([rows.columns[name] for name in LOOK]), shape=codes([rows.columns[name] for name in SHAPE]), complexity=families.complexity(rows, own), estimate=rows.time.copy(),
                     flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]))  # fmt: skip
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
@@ -122,7 +122,8 @@ def wanted(rows: Table, found: Found) -> list[int]:
 def ranked(candidates: list[Candidate], memory: float) -> Ranking:
     order = sorted(candidates, key=lambda c: c.key)
     best = simplest(order)
-    leaders = [best, *(c for c in one_of_each(order) if c.look != best.look)]
+    shapes = {c.shape: [x for x in order if x.shape == c.shape] for c in order if c.shape != best.shape}
+    leaders = [best, *sorted((simplest(same) for same in shapes.values()), key=lambda c: c.key)]
     names = [families.NAMES[code] for code in families.ORDER]
     by_family = {name: simplest(mine) for name in names if (mine := [c for c in order if c.family == name])}
     return Ranking(best, leaders, by_family, pareto(order, memory))
@@ -133,24 +134,16 @@ def simplest(order: list[Candidate]) -> Candidate:
     return min((c for c in order if c.time <= order[0].time * (1 + TIE)), key=lambda c: (c.complexity, c.time))
 
 
-def one_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The first of each look."""
-    first: dict[int, Candidate] = {}
-    for c in candidates:
-        first.setdefault(c.look, c)
-    return list(first.values())
-
-
 def near(rows: Table, margin: float) -> list[int]:
-    """Rows near the best: of each look the fastest and, within a tie of the best, the simplest."""
+    """Rows near the best: the fastest of each shape and look, and of each look that ties with the best the simplest."""
     time = rows.estimate
     close = np.flatnonzero(time <= time[0] * (1 + margin))
     tied = np.flatnonzero(time <= time[0] * (1 + TIE))
     simplest_first = tied[np.lexsort((time[tied], rows.complexity[tied]))]
     out: list[int] = []
-    for order in (simplest_first, close):
-        _, first = np.unique(rows.look[order], return_index=True)
-        out += order[np.sort(first)][: MOST_WALKED // 2].tolist()
+    for order, alike in ((simplest_first, rows.look), (close, rows.look), (close, rows.shape)):
+        _, first = np.unique(alike[order], return_index=True)
+        out += order[np.sort(first)][:MOST_WALKED].tolist()
     return out
 
 
@@ -190,7 +183,7 @@ def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
         closed = float(np.broadcast_to(cost.time, len(rows))[k])
         time = walked_time(program, cost, plan, k, times) if plan.pp > 1 else closed
         code = int(rows.family[k])
-        out.append(Candidate(plan, families.NAMES[code], time, closed, float(rows.memory[k]), int(rows.look[k]), float(rows.complexity[k]),
+        out.append(Candidate(plan, families.NAMES[code], time, closed, float(rows.memory[k]), int(rows.shape[k]), float(rows.complexity[k]),
                              code not in found.unproved))  # fmt: skip
     return out
 

@@ -5,12 +5,12 @@ for a plan that fits; where there is none that is proved, and told by how much t
 the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
 only if its bound says that it may
 
-- come within 1% of the best, or improve the front;
+- come within 3% of the best, or improve the front;
 - or be the best of its family. This has an effort: a family that lost and took more has its best marked as not proved.
 
     frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
 
-So every plan within 1% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The leaders are then
+So every plan within 3% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The leaders are then
 walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests on that. Nothing here is random: the
 same question has the same answer.
 """
@@ -27,9 +27,9 @@ from meshwright.cost.step import step_cost
 from meshwright.lower.step import lower
 from meshwright.planner import bounds, families
 from meshwright.planner.space import NAIVE, Space
-from meshwright.planner.table import Table, join
+from meshwright.planner.table import Table, codes, join
 
-MARGIN = 0.01  # plans this close to the best are all costed …
+MARGIN = 0.03  # plans this close to the best are all costed …
 FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
@@ -41,8 +41,6 @@ PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero
         "reduce_each", "order", "dtype", "lap")  # fmt: skip
 HOPE = ("time", "memory", "tp", "pp", "cp", "ep", "zero", "replicate")  # what tells whether a row may pay
 Progress = Callable[[float], None]
-Layer = Callable[[Table], Table]
-Bound = Callable[[Space, Table], Table]
 
 
 @dataclass
@@ -94,11 +92,13 @@ class Incumbents:
         return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
 
     def found(self) -> Table:
-        """What is still close to the best or on the front, the fastest first; ties in a fixed order."""
+        """What is still close to the best or on the front, each plan once, the fastest first; ties in a fixed order."""
         rows = join(self.kept)
         rows = rows.take(self._good(rows))
-        keys = [rows.columns[name] for name in reversed(PLAN)]
-        return rows.take(np.lexsort((*keys, rows.memory, rows.time)))
+        keys = [rows.columns[name] for name in PLAN]
+        _, first = np.unique(codes(keys), return_index=True)
+        rows = rows.take(first)
+        return rows.take(np.lexsort((*(key[first] for key in reversed(keys)), rows.memory, rows.time)))
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Found:
 
     rows: Table
     incumbents: Incumbents
-    misfits: dict[int, Table]  # for axes in use with which nothing fits: the plan with the least memory
+    misfits: dict[int, Table]  # for each family of which nothing fits: its plan with the least memory
     unproved: set[int]  # families whose best was not proved
     legal: int
     costed: int
@@ -121,10 +121,7 @@ class Search:
         self.best = Incumbents(limit, space.model.layers, margin)
         self.costed = 0
         self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
-        self.layers: list[tuple[Layer, Bound]] = [
-            (space.shaped, bounds.of_shapes), (space.placed, bounds.of_shapes), (space.sharded, self.bound_sharded),
-            (space.scheduled, bounds.of_schedules),
-        ]  # fmt: skip
+        self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
     def run(self) -> Found:
         frames = bounds.of_frames(self.space, self.space.frames)
@@ -133,9 +130,10 @@ class Search:
         self.seed(frames)
         least = {int(code): self.least_memory(frames.take(axes == code)) for code in self.missing(np.unique(axes))}
         misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
-        frames = frames.take(~np.isin(axes, list(misfits)))
-        if len(frames):
-            self.descend(0, frames)
+        fitting = frames.take(~np.isin(axes, list(misfits)))
+        if len(fitting):
+            self.descend(0, fitting)
+        misfits = {code: rows for code, rows in misfits.items() if code} | self.data_misfits(frames.take(axes == 0))
         rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
         return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed)
 
@@ -172,32 +170,53 @@ class Search:
             left = left[self.hopeful(known.take(left))]
 
     def open(self, depth: int, rows: Table) -> None:
-        """The next layer of some rows, as far as its bounds are hopeful."""
+        """The next layer of some rows, as far as its bounds are hopeful; below the last the plans themselves."""
         if depth == len(self.layers):
-            self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+            self.spend(rows)
             self.best.offer(self.cost(rows))
             return
-        expand, bound = self.layers[depth]
-        below = expand(rows)
-        if len(below) > len(rows) or depth != 1:
-            below = bound(self.space, below)
-        if depth + 1 == len(self.layers) and (alone := below.pp == 1).any():
-            self.best.offer(below.take(alone))  # without a pipeline the bound is exact
-            below = below.take(~alone)
+        below = self.layers[depth](rows)
         below = below.take(self.hopeful(below.only(*HOPE)))
         if len(below):
             self.descend(depth + 1, below)
 
-    def bound_sharded(self, space: Space, rows: Table) -> Table:
-        """What the states alone rule out is not costed."""
-        rows = rows.but(memory=bounds.least_memory(space, rows))
-        rows = rows.take(self.hopeful(rows))
-        self.costed += len(rows)
+    def spend(self, rows: Table) -> None:
         self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
-        parts = [bounds.of_sharded(space, part) for part in rows.chunks(bounds.CHUNK)]
-        return join(parts) if parts else rows
+
+    def shaped(self, rows: Table) -> Table:
+        return bounds.of_shapes(self.space, self.space.shaped(rows))
+
+    def placed(self, rows: Table) -> Table:
+        below = self.space.placed(rows)
+        # With one order each there is nothing new to bound.
+        return bounds.of_shapes(self.space, below) if len(below) > len(rows) else below
+
+    def sharded(self, rows: Table) -> Table:
+        """What the states alone rule out is not costed."""
+        below = self.space.sharded(rows)
+        below = below.but(memory=bounds.least_memory(self.space, below))
+        below = below.take(self.hopeful(below.only(*HOPE)))
+        self.costed += len(below)
+        self.spend(below)
+        parts = [bounds.of_sharded(self.space, part) for part in below.chunks(bounds.CHUNK)]
+        return join(parts) if parts else below
+
+    def scheduled(self, rows: Table) -> Table:
+        """Without a pipeline a sharded row is a plan, and costed; with one, only what tells schedules apart is carried along."""
+        alone = rows.pp == 1
+        if alone.any():
+            self.best.offer(self.space.scheduled(rows.take(alone)))
+        rows = rows.take(~alone)
+        light = rows.only(*HOPE, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
+        plans = bounds.of_schedules(self.space, self.space.scheduled(light))
+        plans = plans.take(self.hopeful(plans.only(*HOPE)))
+        return rows.take(plans.place).but(**plans.only("time", "memory", "schedule", "virtual").columns)
 
     # Least memory
+
+    def leanest(self) -> Table:
+        """Any plan of the space that fits; where there is none, the one with the least memory."""
+        return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
     def seed(self, frames: Table) -> None:
         """First incumbents: of each family the few plans that should have the least memory."""
@@ -208,14 +227,25 @@ class Search:
 
     def missing(self, axes: np.ndarray) -> list[int]:
         """Axes in use with which no plan that fits was found yet."""
-        data = np.isfinite(self.best.family[[families.DDP, families.ZERO, families.FSDP, families.HSDP]]).any()
+        data = np.isfinite(self.best.family[list(families.DATA)]).any()
         return [int(code) for code in axes if not (np.isfinite(self.best.family[code]) if code else data)]
+
+    def data_misfits(self, frames: Table) -> dict[int, Table]:
+        """Of data parallelism alone, the families of which nothing fits: each one's plan with the least memory."""
+        absent = [code for code in families.DATA if not np.isfinite(self.best.family[code])]
+        if not len(frames) or not absent:
+            return {}
+        shapes = frames.crossed((frames.dp,), lambda dp: self.space.sizes(dp).take(slice(0, 1)))
+        rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
+        family = families.family(rows)
+        found = {code: rows.take(family == code) for code in absent if (family == code).any()}
+        return {code: mine.take([int(mine.memory.argmin())]) for code, mine in found.items()}
 
     def least_memory(self, frames: Table) -> Table:
         """A plan of some frames that fits; where there is none, the one with the least memory."""
         frames = frames.take(np.argsort(frames.memory, kind="stable"))
         best: Table | None = None
-        for part in frames.chunks(1024):
+        for part in frames.chunks(256):
             if best is not None and (best.memory[0] <= self.best.limit or part.memory[0] >= best.memory[0]):
                 break
             rows = self.cost(self.tightest(part))

@@ -1,0 +1,92 @@
+"""`meshwright plan`: which plan is the fastest that fits, and why?"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+PATIENCE_S = 2.0  # a search that takes longer shows how far it is
+
+
+def command(
+    model: str = typer.Argument(..., help="A catalog name, a plan file or a Hugging Face config.json."),
+    cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
+    nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
+    gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
+    batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
+    seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
+    tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
+    stack: str = typer.Option("", "--stack", help="The training stack."),
+    fix: list[str] = typer.Option([], "--fix", metavar="FIELD=VALUE", help="Demand a value: --fix tp=8, --fix schedule=1f1b."),
+    most: list[str] = typer.Option([], "--max", metavar="FIELD=N", help="At most: --max pp=4."),
+    least: list[str] = typer.Option([], "--min", metavar="FIELD=N", help="At least: --min microbatch=2."),
+    without: list[str] = typer.Option([], "--without", metavar="WORD", help="Leave out: zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …"),
+    allow: list[str] = typer.Option([], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."),
+    headroom: str = typer.Option("5%", "--memory-headroom", help="Memory to leave free."),
+    compare: str = typer.Option("", "--compare", metavar="FILE", help="Put a plan of your own beside the winner."),
+    top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
+    out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, reasons in comments."),
+    html: str = typer.Option("", "--html", help="Write the answer as a page."),
+    settings: list[str] = typer.Option([], "--set", help="Override any field: --set cluster.price=2.5."),
+    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+) -> None:
+    """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU."""
+    from meshwright import planner
+    from meshwright.describe.config import load
+
+    own = load(compare) if compare else None
+    problem: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens, "stack": stack}
+    narrowed = {"fix": fix, "most": most, "least": least, "without": without, "allow": allow, "headroom": headroom}
+    with patient(not as_json and sys.stderr.isatty()) as progress:
+        result = planner.plan(model, cluster, **problem, **narrowed, settings=settings, top=top, progress=progress)
+    compared = result.compare(own.plan) if own else None
+    if out:
+        Path(out).write_text(result.to_toml(), encoding="utf-8")
+    if html:
+        from meshwright.view.plan_html import document
+
+        Path(html).write_text(document(result), encoding="utf-8")
+    if as_json:
+        import json
+
+        print(json.dumps(result.as_dict() | ({"compare": compared.as_dict()} if compared else {}), indent=1, allow_nan=False))
+        return
+    from meshwright.view import plan as view
+    from meshwright.view.tables import show
+
+    if compared:
+        show(view.header(result), view.comparison(result, compared, Path(compare).name), view.leaders(result), view.families(result), view.notes(result))
+    else:
+        show(view.page(result))
+    for where, what in ((out, "plan file"), (html, "page")):
+        if where:
+            show(f"[dim]{what} written to[/] {where}")
+
+
+@contextmanager
+def patient(show: bool) -> Iterator[Callable[[float], None] | None]:
+    """A progress bar on stderr once two seconds have passed."""
+    if not show:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task, start = bar.add_task("searching", total=1.0), time.monotonic()
+
+    def tell(share: float) -> None:
+        if not bar.live.is_started and time.monotonic() - start > PATIENCE_S:
+            bar.start()
+        bar.update(task, completed=share)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()

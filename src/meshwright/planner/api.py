@@ -1,0 +1,128 @@
+"""Three lines to a plan:
+
+    from meshwright import planner
+    result = planner.plan("llama3-70b", "dgx-h100", nodes=8)
+    result                                # in a notebook or a terminal; result.plan is the winner, result.to_toml() a plan file
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshwright.describe.config import Config, load
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.planner import choices as chosen
+from meshwright.planner.leaders import solve
+from meshwright.planner.nothing import no_plan, nothing_fits
+from meshwright.planner.result import Result
+from meshwright.planner.search import Progress
+from meshwright.planner.space import Space
+
+HEADROOM = 0.05
+Words = Sequence[str] | Mapping[str, Any]
+
+
+def plan(
+    model: Any,
+    cluster: Any = "",
+    *,
+    nodes: int = 0,
+    gpus: int = 0,
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str | float = "",
+    stack: Any = "",
+    fix: Words = (),
+    most: Words = (),
+    least: Words = (),
+    without: Sequence[str] = (),
+    allow: Words = (),
+    headroom: str | float = HEADROOM,
+    settings: Sequence[str] = (),
+    top: int = 10,
+    progress: Progress | None = None,
+) -> Result:
+    """The fastest plan that fits, with why. Names, tables, objects or files for model, cluster and stack.
+
+    `fix={"tp": 8}`, `most={"pp": 4}`, `without=["zero3"]` constrain the search; `headroom="10%"` is memory to leave free.
+    """
+    said, fixed = split_settings(settings)
+    config, base, assumed = problem(model, cluster, nodes, gpus, batch, seq, tokens, stack, said)
+    constraints = chosen.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
+    options = chosen.choices(base, constraints, tuple(config.stack.order))
+    return run(config, Space(config.model, config.cluster, config.workload, config.stack, options, base), share(headroom), assumed, top, progress)
+
+
+def run(config: Config, space: Space, headroom: float, assumed: list[str], top: int = 10, progress: Progress | None = None) -> Result:
+    """Search a space; raise, in words, where no plan is legal or nothing fits."""
+    start = time.perf_counter()
+    if not len(space.frames):
+        raise no_plan(space)
+    found, ranking = solve(space, headroom, progress)
+    if ranking is None:
+        raise nothing_fits(space, found, headroom)
+    seconds = time.perf_counter() - start
+    return Result(replace(config, plan=ranking.best.plan), space, found, ranking, headroom, seconds, assumed, max(1, top))
+
+
+def problem(
+    model: Any, cluster: Any, nodes: int, gpus: int, batch: int, seq: int, tokens: str | float, stack: Any, settings: Sequence[str]
+) -> tuple[Config, Plan, list[str]]:  # fmt: skip
+    """The configuration, the fields of the plan that are not searched, and what was assumed."""
+    sizes = [f"workload.batch={batch}" if batch else "", f"workload.seq={seq}" if seq else "", f'workload.tokens="{tokens}"' if tokens else ""]
+    overrides = [w for w in sizes if w]
+    if isinstance(model, str) and model.endswith(".toml"):
+        named = [f'{section}="{word}"' for section, word in (("cluster", cluster), ("stack", stack)) if isinstance(word, str) and word]
+        config = load(model, [*named, *overrides, *settings])
+    else:
+        config = Config.from_parts(model=model, cluster=cluster, stack=stack or "default", overrides=[*overrides, *settings])
+    if nodes and gpus:
+        raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
+    if nodes or gpus:
+        config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
+    kept = {name: value for name, value in config.plan.as_dict().items() if name not in chosen.SEARCHED or name in (*chosen.DTYPES, "overlap")}
+    kept.pop("layers_per_stage", None)
+    if "plan.grad_dtype" not in config.origins:
+        kept["grad_dtype"] = config.stack.gradient_dtype
+    assumed = [f"{what}: {getattr(config.workload, name):,}" for name, what in (("batch", "batch"), ("seq", "sequence length"))
+               if f"workload.{name}" not in config.origins]  # fmt: skip
+    assumed += [f"training stack: {config.stack.name}"] if "stack.name" not in config.origins or not stack else []
+    return config, Plan(**kept), assumed
+
+
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """`--set plan.tp=8` is a constraint here; everything else describes the problem."""
+    searched = {f"plan.{name}" for name in chosen.SEARCHED}
+    fixed = [word.strip().removeprefix("plan.") for word in settings if word.partition("=")[0].strip() in searched]
+    return [word for word in settings if word.partition("=")[0].strip() not in searched], fixed
+
+
+def words(said: Words) -> list[str]:
+    """`{"tp": 8}` as `tp=8`; words stay as they are."""
+    if isinstance(said, str):
+        return [said]
+    if isinstance(said, Mapping):
+        return [f"{name}={_word(value)}" for name, value in said.items()]
+    return list(said)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def share(text: str | float) -> float:
+    """A share from "10%", "0.1" or 0.1."""
+    try:
+        value = float(text[:-1]) / 100 if isinstance(text, str) and text.strip().endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise MeshwrightError("MW-PLANNER-006", f"memory headroom {str(text)[:40]!r} is not a share", valid=["0%", "5%", "10%", "0.1"],
+                              fix="--memory-headroom 10%")  # fmt: skip
+    return value

@@ -1,0 +1,167 @@
+"""What a search hands back: the winner, leaders, families, front and why; a plan file; something to look at.
+
+`Result` computes lazily what is not always asked for: predictions of leaders, the explanation, the comparison with a plan of one's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.walked import walk_step
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.describe.result import Prediction
+from meshwright.errors import MeshwrightError
+from meshwright.planner import explain as why
+from meshwright.planner.leaders import Candidate, Ranking
+from meshwright.planner.search import Found
+from meshwright.planner.sensitivity import scaling, sensitivities
+from meshwright.planner.space import Space
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A plan of one's own beside the winner."""
+
+    mine: Estimate | None
+    best: Estimate
+    refused: str = ""  # why the own plan is not legal here
+
+    @property
+    def slower(self) -> float:
+        """By what share of the winner's step the own plan takes longer; below 0 it is faster."""
+        assert self.mine is not None
+        return self.mine.prediction.step_time_s / self.best.prediction.step_time_s - 1
+
+    @property
+    def parts(self) -> list[tuple[str, float]]:
+        assert self.mine is not None
+        return why.difference(self.mine.prediction, self.best.prediction)
+
+    @property
+    def fields(self) -> dict[str, tuple[Any, Any]]:
+        """Fields of the plans that differ: (own, winner's)."""
+        assert self.mine is not None
+        a, b = self.mine.plan.model_dump(), self.best.plan.model_dump()
+        return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
+
+    def as_dict(self) -> dict[str, Any]:
+        if self.mine is None:
+            return {"legal": False, "refused": self.refused}
+        p = self.mine.prediction
+        return {"legal": True, "plan": self.mine.plan.as_dict(), **p.as_dict(), "slower": self.slower, "difference_s": dict(self.parts),
+                "fields": {name: {"mine": a, "best": b} for name, (a, b) in self.fields.items()}}  # fmt: skip
+
+
+@dataclass
+class Result:
+    """The answer of the planner."""
+
+    config: Config  # model, cluster, stack and workload; its plan is the winner
+    space: Space
+    found: Found
+    ranking: Ranking
+    headroom: float
+    seconds: float
+    assumed: list[str] = field(default_factory=list)
+    top: int = 10
+
+    @property
+    def plan(self) -> Plan:
+        """The winner."""
+        return self.ranking.best.plan
+
+    @property
+    def searched(self) -> int:
+        """Legal plans: each costed, or proved slower or too large."""
+        return self.found.legal
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The winner's estimate, its pipeline walked."""
+        return why.walked_estimate(self.space, self.plan, self.ranking.best.time, self.assumed)
+
+    @property
+    def prediction(self) -> Prediction:
+        return self.estimate.prediction
+
+    @cached_property
+    def leaders(self) -> list[tuple[Candidate, Prediction]]:
+        """The winner and the next best of other looks, with their predictions."""
+        rest = [(c, why.walked_estimate(self.space, c.plan, c.time, self.assumed).prediction) for c in self.ranking.leaders[1 : self.top]]
+        return [(self.ranking.best, self.prediction), *rest]
+
+    @cached_property
+    def why_not(self) -> list[why.WhyNot]:
+        return why.why_not(self.space, self.found, self.ranking.best, self.estimate, self.ranking.families)
+
+    @cached_property
+    def explanation(self) -> why.Explanation:
+        e, best = self.estimate, self.ranking.best
+        rivals = [*self.ranking.leaders[1:], *self.ranking.families.values()]
+        return why.Explanation(
+            estimate=e, batch=why.batch_arithmetic(best.plan, e.workload), bound=why.bound(e.prediction), reasons=why.reasons(e),
+            training=why.training(e), scaling=scaling(self.space, best), sensitivities=sensitivities(self.space, best, rivals),
+            why_not=self.why_not, memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
+            critical_batch=e.roofline.critical_batch, calibrated=e.prediction.calibrated, assumed=self.assumed,
+        )  # fmt: skip
+
+    def compare(self, plan: Plan) -> Comparison:
+        """Put a plan of one's own beside the winner; both walked."""
+        s = self.space
+        try:
+            mine = estimate(s.model, s.cluster, plan, s.workload, s.stack)
+        except MeshwrightError as refused:
+            return Comparison(None, self.estimate, str(refused))
+        if plan.pp > 1:
+            walked = why.as_walked(mine.prediction, walk_step(mine.program, mine.cost, plan).time)
+            mine = why.replace(mine, prediction=walked)
+        return Comparison(mine, self.estimate)
+
+    # What programs read
+
+    def as_dict(self) -> dict[str, Any]:
+        x = self.explanation
+        return {
+            "searched": self.searched,
+            "costed": self.found.costed,
+            "seconds": self.seconds,
+            "memory_headroom": self.headroom,
+            "plans": [{"plan": c.plan.as_dict(), "title": c.plan.title(), "family": c.family, "closed_form_s": c.closed, **p.as_dict()}
+                      for c, p in self.leaders],
+            "families": {self.ranking.best.family: {"fits": True, "slower": 0.0, "why_not": "", "plan": self.plan.as_dict(), "proved": True}}
+            | {w.family: {"fits": w.fits, "slower": w.slower if w.fits else None, "why_not": w.words, "plan": w.plan.as_dict(),
+                          "proved": w.proved} for w in x.why_not},
+            "front": [{"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)} for c in self.ranking.front],
+            "explanation": {
+                "batch": x.batch, "bound": x.bound, "reasons": x.reasons, "critical_batch": finite(x.critical_batch),
+                "memory_low_gib": x.memory_band[0], "memory_high_gib": x.memory_band[1],
+                "training": asdict(x.training) if x.training else None, "scaling": asdict(x.scaling),
+                "sensitivities": [asdict(s) for s in x.sensitivities], "calibrated": x.calibrated, "assumed": x.assumed,
+            },
+        }  # fmt: skip
+
+    # What people see. `view` stands above the planner, so it is looked up by name, and only when something is shown.
+
+    def __rich__(self) -> Any:
+        return importlib.import_module("meshwright.view.plan").page(self)
+
+    def __str__(self) -> str:
+        return importlib.import_module("meshwright.view.plan").text(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return importlib.import_module("meshwright.view.plan_html").fragment(self)
+
+    def to_toml(self) -> str:
+        """A plan file that every command reads, with the reasons in comments."""
+        return importlib.import_module("meshwright.view.plan_toml").toml(self)
+
+
+def finite(value: float) -> float | None:
+    return value if value < float("inf") else None

@@ -1,0 +1,202 @@
+"""The planner's answer as a page for the terminal: winner, leaders, why, families that lost, what to change first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.describe.plan import Plan
+from meshwright.planner import explain as why
+from meshwright.planner.result import Comparison, Result
+from meshwright.planner.sensitivity import Sensitivity
+from meshwright.units import format_count, format_seconds
+from meshwright.view import estimate as view
+from meshwright.view.tables import PIPED_WIDTH, facts
+
+SHORT = {"micro-batch": "mb", "recompute": "rc", "interleaved": "int"}
+BAR = 16
+
+
+def page(r: Result) -> RenderableType:
+    """The whole answer."""
+    return Group(*sections(r))
+
+
+def sections(r: Result) -> Iterator[RenderableType]:
+    yield header(r)
+    yield leaders(r)
+    yield reasons(r)
+    yield view.breakdown(r.estimate)
+    yield view.memory(r.estimate)
+    if r.why_not:
+        yield families(r)
+    if len(r.ranking.front) > 1:
+        yield front(r)
+    yield sensitivities(r.explanation.sensitivities)
+    yield notes(r)
+
+
+def text(r: Result) -> str:
+    """The page without colours, for `print` and a plain prompt."""
+    out = StringIO()
+    Console(file=out, width=PIPED_WIDTH, highlight=False, no_color=True).print(page(r))
+    return out.getvalue()
+
+
+def short(plan: Plan) -> str:
+    """A plan's title without spaces to spare."""
+    return plan.title().replace("micro-batch", "mb").replace(" · ", " ")
+
+
+def band(seconds: float, low: float, high: float) -> Text:
+    return Text.assemble((format_seconds(seconds), "bold"), (f"  ({format_seconds(low)} to {format_seconds(high)})", "dim"))
+
+
+def header(r: Result) -> Panel:
+    e, p = r.estimate, r.prediction
+    count = format_count(e.model.total)
+    lines: list[RenderableType] = [
+        Text.assemble((e.model.name, "bold"), (f"  {count} parameters; batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}", "dim")),
+        Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}, stack {e.stack.name}", "dim")),
+        Text(""),
+        Text(e.plan.title(), "bold green"),
+        Text.assemble(("step ", "dim"), band(p.step_time_s, p.step_time_low_s, p.step_time_high_s), ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+                      ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
+                      ("   tokens/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
+        Text(f"the fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free; {r.found.costed:,} costed, the rest proved "
+             f"slower or too large, in {format_seconds(r.seconds)}", "dim"),
+    ]  # fmt: skip
+    return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
+
+
+def titled(name: str) -> Table:
+    return Table(title=name, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
+
+
+def leaders(r: Result) -> Table:
+    table = titled("Leaders, by simulated step")
+    for name, side in (("", "right"), ("plan", "left"), ("step", "right"), ("", "right"), ("MFU", "right"), ("GiB", "right")):
+        table.add_column(name, justify=side, no_wrap=name != "plan")  # type: ignore[arg-type]
+    best = r.prediction.step_time_s
+    for k, (c, p) in enumerate(r.leaders, 1):
+        style = "bold" if k == 1 else ""
+        table.add_row(str(k), Text(short(c.plan), style), Text(format_seconds(p.step_time_s, 4), style), f"{100 * (p.step_time_s / best - 1):+.1f}%",
+                      f"{100 * (p.mfu or 0):.1f}%", f"{p.memory_gib:.1f}")  # fmt: skip
+    if any(p.step_time_s < best for _, p in r.leaders):
+        table.caption, table.caption_justify = "of plans within half a percent the simplest leads", "left"
+    return table
+
+
+def reasons(r: Result) -> Group:
+    x, p = r.explanation, r.prediction
+    rows: list[tuple[str, object]] = [("bound by", x.bound), ("batch", x.batch)]
+    rows += [(name, words) for name, words in x.reasons.items() if name not in ("microbatch",)]
+    rows.append(("memory", why.memory_words(p)))
+    if x.training:
+        rows.append(("training", training_words(r)))
+    rows.append(("scaling", scaling_words(r)))
+    if 0 < x.critical_batch < float("inf"):
+        rows.append(("critical batch", f"{x.critical_batch:,.0f} sequences: below it communication rules ({r.estimate.roofline.regime})"))
+    rows.append(("MFU over", p.mfu_denominator))
+    return Group(Text("Why", "bold"), facts(rows))
+
+
+def training_words(r: Result) -> str:
+    t = r.explanation.training
+    assert t is not None
+    cost = f", ${t.dollars:,.0f} at ${t.price:g} a GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
+    return f"{format_count(t.tokens)} tokens: {t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}), {t.gpu_hours:,.0f} GPU-hours{cost}"
+
+
+def scaling_words(r: Result) -> str:
+    s, world = r.explanation.scaling, r.plan.world
+    if s.weak is not None:
+        weak = f"{100 * s.weak:.0f}% of the rate a GPU has on {s.fewest:,} GPUs, the fewest this plan fits, with as much work each"
+    else:
+        weak = f"{world:,} GPUs are the fewest this plan fits on"
+    doubled = f"; twice the GPUs on the same batch: {s.doubled:.2f}× as fast" if s.doubled else ""
+    return weak + doubled
+
+
+def families(r: Result) -> Table:
+    table = titled("Why not …")
+    for name in ("family", "its best", "", "what it costs"):
+        table.add_column(name, no_wrap=name in ("family", ""), justify="right" if not name else "left", overflow="fold")
+    for w in r.why_not:
+        slower = f"{'' if w.proved else '≤'}{100 * w.slower:+.1f}%" if w.fits else "✗"
+        table.add_row(w.family, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
+    if any(not w.proved for w in r.why_not):
+        table.caption, table.caption_justify = "≤: the best that was found; not proved to be the best of its family", "left"
+    return table
+
+
+def front(r: Result) -> Table:
+    table = titled("Time against headroom")
+    for name, side in (("headroom", "right"), ("GiB", "right"), ("step", "right"), ("", "right"), ("plan", "left")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    memory, fastest = r.space.cluster.accelerator.memory, r.ranking.front[0].time
+    for c in r.ranking.front:
+        table.add_row(f"{100 * (1 - c.memory / memory):.0f}%", f"{why.gib(c.memory):.1f}", format_seconds(c.time, 4), f"{100 * (c.time / fastest - 1):+.1f}%",
+                      Text(short(c.plan), "dim"))  # fmt: skip
+    return table
+
+
+def sensitivities(rows: list[Sensitivity]) -> Table:
+    table = titled("What to change first: throughput with a fifth less, a fifth more")
+    for name, side in (("", "left"), ("−20%", "right"), ("+20%", "right"), ("", "left"), ("", "left")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    most = max(row.swing for row in rows) or 1.0
+    for row in rows:
+        cells = ["not possible" if x is None else f"{100 * x:+.1f}%" for x in (row.less, row.more)]
+        table.add_row(row.what, *cells, Text("█" * round(BAR * row.swing / most), "cyan"), Text(row.note, "dim"))
+    return table
+
+
+def notes(r: Result) -> Group:
+    x = r.explanation
+    lines = [Text(f"constants: {x.calibrated}", "dim")]
+    lines += [Text(f"assumed: {item}", "dim") for item in x.assumed]
+    return Group(*lines)
+
+
+# A plan of one's own
+
+
+def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
+    """The own plan beside the winner, and what the difference is made of."""
+    if c.mine is None:
+        return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
+    mine, best = c.mine.prediction, c.best.prediction
+    table = titled(f"{name} beside the winner")
+    for column, side in (("", "left"), ("yours", "right"), ("winner", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for field, (a, b) in c.fields.items():
+        table.add_row(field, show(a), show(b))
+    table.add_section()
+    table.add_row("step", format_seconds(mine.step_time_s, 4), format_seconds(best.step_time_s, 4))
+    table.add_row("MFU", f"{100 * (mine.mfu or 0):.1f}%", f"{100 * (best.mfu or 0):.1f}%")
+    table.add_row("memory, GiB", Text(f"{mine.memory_gib:.1f}", "" if mine.fits else "red"), f"{best.memory_gib:.1f}")
+    return Group(table, Text(verdict(c, r.headroom), "bold"))
+
+
+def verdict(c: Comparison, headroom: float) -> str:
+    assert c.mine is not None
+    mine, best = c.mine.prediction, c.best.prediction
+    if not mine.fits:
+        over = (mine.memory_gib or 0) - mine.memory_limit_gib
+        return f"yours does not fit: {over:.1f} GiB too much on its fullest GPU"
+    if c.slower <= 0:
+        spare = (mine.memory_gib or 0) > (1 - headroom) * mine.memory_limit_gib
+        return f"yours is {-100 * c.slower:.1f}% faster" + (f": it leaves less than {100 * headroom:g}% of the memory free" if spare else ", within the tie that goes to the simpler plan")
+    return f"yours is {100 * c.slower:.1f}% slower: {why.told(c.parts, best.step_time_s, most=5)}"
+
+
+def show(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
