@@ -195,12 +195,18 @@ def choose(name: str) -> Plan | None:
     from meshwright.planner.search import search
     from meshwright.planner.space import Space
 
-    c = load(name).config
+    case = load(name)
+    c = case.config
     given = ("bucket", "param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
     space = Space(c.model, c.cluster, c.workload, c.stack, base=base)
     found = search(space, headroom=1 - SPARE)
-    return rank(space, found).best.plan if len(found.rows) else None
+    if not len(found.rows):
+        return None
+    ranking = rank(space, found)
+    close = sorted((*ranking.leaders[1:], *ranking.families.values(), *ranking.front), key=lambda one: one.time)
+    # The search looks at a few telling ranks of a pipeline; the estimate looks at all of them and has the last word on memory.
+    return next((one.plan for one in (ranking.best, *close) if fits(estimated(case, one.plan), SPARE)), None)
 
 
 def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, float]]:
