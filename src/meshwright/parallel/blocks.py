@@ -12,12 +12,9 @@ independent and their gradients plain sums,
     δ = Σ_d o ∘ do      ds = p ∘ (do vᵀ − δ) / √D      dq = ds k      dk = dsᵀ q      dv = pᵀ do
 
 A rank's tokens are a few runs of the sequence (`ranges` of positions). Of each pair of runs the queries see all keys,
-none, or, where the two are one run, the triangle: `rectangles` lists what is left to compute. A rectangle runs on the
-flash kernel where there is one (CUDA, 16-bit, no window); elsewhere in tiles of rows, so that at most `TILE` scores
-exist at once. Sums are in float32 or wider.
-
-Private names of torch, all of them here: `aten._scaled_dot_product_flash_attention` and its `_backward`, the public
-function's own kernels, which unlike it tell ℓ. Without them everything runs in tiles.
+none, or, where the two are one run, the triangle: `rectangles` lists what is left to compute. A rectangle runs on a
+kernel where there is one (`kernels`: CUDA, 16-bit, no window); elsewhere in tiles of rows, so that at most `TILE`
+scores exist at once. Sums are in float32 or wider.
 
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
 """
@@ -29,11 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.parallel.kernels import kernel_for
+
 Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, in order
 TILE = 1 << 24  # scores at once: 64 MiB in float32
-_FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-_FLASH_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
-FLASH_WIDTH, FLASH_MULTIPLE = 256, 8
 
 
 class Rectangle(NamedTuple):
@@ -118,9 +114,9 @@ class Attended:
             self.output_BNSD = self.q.new_zeros(shape, dtype=self.total_BNS.dtype)
         for r in rectangles(self.queries, keys, self.sight):
             parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            if _has_flash(*parts, r):
-                output, total = _FLASH(*parts, 0.0, r.seen == "triangle")[:2]  # type: ignore[misc]
-                self._merge(r.queries, output, total)
+            kernel = kernel_for(*parts, r.seen == "triangle") if r.seen != "mask" else None
+            if kernel is not None:
+                self._merge(r.queries, *kernel.forward(*parts, r.seen == "triangle"))
                 continue
             q, k, v = parts
             for rows, columns, mask in _tiles(q, r, self.queries, keys, self.sight):
@@ -148,7 +144,8 @@ class Gradients:
         queries: Runs,
         sight: Sight,
     ) -> None:
-        self.slope, self.q, self.output, self.total = slope, q, output, total
+        self.slope = slope if slope.stride(-1) == 1 else slope.contiguous()  # kernels read rows
+        self.q, self.output, self.total = q, output, total
         self.queries, self.sight = queries, sight
         self.dq = q.new_zeros(q.shape, dtype=wide(q.dtype))
         self.delta_BNS = (slope.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
@@ -161,8 +158,10 @@ class Gradients:
                 x[:, :, rows] for x in (self.q, self.slope, self.output, self.total, self.delta_BNS, self.dq)
             )
             k_seen, v_seen, dk_seen, dv_seen = (x[:, :, columns] for x in (k, v, dk, dv))
-            if _has_flash(q, k_seen, v_seen, r):
-                own = _flash_backward(slope, q, k_seen, v_seen, output, total, r.seen == "triangle")
+            triangle = r.seen == "triangle"
+            kernel = kernel_for(q, k_seen, v_seen, triangle) if r.seen != "mask" else None
+            if kernel is not None:
+                own = kernel.backward(slope, q, k_seen, v_seen, output, total, triangle)
                 for into, part in zip((dq, dk_seen, dv_seen), own, strict=True):
                     into.add_(part)
                 continue
@@ -244,33 +243,3 @@ def _tile_backward(
     dv = probability.transpose(-1, -2) @ grouped_slope
     ds = (grouped_slope @ v.transpose(-1, -2)).sub_(grouped_delta.unsqueeze(-1)).mul_(probability).mul_(scale)
     return (ds @ k).reshape(q.shape), ds.transpose(-1, -2) @ grouped_q, dv
-
-
-# The kernel
-
-
-def _has_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, r: Rectangle) -> bool:
-    width = q.shape[-1]
-    return (
-        q.is_cuda
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and r.seen != "mask"
-        and width == v.shape[-1]
-        and width % FLASH_MULTIPLE == 0
-        and width <= FLASH_WIDTH
-        and _FLASH is not None
-        and _FLASH_BACKWARD is not None
-    )
-
-
-def _flash_backward(
-    slope: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, total: torch.Tensor,
-    triangle: bool,
-) -> Any:  # fmt: skip
-    """The kernel recomputes the block's probabilities from ℓ; the seeds are dropout's, of which there is none. None
-    where sequences of several lengths would say where they begin."""
-    assert _FLASH_BACKWARD is not None
-    lengths = q.shape[2], k.shape[2]
-    seed = torch.zeros((), dtype=torch.long, device=q.device)
-    total, output = total.contiguous(), output.to(q.dtype)
-    return _FLASH_BACKWARD(slope, q, k, v, output, total, None, None, *lengths, 0.0, triangle, seed, seed)
