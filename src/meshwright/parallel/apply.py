@@ -112,7 +112,14 @@ class Parallel:
 
     def balance_experts(self) -> dict[str, float]:
         """After the update: move balancing biases by the step's load. Returns how even the load was."""
-        return expert.balance(self.stages.values(), self.pieces, self.mesh) if self.model.experts else {}
+        masters = self.masters.pieces if self.masters is not None else ()
+        return expert.balance(self.stages.values(), self.pieces, self.mesh, masters) if self.model.experts else {}
+
+    def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
+        """The step's global number of valid tokens, and what every loss is multiplied by."""
+        self.tokens = tokens / scale
+        if self.model.experts:
+            expert.scale_losses(self.stages.values(), scale)
 
     def zero_gradients(self) -> None:
         for reduction in self.reductions:

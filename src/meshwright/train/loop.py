@@ -55,7 +55,7 @@ class Trainer:
 
         tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
         scale = self.scale.value
-        parallel.tokens = (tokens / scale).to(at_least_single(self.dtype))
+        parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
