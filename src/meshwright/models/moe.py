@@ -92,14 +92,15 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
         # An expert without a token takes part with no rows: its gradient is zero, not absent, on every rank alike.
-        runs = zip(x_RI.split(counts), self.weight.unbind(0), strict=True)
+        # Weights kept wider than the arithmetic are narrowed here.
+        runs = zip(x_RI.split(counts), self.weight.to(x_RI.dtype).unbind(0), strict=True)
         y_RO = torch.cat([x @ weight.t() for x, weight in runs])
         if self.bias is None:
             return y_RO
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
             torch.tensor(counts, device=x_RI.device)
         )
-        return y_RO + self.bias[expert_R] * self.bias_share
+        return y_RO + self.bias.to(x_RI.dtype)[expert_R] * self.bias_share
 
 
 class Experts(nn.Module):

@@ -83,6 +83,7 @@ class Mesh:
             self._made[axis] = self._new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
         return self._made[axis]
 
+    @cached_property
     def expert_sharding(self) -> DeviceMesh | None:
         """What ZeRO shards experts over; None where each of them is on no more than one rank of a shard group."""
         if self.size("expert_shard") == 1 or not self.sharded:

@@ -202,7 +202,7 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
     options: dict[str, Any] = {"mesh": mesh.sharding(), "reshard_after_forward": frees, "mp_policy": mixed(plan, dtype)}
-    apart, over = experts_of(module), mesh.expert_sharding()
+    apart, over = experts_of(module), mesh.expert_sharding
     if apart and over is None:
         options["ignored_params"] = {p for experts in apart for p in experts.parameters()}
     for experts in apart if over is not None else ():
