@@ -74,7 +74,7 @@ class _Run:
         self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.others = [None if isinstance(a, torch.Tensor) else a for a in args]
         kept = [args[i] for i in self.tensors]
-        self.node = _Keep.apply(torch.empty(0, requires_grad=True), *kept).grad_fn
+        self.kept = _Keep.apply(torch.empty(0, requires_grad=True), *kept)  # the tensor: alone its node would forget
         self.wanted = [a.requires_grad for a in kept]
         self.device = next((a.device for a in kept if a.is_cuda), torch.device("cpu"))
         self.random = (
@@ -101,7 +101,7 @@ class _Run:
 
     def rerun(self) -> None:
         args = list(self.others)
-        for i, tensor, wanted in zip(self.tensors, self.node.saved_tensors, self.wanted, strict=True):
+        for i, tensor, wanted in zip(self.tensors, self.kept.grad_fn.saved_tensors, self.wanted, strict=True):
             args[i] = tensor.detach().requires_grad_(wanted)
         missing = iter([h() for h in self.handles])
         last = max(i for i, h in enumerate(self.handles) if h() is not None)
