@@ -122,12 +122,22 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
 FROZEN: list[dict[str, Any]] = [
     {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
 ]  # fmt: skip
+# Statistics of the router are the whole batch's, so one device sees it in one micro-batch and so do the ranks together.
+ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, {"aux": 0.1, "z": 0.01}),
+    ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0}),
+    ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}, {"capacity": 0.75}),
+    ("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
+    ("qwen-moe", {**CP, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
+    ("deepseek", {**CP, "tp": 2, "microbatch": 8}, {"capacity": 1.0, "aux": 0.1}),
+]
 
 
 class Layout(NamedTuple):
     model: str
     plan: Plan
     prepare: str = ""
+    router: tuple[tuple[str, Any], ...] = ()
 
     @property
     def title(self) -> str:
@@ -138,10 +148,17 @@ class Layout(NamedTuple):
         more += ["kept"] if not p.reshard else []
         more += ["reduced once"] if p.reduce == "step" else []
         more += [f"expert tp {p.expert_tp}"] if p.expert_tp else []
+        more += [f"{name} {value}" for name, value in self.router]
         return " · ".join([self.model, p.title(), *more])
 
     def job(self) -> Job:
-        return Job(MODELS[self.model], self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare)
+        return Job(MODELS[self.model], self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
+                   router=dict(self.router))  # fmt: skip
+
+    @property
+    def reference(self) -> Layout:
+        """The same training on one device, all of the batch at once."""
+        return self._replace(plan=Plan(microbatch=WORKLOAD.batch))
 
 
 def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:
@@ -188,6 +205,7 @@ def all_layouts() -> list[Layout]:
     said = [*alone(), *pairs(), *TRIPLES, *EXTRAS]
     out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
     out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
+    out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
     return list(dict.fromkeys(out))
 
 

@@ -9,29 +9,27 @@ import pytest
 import ranks
 from meshwright.describe.plan import Plan
 from meshwright.verify.compare import compare
-from meshwright.verify.records import Job
 
 SILENCE_S = 100.0
+
+
+def layout_of(bug, prepare=""):
+    return layouts.Layout(bug.model, Plan(**bug.plan), prepare, bug.router)
 
 
 @cache
 def one_device():
     """References of all the corpus at once."""
-    keys = list(dict.fromkeys((bug.model, bug.router) for bug in bugs.CORPUS))
-    jobs = [job(model, Plan(microbatch=8), router) for model, router in keys]
-    return dict(zip(keys, ranks.run(1, layouts.train_all, jobs, silence=SILENCE_S)[0], strict=True))
+    wanted = list(dict.fromkeys(layout_of(bug).reference for bug in bugs.CORPUS))
+    traces = ranks.run(1, layouts.train_all, [layout.job() for layout in wanted], silence=SILENCE_S)[0]
+    return dict(zip(wanted, traces, strict=True))
 
 
-def job(model, plan, router, prepare=""):
-    return Job(layouts.MODELS[model], plan, layouts.WORKLOAD, steps=layouts.STEPS, dtypes=("fp64",), prepare=prepare,
-               router=dict(router))  # fmt: skip
-
-
-def agreement(bug, prepare):
-    plan = Plan(**bug.plan)
-    trial = job(bug.model, plan, bug.router, prepare)
-    by_rank = ranks.run(plan.world, layouts.train_all, [trial], silence=SILENCE_S, group_timeout=SILENCE_S / 2)
-    return compare(one_device()[bug.model, bug.router], [rank[0] for rank in by_rank])
+def agreement(bug):
+    job = layout_of(bug, f"bugs:{bug.name}").job()
+    options = {"silence": SILENCE_S, "group_timeout": SILENCE_S / 2}
+    by_rank = ranks.run(job.plan.world, layouts.train_all, [job], **options)
+    return compare(one_device()[layout_of(bug).reference], [rank[0] for rank in by_rank])
 
 
 def title(bug):
@@ -40,7 +38,7 @@ def title(bug):
 
 @pytest.mark.parametrize("bug", bugs.CORPUS, ids=title)
 def test_a_historical_bug_is_caught_where_it_is(bug):
-    found = agreement(bug, f"bugs:{bug.name}").breaks
+    found = agreement(bug).breaks
     assert found, "the comparison found nothing"
     first = found[0]
     assert (first.what, first.step) == (bug.what, bug.step), str(first)

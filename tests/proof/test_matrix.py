@@ -6,10 +6,8 @@ import layouts
 import pytest
 
 import ranks
-from meshwright.describe.plan import Plan
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.verify.compare import compare
-from meshwright.verify.records import Job
 
 ALL = layouts.all_layouts()
 TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes
@@ -18,13 +16,10 @@ SILENCE_S = 100.0
 
 
 @cache
-def one_device(model, prepare):
-    """References of all models at once."""
-    frozen = [("qwen", prepare)] if prepare else []
-    names = frozen or [(name, "") for name in layouts.MODELS]
-    jobs = [Job(layouts.MODELS[name], Plan(microbatch=8), layouts.WORKLOAD, steps=layouts.STEPS, dtypes=("fp64",),
-                prepare=how) for name, how in names]  # fmt: skip
-    return dict(zip([name for name, _ in names], train(1, jobs)[0], strict=True))
+def one_device(prepare):
+    """References of all layouts that train with this preparation, by layout."""
+    wanted = list(dict.fromkeys(layout.reference for layout in ALL if layout.prepare == prepare))
+    return dict(zip(wanted, train(1, [layout.job() for layout in wanted])[0], strict=True))
 
 
 def train(world, jobs):
@@ -62,7 +57,7 @@ def marked(layout):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [marked(layout) for layout in ALL])
 def test_a_layout_trains_what_one_device_trains(layout):
-    one = one_device(layout.model if not layout.prepare else "", layout.prepare)[layout.model]
+    one = one_device(layout.prepare)[layout.reference]
     traces = traces_of(layout)
     agreement = compare(one, traces)
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))

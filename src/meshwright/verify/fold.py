@@ -73,7 +73,7 @@ def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int
     out = {"ep": min(plan.ep, 2), "expert_tp": min(plan.expert_tp, sizes["tp"])}
     others = sizes["tp"] * sizes["cp"] // (out["expert_tp"] or sizes["tp"])
     room = others * sizes["replicate"] * sizes["shard"]
-    if room % out["ep"]:  # ep lies on tensor-parallel ranks alone: four of them are both split and spread, two only spread
+    if room % out["ep"]:  # ep lies on tensor-parallel ranks alone: four show experts split and spread, two only spread
         both = 2 * math.prod(sizes.values()) <= ranks
         return out | ({"tp": 4, "expert_tp": 2} if both else {"expert_tp": 1})
     copied = plan.tp * plan.cp * plan.dp > plan.etp * plan.ep
