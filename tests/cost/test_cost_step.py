@@ -335,3 +335,16 @@ def test_counts_and_experts_are_costed_too():
     assert one(spread.traffic["ep"]) == pytest.approx(8 * 8 * 4 * 2 * 7 / 8 * 512 * MOE.hidden * 2)
     skewed = cost(MOE, WORK.but(imbalance=2.0), replicate=8, ep=8, stack=Stack(**IDLE_HOST))
     assert one(skewed.time) > one(cost(MOE, replicate=8, ep=8, stack=Stack(**IDLE_HOST)).time)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "llama3-70b"])
+@pytest.mark.parametrize(
+    ("pp", "virtual", "schedule"), [(32, 1, "1f1b"), (7, 1, "zb-h1"), (16, 2, "interleaved"), (25, 2, "zbv")]
+)
+def test_a_batch_finds_the_fullest_rank_of_uneven_stages(model, pp, virtual, schedule):
+    """The search looks at few ranks: it must not miss the one that does not fit."""
+    shape = catalog.load("models", model)
+    plan = Plan(pp=pp, virtual=virtual, schedule=schedule)
+    program = step_program(shape, plan, Workload(batch=8 * pp, seq=4096))
+    few, every = (step_cost(program, DGX.with_gpus(pp), every_rank=e) for e in (False, True))
+    assert one(few.peak_memory) == pytest.approx(one(every.peak_memory), rel=0.01)

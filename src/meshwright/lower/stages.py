@@ -2,8 +2,8 @@
 
 Stage s of pp·virtual stages holds a run of layers; looped placement puts stages r, r+pp, r+2pp, … on rank r, V-shaped
 placement puts s and 2pp−1−s together. The first stage has the embedding, the last the head. `Holding` counts the blocks of
-one rank of every plan; the batch looks at the few ranks that can be the slowest or the fullest (first, second, a middle one,
-last), an estimate of one plan at all of them.
+one rank of every plan; the batch looks at the few ranks that can be the slowest or the fullest (first, second, the first
+longer one, last), an estimate of one plan at all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
     last = batch.pp - 1
     if not np.any(last):
         return [holding(batch, np.zeros(batch.n))]
-    picks = [np.zeros(batch.n), np.minimum(1.0, last), np.floor(batch.pp / 2), last]
+    # The first of the longer stages is the slowest and, of those, keeps most micro-batches in flight; it is the middle where all are even.
+    stages = batch.pp * batch.virtual
+    longest = np.mod(np.minimum(_longer(batch, stages)[1], stages - 1), batch.pp)
+    picks = [np.zeros(batch.n), np.minimum(1.0, last), longest, last]
+    if (
+        batch.model.dense_layers and batch.model.experts
+    ):  # the first longer stage with nothing but experts is fuller still
+        least, first, _ = _longer(batch, stages)
+        skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
+        picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [holding(batch, rank) for rank in picks]
 
 
