@@ -84,8 +84,7 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, cross
 
 @pytest.mark.parametrize(
     "plan",
-    [{"offload": "both", "replicate": 2, "tp": 2}, {"offload": "both", "shard": 2, "zero": 3, "recompute": "full"},
-     {"offload": "activations", "pp": 2, "schedule": "zb-h1"}],
+    [{"offload": "both", "shard": 2, "zero": 3, "recompute": "full"}, {"offload": "both", "pp": 2, "schedule": "zb-h1"}],
 )  # fmt: skip
 def test_a_plan_with_it_trains_what_one_device_trains(plan):
     model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}

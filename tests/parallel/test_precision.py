@@ -17,7 +17,7 @@ WORKLOAD = Workload(batch=4, seq=4, precision="fp32", optimizer="momentum")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
 
 
-def trained(context, plan, workload, dtype, steps=3, break_at=None):
+def trained(context, plan, workload, dtype, steps=2, break_at=None):
     """Pieces (rounded and master), losses, scales and which steps were taken, after a few steps.
 
     `break_at` makes one gradient of the last rank infinite in that step.
