@@ -17,6 +17,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ KILLERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "recompute": [("gpt", {**SP, "recompute": "full"}), ("llama", {"cp": 2, "recompute": "selective"})],
     "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen-moe", {"replicate": 2, "ep": 2})],
 }  # fmt: skip
+# Before whom a mutant stands that its own killers let go: combinations, all in one set of ranks.
+ZB = {"pp": 2, "schedule": "zb-h1"}
+JURY: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("gemma", {**Z3, "cp": 2, "microbatch": 2}, {}), ("gpt", {**SP, "cp": 2, "cp_kind": "all-gather"}, {}),
+    ("qwen", {**SP, "pp": 2}, {}), ("five", {"replicate": 2, **ZB, "bucket": 2000}, {}),
+    ("llama", {**Z3, "pp": 2, "schedule": "zbv", "virtual": 2, "recompute": "full"}, {}),
+    ("qwen", {"replicate": 2, **Z3, "microbatch": 2}, {}), ("qwen", {"replicate": 2, "tp": 2, "order": ("dp", "pp", "cp", "tp")}, {}),
+    ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}, {"capacity": 0.75, "aux": 0.1}),
+    ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, {}), ("mixtral", {"replicate": 4, "ep": 2}, {}),
+    ("qwen-moe", {"cp": 2, **Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}), ("one-kv", {"cp": 4, "cp_kind": "ulysses"}, {}),
+    ("mixtral", {"replicate": 2, **Z3, "ep": 2, "recompute": "full"}, {}), ("qwen-moe", {"tp": 2, **ZB}, {}),
+]  # fmt: skip
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Div: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -140,6 +153,13 @@ def __getattr__(name: str) -> Callable[[], None]:
 
 
 def survives(module: str, number: int) -> bool:
+    """Whether no layout notices: the module's own, one by one, then the jury's."""
+    fault = f"mutate:{module}_{number}"
+    alone = [[(model, said, {})] for model, said in KILLERS[module]]
+    return not any(noticed(fault, trial) for trial in [*alone, JURY])
+
+
+def noticed(fault: str, trials: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> bool:
     import layouts
 
     import ranks
@@ -147,30 +167,24 @@ def survives(module: str, number: int) -> bool:
     from meshwright.errors import MeshwrightError
     from meshwright.verify.compare import compare
 
-    for model, said in KILLERS[module]:
-        layout = layouts.Layout(model, Plan(**said), f"mutate:{module}_{number}")
-        try:
-            by_rank = ranks.run(layout.plan.world, layouts.train_all, [layout.job()], silence=20, group_timeout=15)
-        except MeshwrightError:
-            return False
-        if compare(reference(model), [rank[0] for rank in by_rank]).breaks:
-            return False
-    return True
+    these = [layouts.Layout(model, Plan(**said), fault, tuple(router.items())) for model, said, router in trials]
+    silence = 30 if len(these) == 1 else 90
+    try:
+        by_rank = ranks.run(these[0].plan.world, layouts.train_all, [layout.job() for layout in these],
+                            silence=silence, group_timeout=silence / 2)  # fmt: skip
+    except MeshwrightError:
+        return True
+    expected = [reference(layout._replace(prepare="").reference) for layout in these]
+    return any(compare(one, [rank[i] for rank in by_rank]).breaks for i, one in enumerate(expected))
 
 
-REFERENCES: dict[str, Any] = {}
-
-
-def reference(model: str) -> Any:
+@cache
+def reference(layout: Any) -> Any:
     import layouts
 
     import ranks
-    from meshwright.describe.plan import Plan
 
-    if model not in REFERENCES:
-        job = layouts.Layout(model, Plan()).reference.job()
-        REFERENCES[model] = ranks.run(1, layouts.train_all, [job], silence=60)[0][0]
-    return REFERENCES[model]
+    return ranks.run(1, layouts.train_all, [layout.job()], silence=60)[0][0]
 
 
 def main(count: int, seed: int) -> None:

@@ -51,8 +51,10 @@ def small_copy(config: Config, ranks: int) -> Small:
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
     plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False}
     if plan.world <= ranks:
-        uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage)
-        return plan.but(**plain, microbatch=min(plan.microbatch, 2), layers_per_stage=uneven), []
+        uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage) if plan.virtual <= 2 else ()
+        return plan.but(
+            **plain, microbatch=min(plan.microbatch, 2), virtual=min(plan.virtual, 2), layers_per_stage=uneven
+        ), []
     sizes: dict[str, int] = {axis: min(getattr(plan, axis), 2) for axis in AXES}
     sizes |= fold_experts(plan, sizes, ranks)
     folded = plan.but(**plain, **sizes, virtual=min(plan.virtual, 2), layers_per_stage=(), order=plan.order,
