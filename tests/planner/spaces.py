@@ -11,9 +11,23 @@ from meshwright.describe.workload import Workload
 from meshwright.planner import choices as chosen
 from meshwright.planner.space import Space
 
-DENSE = Model(name="dense", hidden=512, layers=6, heads=8, kv_heads=4, ffn=1024, vocab=2048, activation="swiglu", tied=False)
+DENSE = Model(
+    name="dense", hidden=512, layers=6, heads=8, kv_heads=4, ffn=1024, vocab=2048, activation="swiglu", tied=False
+)
 TIED = Model(name="tied", hidden=256, layers=4, heads=4, ffn=1024, vocab=4096, activation="gelu", tied=True)
-MOE = Model(name="moe", hidden=256, layers=5, heads=8, ffn=512, vocab=1024, activation="swiglu", experts=4, top_k=2, expert_ffn=256, dense_layers=1)
+MOE = Model(
+    name="moe",
+    hidden=256,
+    layers=5,
+    heads=8,
+    ffn=512,
+    vocab=1024,
+    activation="swiglu",
+    experts=4,
+    top_k=2,
+    expert_ffn=256,
+    dense_layers=1,
+)
 MODELS = {m.name: m for m in (DENSE, TIED, MOE)}
 
 
@@ -25,7 +39,15 @@ def cluster(gpus: int, memory: str = "", name: str = "dgx-a100", node: int = 4) 
     return Cluster(**{**c.as_dict(), "levels": levels, "gpus": gpus, "accelerator": device})
 
 
-def space(model: Model, gpus: int = 8, batch: int = 8, seq: int = 256, stack: str = "default", memory: str = "", **said: list[str]) -> Space:
+def space(
+    model: Model,
+    gpus: int = 8,
+    batch: int = 8,
+    seq: int = 256,
+    stack: str = "default",
+    memory: str = "",
+    **said: list[str],
+) -> Space:
     kit: Stack = catalog.load("stacks", stack)
     base = Plan()
     options = chosen.choices(base, chosen.read(**said), tuple(kit.order))

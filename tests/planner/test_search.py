@@ -1,5 +1,7 @@
 """The search finds what costing and walking every plan finds; its bounds hold; the same question has the same answer."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -42,7 +44,9 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
     assert not found.unproved
     assert found.rows.time.min() == pytest.approx(rows.time.min(), rel=1e-12)
     for code in np.unique(family):
-        assert found.rows.time[found.rows.family == code].min() == pytest.approx(rows.time[family == code].min(), rel=1e-12)
+        assert found.rows.time[found.rows.family == code].min() == pytest.approx(
+            rows.time[family == code].min(), rel=1e-12
+        )
     sure = (rows.virtual == 1) | (where.model.layers % (rows.pp * rows.virtual) == 0)
     for best, rung in zip(found.incumbents.front, found.incumbents.limits, strict=True):
         assert best == pytest.approx(rows.time[sure & (rows.memory <= rung)].min(initial=np.inf), rel=1e-12)
@@ -63,7 +67,9 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
     rows = join([one.cost(part) for part in where.plans()])
     rows = rows.take(np.argsort(rows.time, kind="stable")[:160])  # far beyond what the closed forms may be wrong by
     plans = [where.plan(rows, i) for i in range(len(rows))]
-    times = [walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans]
+    times = [
+        walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans
+    ]
     _, ranking = solve(where)
     assert min(times) == pytest.approx(min(c.time for c in ranking.leaders), rel=1e-3)
     assert ranking.best.time <= min(times) * (1 + TIE) * (1 + 1e-3)
@@ -73,9 +79,15 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
 def test_no_plan_beats_the_bounds_above_it(seed):
     """Frames, shapes, placed and sharded rows, schedules: each bound holds for every plan below."""
     rng = np.random.default_rng(seed)
-    model = catalog.load("models", ["gpt3-13b", "mixtral-8x7b", "deepseek-v2", "gpt2-xl", "llama3-8b", "tiny-moe"][seed])
-    cluster = catalog.load("clusters", ["dgx-a100", "gb200-nvl72", "dgx-h100", "aws-p4d", "ethernet-cluster", "h100-two-sites"][seed])
-    stack = catalog.load("stacks", ["default", "megatron-lm", "megatron-core", "nanotron", "nemo-megatron", "default"][seed])
+    model = catalog.load(
+        "models", ["gpt3-13b", "mixtral-8x7b", "deepseek-v2", "gpt2-xl", "llama3-8b", "tiny-moe"][seed]
+    )
+    cluster = catalog.load(
+        "clusters", ["dgx-a100", "gb200-nvl72", "dgx-h100", "aws-p4d", "ethernet-cluster", "h100-two-sites"][seed]
+    )
+    stack = catalog.load(
+        "stacks", ["default", "megatron-lm", "megatron-core", "nanotron", "nemo-megatron", "default"][seed]
+    )
     gpus = [64, 96, 48, 128, 24, 16][seed]
     where = Space(model, cluster.with_gpus(gpus), Workload(batch=4 * gpus, seq=2048), stack)
 
@@ -135,11 +147,13 @@ def test_a_tie_goes_to_the_simpler_plan():
 
 def test_the_front_trades_time_for_headroom():
     front = rank(problem("tight"), search(problem("tight"))).front
-    assert all(a.time <= b.time and a.memory > b.memory for a, b in zip(front, front[1:], strict=False))
+    assert all(a.time <= b.time and a.memory > b.memory for a, b in pairwise(front))
 
 
 def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
-    where = Space(TIED.but(layers=8), space(TIED, 4).cluster, Workload(batch=240, seq=64), catalog.load("stacks", "default"))
+    where = Space(
+        TIED.but(layers=8), space(TIED, 4).cluster, Workload(batch=240, seq=64), catalog.load("stacks", "default")
+    )
     found = search(where)
     rows = found.rows.take(found.rows.pp > 1)
     rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)

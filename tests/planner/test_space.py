@@ -48,7 +48,11 @@ def fixed(plan) -> list[str]:
     out += [f"sp={str(plan.sp).lower()}"] if plan.tp > 1 else []
     out += [f"cp_kind={plan.cp_kind}"] if plan.cp > 1 else []
     out += [f"reshard={str(plan.reshard).lower()}", f"reduce={plan.reduce}"] if zero == 3 else []
-    schedule = {"looped-bfs": "gpipe", "interleaved-zb": "zb-h1"}.get(plan.schedule, plan.schedule) if plan.virtual == 1 else plan.schedule
+    schedule = (
+        {"looped-bfs": "gpipe", "interleaved-zb": "zb-h1"}.get(plan.schedule, plan.schedule)
+        if plan.virtual == 1
+        else plan.schedule
+    )
     return out + ([f"schedule={schedule}", f"virtual={plan.virtual}"] if plan.pp > 1 else [])
 
 
@@ -96,7 +100,10 @@ def test_arrays_cost_what_plans_cost(model, gpus, batch):
     rows = where.scheduled(where.sharded(where.placed(where.shaped(frames))))
     rows = rows.take(np.random.default_rng(2).permutation(len(rows))[:300])
     cost = step_cost(lower(where.batch(rows)), where.cluster)
-    alone = step_cost(step_program(where.model, [where.plan(rows, i) for i in range(len(rows))], where.workload, where.stack), where.cluster)
+    alone = step_cost(
+        step_program(where.model, [where.plan(rows, i) for i in range(len(rows))], where.workload, where.stack),
+        where.cluster,
+    )
     np.testing.assert_allclose(cost.time, alone.time, rtol=1e-12)
     np.testing.assert_allclose(cost.peak_memory, alone.peak_memory, rtol=1e-12)
 
@@ -177,5 +184,12 @@ def test_what_cannot_be_read_is_refused_in_words(said, code):
 def test_a_table_crosses_rows_with_their_own_options():
     table = Table(a=np.array([1, 2, 3]))
     crossed = table.crossed((table.a,), lambda a: Table(b=np.arange(a)))
-    assert sorted(zip(crossed.a.tolist(), crossed.b.tolist(), strict=True)) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    assert sorted(zip(crossed.a.tolist(), crossed.b.tolist(), strict=True)) == [
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (3, 0),
+        (3, 1),
+        (3, 2),
+    ]
     assert len(grid(x=[1, 2], y=[3, 4, 5])) == 6

@@ -23,11 +23,20 @@ def command(
     seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
     tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
     stack: str = typer.Option("", "--stack", help="The training stack."),
-    fix: list[str] = typer.Option([], "--fix", metavar="FIELD=VALUE", help="Demand a value: --fix tp=8, --fix schedule=1f1b."),
+    fix: list[str] = typer.Option(
+        [], "--fix", metavar="FIELD=VALUE", help="Demand a value: --fix tp=8, --fix schedule=1f1b."
+    ),
     most: list[str] = typer.Option([], "--max", metavar="FIELD=N", help="At most: --max pp=4."),
     least: list[str] = typer.Option([], "--min", metavar="FIELD=N", help="At least: --min microbatch=2."),
-    without: list[str] = typer.Option([], "--without", metavar="WORD", help="Leave out: zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …"),
-    allow: list[str] = typer.Option([], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."),
+    without: list[str] = typer.Option(
+        [],
+        "--without",
+        metavar="WORD",
+        help="Leave out: zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …",
+    ),
+    allow: list[str] = typer.Option(
+        [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
+    ),
     headroom: str = typer.Option("5%", "--memory-headroom", help="Memory to leave free."),
     compare: str = typer.Option("", "--compare", metavar="FILE", help="Put a plan of your own beside the winner."),
     top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
@@ -41,8 +50,22 @@ def command(
     from meshwright.describe.config import load
 
     own = load(compare) if compare else None
-    problem: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens, "stack": stack}
-    narrowed = {"fix": fix, "most": most, "least": least, "without": without, "allow": allow, "headroom": headroom}
+    problem: dict[str, Any] = {
+        "nodes": nodes,
+        "gpus": gpus,
+        "batch": batch,
+        "seq": seq,
+        "tokens": tokens,
+        "stack": stack,
+    }
+    narrowed: dict[str, Any] = {
+        "fix": fix,
+        "most": most,
+        "least": least,
+        "without": without,
+        "allow": allow,
+        "headroom": headroom,
+    }
     with patient(not as_json and sys.stderr.isatty()) as progress:
         result = planner.plan(model, cluster, **problem, **narrowed, settings=settings, top=top, progress=progress)
     compared = result.compare(own.plan) if own else None
@@ -55,13 +78,23 @@ def command(
     if as_json:
         import json
 
-        print(json.dumps(result.as_dict() | ({"compare": compared.as_dict()} if compared else {}), indent=1, allow_nan=False))
+        print(
+            json.dumps(
+                result.as_dict() | ({"compare": compared.as_dict()} if compared else {}), indent=1, allow_nan=False
+            )
+        )
         return
     from meshwright.view import plan as view
     from meshwright.view.tables import show
 
     if compared:
-        show(view.header(result), view.comparison(result, compared, Path(compare).name), view.leaders(result), view.families(result), view.notes(result))
+        show(
+            view.header(result),
+            view.comparison(result, compared, Path(compare).name),
+            view.leaders(result),
+            view.families(result),
+            view.notes(result),
+        )
     else:
         show(view.page(result))
     for where, what in ((out, "plan file"), (html, "page")):

@@ -51,7 +51,10 @@ def walk_step(
     """Build the schedule of the plan that stands `at` a place of the batch, give every stage its own times, and walk it."""
     b = program.batch
     times = stage_times(program, cost) if times is None else times
-    stages = [RankTime(*(np.broadcast_to(x, b.n)[at : at + 1] for x in (t.f, t.i, t.w, t.waits))) for t in times[: plan.stages]]
+    stages = [
+        RankTime(*(np.broadcast_to(x, b.n)[at : at + 1] for x in (t.f, t.i, t.w, t.waits)))
+        for t in times[: plan.stages]
+    ]
     durations = pipelines.Durations.of(
         len(stages), *(np.array([float(getattr(s, k)[0]) for s in stages]) for k in ("f", "i", "w"))
     )
@@ -59,7 +62,9 @@ def walk_step(
     p2p, overlap = float(cost.boundary[at]), not b.stack.blocking_p2p
     if plan.schedule == "auto" and plan.pp > 1:
         limit = 2.0 * plan.pp  # micro-batches in flight: what `cost.memory` counts for `auto`
-        flow = pipelines.auto(plan.pp, microbatches, plan.virtual, durations=durations, p2p=p2p, overlap=overlap, limit=limit)
+        flow = pipelines.auto(
+            plan.pp, microbatches, plan.virtual, durations=durations, p2p=p2p, overlap=overlap, limit=limit
+        )
     else:
         flow = pipelines.build(
             plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1

@@ -1,8 +1,8 @@
 """Three lines to a plan:
 
-    from meshwright import planner
-    result = planner.plan("llama3-70b", "dgx-h100", nodes=8)
-    result                                # in a notebook or a terminal; result.plan is the winner, result.to_toml() a plan file
+from meshwright import planner
+result = planner.plan("llama3-70b", "dgx-h100", nodes=8)
+result                                # in a notebook or a terminal; result.plan is the winner, result.to_toml() a plan file
 """
 
 from __future__ import annotations
@@ -54,10 +54,19 @@ def plan(
     config, base, assumed = problem(model, cluster, nodes, gpus, batch, seq, tokens, stack, said)
     constraints = chosen.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = chosen.choices(base, constraints, tuple(config.stack.order))
-    return run(config, Space(config.model, config.cluster, config.workload, config.stack, options, base), share(headroom), assumed, top, progress)
+    return run(
+        config,
+        Space(config.model, config.cluster, config.workload, config.stack, options, base),
+        share(headroom),
+        assumed,
+        top,
+        progress,
+    )
 
 
-def run(config: Config, space: Space, headroom: float, assumed: list[str], top: int = 10, progress: Progress | None = None) -> Result:
+def run(
+    config: Config, space: Space, headroom: float, assumed: list[str], top: int = 10, progress: Progress | None = None
+) -> Result:
     """Search a space; raise, in words, where no plan is legal or nothing fits."""
     start = time.perf_counter()
     if not len(space.frames):
@@ -66,25 +75,41 @@ def run(config: Config, space: Space, headroom: float, assumed: list[str], top: 
     if ranking is None:
         raise nothing_fits(space, found, headroom)
     seconds = time.perf_counter() - start
-    return Result(replace(config, plan=ranking.best.plan), space, found, ranking, headroom, seconds, assumed, max(1, top))
+    return Result(
+        replace(config, plan=ranking.best.plan), space, found, ranking, headroom, seconds, assumed, max(1, top)
+    )
 
 
 def problem(
     model: Any, cluster: Any, nodes: int, gpus: int, batch: int, seq: int, tokens: str | float, stack: Any, settings: Sequence[str]
 ) -> tuple[Config, Plan, list[str]]:  # fmt: skip
     """The configuration, the fields of the plan that are not searched, and what was assumed."""
-    sizes = [f"workload.batch={batch}" if batch else "", f"workload.seq={seq}" if seq else "", f'workload.tokens="{tokens}"' if tokens else ""]
+    sizes = [
+        f"workload.batch={batch}" if batch else "",
+        f"workload.seq={seq}" if seq else "",
+        f'workload.tokens="{tokens}"' if tokens else "",
+    ]
     overrides = [w for w in sizes if w]
     if isinstance(model, str) and model.endswith(".toml"):
-        named = [f'{section}="{word}"' for section, word in (("cluster", cluster), ("stack", stack)) if isinstance(word, str) and word]
+        named = [
+            f'{section}="{word}"'
+            for section, word in (("cluster", cluster), ("stack", stack))
+            if isinstance(word, str) and word
+        ]
         config = load(model, [*named, *overrides, *settings])
     else:
-        config = Config.from_parts(model=model, cluster=cluster, stack=stack or "default", overrides=[*overrides, *settings])
+        config = Config.from_parts(
+            model=model, cluster=cluster, stack=stack or "default", overrides=[*overrides, *settings]
+        )
     if nodes and gpus:
         raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
     if nodes or gpus:
         config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
-    kept = {name: value for name, value in config.plan.as_dict().items() if name not in chosen.SEARCHED or name in (*chosen.DTYPES, "overlap")}
+    kept = {
+        name: value
+        for name, value in config.plan.as_dict().items()
+        if name not in chosen.SEARCHED or name in (*chosen.DTYPES, "overlap")
+    }
     kept.pop("layers_per_stage", None)
     if "plan.grad_dtype" not in config.origins:
         kept["grad_dtype"] = config.stack.gradient_dtype

@@ -89,12 +89,18 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     n, base, work = len(rows), space.base, space.workload
     sizes = np.array([[DTYPE_BYTES[d] for d in (p, g, s)] for p, g, s, _ in space.dtypes])[rows.dtype].T  # type: ignore[index]
     param, grad, state = sizes
-    moments = (np.where(base.master & (param < 4), 4.0, 0.0) + work.state_copies * state) * (base.offload not in ("states", "both"))
+    moments = (np.where(base.master & (param < 4), 4.0, 0.0) + work.state_copies * state) * (
+        base.offload not in ("states", "both")
+    )
     most = max(space.choices.numbers("zero", space.choices.words["zero"]), default=0)
     zero = rows.columns.get("zero", np.full(n, most))
     each = rows.columns.get("reduce_each", np.full(n, most >= 2))
     shard = rows.columns.get("shard", rows.dp) * rows.cp * np.maximum(1.0, rows.tp / (rows.etp * rows.ep))
-    cut = param / np.where(zero >= 3, shard, 1.0) + grad / np.where((zero >= 2) & each, shard, 1.0) + moments / np.where(zero >= 1, shard, 1.0)
+    cut = (
+        param / np.where(zero >= 3, shard, 1.0)
+        + grad / np.where((zero >= 2) & each, shard, 1.0)
+        + moments / np.where(zero >= 1, shard, 1.0)
+    )
     return rows.elements / rows.pp * cut + (rows.saved / rows.pp + rows.again) * share + space.stack.context
 
 
@@ -116,7 +122,9 @@ def least_span(space: Space, pp: np.ndarray, m: np.ndarray, f: np.ndarray, i: np
     return out
 
 
-def span(schedule: str, pp: np.ndarray, m: np.ndarray, virtual: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray) -> np.ndarray:
+def span(
+    schedule: str, pp: np.ndarray, m: np.ndarray, virtual: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray
+) -> np.ndarray:
     """Seconds of M micro-batches on equal ranks whose f, i, w are a rank's, messages free."""
     total = formulas.makespan(schedule, pp, m, virtual, f / virtual, i / virtual, w / virtual)
     return np.maximum(total, m * (f + i + w))
@@ -147,7 +155,7 @@ def of_sharded(space: Space, rows: Table) -> Table:
         time=np.where(alone, cost.time, np.minimum(looped, shaped)),
         memory=np.where(alone | ~np.isfinite(shaped), cost.peak_memory, np.minimum(rows.memory, cost.peak_memory)),
         f=rank.f, i=rank.i, w=rank.w, closing=closing, looped=cost.peak_memory, one=np.broadcast_to(one, n),
-        first=sum(np.broadcast_to(x, n) for x in cost.memory[0].values()),
+        first=np.add.reduce([np.broadcast_to(x, n) for x in cost.memory[0].values()]),
     )  # fmt: skip
 
 

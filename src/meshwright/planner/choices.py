@@ -67,7 +67,8 @@ def free(base: Plan) -> Choices:
     """Everything but what only the base plan says."""
     return Choices(
         words={
-            "zero": (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "schedule": tuple(s for s in SCHEDULES if s != "auto"), "recompute": RECOMPUTE,
+            "zero": (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "recompute": RECOMPUTE,
+            "schedule": tuple(s for s in SCHEDULES if s != "auto"),
             "reshard": (True, False), "reduce": ("auto", "step"), "order": ORDERS, "overlap": (base.overlap,),
             **{name: (getattr(base, name),) for name in DTYPES},
         },
@@ -158,7 +159,9 @@ def _split(option: str, word: str, names: Sequence[str]) -> tuple[str, str]:
     name, sign, text = word.partition("=")
     name = name.strip().removeprefix("plan.")
     if not sign or not text.strip():
-        raise MeshwrightError("MW-PLANNER-001", f"'{option} {word[:60]}' is not a field, '=' and a value", valid=[f"{option} tp=8"])
+        raise MeshwrightError(
+            "MW-PLANNER-001", f"'{option} {word[:60]}' is not a field, '=' and a value", valid=[f"{option} tp=8"]
+        )
     if name not in names:
         raise unknown("MW-PLANNER-002", f"{option}: field", name, names, f"{option} {{}}={text.strip()[:20]}")
     return name, text.strip()
@@ -171,7 +174,9 @@ def _bound(option: str, word: str, kind: str) -> Constraint:
 
 def _number(option: str, name: str, text: str) -> int:
     if not text.isdecimal() or int(text) > MOST:
-        raise MeshwrightError("MW-PLANNER-001", f"{option} {name}={text[:40]}: a whole number is needed", valid=[f"{option} {name}=4"])
+        raise MeshwrightError(
+            "MW-PLANNER-001", f"{option} {name}={text[:40]}: a whole number is needed", valid=[f"{option} {name}=4"]
+        )
     return int(text)
 
 
@@ -186,7 +191,7 @@ def _fixed(word: str) -> Constraint:
 def _word(name: str, text: str) -> Any:
     """A value of a word field, checked by the plan itself."""
     if name in ("order", "overlap"):
-        said: Any = tuple(w.strip(' "\'') for w in text.strip("[]()").replace("+", ",").split(",") if w.strip(' "\''))
+        said: Any = tuple(w.strip(" \"'") for w in text.strip("[]()").replace("+", ",").split(",") if w.strip(" \"'"))
         valid = AXES if name == "order" else OVERLAP_AXES
         for axis in said:
             if axis not in valid:

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from meshwright.cost import roofline
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.predict import BAND, COMMUNICATION
 from meshwright.describe.plan import Plan
@@ -64,7 +67,7 @@ class Explanation:
     sensitivities: list[Sensitivity]
     why_not: list[WhyNot]
     memory_band: tuple[float, float]
-    critical_batch: float
+    critical: str
     calibrated: str
     assumed: list[str]
 
@@ -120,7 +123,7 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
         slower = candidate.time / e.prediction.step_time_s - 1
         words = told(difference(theirs.prediction, e.prediction), e.prediction.step_time_s)
         tight = candidate.plan.recompute != "none" and best.plan.recompute == "none"
-        words += "; without recompute it does not fit" if tight else ""
+        words += "; the same without recompute does not fit" if tight else ""
         out.append(WhyNot(name, candidate.plan, True, slower, words, candidate.proved))
     limit = found.incumbents.limit
     for code, rows in found.misfits.items():
@@ -163,33 +166,76 @@ def reasons(e: Estimate) -> dict[str, str]:
 
     def exposed(axis: str) -> str:
         seconds = p.exposed_s.get(axis, 0.0)
+        if seconds < 5e-4 * step:
+            return "its communication hides behind compute"
         return f"{format_seconds(seconds)} of the step exposed ({100 * seconds / step:.1f}%)"
 
     out = {}
     if plan.tp > 1:
         out["tp"] = f"every layer split over {plan.tp} GPUs, within the {levels.get('tp', 'node')}; {exposed('tp')}"
-        out["sp"] = "norms and their activations split as well: the same bytes, less memory" if plan.sp else "not split: fewer collectives"
+        out["sp"] = (
+            "norms and their activations split as well: the same bytes, less memory"
+            if plan.sp
+            else "not split: fewer collectives"
+        )
     if plan.cp > 1:
-        out["cp"] = f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {levels.get('cp', 'node')}; {exposed('cp')}"
+        out["cp"] = (
+            f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {levels.get('cp', 'node')}; {exposed('cp')}"
+        )
     if plan.pp > 1:
         m = plan.microbatches(e.workload)
         bubble = p.exposed_s.get("bubble", 0.0)
         stages = plan.stage_layers(e.model.layers)
         layers = f"{min(stages)}" if min(stages) == max(stages) else f"{min(stages)} to {max(stages)}"
         out["pp"] = f"{plan.stages} stages of {layers} layers over {plan.pp} ranks"
-        out["schedule"] = f"{m} micro-batches a step; bubble {format_seconds(bubble)} ({100 * bubble / step:.1f}%), walked"
+        out["schedule"] = (
+            f"{m} micro-batches a step; bubble {format_seconds(bubble)} ({100 * bubble / step:.1f}%), walked"
+        )
     if plan.ep > 1:
-        out["ep"] = f"{e.model.experts} experts over {plan.ep} groups, within the {levels.get('ep', 'node')}; {exposed('ep')}"
+        out["ep"] = (
+            f"{e.model.experts} experts over {plan.ep} groups, within the {levels.get('ep', 'node')}; {exposed('ep')}"
+        )
     if plan.dp > 1:
-        what = {0: "gradients all-reduced", 1: "optimizer states sharded", 2: "gradients and states sharded", 3: "parameters, gradients and states sharded"}
+        what = {
+            0: "gradients all-reduced",
+            1: "optimizer states sharded",
+            2: "gradients and states sharded",
+            3: "parameters, gradients and states sharded",
+        }
         over = f" over {plan.shard} of {plan.dp}" if plan.zero and plan.replicate > 1 else ""
         out["zero" if plan.zero else "replicate"] = f"{what[plan.zero]}{over}; {exposed('dp')}"
     out["microbatch"] = batch_arithmetic(plan, e.workload)
     if plan.recompute != "none":
-        out["recompute"] = f"{format_seconds(p.exposed_s.get('recompute', 0.0))} more arithmetic, so that activations fit"
+        out["recompute"] = (
+            f"{format_seconds(p.exposed_s.get('recompute', 0.0))} more arithmetic, so that activations fit"
+        )
     if plan.order:
-        out["order"] = "axes from the nearest neighbours to the farthest: " + ", ".join(f"{a} in the {levels[a]}" for a in plan.order if a in levels)
+        out["order"] = "axes from the nearest neighbours to the farthest: " + ", ".join(
+            f"{a} in the {levels[a]}" for a in plan.order if a in levels
+        )
     return out
+
+
+def critical_batch(e: Estimate) -> tuple[float, str]:
+    """Sequences at which arithmetic outlasts the data-parallel communication of a step, by the roofline of its level, and in words.
+
+    Gradients are reduced once a step however large the batch, so their share falls with it. Where every micro-batch gathers or reduces, the
+    micro-batch decides instead.
+    """
+    moved, level = e.prediction.traffic_bytes.get("dp", 0.0), e.levels.get("dp", "")
+    if not moved or not level:
+        return 0.0, "none: no data-parallel communication"
+    bandwidth = e.cluster.device_bandwidth([x.name for x in e.cluster.levels].index(level))
+    flops = float(np.broadcast_to(e.cost.flops, 1)[0])
+    needed = roofline.ridge(e.cluster.accelerator.peak_for(e.workload.precision), bandwidth) / (flops / moved)
+    if e.plan.reduces_each:
+        size = needed * e.plan.microbatch
+        return (
+            size,
+            f"a micro-batch of {size:.2g} sequences a rank: below it data-parallel communication outlasts compute",
+        )
+    size = needed * e.workload.batch
+    return size, f"{size:,.0f} sequences: below it data-parallel communication outlasts compute"
 
 
 def memory_words(p: Prediction) -> str:

@@ -23,7 +23,19 @@ NAMES: dict[int, str] = {
     DDP: "DDP", ZERO: "ZeRO-1/2", FSDP: "FSDP", HSDP: "HSDP",
 }  # fmt: skip
 ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
-SIMPLE_SCHEDULES = ("1f1b", "gpipe", "interleaved", "naive", "looped-bfs", "zb-h1", "interleaved-zb", "zbv", "zb-h2", "dualpipev", "auto")  # from the usual to the unusual
+SIMPLE_SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "naive",
+    "looped-bfs",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "zb-h2",
+    "dualpipev",
+    "auto",
+)  # from the usual to the unusual
 
 
 def axes(rows: Table) -> np.ndarray:
@@ -56,8 +68,14 @@ def complexity(rows: Table, own_order: int) -> np.ndarray:
     rank = np.array([SIMPLE_SCHEDULES.index(name) for name in SCHEDULES])
     schedule = np.where(rows.pp > 1, rank[rows.schedule], 0)
     used = sum((degree > 1) * 1 for degree in (rows.tp, rows.pp, rows.cp, rows.ep, rows.dp))
-    odd = 1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1)) + ~rows.reshard + ((rows.zero == 3) & ~rows.reduce_each)
+    odd = (
+        1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1))
+        + ~rows.reshard
+        + ((rows.zero == 3) & ~rows.reduce_each)
+    )
     odd = odd + (rows.order != own_order) + (rows.etp != rows.tp) + ((rows.tp > 1) & ~rows.sp)
     odd = odd + (rows.virtual > 1) + (schedule >= SIMPLE_SCHEDULES.index("naive"))
-    minor = schedule + rows.virtual / 8 + rows.zero + rows.recompute + np.log2(rows.tp * rows.cp * rows.pp * rows.ep) / 4
+    minor = (
+        schedule + rows.virtual / 8 + rows.zero + rows.recompute + np.log2(rows.tp * rows.cp * rows.pp * rows.ep) / 4
+    )
     return (used + odd) * 100.0 + minor

@@ -68,7 +68,9 @@ class Candidate:
 @dataclass(frozen=True)
 class Ranking:
     best: Candidate
-    leaders: list[Candidate]  # the best of each shape (degrees, micro-batch, recompute), the fastest first after the winner
+    leaders: list[
+        Candidate
+    ]  # the best of each shape (degrees, micro-batch, recompute), the fastest first after the winner
     families: dict[str, Candidate]
     front: list[Candidate]  # by rising headroom, each the fastest with at least that much
 
@@ -95,9 +97,14 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
 def rank(space: Space, found: Found) -> Ranking:
     """Choose, walk and rank."""
     rows = found.rows
-    own = ORDERS.index(tuple(space.stack.order))  # type: ignore[arg-type]
-    rows = rows.but(look=codes([rows.columns[name] for name in LOOK]), shape=codes([rows.columns[name] for name in SHAPE]), complexity=families.complexity(rows, own), estimate=rows.time.copy(),
-                    flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]))  # fmt: skip
+    own = ORDERS.index(tuple(space.stack.order))
+    rows = rows.but(
+        look=codes([rows.columns[name] for name in LOOK]),
+        shape=codes([rows.columns[name] for name in SHAPE]),
+        flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]),
+        complexity=families.complexity(rows, own),
+        estimate=rows.time.copy(),
+    )
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
         wave = [i for i in wanted(rows, found) if i not in seen]
@@ -116,7 +123,16 @@ def wanted(rows: Table, found: Found) -> list[int]:
     """The rows that lead by the present estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
-    return sorted({int(order[k]) for k in (*near(sorted_rows, found.incumbents.margin), *family_bests(sorted_rows), *rungs(sorted_rows, found))})
+    return sorted(
+        {
+            int(order[k])
+            for k in (
+                *near(sorted_rows, found.incumbents.margin),
+                *family_bests(sorted_rows),
+                *rungs(sorted_rows, found),
+            )
+        }
+    )
 
 
 def ranked(candidates: list[Candidate], memory: float) -> Ranking:

@@ -28,7 +28,14 @@ MOST_TIMES = 4096  # more devices than this times the given ones are not looked 
 
 def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **changes: object) -> Space:
     """The same problem with something changed."""
-    parts = {"model": space.model, "cluster": space.cluster, "workload": space.workload, "stack": space.stack, "base": space.base, **changes}
+    parts = {
+        "model": space.model,
+        "cluster": space.cluster,
+        "workload": space.workload,
+        "stack": space.stack,
+        "base": space.base,
+        **changes,
+    }
     said = space.choices.constraints if constraints is None else constraints
     options: Choices = choices(parts["base"], said, tuple(space.stack.order))  # type: ignore[arg-type]
     return Space(**{**parts, "choices": options})  # type: ignore[arg-type]
@@ -39,7 +46,11 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 
 def no_plan(space: Space) -> MeshwrightError:
     """Why no plan is legal, and what is nearest."""
-    blamed = [c for c in space.choices.constraints if len(other(space, tuple(x for x in space.choices.constraints if x is not c)).frames)]
+    blamed = [
+        c
+        for c in space.choices.constraints
+        if len(other(space, tuple(x for x in space.choices.constraints if x is not c)).frames)
+    ]
     if blamed:
         return _blame(space, blamed[-1])
     if space.choices.constraints and len(other(space, ()).frames):
@@ -63,7 +74,9 @@ def _blame(space: Space, one: Constraint) -> MeshwrightError:
     rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
     column = {"expert_tp": "etp", "replicate": "dp", "shard": "dp"}.get(one.field, one.field)
     frames = rest.shaped(rest.frames)
-    legal = sorted({int(v) for v in np.unique(frames.columns[column])}) if one.field in NUMBERS and column in frames else []
+    legal = (
+        sorted({int(v) for v in np.unique(frames.columns[column])}) if one.field in NUMBERS and column in frames else []
+    )
     near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
     option = one.said.split()[0]
     return MeshwrightError("MW-PLANNER-004", f"no plan is legal with {one.said} for {space.model.name} on {space.cluster.world} GPUs",
@@ -105,12 +118,21 @@ def nothing_fits(space: Space, found: Found, headroom: float) -> MeshwrightError
     limit = device.memory * (1 - headroom)
     plan = space.plan(leanest, 0)
     spare = f" less {headroom:.0%} headroom" if headroom else ""
-    what = (f"nothing fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, {format_bytes(memory - limit)} more than the "
-            f"{format_bytes(device.memory)} of {device.name}{spare}")  # fmt: skip
+    what = (
+        f"nothing fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
+        f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
+    )
     least = minimum_gpus(space.model.total, limit)
     why = f"It is {families.NAMES[code]}: {plan.title()}; states of {format_count(space.model.total)} parameters fill {least} GPUs at 16 bytes each"
     changes = list(remedies(space, limit, memory))
-    return MeshwrightError("MW-PLANNER-005", what, why=why, valid=changes[1:], fix=changes[0] if changes else "another cluster or a smaller model", exit_code=3)
+    return MeshwrightError(
+        "MW-PLANNER-005",
+        what,
+        why=why,
+        valid=changes[1:],
+        fix=changes[0] if changes else "another cluster or a smaller model",
+        exit_code=3,
+    )
 
 
 def remedies(space: Space, limit: float, memory: float) -> Iterator[str]:
@@ -152,7 +174,14 @@ def enough_gpus(space: Space, limit: float) -> int:
     while start and times <= MOST_TIMES:
         if fits(other(space, cluster=cluster.with_gpus(start * times)), limit):
             eighths = sorted({start * times * k // 8 // cluster.node_size * cluster.node_size for k in (5, 6, 7)})
-            return next((g for g in eighths if g > start * times // 2 and fits(other(space, cluster=cluster.with_gpus(g)), limit)), start * times)
+            return next(
+                (
+                    g
+                    for g in eighths
+                    if g > start * times // 2 and fits(other(space, cluster=cluster.with_gpus(g)), limit)
+                ),
+                start * times,
+            )
         times *= 2
     return 0
 
@@ -165,4 +194,3 @@ def shorter(space: Space, limit: float) -> int:
         if fits(other(space, workload=space.workload.but(seq=seq)), limit):
             return seq
     return 0
-

@@ -92,7 +92,10 @@ class Result:
     @cached_property
     def leaders(self) -> list[tuple[Candidate, Prediction]]:
         """The winner and the next best of other looks, with their predictions."""
-        rest = [(c, why.walked_estimate(self.space, c.plan, c.time, self.assumed).prediction) for c in self.ranking.leaders[1 : self.top]]
+        rest = [
+            (c, why.walked_estimate(self.space, c.plan, c.time, self.assumed).prediction)
+            for c in self.ranking.leaders[1 : self.top]
+        ]
         return [(self.ranking.best, self.prediction), *rest]
 
     @cached_property
@@ -107,7 +110,7 @@ class Result:
             estimate=e, batch=why.batch_arithmetic(best.plan, e.workload), bound=why.bound(e.prediction), reasons=why.reasons(e),
             training=why.training(e), scaling=scaling(self.space, best), sensitivities=sensitivities(self.space, best, rivals),
             why_not=self.why_not, memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
-            critical_batch=e.roofline.critical_batch, calibrated=e.prediction.calibrated, assumed=self.assumed,
+            critical=why.critical_batch(e)[1], calibrated=e.prediction.calibrated, assumed=self.assumed,
         )  # fmt: skip
 
     def compare(self, plan: Plan) -> Comparison:
@@ -138,7 +141,7 @@ class Result:
                           "proved": w.proved} for w in x.why_not},
             "front": [{"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)} for c in self.ranking.front],
             "explanation": {
-                "batch": x.batch, "bound": x.bound, "reasons": x.reasons, "critical_batch": finite(x.critical_batch),
+                "batch": x.batch, "bound": x.bound, "reasons": x.reasons, "critical_batch": x.critical,
                 "memory_low_gib": x.memory_band[0], "memory_high_gib": x.memory_band[1],
                 "training": asdict(x.training) if x.training else None, "scaling": asdict(x.scaling),
                 "sensitivities": [asdict(s) for s in x.sensitivities], "calibrated": x.calibrated, "assumed": x.assumed,
@@ -161,7 +164,3 @@ class Result:
     def to_toml(self) -> str:
         """A plan file that every command reads, with the reasons in comments."""
         return importlib.import_module("meshwright.view.plan_toml").toml(self)
-
-
-def finite(value: float) -> float | None:
-    return value if value < float("inf") else None

@@ -34,7 +34,13 @@ FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
-SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows of each layer opened at once: few until there are incumbents
+SIZES = (
+    (16, 1024),
+    (32, 1024),
+    (32, 1024),
+    (256, 4096),
+    (512, 4096),
+)  # rows of each layer opened at once: few until there are incumbents
 FEW = 24  # frames of each family that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero", "shard", "replicate", "schedule", "virtual", "reshard",
@@ -70,14 +76,18 @@ class Incumbents:
         # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
         enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
         rung = self.rung(rows.memory)
-        return (rung >= 0) & ((rows.time <= np.maximum(enough, self.front[0] * (1 + self.margin))) | (rows.time < self.front[rung]))
+        return (rung >= 0) & (
+            (rows.time <= np.maximum(enough, self.front[0] * (1 + self.margin))) | (rows.time < self.front[rung])
+        )
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
         rows = rows.only(*PLAN, "time", "memory").take(rows.memory <= self.limit)
         if not len(rows):
             return
-        rows = rows.but(family=families.family(rows), sure=(rows.virtual == 1) | (self.layers % (rows.pp * rows.virtual) == 0))
+        rows = rows.but(
+            family=families.family(rows), sure=(rows.virtual == 1) | (self.layers % (rows.pp * rows.virtual) == 0)
+        )
         sure = rows.take(rows.sure)
         np.minimum.at(self.family, sure.family, sure.time)
         rung = self.rung(sure.memory)
@@ -149,7 +159,9 @@ class Search:
         """Whole plans with their exact seconds and bytes."""
         cost = step_cost(lower(self.space.batch(rows)), self.space.cluster)
         self.costed += len(rows)
-        return rows.only(*PLAN).but(time=np.broadcast_to(cost.time, len(rows)), memory=np.broadcast_to(cost.peak_memory, len(rows)))
+        return rows.only(*PLAN).but(
+            time=np.broadcast_to(cost.time, len(rows)), memory=np.broadcast_to(cost.peak_memory, len(rows))
+        )
 
     # Down the layers
 
@@ -260,7 +272,9 @@ class Search:
         """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
         space = self.space
         shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, 1)))
-        placed = shapes.crossed(tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: space.orders(*degrees).take(slice(0, 1)))
+        placed = shapes.crossed(
+            tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: space.orders(*degrees).take(slice(0, 1))
+        )
         rows = space.sharded(placed)
         widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
         np.maximum.at(widest, rows.dp, rows.shard)

@@ -111,7 +111,11 @@ def _one(space: Space, best: Candidate, rivals: Sequence[Candidate], what: str) 
 def _batch(space: Space, best: Candidate) -> Sensitivity:
     """The nearest batches to ±20% that the plan divides; throughput in samples, since the step itself grows."""
     plan, batch = best.plan, space.workload.batch
-    unit = plan.microbatch * plan.dp * (plan.pp if plan.schedule in ("interleaved", "interleaved-zb") and plan.pp > 1 else 1)
+    unit = (
+        plan.microbatch
+        * plan.dp
+        * (plan.pp if plan.schedule in ("interleaved", "interleaved-zb") and plan.pp > 1 else 1)
+    )
     found: list[float | None] = []
     used = []
     for by in (1 - SHARE, 1 + SHARE):

@@ -75,10 +75,14 @@ class Space:
         """(tp, cp, pp, dp) that multiply to the world and divide the model and the batch."""
         c, model, world = self.choices, self.model, self.cluster.world
         for tp in c.numbers("tp", [t for t in divisors(world) if self.splits_heads(t)]):
-            for pp in c.numbers("pp", [p for p in divisors(world // tp) if p == 1 or (model.kind != "counts" and p <= model.layers)]):
+            for pp in c.numbers(
+                "pp", [p for p in divisors(world // tp) if p == 1 or (model.kind != "counts" and p <= model.layers)]
+            ):
                 if pp == 1 and not c.allows("virtual", 1):
                     continue
-                for cp in c.numbers("cp", [k for k in divisors(world // (tp * pp)) if k == 1 or model.kind == "transformer"]):
+                for cp in c.numbers(
+                    "cp", [k for k in divisors(world // (tp * pp)) if k == 1 or model.kind == "transformer"]
+                ):
                     dp = world // (tp * pp * cp)
                     if self.workload.batch % dp == 0 and c.allows("dp", dp):
                         yield tp, cp, pp, dp
@@ -145,7 +149,7 @@ class Space:
             for axis in order:
                 inside[axis] = tuple(min(size[axis], max(1, unit // stride)) for unit in self.units)
                 stride *= size[axis]
-            found.setdefault(tuple(inside[axis] for axis in size), ORDERS.index(order))  # type: ignore[arg-type]
+            found.setdefault(tuple(inside[axis] for axis in size), ORDERS.index(order))
         return Table(order=np.array(list(found.values()), np.int64))
 
     def _frames(self, tp: int, cp: int, pp: int, dp: int) -> Table:
@@ -203,8 +207,9 @@ class Space:
                         each = zero >= 2 and reduce != "step"
                         found.append((replicate, shard, zero, reshard, each))
         columns = np.array(found, np.int64).reshape(-1, 5).T
-        table = Table(replicate=columns[0], shard=columns[1], zero=columns[2], reshard=columns[3] > 0, reduce_each=columns[4] > 0)
-        return table
+        return Table(
+            replicate=columns[0], shard=columns[1], zero=columns[2], reshard=columns[3] > 0, reduce_each=columns[4] > 0
+        )
 
     @cache  # noqa: B019
     def schedules(self, pp: int, microbatches: int) -> Table:
@@ -233,7 +238,11 @@ class Space:
         total = 0
         for (tp, cp, pp, dp), same in grouped((rows.tp, rows.cp, rows.pp, rows.dp)):
             steps = self.workload.batch // dp // self.sizes(dp).microbatch
-            total += len(self.orders(tp, cp, pp, dp)) * sum(len(self.schedules(pp, int(m))) for m in steps) * int(per_frame[same].sum())
+            total += (
+                len(self.orders(tp, cp, pp, dp))
+                * sum(len(self.schedules(pp, int(m))) for m in steps)
+                * int(per_frame[same].sum())
+            )
         return total
 
     def plans(self, size: int = 4096) -> Iterator[Table]:
@@ -247,15 +256,25 @@ class Space:
     def batch(self, rows: Table) -> Batch:
         """Rows as a batch to lower. What lower layers would say is plain: data-parallel copies, naive schedule, every axis innermost."""
         n = len(rows)
-        f: dict[str, Any] = {name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")}
+        f: dict[str, Any] = {
+            name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")
+        }
         unsaid = {"replicate": rows.dp, "shard": np.ones(n), "zero": np.zeros(n), "virtual": np.ones(n)}
         f |= {name: rows.columns.get(name, default).astype(float) for name, default in unsaid.items()}
-        f |= {"sp": rows.sp, "recompute": rows.recompute, "cp_kind": rows.cp_kind, "order": rows.columns.get("order", np.zeros(n, int))}
+        f |= {
+            "sp": rows.sp,
+            "recompute": rows.recompute,
+            "cp_kind": rows.cp_kind,
+            "order": rows.columns.get("order", np.zeros(n, int)),
+        }
         f["reshard"] = rows.columns.get("reshard", np.ones(n, bool))
         f["reduce_each"] = rows.columns.get("reduce_each", np.zeros(n, bool))
         f["schedule"] = rows.columns.get("schedule", np.full(n, NAIVE))
         sizes = np.array([[DTYPE_BYTES[d or combination[1]] for d in combination] for combination in self.dtypes])  # type: ignore[index]
-        f |= {name: sizes[rows.dtype, k] for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))}
+        f |= {
+            name: sizes[rows.dtype, k]
+            for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))
+        }
         laps = [self.stack.overlap if o is None else o for o in self.overlaps]
         f["overlap"] = {axis: np.array([float(axis in o) for o in laps])[rows.lap] for axis in OVERLAP_AXES}
         p = self.base
@@ -264,15 +283,21 @@ class Space:
                 "compression_ratio": p.compression_ratio, "offload_states": p.offload in ("states", "both"),
                 "offload_activations": p.offload in ("activations", "both")}  # fmt: skip
         f |= {name: np.full(n, value) for name, value in same.items()}
-        kind = Batch if "order" in rows else Innermost
-        return kind({**f, "layers_per_stage": ()}, self.model, self.workload, self.stack)
+        f["layers_per_stage"] = ()  # as even as can be
+        return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
 
     def plan(self, rows: Table, i: int) -> Plan:
         """One row as a plan; what is as the stack or as the default stays unsaid."""
         r = rows.row(i)
         order = ORDERS[r["order"]]
-        said: dict[str, Any] = {name: r[name] for name in ("replicate", "shard", "tp", "sp", "cp", "pp", "ep", "microbatch", "zero")}
-        said |= {"cp_kind": CP_KINDS[r["cp_kind"]], "recompute": RECOMPUTE[r["recompute"]], "overlap": self.overlaps[r["lap"]]}
+        said: dict[str, Any] = {
+            name: r[name] for name in ("replicate", "shard", "tp", "sp", "cp", "pp", "ep", "microbatch", "zero")
+        }
+        said |= {
+            "cp_kind": CP_KINDS[r["cp_kind"]],
+            "recompute": RECOMPUTE[r["recompute"]],
+            "overlap": self.overlaps[r["lap"]],
+        }
         said |= {"schedule": SCHEDULES[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
         said |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
         if r["zero"] == 3:

@@ -48,7 +48,12 @@ class Table:
 
     def crossed(self, keys: Sequence[np.ndarray], options: Callable[..., Table]) -> Table:
         """Every row with each of its options; what is possible depends on the row's keys alone."""
-        found, mine, theirs, total = [options(*(1 for _ in keys)).take(slice(0, 0))], [np.zeros(0, int)], [np.zeros(0, int)], 0
+        found, mine, theirs, total = (
+            [options(*(1 for _ in keys)).take(slice(0, 0))],
+            [np.zeros(0, int)],
+            [np.zeros(0, int)],
+            0,
+        )
         for key, rows in grouped(keys):
             several = options(*key)
             found.append(several)
@@ -93,4 +98,6 @@ def join(tables: Sequence[Table]) -> Table:
 def grid(**columns: Sequence[Any]) -> Table:
     """Every combination of some values, the first column slowest."""
     places = np.indices([len(values) for values in columns.values()]).reshape(len(columns), -1)
-    return Table(**{name: np.asarray(values)[place] for (name, values), place in zip(columns.items(), places, strict=True)})
+    return Table(
+        **{name: np.asarray(values)[place] for (name, values), place in zip(columns.items(), places, strict=True)}
+    )

@@ -18,7 +18,6 @@ from meshwright.units import format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view.tables import PIPED_WIDTH, facts
 
-SHORT = {"micro-batch": "mb", "recompute": "rc", "interleaved": "int"}
 BAR = 16
 
 
@@ -49,29 +48,44 @@ def text(r: Result) -> str:
 
 
 def short(plan: Plan) -> str:
-    """A plan's title without spaces to spare."""
-    return plan.title().replace("micro-batch", "mb").replace(" · ", " ")
+    """A plan's title without spaces to spare, with what a title leaves unsaid of ZeRO-3."""
+    text = plan.title().replace("micro-batch", "mb").replace(" · ", " ")
+    habits = [
+        word
+        for word, said in (("weights kept", not plan.reshard), ("reduced once", plan.reduce == "step"))
+        if said and plan.zero == 3
+    ]
+    return text.replace("(ZeRO-3)", f"(ZeRO-3, {', '.join(habits)})") if habits else text
 
 
 def band(seconds: float, low: float, high: float) -> Text:
-    return Text.assemble((format_seconds(seconds), "bold"), (f"  ({format_seconds(low)} to {format_seconds(high)})", "dim"))
+    return Text.assemble(
+        (format_seconds(seconds), "bold"), (f"  ({format_seconds(low)} to {format_seconds(high)})", "dim")
+    )
 
 
 def header(r: Result) -> Panel:
     e, p = r.estimate, r.prediction
     count = format_count(e.model.total)
+    work = f"batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}"
     lines: list[RenderableType] = [
-        Text.assemble((e.model.name, "bold"), (f"  {count} parameters; batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}", "dim")),
+        Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
         Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}, stack {e.stack.name}", "dim")),
         Text(""),
         Text(e.plan.title(), "bold green"),
-        Text.assemble(("step ", "dim"), band(p.step_time_s, p.step_time_low_s, p.step_time_high_s), ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+        Text.assemble(("step ", "dim"), band(p.step_time_s, p.step_time_low_s, p.step_time_high_s),
+                      ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
                       ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
                       ("   tokens/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
-        Text(f"the fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free; {r.found.costed:,} costed, the rest proved "
-             f"slower or too large, in {format_seconds(r.seconds)}", "dim"),
+        Text(searched(r), "dim"),
     ]  # fmt: skip
     return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
+
+
+def searched(r: Result) -> str:
+    """How many plans the winner is the best of, and how that is known."""
+    of = f"the fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free"
+    return f"{of}; {r.found.costed:,} costed, the rest proved slower or too large, in {format_seconds(r.seconds)}"
 
 
 def titled(name: str) -> Table:
@@ -80,7 +94,14 @@ def titled(name: str) -> Table:
 
 def leaders(r: Result) -> Table:
     table = titled("Leaders, by simulated step")
-    for name, side in (("", "right"), ("plan", "left"), ("step", "right"), ("", "right"), ("MFU", "right"), ("GiB", "right")):
+    for name, side in (
+        ("", "right"),
+        ("plan", "left"),
+        ("step", "right"),
+        ("", "right"),
+        ("MFU", "right"),
+        ("GiB", "right"),
+    ):
         table.add_column(name, justify=side, no_wrap=name != "plan")  # type: ignore[arg-type]
     best = r.prediction.step_time_s
     for k, (c, p) in enumerate(r.leaders, 1):
@@ -100,8 +121,7 @@ def reasons(r: Result) -> Group:
     if x.training:
         rows.append(("training", training_words(r)))
     rows.append(("scaling", scaling_words(r)))
-    if 0 < x.critical_batch < float("inf"):
-        rows.append(("critical batch", f"{x.critical_batch:,.0f} sequences: below it communication rules ({r.estimate.roofline.regime})"))
+    rows.append(("critical batch", x.critical))
     rows.append(("MFU over", p.mfu_denominator))
     return Group(Text("Why", "bold"), facts(rows))
 
@@ -109,7 +129,9 @@ def reasons(r: Result) -> Group:
 def training_words(r: Result) -> str:
     t = r.explanation.training
     assert t is not None
-    cost = f", ${t.dollars:,.0f} at ${t.price:g} a GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
+    cost = (
+        f", ${t.dollars:,.0f} at ${t.price:g} a GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
+    )
     return f"{format_count(t.tokens)} tokens: {t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}), {t.gpu_hours:,.0f} GPU-hours{cost}"
 
 
@@ -131,7 +153,10 @@ def families(r: Result) -> Table:
         slower = f"{'' if w.proved else '≤'}{100 * w.slower:+.1f}%" if w.fits else "✗"
         table.add_row(w.family, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
     if any(not w.proved for w in r.why_not):
-        table.caption, table.caption_justify = "≤: the best that was found; not proved to be the best of its family", "left"
+        table.caption, table.caption_justify = (
+            "≤: the best that was found; not proved to be the best of its family",
+            "left",
+        )
     return table
 
 
@@ -141,8 +166,8 @@ def front(r: Result) -> Table:
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     memory, fastest = r.space.cluster.accelerator.memory, r.ranking.front[0].time
     for c in r.ranking.front:
-        table.add_row(f"{100 * (1 - c.memory / memory):.0f}%", f"{why.gib(c.memory):.1f}", format_seconds(c.time, 4), f"{100 * (c.time / fastest - 1):+.1f}%",
-                      Text(short(c.plan), "dim"))  # fmt: skip
+        free, slower = f"{100 * (1 - c.memory / memory):.0f}%", f"{100 * (c.time / fastest - 1):+.1f}%"
+        table.add_row(free, f"{why.gib(c.memory):.1f}", format_seconds(c.time, 4), slower, Text(short(c.plan), "dim"))
     return table
 
 
@@ -192,7 +217,11 @@ def verdict(c: Comparison, headroom: float) -> str:
         return f"yours does not fit: {over:.1f} GiB too much on its fullest GPU"
     if c.slower <= 0:
         spare = (mine.memory_gib or 0) > (1 - headroom) * mine.memory_limit_gib
-        return f"yours is {-100 * c.slower:.1f}% faster" + (f": it leaves less than {100 * headroom:g}% of the memory free" if spare else ", within the tie that goes to the simpler plan")
+        return f"yours is {-100 * c.slower:.1f}% faster" + (
+            f": it leaves less than {100 * headroom:g}% of the memory free"
+            if spare
+            else ", within the tie that goes to the simpler plan"
+        )
     return f"yours is {100 * c.slower:.1f}% slower: {why.told(c.parts, best.step_time_s, most=5)}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshwright.planner.explain import MEMORY_BAND
+from meshwright.planner.explain import memory_words
 from meshwright.planner.result import Result
 from meshwright.units import format_seconds
 
@@ -14,7 +14,11 @@ BESIDE = 28  # reasons begin at this column where they can
 
 def toml(r: Result) -> str:
     """Model, cluster, stack, workload and plan; comments say why."""
-    return "".join(f"# {line}\n" if line else "#\n" for line in opening(r)) + "\n" + commented(r.config.to_toml(), r.explanation.reasons)
+    return (
+        "".join(f"# {line}\n" if line else "#\n" for line in opening(r))
+        + "\n"
+        + commented(r.config.to_toml(), r.explanation.reasons)
+    )
 
 
 def opening(r: Result) -> list[str]:
@@ -22,13 +26,15 @@ def opening(r: Result) -> list[str]:
     lines = [
         f"{r.plan.title()}",
         f"The fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free, by `meshwright plan`.",
-        f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), MFU {100 * (p.mfu or 0):.1f}%, "
-        f"memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB ({(p.memory_gib or 0) * MEMORY_BAND[0]:.0f} to {(p.memory_gib or 0) * MEMORY_BAND[1]:.0f})",
+        f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), "
+        f"MFU {100 * (p.mfu or 0):.1f}%, memory {memory_words(p)}",
         f"bound by {x.bound}",
         f"constants: {x.calibrated}",
     ]
     lines += [f"assumed: {item}" for item in x.assumed]
-    lost = [f"{w.family}: {100 * w.slower:+.1f}%, {w.words}" if w.fits else f"{w.family}: {w.words}" for w in x.why_not[:6]]
+    lost = [
+        f"{w.family}: {100 * w.slower:+.1f}%, {w.words}" if w.fits else f"{w.family}: {w.words}" for w in x.why_not[:6]
+    ]
     return [*lines, "", "Why not …", *lost] if lost else lines
 
 

@@ -1,0 +1,106 @@
+"""`meshwright plan`: an answer a person reads, one a program reads, files that other commands read, and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshwright.cli import main
+
+SMALL = ["plan", "gpt3-2.7b", "--cluster", "dgx-a100", "--nodes", "2", "--batch", "64", "--seq", "1024"]
+
+
+def run(capsys, *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        main([*arguments])
+    said = capsys.readouterr()
+    assert leaving.value.code == code, said.err
+    return said.out if not code else said.out + said.err
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """One search with everything it can write."""
+    folder = tmp_path_factory.mktemp("plan")
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    out = StringIO()
+    with redirect_stdout(out), pytest.raises(SystemExit) as leaving:
+        main(
+            [
+                *SMALL,
+                "--tokens",
+                "10B",
+                "--json",
+                "--out",
+                str(folder / "plan.toml"),
+                "--html",
+                str(folder / "plan.html"),
+            ]
+        )
+    assert leaving.value.code == 0
+    return json.loads(out.getvalue()), folder
+
+
+def test_json_has_the_agreed_keys(answer):
+    said, _ = answer
+    assert {"searched", "seconds", "plans", "families"} <= set(said)
+    assert said["searched"] > 10_000 > 0 < said["costed"] < said["searched"]
+    first = said["plans"][0]
+    keys = {"plan", "step_time_s", "step_time_low_s", "step_time_high_s", "exposed_s", "memory_gib", "memory_by_stage", "traffic_bytes", "mfu", "hfu",
+            "bound_by", "assumed"}  # fmt: skip
+    assert keys <= set(first)
+    assert all(p["fits"] for p in said["plans"])
+    assert {"DDP", "FSDP", "TP+DP", "3D"} <= set(said["families"])
+    assert said["explanation"]["training"]["days"] > 0
+
+
+def test_the_plan_file_is_read_by_other_commands(capsys, answer):
+    said, folder = answer
+    seen = json.loads(run(capsys, "estimate", str(folder / "plan.toml"), "--json"))
+    first = said["plans"][0]
+    assert seen["plan"] == first["plan"]
+    assert seen["step_time_s"] == pytest.approx(first["closed_form_s"], rel=0.02)
+    assert seen["memory_gib"] == pytest.approx(first["memory_gib"], rel=1e-9)
+    assert "plan" in run(capsys, "config", "show", str(folder / "plan.toml"))
+
+
+def test_the_page_stands_alone(answer):
+    page = (answer[1] / "plan.html").read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "<script" not in page
+    assert "src=" not in page
+    assert "Why not" in page
+
+
+def test_the_page_for_a_person_fits_the_terminal(capsys, answer):
+    out = run(capsys, *SMALL, "--fix", "tp=2", "--max", "pp=2", "--top", "3", "--compare", str(answer[1] / "plan.toml"))
+    assert max(map(len, out.splitlines())) <= 120
+    assert "beside the winner" in out
+    assert "tp 2" in out
+    whole = run(capsys, *SMALL, "--fix", "pp=1", "--top", "3", "--memory-headroom", "20%")
+    assert max(map(len, whole.splitlines())) <= 120
+    for title in ("Leaders", "Why", "Where the step goes", "Memory", "What to change first", "assumed"):
+        assert title in whole
+
+
+@pytest.mark.parametrize(("said", "code", "words"), [
+    (["--fix", "tp=7"], 2, "MW-PLANNER-004"), (["--fix", "tp=8", "--max", "tp=4"], 2, "MW-PLANNER-003"), (["--without", "zer3"], 2, "MW-PLANNER-002"),
+    (["--memory-headroom", "200%"], 2, "MW-PLANNER-006"), (["--batch", "7", "--fix", "dp=16"], 2, "MW-PLANNER-004"),
+    (["--set", "cluster.accelerator.memory=2GiB"], 3, "MW-PLANNER-005"),
+])  # fmt: skip
+def test_bad_input_is_answered_in_words(capsys, said, code, words):
+    out = run(capsys, *SMALL, *said, code=code)
+    assert words in out
+    assert "Nearest" in out
+    assert "Traceback" not in out
+
+
+def test_a_plan_of_ones_own_that_is_not_legal_here(capsys, answer, tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('model = "gpt3-2.7b"\n[cluster]\nextends = "dgx-a100"\ngpus = 8\n[plan]\nreplicate = 8\n')
+    out = run(capsys, *SMALL, "--fix", "pp=1", "--compare", str(mine))
+    assert "not legal here" in out
+    assert "MW-PLAN-005" in out

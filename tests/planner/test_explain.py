@@ -1,0 +1,206 @@
+"""Explanations add up: every figure comes from the parts of the step, and what has no answer is told in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright import planner
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.planner import explain as why
+from meshwright.planner.api import run, share, split_settings, words
+from meshwright.planner.nothing import fits, other
+from meshwright.planner.sensitivity import changed, links, resized
+from planner.spaces import DENSE, MOE, cluster, space
+
+
+@pytest.fixture(scope="module")
+def result():
+    """A small problem on which pipelines, sharding and recompute all matter."""
+    where = space(DENSE.but(hidden=2048, heads=16, kv_heads=8, ffn=8192, layers=8, vocab=32000), 16, 32, seq=2048, memory="7GB",
+                  without=["ulysses,all-gather,gpipe,looped-bfs,zb-h2,reorder"])  # fmt: skip
+    parts = {
+        "model": where.model,
+        "cluster": where.cluster.but(price=2.0),
+        "stack": where.stack,
+        "workload": where.workload.but(tokens="1B"),
+    }
+    where.cluster, where.workload = parts["cluster"], parts["workload"]
+    return run(Config(**parts, plan=Plan()), where, 0.05, ["nothing"])
+
+
+def test_parts_sum_to_the_walked_step(result):
+    for candidate, p in result.leaders:
+        assert sum(p.exposed_s.values()) == pytest.approx(p.step_time_s, rel=1e-12)
+        assert p.step_time_s == pytest.approx(candidate.time, rel=2e-3)
+        assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
+        assert p.fits
+        assert p.memory_gib <= 0.95 * p.memory_limit_gib
+
+
+def test_what_a_family_costs_more_sums_to_the_difference(result):
+    lost = [c for name, c in result.ranking.families.items() if name != result.ranking.best.family]
+    assert lost
+    for c in lost:
+        theirs = why.walked_estimate(result.space, c.plan, c.time).prediction
+        parts = why.difference(theirs, result.prediction)
+        assert sum(s for _, s in parts) == pytest.approx(
+            theirs.step_time_s - result.prediction.step_time_s, rel=1e-9, abs=1e-12
+        )
+    assert [w.slower for w in result.why_not] == sorted(w.slower for w in result.why_not)
+    misfits = [w for w in result.why_not if not w.fits]
+    assert misfits
+    assert all("does not fit" in w.words for w in misfits)
+
+
+def test_batch_arithmetic_and_training(result):
+    x, plan, workload = result.explanation, result.plan, result.space.workload
+    assert plan.microbatch * plan.microbatches(workload) * plan.dp == workload.batch
+    assert f"{workload.batch:,} sequences" in x.batch
+    t = x.training
+    assert t.days * 86400 * result.prediction.tokens_per_s == pytest.approx(1e9)
+    assert t.gpu_hours == pytest.approx(t.days * 24 * plan.world)
+    assert t.dollars == pytest.approx(2.0 * t.gpu_hours)
+    assert t.days_low < t.days < t.days_high
+
+
+def test_every_field_that_says_something_has_its_reason(result):
+    said = set(result.plan.as_dict()) & {"tp", "cp", "pp", "recompute", "order", "ep"}
+    assert said <= set(result.explanation.reasons)
+
+
+def test_sensitivities_have_the_right_signs(result):
+    rows = {s.what: s for s in result.explanation.sensitivities}
+    assert rows["GPU rate"].less < 0 < rows["GPU rate"].more
+    for name in ("bandwidth in the node", "bandwidth between nodes", "memory bandwidth"):
+        assert rows[name].less <= 1e-12
+        assert rows[name].more >= -1e-12
+    assert rows["latency of links"].less >= -1e-12 >= rows["latency of links"].more - 2e-12
+    swings = [s.swing for s in result.explanation.sensitivities]
+    assert swings == sorted(swings, reverse=True)
+
+
+def test_a_changed_cluster_forgets_nothing_and_remembers_nothing():
+    where = space(DENSE, 8)
+    _ = where.cluster.spans
+    c, _, _ = changed(where, "bandwidth between nodes", 0.5)
+    assert c.device_bandwidth(1) == pytest.approx(0.5 * where.cluster.device_bandwidth(1))
+    assert c.device_bandwidth(0) == where.cluster.device_bandwidth(0)
+    assert links(where.cluster, lambda _, n: n) == where.cluster
+
+
+def test_scaling_counts_the_fewest_devices(result):
+    s = result.explanation.scaling
+    assert result.plan.world % s.fewest == 0
+    assert s.weak is None or 0.3 < s.weak <= 1.05
+    assert resized(Plan(replicate=2, shard=4, zero=3), 4) == Plan(shard=4, zero=3)
+    assert resized(Plan(shard=8, zero=1), 1) == Plan()
+
+
+def test_comparing_the_winner_with_itself_finds_no_difference(result):
+    c = result.compare(result.plan)
+    assert c.slower == pytest.approx(0.0, abs=2e-3)
+    assert not c.fields
+    assert result.compare(Plan(tp=3)).refused.startswith("MW-PLAN")
+    slow = result.compare(Plan(replicate=2, tp=8, recompute="full"))
+    assert slow.slower > 0
+    assert sum(s for _, s in slow.parts) == pytest.approx(
+        slow.mine.prediction.step_time_s - slow.best.prediction.step_time_s
+    )
+
+
+def test_the_plan_file_reads_back_with_its_reasons(result, tmp_path):
+    from meshwright.describe.config import load
+
+    text = result.to_toml()
+    file = tmp_path / "plan.toml"
+    file.write_text(text)
+    config = load(file).check()
+    assert config.plan == result.plan
+    assert config.model == result.space.model
+    assert config.cluster == result.space.cluster
+    assert "# " in text.split("[plan]")[1]
+
+
+def test_it_shows_itself(result):
+    assert result.plan.title() in str(result)
+    page = result._repr_html_()
+    assert "Why not" in page
+    assert "<script" not in page
+    assert "http" not in page
+
+
+# No answer
+
+
+def asked(*args, **kwargs):
+    with pytest.raises(MeshwrightError) as refused:
+        planner.plan(*args, **kwargs)
+    return refused.value
+
+
+def test_a_prime_number_of_devices():
+    e = asked("llama3-70b", "dgx-h100", gpus=127, batch=1024)
+    assert e.code == "MW-PLANNER-004"
+    assert "prime" in e.why
+    assert "--batch 1016" in e.fix
+    assert "128" in e.fix
+
+
+def test_an_impossible_batch():
+    e = asked("llama3-70b", "dgx-h100", gpus=489, batch=1000)
+    assert e.code == "MW-PLANNER-004"
+    assert "--batch 978" in e.fix
+
+
+@pytest.mark.parametrize(("said", "fix"), [
+    ({"fix": {"tp": 6}}, "--fix tp=8"), ({"fix": {"microbatch": 3}}, "--fix microbatch=4"), ({"least": ["pp=100"]}, "--min pp=64"),
+    ({"fix": ["ep=2"]}, "--fix ep=1"), ({"fix": ["tp=16", "pp=16"]}, "--fix pp=4"),
+])  # fmt: skip
+def test_a_constraint_that_nothing_keeps_names_the_nearest_value(said, fix):
+    e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **said)
+    assert e.code == "MW-PLANNER-004"
+    assert e.fix == fix
+
+
+def test_a_model_larger_than_the_cluster():
+    e = asked("llama3.1-405b", "dgx-h100", nodes=2, batch=64, seq=8192)
+    assert e.code == "MW-PLANNER-005"
+    assert e.exit_code == 3
+    gpus = int(e.fix.split("(")[1].split()[0])
+    where = planner.api.Space(*(catalog.load(kind, name) for kind, name in (("models", "llama3.1-405b"), ("clusters", "dgx-h100"))),
+                              planner.api.problem("llama3.1-405b", "dgx-h100", 0, gpus, 64, 8192, "", "", ())[0].workload,
+                              catalog.load("stacks", "default"))  # fmt: skip
+    limit = 0.95 * where.cluster.accelerator.memory
+    assert fits(other(where, cluster=where.cluster.with_gpus(gpus)), limit)
+    assert not fits(other(where, cluster=where.cluster.with_gpus(16)), limit)
+
+
+def test_what_would_fit_is_tried_before_it_is_told():
+    e = asked("llama3-8b", "dgx-h100", nodes=1, batch=8, seq=131072, without=["cp", "tp"])
+    assert e.code == "MW-PLANNER-005"
+    assert "drop --without cp" in [e.fix, *e.valid]
+    assert planner.plan("llama3-8b", "dgx-h100", nodes=1, batch=8, seq=131072, without=["tp"]).plan.cp > 1
+
+
+@pytest.mark.parametrize("text", ["110%", "-1%", "much", "1.0"])
+def test_headroom_is_a_share(text):
+    with pytest.raises(MeshwrightError) as refused:
+        share(text)
+    assert refused.value.code == "MW-PLANNER-006"
+    assert share("10%") == share(0.1) == share("0.1") == pytest.approx(0.1)
+
+
+def test_settings_of_searched_fields_are_constraints():
+    assert split_settings(["plan.tp=8", "cluster.price=2", "plan.bucket=50MB"]) == (
+        ["cluster.price=2", "plan.bucket=50MB"],
+        ["tp=8"],
+    )
+    assert words({"tp": 8, "sp": True, "order": ("tp", "cp", "pp", "dp")}) == ["tp=8", "sp=true", "order=tp,cp,pp,dp"]
+    r = planner.plan(MOE, cluster(4), batch=8, seq=256, settings=["plan.tp=2", "plan.bucket=50MB"], top=2)
+    assert r.plan.tp == 2
+    assert r.plan.bucket == 50e6
+    assert len(r.leaders) <= 2
+    assert replace(r.config).plan == r.plan
