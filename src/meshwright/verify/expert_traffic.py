@@ -29,21 +29,22 @@ def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
     layers = [m for stage in parallel.stages.values() for m in stage.modules() if isinstance(m, MixtureOfExperts)]
     if not layers:
         return
-    place, model, mesh = layers[0].place, parallel.model, parallel.mesh
-    assert isinstance(place, Spread)
+    model, mesh = parallel.model, parallel.mesh
+    places = {id(layer.place): layer.place for layer in layers}.values()  # one a stage, and a rank may hold several
+    made = [journey for place in places if isinstance(place, Spread) for journey in place.made]
     plan, size = parallel.plan, parallel.pieces[0].local.element_size()
     own = plan.microbatch * parallel.workload.seq // plan.cp // plan.tp
-    copies, runs = own * model.top_k, len(place.made)
+    copies, runs = own * model.top_k, len(made)
     both_ways = 1.5 if plan.recompute == "full" else 2.0  # journeys of a layer made again are written down twice
     row = model.hidden * size
     if mesh.size("ep") > 1:
         ep = canonical(mesh, "ep")
-        more = sum(sent + received - 2 * copies for sent, received, _ in place.made) * row
+        more = sum(sent + received - 2 * copies for sent, received, _ in made) * row
         yield Explanation(UNEVEN, ep, "all_to_all", 0, both_ways * more)
         yield Explanation(COUNTS, ep, "all_to_all", runs, runs * model.experts * COUNT_BYTES)
     if mesh.size("expert_tp") > 1:
         etp, ranks = canonical(mesh, "expert_tp"), mesh.size("expert_tp")
-        more = sum(fullest - copies for *_, fullest in place.made) * row * ranks
+        more = sum(fullest - copies for *_, fullest in made) * row * ranks
         yield Explanation(UNEVEN, etp, "all_gather", 0, both_ways * more)
         yield Explanation(UNEVEN, etp, "reduce_scatter", 0, both_ways * more)
         yield Explanation(COUNTS, etp, "all_gather", runs, runs * model.experts * ranks * COUNT_BYTES)
