@@ -1,0 +1,269 @@
+"""Historical bugs of tensor, sequence, context, pipeline and expert parallelism, in the manner of `bugs`."""
+
+from __future__ import annotations
+
+import torch
+from torch import distributed
+from torch.nn import functional as F
+
+from meshwright.parallel import apply, blocks, context, exchange, expert, pipeline, tensor, ulysses, vocabulary, zero
+from meshwright.parallel.mesh import Mesh
+from meshwright.train import loop
+
+# Tensor and sequence parallel
+
+
+def bias_on_every_row_parallel_rank():
+    """The bias added before the sum over ranks counts once a rank (seed)."""
+
+    def row(done, name, part):
+        tensor._cut(done, part, name, "weight", 1)
+        part.forward = lambda x: exchange.reduce_out(F.linear(x, part.weight, part.bias), done.group)
+
+    tensor.STYLES["row"] = row
+
+
+def backward_of_column_parallel_not_summed():
+    """Megatron's f as a plain identity: each rank's part of the input gradient goes on alone."""
+    exchange.copy_in = lambda x, group: x
+
+
+def embedding_not_summed():
+    """A vocabulary-parallel embedding without its all-reduce: absent tokens stay zero."""
+
+    def silent(done, name, part):
+        start, _ = tensor._cut(done, part, name, "weight", 0, even=False)
+        part.forward = lambda ids: vocabulary.embed(ids, part.weight, start)
+
+    tensor.STYLES["vocabulary"] = silent
+
+
+def softmax_without_a_common_maximum():
+    """Each rank shifts its logits by its own maximum before the sums are added."""
+    plain = distributed.all_reduce
+
+    def skip(values, op=distributed.ReduceOp.SUM, group=None, async_op=False):
+        return None if op == distributed.ReduceOp.MAX else plain(values, op, group=group, async_op=async_op)
+
+    distributed.all_reduce = skip
+
+
+def uneven_vocabulary_by_floor():
+    """Where a rank's columns begin, by ⌊V/P⌋: right until the vocabulary does not divide."""
+
+    def choose(model, mesh):
+        group = mesh.group("tp")
+        start = model.padded_vocab // group.size() * group.rank()
+        return lambda logits, target: vocabulary.cross_entropy(logits, target, start, group)
+
+    apply.choose_loss = choose
+
+
+def norms_not_summed_over_sequence():
+    """Under sequence parallelism a norm sees a share of the tokens only (Megatron-LM #1464)."""
+    tensor.STYLES["between"] = lambda done, name, part: None
+
+
+def head_norms_not_summed():
+    """A norm inside attention sees this rank's heads only, with sequence parallelism or without."""
+    tensor.STYLES["inside"] = lambda done, name, part: None
+
+
+def row_bias_not_summed_over_sequence():
+    plain = tensor.STYLES["row"]
+
+    def row(done, name, part):
+        plain(done, name, part)
+        done.partial.discard(f"{name}.bias")
+
+    tensor.STYLES["row"] = row
+
+
+def positions_start_at_zero_on_every_rank():
+    """Sequence parallel ranks that all take the first learned positions."""
+
+    def first(done, name, part):
+        forward = part.forward
+        tensor._partial(done, name, part)
+        part.forward = lambda n: forward(n).chunk(done.group.size())[0]
+
+    tensor.STYLES["positions"] = first
+
+
+def tensor_parallel_ranks_read_different_samples():
+    """A sampler keyed by the global rank."""
+    prepare = loop.Trainer.__post_init__
+
+    def apart(self):
+        prepare(self)
+        shift = self.parallel.mesh.index("tp")
+        self.indices = range(self.indices.start + shift, self.indices.stop + shift)
+
+    loop.Trainer.__post_init__ = apart
+
+
+# Context parallel
+
+
+def context_ranks_not_summed():
+    """Gradients synchronised over dp only: nothing at all where dp is 1 and cp is not."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: None if axis == "dp_cp" and self.size("cp") > 1 else group(self, axis)
+
+    # Tokens are still counted over all of them.
+    summed = loop.Trainer.summed
+
+    def counted(self, values, axis):
+        if axis == "dp_cp":
+            distributed.all_reduce(values)
+            return values
+        return summed(self, values, axis)
+
+    loop.Trainer.summed = counted
+
+
+def rotation_starts_at_zero_on_every_rank():
+    put_on = context.put_on
+
+    def local(module, *args):
+        places = put_on(module, *args)
+        module.geometry.places = torch.arange(len(places))
+        return places
+
+    context.put_on = local
+
+
+def tokens_dealt_in_one_run():
+    """Attention deals the sequence in zigzag, the data loader in one run a rank."""
+    put_on = context.put_on
+
+    def run(module, model, group, kind, seq):
+        put_on(module, model, group, kind, seq)
+        return torch.arange(seq).chunk(group.size())[group.rank()]
+
+    context.put_on = run
+
+
+def causal_by_local_position():
+    """Every block masked as if it were the rank's own."""
+    blocks.rectangles = lambda queries, keys, sight: [
+        blocks.Rectangle(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))), "triangle")
+    ]
+
+
+def gradients_of_keys_stay_away():
+    """Ulysses whose backward forgets the trade: gradients stay with the rank that has the heads."""
+    ulysses._AllToAll.backward = staticmethod(lambda ctx, slope: (slope, None))
+
+
+class _FirstCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.times = times
+        return x.repeat_interleave(times, dim=1)
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope[:, :: ctx.times].contiguous(), None
+
+
+def key_copies_not_summed():
+    """KV heads copied so that each rank has one, and the gradient of one copy taken for all."""
+    plain = ulysses.over_heads
+
+    def copied(q, k, v, group, attend):
+        times = max(1, group.size() // k.shape[1])
+        return plain(q, _FirstCopy.apply(k, times), _FirstCopy.apply(v, times), group, attend)
+
+    context.over_heads = copied
+
+
+# Pipeline
+
+
+def targets_in_another_order():
+    """The last stage reads its micro-batches of targets from the end."""
+    run = pipeline.Pipeline.run
+
+    def swapped(self, inputs, targets):
+        return run(self, inputs, targets.flip(0))
+
+    pipeline.Pipeline.run = swapped
+
+
+def _change_sent_gradient(change):
+    backward = pipeline.Stage.backward_one_chunk
+
+    def changed(self, chunk, *args, **options):
+        received = None if self.is_last else self.grad_recv_info[chunk][0].buffer.clone()
+        backward(self, chunk, *args, **options)
+        if not self.is_first:
+            self.bwd_cache[chunk] = (change(self, self.bwd_cache[chunk][0], received), *self.bwd_cache[chunk][1:])
+
+    pipeline.Stage.backward_one_chunk = changed
+
+
+def output_gradient_sent_back():
+    """1F1B that sends the gradient it received instead of its input's (seed)."""
+    _change_sent_gradient(lambda stage, own, received: own if received is None else received)
+
+
+def rank_zero_is_nobody():
+    """`if prev_rank:` is false for rank 0, whose stage then gets no gradient (seed)."""
+    _change_sent_gradient(lambda stage, own, received: torch.zeros_like(own) if stage.stage_index == 1 else own)
+
+
+def tied_embedding_not_summed():
+    apply.Parallel._sum_tied = lambda self: None
+
+
+def shards_freed_between_halves():
+    """ZeRO-3 that frees a stage between the halves of a split backward loses the weights' gradients."""
+    plain = zero.fully_shard
+    zero.fully_shard = lambda module, **options: plain(module, **{**options, "reshard_after_forward": True})
+
+
+# Experts
+
+
+def experts_summed_over_data_ranks():
+    """Different experts' gradients added up, as if dp were their group."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: group(self, "dp" if axis == "expert_dp" else axis)
+
+
+def expert_gradients_not_scaled():
+    """Off by ep, as under an average that counts ranks without a copy (pytorch #160285)."""
+    finish = zero.Several.finish
+
+    def doubled(self):
+        finish(self)
+        self.parts[-1].flat.mul_(2)
+
+    zero.Several.finish = doubled
+
+
+def expert_copies_not_summed():
+    group = Mesh.group
+    Mesh.group = lambda self, axis: None if axis == "expert_dp" else group(self, axis)
+
+
+def balance_of_each_rank():
+    """An auxiliary loss of this rank's own load instead of the batch's (Megatron-LM #7452)."""
+    expert.Spread.summed = lambda self, values: values
+
+
+def expert_bias_on_every_rank():
+    """The bias of experts split over ranks counts once a rank."""
+    part = expert._part
+
+    def whole(done, linear, *args, **options):
+        part(done, linear, *args, **options)
+        linear.bias_share = 1.0
+
+    expert._part = whole
+
+
+def router_not_summed():
+    """The router sees this rank's tokens only; tensor-parallel ranks hold copies of it."""
+    tensor.STYLES["inside"] = lambda done, name, part: None
