@@ -12,7 +12,9 @@ class StepRecord:
     gradient_norm: float
     tokens: int
     seconds: float
-    router: dict[str, float] = field(default_factory=dict)  # how evenly experts are used, by `load_metrics`; of the worst layer
+    router: dict[str, float] = field(
+        default_factory=dict
+    )  # how evenly experts are used, by `load_metrics`; of the worst layer
     taken: bool = True  # not where gradients overflowed and the step was skipped
 
 
