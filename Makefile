@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 # One line a step; a step that fails stops the demo. Its pages are left in demo-output/.
 DEMO := demo-output
 demo: setup
-	rm -rf $(DEMO)
+	rm -rf $(DEMO) && mkdir $(DEMO)
 	$(BIN)/meshwright show all-reduce --ranks 4 --values
+	$(BIN)/meshwright plan llama3-70b --cluster dgx-h100 --nodes 8 --batch 512 --seq 8192 --top 3 --html $(DEMO)/plan.html --out $(DEMO)/plan.toml
 	$(BIN)/meshwright estimate --plan examples/llama3-70b-64xh100.toml
 	$(BIN)/meshwright estimate --plan examples/demo-dp2-tp2.toml
 	$(BIN)/meshwright verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json

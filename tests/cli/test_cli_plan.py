@@ -104,3 +104,21 @@ def test_a_plan_of_ones_own_that_is_not_legal_here(capsys, answer, tmp_path):
     out = run(capsys, *SMALL, "--fix", "pp=1", "--compare", str(mine))
     assert "not legal here" in out
     assert "MW-PLAN-005" in out
+
+
+def test_a_case_study_and_the_guides_stand_beside_the_winner(capsys):
+    assert dispatched("plan", "--case", "mixtral", capsys=capsys)[0] == 0
+    code, out = dispatched(
+        "plan", "llama3-8b", "--cluster", "dgx-h100", "--batch", "64", "--seq", "2048", capsys=capsys
+    )
+    assert code == 0
+    assert "What the textbook says" in out
+    assert "lint" in out
+    assert dispatched("plan", "--case", "nope", capsys=capsys)[0] == 2
+
+
+def dispatched(*words, capsys):
+    from meshwright.cli import dispatch, guarded
+
+    code = guarded(lambda: dispatch(list(words)), False)
+    return code, capsys.readouterr().out

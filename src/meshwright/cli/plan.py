@@ -15,7 +15,7 @@ PATIENCE_S = 2.0  # a search that takes longer shows how far it is
 
 
 def command(
-    model: str = typer.Argument(..., help="A catalog name, a plan file or a Hugging Face config.json."),
+    model: str = typer.Argument("", help="A catalog name, a plan file or a Hugging Face config.json."),
     cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
     nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
     gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
@@ -38,6 +38,9 @@ def command(
         [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
     ),
     headroom: str = typer.Option("5%", "--memory-headroom", help="Memory to leave free."),
+    case: str = typer.Option(
+        "", "--case", metavar="NAME", help="A published training beside ours: gpt3, llama3-405b, mixtral, …"
+    ),
     compare: str = typer.Option("", "--compare", metavar="FILE", help="Put a plan of your own beside the winner."),
     top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
     out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, reasons in comments."),
@@ -46,6 +49,9 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
     """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU."""
+    if case:
+        show_case(case)
+        return
     from meshwright import planner
     from meshwright.describe.config import load
 
@@ -96,10 +102,43 @@ def command(
             view.notes(result),
         )
     else:
-        show(view.page(result))
+        show(view.page(result), beside_the_guides(result), findings(result))
     for where, what in ((out, "plan file"), (html, "page")):
         if where:
             show(f"[dim]{what} written to[/] {where}")
+
+
+def show_case(name: str) -> None:
+    """A case study: the published configuration evaluated, the planner's choice beside it."""
+    from meshwright.planner import cases
+    from meshwright.view.cases import shown
+    from meshwright.view.tables import show
+
+    show(shown(cases.evaluate(name)))
+
+
+def beside_the_guides(result: Any) -> Any:
+    """What the decision guides would have chosen, and what following them costs."""
+    from meshwright.planner import textbook
+    from meshwright.view.textbook import table
+
+    e = result.estimate
+    return table(textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e), e)
+
+
+def findings(result: Any) -> Any:
+    """What `lint` says of the winner, each with why it is still best."""
+    from meshwright.describe.config import Config
+    from meshwright.planner import lint
+    from meshwright.view.lint import one
+
+    e = result.estimate
+    found = lint.check(Config(e.model, e.cluster, e.stack, e.workload, e.plan), e)
+    if not found:
+        return "[dim]lint has nothing to say of the winner[/]"
+    from rich.console import Group
+
+    return Group("[bold]What lint says of the winner[/]", *map(one, lint.justify(found, e)))
 
 
 @contextmanager
