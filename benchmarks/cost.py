@@ -40,7 +40,7 @@ FIELDS = (
     "order",
 )
 ORDERS = (("tp", "cp", "pp", "dp"), ("tp", "cp", "dp", "pp"))
-WORLD, COUNT, CHUNK = 1024, 100_000, 4096
+WORLD, COUNT, CHUNK = 1024, 100_000, 20_000
 WORK = Workload(batch=4096, seq=8192)
 
 
