@@ -10,7 +10,7 @@ from meshwright.cost.walked import walked_time
 from meshwright.describe import catalog
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
-from meshwright.planner import bounds, families, leaders
+from meshwright.planner import bounds, families, leaders, walking
 from meshwright.planner.leaders import TIE, rank, solve
 from meshwright.planner.search import MARGIN, Search, search
 from meshwright.planner.space import Space
@@ -109,6 +109,9 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         assert (rows.columns[f"m{k}"] <= exact.memory * (1 + 1e-9)).all(), f"memory, layer {k}"
     assert (rows.time <= exact.time * (1 + 1e-9)).all()
     assert (rows.memory <= exact.memory * (1 + 1e-9)).all()
+    assert rows.exact.any() != where.stack.blocking_p2p
+    np.testing.assert_allclose(rows.time[rows.exact], exact.time[rows.exact], rtol=1e-9)
+    np.testing.assert_allclose(rows.memory[rows.exact], exact.memory[rows.exact], rtol=1e-9)
 
 
 def test_what_does_not_fit_is_proved_and_told_by_how_much():
@@ -159,7 +162,7 @@ def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
     rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)
     few = rows.take(slice(0, 8))
     short = [c.time for c in leaders.walked(where, few, found)]
-    monkeypatch.setattr(leaders, "ACTIONS", 10**9)
+    monkeypatch.setattr(walking, "ACTIONS", 10**9)
     whole = [c.time for c in leaders.walked(where, few, found)]
     np.testing.assert_allclose(short, whole, rtol=2e-3)
 

@@ -23,11 +23,14 @@ F, I and W depend on what happens inside a layer, not on pp, dp or the batch: fe
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from meshwright.cost.step import rank_time, step_cost
+from meshwright.cost.step import StepCost, rank_time, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.lower.batch import SCHEDULES
+from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import mean_holding
 from meshwright.lower.step import lower
 from meshwright.planner.space import Space
@@ -37,24 +40,47 @@ from meshwright.programs.pipelines.rules import RULES
 
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
-
-
-SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "looped", "first", "one")  # what tells schedules apart
+TELLING = 5  # ranks of a pipeline that a batch looks at, at most
+RANKS = tuple(
+    f"{x}{k}" for x in "rbo" for k in range(TELLING)
+)  # their numbers, bytes, and bytes of one more micro-batch in flight
+SCHEDULED = (
+    "pp",
+    "dp",
+    "microbatch",
+    "f",
+    "i",
+    "w",
+    "closing",
+    "pace",
+    "message",
+    "folded",
+    "saved",
+    *RANKS,
+)  # what tells schedules apart
 
 
 def kernel(space: Space, rows: Table) -> Table:
-    """Cost rows without sharding or pipeline: f, i, w of the whole model, elements of a tensor-parallel rank, bytes kept for backward,
-    bytes alive while a layer is recomputed."""
+    """Cost rows without sharding or pipeline: f, i, w of the whole model, dense and expert elements of a tensor-parallel rank, bytes kept for
+    backward by the model and by its leanest layer, bytes alive while a layer is recomputed."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     b, counts = program.batch, mean_holding(program.batch).counts
     mean = rank_time(program, cost.times, mean_holding(b), np.zeros(b.n))
     slack = 1 + b.stack.allocator_slack
-    elements = sum(counts[block] * sum(groups.values()) for block, groups in program.parameters.items())
+    dense, expert = (
+        sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp
+        for g in ("dense", "expert")
+    )
     saved = sum(counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
+    layers = [
+        sum(program.saved[kind].values()) for kind in ("dense", "moe") if kind in program.saved and np.any(counts[kind])
+    ]
+    layer = np.minimum.reduce([np.broadcast_to(x, b.n) for x in layers])
     again = np.where(b.recompute == 2, program.transient, 0.0)
-    return Table(f=mean.f * b.pp, i=mean.i * b.pp, w=mean.w * b.pp, elements=elements * b.pp,
-                 saved=slack * saved * b.pp * ~b.offload_activations, again=np.broadcast_to(slack * again, b.n))  # fmt: skip
+    kept = slack * ~b.offload_activations
+    return Table(f=mean.f * b.pp, i=mean.i * b.pp, w=mean.w * b.pp, dense=dense, expert=expert, saved=kept * saved * b.pp,
+                 layer=kept * layer, again=np.broadcast_to(slack * again, b.n))  # fmt: skip
 
 
 def kernels(space: Space, rows: Table) -> Table:
@@ -76,12 +102,24 @@ def of_frames(space: Space, rows: Table) -> Table:
     return rows.but(time=time, memory=least_memory(space, rows, smallest / rows.microbatch))
 
 
-def of_shapes(space: Space, rows: Table) -> Table:
-    """Shapes, placed or not, with the least seconds and bytes of their plans."""
+def of_shapes(space: Space, rows: Table, limit: float = np.inf) -> Table:
+    """Shapes, placed or not, with the least seconds and bytes of their plans that keep to a memory limit."""
     rows = kernels(space, rows)
-    mean = {name: rows.columns[name] / rows.pp for name in "fiw"}
-    time = least_span(space, rows.pp, space.microbatches(rows), **mean) + space.stack.step_overhead
-    return rows.but(time=time, memory=least_memory(space, rows))
+    m, alone = space.microbatches(rows), least_memory(space, rows)
+
+    def memory(name: str, some: Table, v: np.ndarray) -> np.ndarray:
+        """The mean rank keeps what its layers save, times the micro-batches in flight: those of the first and last rank halved, since they
+        fall (or rise, and then stop) from one to the other."""
+        ends = [formulas.in_flight(name, some.pp, some.m, v, rank) / v for rank in (0, some.pp - 1)]
+        layers = v * (space.model.layers // (some.pp * v))
+        return some.alone + np.maximum(0.0, layers * some.layer * (ends[0] + ends[1]) / 2 - some.saved / some.pp)
+
+    over = np.full(len(rows), space.stack.step_overhead)
+    work = rows.only("pp", "layer", "saved").but(m=m, alone=alone, **{k: rows.columns[k] / rows.pp for k in "fiw"})
+    time, least = best_schedule(space, work.but(looped=over, folded=over), memory, limit)
+    piped = rows.pp > 1
+    single = m * (rows.f + rows.i + rows.w) + over
+    return rows.but(time=np.where(piped, time, single), memory=np.where(piped, least, alone))
 
 
 def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> np.ndarray:
@@ -95,31 +133,44 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     most = max(space.choices.numbers("zero", space.choices.words["zero"]), default=0)
     zero = rows.columns.get("zero", np.full(n, most))
     each = rows.columns.get("reduce_each", np.full(n, most >= 2))
-    shard = rows.columns.get("shard", rows.dp) * rows.cp * np.maximum(1.0, rows.tp / (rows.etp * rows.ep))
-    cut = (
-        param / np.where(zero >= 3, shard, 1.0)
-        + grad / np.where((zero >= 2) & each, shard, 1.0)
-        + moments / np.where(zero >= 1, shard, 1.0)
-    )
-    return rows.elements / rows.pp * cut + (rows.saved / rows.pp + rows.again) * share + space.stack.context
+    shard = rows.columns.get("shard", rows.dp) * rows.cp * 1.0
+    spread = rows.tp / (rows.etp * rows.ep)  # experts are repeated on this many times fewer ranks than dense weights
+    states = np.zeros(n)
+    for elements, ranks in (
+        (rows.dense, shard),
+        (rows.expert, np.minimum(rows.cp * rows.dp * spread, np.maximum(1.0, shard * spread))),
+    ):
+        cut = (
+            param / np.where(zero >= 3, ranks, 1.0)
+            + grad / np.where((zero >= 2) & each, ranks, 1.0)
+            + moments / np.where(zero >= 1, ranks, 1.0)
+        )
+        states += elements / rows.pp * cut
+    return states + (rows.saved / rows.pp + rows.again) * share + space.stack.context
 
 
-def least_span(space: Space, pp: np.ndarray, m: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray,
-               placements: tuple[str, ...] = ("looped", "v")) -> np.ndarray:  # fmt: skip
-    """Seconds of M micro-batches under the best schedule there could be, with as many virtual stages as layers allow; ∞: there is none."""
-    out = m * (f + i + w)
-    piped = np.flatnonzero(pp > 1)
-    if not len(piped) or "auto" in space.choices.words["schedule"]:
-        return out
-    pp, m, f, i, w = (x[piped] for x in (pp, m, f, i, w))
-    best = np.full(len(piped), np.inf)
-    deepest = np.maximum(2, np.minimum(space.choices.most["virtual"], space.model.layers // pp))
-    for name in space.choices.words["schedule"]:
-        if RULES[name].placement in placements:
-            virtual = deepest if RULES[name].most_virtual > 2 else np.full_like(pp, RULES[name].virtual)
-            best = np.minimum(best, span(name, pp, m, virtual, f, i, w))
-    out[piped] = best
-    return out
+def best_schedule(
+    space: Space, work: Table, memory: Callable[[str, Table, np.ndarray], np.ndarray], limit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Least seconds and bytes of rows under the schedules that keep to a memory limit, each with as many virtual stages as there can be: that
+    is the least bubble and the fewest micro-batches in flight. `work` has pp, m and f, i, w of a mean rank; `looped` and `folded` are the
+    seconds to add for either placement."""
+    time, least = np.full(len(work), np.inf), np.full(len(work), np.inf)
+    piped = np.flatnonzero(work.pp > 1)
+    some = work.take(piped)
+    distinct, which = np.unique(some.pp, return_inverse=True)
+    deepest = np.array([max(space.virtuals(int(p)), default=2) for p in distinct], np.int64)[which]
+    for name in space.choices.words["schedule"] if len(piped) else ():
+        rule = RULES[name]
+        if name == "auto":  # found by search: it may have no bubble, and one micro-batch in flight
+            seconds, size = some.m * (some.f + some.i + some.w), some.alone
+        else:
+            v = deepest if rule.most_virtual > 2 else np.full_like(some.pp, rule.virtual)
+            seconds, size = span(name, some.pp, some.m, v, some.f, some.i, some.w), memory(name, some, v)
+        seconds = seconds + (some.folded if rule.placement == "v" else some.looped)
+        time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
+        least[piped] = np.minimum(least[piped], size)
+    return time, least
 
 
 def span(
@@ -130,49 +181,97 @@ def span(
     return np.maximum(total, m * (f + i + w))
 
 
-def of_sharded(space: Space, rows: Table) -> Table:
-    """Sharded rows, whose `memory` is their `least_memory`, with the least seconds and bytes of their plans.
+def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
+    """Sharded rows, whose `memory` is their `least_memory`, with the least seconds and bytes of their plans that keep to a memory limit.
 
-    They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds f, i, w of the mean rank; `closing`, what is
-    neither micro-batches nor bubble; `looped`, the bytes of the fullest rank with one micro-batch in flight; `first`, those of the first rank,
-    and `one`, what one more micro-batch adds there. Looped schedules cost at least that: however many stages a rank has, no fewer layers
-    meet the embedding or the head. V-shaped ones deal out layers otherwise; for them only the mean is a bound.
+    They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
+    rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
+    the ranks that tell (first, last, the longest) the bytes with one micro-batch in flight and what one more adds. Looped schedules
+    cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones deal out layers
+    otherwise; for them only the mean is a bound.
     """
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     b, n = program.batch, len(rows)
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, n) for r in cost.ranks])
-    closing = cost.time - cost.exposed["bubble"] - np.maximum(b.microbatches, 1.0) * slowest
+    pace = np.maximum(b.microbatches, 1.0) * slowest
+    closing = cost.time - cost.exposed["bubble"] - pace
     rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
-    work = (rows.pp, space.microbatches(rows), rank.f, rank.i, rank.w)
-    looped = least_span(space, *work, placements=("looped", "either")) + closing
-    shaped = least_span(space, *work, placements=("v",)) + space.stack.step_overhead
-    held = cost.holdings[0].counts
-    saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
-    one = (1 + b.stack.allocator_slack) * saved * ~b.offload_activations
+    folded = rows.memory + besides(program, cost)
+    rows = rows.but(f=rank.f, i=rank.i, w=rank.w, closing=closing, pace=pace, message=np.broadcast_to(cost.boundary, n), folded=folded,
+                    **telling(program, cost))  # fmt: skip
+    work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing, bytes=folded)
+    work = work.but(folded=np.full(n, space.stack.step_overhead))
+    time, least = best_schedule(space, work, in_flight_bytes, limit)
     alone = rows.pp == 1
-    return rows.but(
-        time=np.where(alone, cost.time, np.minimum(looped, shaped)),
-        memory=np.where(alone | ~np.isfinite(shaped), cost.peak_memory, np.minimum(rows.memory, cost.peak_memory)),
-        f=rank.f, i=rank.i, w=rank.w, closing=closing, looped=cost.peak_memory, one=np.broadcast_to(one, n),
-        first=np.add.reduce([np.broadcast_to(x, n) for x in cost.memory[0].values()]),
-    )  # fmt: skip
+    return rows.but(time=np.where(alone, cost.time, time), memory=np.where(alone, cost.peak_memory, least))
+
+
+def in_flight_bytes(schedule: str, rows: Table, virtual: np.ndarray) -> np.ndarray:
+    """Bytes of the fullest rank under a schedule, or what it has at least: looped from the ranks that tell, V-shaped from the mean rank."""
+    if RULES[schedule].placement != "v":
+        return held(rows, schedule, rows.m, virtual)
+    flying = formulas.in_flight(schedule, rows.pp, rows.m, virtual, 0) / virtual  # the first rank has the fewest
+    return rows.bytes + (flying - 1) * rows.saved / rows.pp
+
+
+def telling(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
+    """Of the ranks that tell: which they are (r0, r1, …), their bytes (b0, …), and what one more micro-batch in flight adds (o0, …)."""
+    b, out = program.batch, {}
+    for k in range(TELLING):
+        at = min(k, len(cost.holdings) - 1)
+        held = cost.holdings[at].counts
+        saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
+        out[f"r{k}"] = np.broadcast_to(cost.holdings[at].rank, b.n).astype(np.int64)
+        out[f"b{k}"] = np.add.reduce([np.broadcast_to(x, b.n) for x in cost.memory[at].values()])
+        out[f"o{k}"] = np.broadcast_to((1 + b.stack.allocator_slack) * saved * ~b.offload_activations, b.n)
+    return out
+
+
+def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
+    """Bytes that any rank has besides states and activations: gathered weights, working memory, communicators. The least of the ranks that
+    tell; of two ranks both hold an end of the model, and nothing is known of one that does not."""
+    b = program.batch
+    parts = [
+        (1 + b.stack.allocator_slack) * (m["gathered"] + m["working"]) + m["context"] - b.stack.context
+        for m in cost.memory
+    ]
+    return np.where(b.pp > 2, np.minimum.reduce([np.broadcast_to(p, b.n) for p in parts]), 0.0)
 
 
 def of_schedules(space: Space, plans: Table) -> Table:
-    """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules."""
-    m = space.microbatches(plans)
-    time, memory = plans.time.copy(), plans.memory.copy()
+    """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules.
+
+    `exact` says where that is what costing them would give: looped schedules whose ranks hold what they hold with one stage each.
+    """
+    layers, plans = space.model.layers, plans.but(m=space.microbatches(plans), bytes=plans.folded)
+    time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
+    alike = space.model.kind == "counts" or len(set(space.model.layer_kinds)) == 1
     for code in np.unique(plans.schedule[plans.pp > 1]):
-        at = (plans.schedule == code) & (plans.pp > 1)
+        at = np.flatnonzero((plans.schedule == code) & (plans.pp > 1))
         rows, name = plans.take(at), SCHEDULES[code]
         if name == "auto":
             continue
-        time[at] = span(name, rows.pp, m[at], rows.virtual, rows.f, rows.i, rows.w)
-        if RULES[name].placement == "looped":
-            flying = formulas.in_flight(name, rows.pp, m[at], rows.virtual, 0) / rows.virtual
-            time[at] += rows.closing
-            memory[at] = np.maximum(rows.looped, rows.first + (flying - 1) * rows.one)
-        else:
-            time[at] += space.stack.step_overhead
-    return plans.but(time=time, memory=memory)
+        looped, v = RULES[name].placement == "looped", rows.virtual
+        memory[at] = in_flight_bytes(name, rows, v)
+        time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + (
+            rows.closing if looped else space.stack.step_overhead
+        )
+        if (
+            looped and not space.stack.blocking_p2p
+        ):  # blocking messages are part of every stage's time, more of them with more stages
+            same = (v == 1) | ((layers % (rows.pp * v) == 0) & alike)
+            total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
+            ramp = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
+            time[at[same]] = (rows.pace + rows.closing + ramp)[same]
+            exact[at] = same
+    return plans.but(time=time, memory=memory, exact=exact)
+
+
+def held(rows: Table, schedule: str, m: np.ndarray, virtual: np.ndarray) -> np.ndarray:
+    """Bytes of the fullest of the ranks that tell, with the micro-batches in flight that a looped schedule has there."""
+    by_rank = []
+    for k in range(TELLING):
+        flying = formulas.in_flight(schedule, rows.pp, m, virtual, rows.columns[f"r{k}"]) / virtual
+        by_rank.append(rows.columns[f"b{k}"] + (flying - 1) * rows.columns[f"o{k}"])
+    return np.maximum.reduce(by_rank)

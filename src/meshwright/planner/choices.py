@@ -6,8 +6,8 @@ Numbers (tp, cp, pp, shard, …) have a least and a most; words (schedule, recom
     --allow grad_dtype=bf16,fp32             widens a list that starts with one entry: dtypes and overlap
 
 Unless told otherwise dtypes are those of the base plan, what overlaps is what the stack overlaps, and a rank has at most 16 virtual
-stages. A contradiction (`--fix tp=8 --max tp=4`) is refused here; one with the model or the cluster shows as an empty space, and
-`planner.nothing` says which constraint to drop.
+stages, which divide the layers evenly where any do. A contradiction (`--fix tp=8 --max tp=4`) is refused here; one with the model or the
+cluster shows as an empty space, and `planner.nothing` says which constraint to drop.
 """
 
 from __future__ import annotations

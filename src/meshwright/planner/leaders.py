@@ -15,34 +15,26 @@ Half a percent is far below what any prediction can tell apart; a simpler plan i
 
 Where the closed forms turn out too slow by more than the margin of the search (tiny models, whose host is the limit; stages of different kinds), a
 plan that walks well may have been left out, so the search is done again with twice that as its margin.
-
-A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from meshwright.cost.step import RankTime, StepCost, step_cost
-from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
 from meshwright.lower.batch import ORDERS
-from meshwright.lower.op import StepProgram
-from meshwright.lower.step import lower
 from meshwright.planner import families
 from meshwright.planner.search import MARGIN, RUNG, STEPS, Found, Progress, search
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes
-from meshwright.programs import pipelines
+from meshwright.planner.walking import walk
 
 TIE = 0.005
 WIDEST = 0.15  # no margin of a second search is larger
 MOST_WALKED = 12  # plans of each kind near the best that are walked
 MOST_WAVES = 12
-ACTIONS = 6_000  # a longer walk is done at two lengths and continued
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
 LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
 
@@ -189,45 +181,11 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
 
 
 def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
-    """Walk rows: lowered and costed as one batch, simulated one by one."""
-    program = lower(space.batch(rows))
-    cost = step_cost(program, space.cluster)
-    times = stage_times(program, cost)
+    """Walk rows and make candidates of them."""
+    closed, times = walk(space, rows)
     out = []
     for k in range(len(rows)):
-        plan = space.plan(rows, k)
-        closed = float(np.broadcast_to(cost.time, len(rows))[k])
-        time = walked_time(program, cost, plan, k, times) if plan.pp > 1 else closed
         code = int(rows.family[k])
-        out.append(Candidate(plan, families.NAMES[code], time, closed, float(rows.memory[k]), int(rows.shape[k]), float(rows.complexity[k]),
-                             code not in found.unproved))  # fmt: skip
+        out.append(Candidate(space.plan(rows, k), families.NAMES[code], float(times[k]), float(closed[k]), float(rows.memory[k]),
+                             int(rows.shape[k]), float(rows.complexity[k]), code not in found.unproved))  # fmt: skip
     return out
-
-
-def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
-    """Seconds of a step with its pipeline walked, a long one at two lengths."""
-    n, m, pp = program.batch.n, int(program.batch.rounds[at]), plan.pp
-    enough = max(6 * pp, ACTIONS // (3 * plan.stages) // pp * pp)
-    if plan.schedule == "auto":
-        return walk_step(program, cost, plan, at, times).time
-    durations = pipelines.Durations.of(plan.stages, *(np.array([np.broadcast_to(getattr(t, k), n)[at] for t in times[: plan.stages]])
-                                                      for k in ("f", "i", "w")))  # fmt: skip
-
-    def makespan(length: int) -> float:
-        return pipelines.walk(flow(plan.schedule, pp, length, plan.virtual), durations, p2p=float(cost.boundary[at]),
-                              overlap=not program.batch.stack.blocking_p2p).makespan  # fmt: skip
-
-    if m <= enough + pp:
-        total = makespan(m)
-    else:  # lengths that leave the same rest in rounds of pp, so that the schedule repeats itself between them
-        long = enough + m % pp
-        total = makespan(long)
-        total += (m - long) * (total - makespan(long - pp)) / pp
-    slowest = float(np.broadcast_to(cost.ranks[int(cost.slowest[at])].total, n)[at])
-    return total + float(cost.time[at] - cost.exposed["bubble"][at]) - m * slowest
-
-
-@lru_cache(maxsize=64)
-def flow(schedule: str, ranks: int, microbatches: int, virtual: int) -> pipelines.PipelineProgram:
-    """A schedule, built and checked once however many plans run it."""
-    return pipelines.build(schedule, ranks, microbatches, virtual)

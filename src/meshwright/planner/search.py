@@ -5,14 +5,16 @@ for a plan that fits; where there is none that is proved, and told by how much t
 the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
 only if its bound says that it may
 
-- come within 3% of the best, or improve the front;
-- or be the best of its family. This has an effort: a family that lost and took more has its best marked as not proved.
+- come within 3% of the best;
+- or be the best of its family, or improve the front. This has an effort: a family that lost, or a front, that took more is marked
+  as not proved.
 
     frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
 
-So every plan within 3% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The leaders are then
-walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests on that. Nothing here is random: the
-same question has the same answer.
+The closed form of a pipeline with unequal virtual stages is too hopeful. Such plans are kept as long as it says so, but only a walked one counts as
+an incumbent. So every plan within 3% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The
+leaders are then walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests on that. Nothing
+here is random: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -24,14 +26,18 @@ from itertools import chain, repeat
 import numpy as np
 
 from meshwright.cost.step import step_cost
+from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.step import lower
 from meshwright.planner import bounds, families
 from meshwright.planner.space import NAIVE, Space
 from meshwright.planner.table import Table, codes, join
+from meshwright.planner.walking import walk
 
 MARGIN = 0.03  # plans this close to the best are all costed …
 FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
+FRONT_EFFORT = 250_000  # plans costed that are slower than the best, for families and the front together
+FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
 SIZES = (
@@ -41,7 +47,8 @@ SIZES = (
     (256, 4096),
     (512, 4096),
 )  # rows of each layer opened at once: few until there are incumbents
-FEW = 24  # frames of each family that are tried first
+MOST_WALKS = 24  # plans walked during the search
+FEW, FEW_SIZES = 24, 4  # frames of each family, and micro-batches of theirs, that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero", "shard", "replicate", "schedule", "virtual", "reshard",
         "reduce_each", "order", "dtype", "lap")  # fmt: skip
@@ -72,13 +79,14 @@ class Incumbents:
         """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a family not given up."""
         axes = families.axes(rows)
         close = self.family * (1 + FAMILY_MARGIN)
-        close[list(given_up)] = -np.inf
+        close[[code for code in given_up if code != FRONT]] = -np.inf
         # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
         enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
         rung = self.rung(rows.memory)
-        return (rung >= 0) & (
-            (rows.time <= np.maximum(enough, self.front[0] * (1 + self.margin))) | (rows.time < self.front[rung])
-        )
+        enough = np.maximum(enough, self.front[0] * (1 + self.margin))
+        if FRONT not in given_up:
+            enough = np.maximum(enough, self.front[rung])
+        return (rung >= 0) & (rows.time <= enough)
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
@@ -88,14 +96,17 @@ class Incumbents:
         rows = rows.but(
             family=families.family(rows), sure=(rows.virtual == 1) | (self.layers % (rows.pp * rows.virtual) == 0)
         )
-        sure = rows.take(rows.sure)
-        np.minimum.at(self.family, sure.family, sure.time)
-        rung = self.rung(sure.memory)
-        for k in range(STEPS):
-            self.front[k] = min(self.front[k], sure.time[rung >= k].min(initial=np.inf))
+        self.count(rows.take(rows.sure))
         self.kept.append(rows.take(self._good(rows)))
         if len(self.kept) > 64:
             self.kept = [self.found()]
+
+    def count(self, rows: Table) -> None:
+        """Take times that are sure as incumbents."""
+        np.minimum.at(self.family, rows.family, rows.time)
+        rung = self.rung(rows.memory)
+        for k in range(STEPS):
+            self.front[k] = min(self.front[k], rows.time[rung >= k].min(initial=np.inf))
 
     def _good(self, rows: Table) -> np.ndarray:
         close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + self.margin))[rows.family]
@@ -129,7 +140,7 @@ class Search:
     def __init__(self, space: Space, limit: float, progress: Progress | None = None, margin: float = MARGIN) -> None:
         self.space, self.progress = space, progress
         self.best = Incumbents(limit, space.model.layers, margin)
-        self.costed = 0
+        self.costed = self.walks = self.spent_on_front = 0
         self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
         self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
@@ -149,8 +160,10 @@ class Search:
 
     @property
     def given_up(self) -> set[int]:
-        """Families that took their effort."""
-        return set(np.flatnonzero(self.spent > EFFORT).tolist())
+        """Families, and the front, that took their effort."""
+        return set(np.flatnonzero(self.spent > EFFORT).tolist()) | (
+            {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
+        )
 
     def hopeful(self, rows: Table) -> np.ndarray:
         return self.best.hopeful(rows, self.given_up)
@@ -186,6 +199,7 @@ class Search:
         if depth == len(self.layers):
             self.spend(rows)
             self.best.offer(self.cost(rows))
+            self.confirm()
             return
         below = self.layers[depth](rows)
         below = below.take(self.hopeful(below.only(*HOPE)))
@@ -194,14 +208,15 @@ class Search:
 
     def spend(self, rows: Table) -> None:
         self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+        self.spent_on_front += int((rows.time > self.best.front[0] * (1 + self.best.margin)).sum())
 
     def shaped(self, rows: Table) -> Table:
-        return bounds.of_shapes(self.space, self.space.shaped(rows))
+        return bounds.of_shapes(self.space, self.space.shaped(rows), self.best.limit)
 
     def placed(self, rows: Table) -> Table:
         below = self.space.placed(rows)
         # With one order each there is nothing new to bound.
-        return bounds.of_shapes(self.space, below) if len(below) > len(rows) else below
+        return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
 
     def sharded(self, rows: Table) -> Table:
         """What the states alone rule out is not costed."""
@@ -210,11 +225,11 @@ class Search:
         below = below.take(self.hopeful(below.only(*HOPE)))
         self.costed += len(below)
         self.spend(below)
-        parts = [bounds.of_sharded(self.space, part) for part in below.chunks(bounds.CHUNK)]
+        parts = [bounds.of_sharded(self.space, part, self.best.limit) for part in below.chunks(bounds.CHUNK)]
         return join(parts) if parts else below
 
     def scheduled(self, rows: Table) -> Table:
-        """Without a pipeline a sharded row is a plan, and costed; with one, only what tells schedules apart is carried along."""
+        """Plans whose bounds are exact are costed by that: those without a pipeline, and most looped schedules. The others go on."""
         alone = rows.pp == 1
         if alone.any():
             self.best.offer(self.space.scheduled(rows.take(alone)))
@@ -222,7 +237,24 @@ class Search:
         light = rows.only(*HOPE, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
         plans = bounds.of_schedules(self.space, self.space.scheduled(light))
         plans = plans.take(self.hopeful(plans.only(*HOPE)))
-        return rows.take(plans.place).but(**plans.only("time", "memory", "schedule", "virtual").columns)
+        exact, rest = (
+            rows.take(some.place).but(**some.only("time", "memory", "schedule", "virtual").columns)
+            for some in (plans.take(plans.exact), plans.take(~plans.exact))
+        )
+        self.costed += len(exact)
+        self.best.offer(exact)
+        return rest
+
+    def confirm(self) -> None:
+        """Walk the most hopeful plan whose closed form is not sure: its walked time, which can be had, tightens the incumbents."""
+        if self.walks >= MOST_WALKS or not self.best.kept:
+            return
+        rows = self.best.kept[-1]
+        rows = rows.take(~rows.sure & (rows.time < self.best.front[0] * (1 - self.best.margin)))
+        if len(rows):
+            first = rows.take([int(rows.time.argmin())])
+            self.walks += 1
+            self.best.count(first.but(time=walk(self.space, first)[1]))
 
     # Least memory
 
@@ -231,11 +263,44 @@ class Search:
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
     def seed(self, frames: Table) -> None:
-        """First incumbents: of each family the few plans that should have the least memory."""
+        """First incumbents: of each family the few plans that should have the least memory, and some ordinary ones all over it.
+
+        Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
+        """
         axes = families.axes(frames)
-        order = np.lexsort((frames.memory, axes))
-        place = np.arange(len(order)) - np.searchsorted(axes[order], axes[order])
-        self.best.offer(self.cost(self.tightest(frames.take(order[place < FEW]))))
+        by_memory, by_time = (np.lexsort((column, axes)) for column in (frames.memory, frames.time))
+        place, size = (
+            np.arange(len(axes)) - np.searchsorted(axes[by_time], axes[by_time]),
+            np.bincount(axes)[axes[by_time]],
+        )
+        spread = by_time[(place % np.maximum(1, size // (2 * FEW)) == 0) & (place < size / 2)]
+        self.best.offer(self.cost(self.tightest(frames.take(by_memory[place < FEW]))))
+        rows = self.ordinary(frames.take(spread))
+        rows = rows.take(bounds.least_memory(self.space, rows) <= self.best.limit)
+        for part in rows.chunks(bounds.CHUNK):
+            self.best.offer(self.cost(part))
+
+    def ordinary(self, frames: Table) -> Table:
+        """Plans a person would try: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
+        space = self.space
+        shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, FEW_SIZES)))
+        rows = space.sharded(self.first_order(bounds.kernels(space, shapes)))
+        rows = rows.take(
+            ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduce_each | (rows.zero < 2))
+        )
+        usual = SCHEDULES.index("1f1b")
+
+        def plain(pp: int, microbatches: int) -> Table:
+            found = space.schedules(pp, microbatches)
+            one = found.take(found.schedule == usual)
+            return one if len(one) else found.take(slice(0, 1))
+
+        return rows.crossed((rows.pp, space.microbatches(rows)), plain)
+
+    def first_order(self, shapes: Table) -> Table:
+        return shapes.crossed(
+            tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: self.space.orders(*degrees).take(slice(0, 1))
+        )
 
     def missing(self, axes: np.ndarray) -> list[int]:
         """Axes in use with which no plan that fits was found yet."""
@@ -272,10 +337,7 @@ class Search:
         """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
         space = self.space
         shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, 1)))
-        placed = shapes.crossed(
-            tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: space.orders(*degrees).take(slice(0, 1))
-        )
-        rows = space.sharded(placed)
+        rows = space.sharded(self.first_order(shapes))
         widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
         np.maximum.at(widest, rows.dp, rows.shard)
         rows = space.scheduled(rows.take(rows.shard == widest[rows.dp]))

@@ -10,7 +10,8 @@ What a layer offers depends on few numbers of the ones above, so the space is co
 has two hundred million plans in some ten thousand frames. `search` goes down the layers only where it can pay.
 
 **Legal** is what `Plan.check` and the schedule's own rules accept: degrees that multiply to the world, heads, KV heads, FFN, sequence,
-layers and experts that divide, batch = micro-batch × accumulation × dp. Stages may have unequal numbers of layers.
+layers and experts that divide, batch = micro-batch × accumulation × dp. Stages may have unequal numbers of layers; unequal *virtual* stages are
+offered where no equal ones exist (or where a constraint speaks of `virtual`), since ranks then wait for each other.
 
 **Twins**, plans that are the same plan written twice, are enumerated once: schedules of one stage, sp of one tensor-parallel rank,
 the kind of one context-parallel rank, ZeRO that shards nothing or whose gradients stay whole (ZeRO-2 that reduces once a step is
@@ -37,6 +38,7 @@ from meshwright.planner.table import Table, grid, grouped, join
 from meshwright.programs.pipelines.rules import RULES, refusal
 
 NAIVE = SCHEDULES.index("naive")
+MOST_UNEVEN = 8  # virtual stages that do not divide the layers, where none does
 
 
 class Innermost(Batch):
@@ -212,14 +214,23 @@ class Space:
         )
 
     @cache  # noqa: B019
+    def virtuals(self, pp: int) -> list[int]:
+        """Stages a looped rank may have, two and more: those that divide the layers evenly. Where none does, or where a person speaks of
+        virtual stages, uneven ones too: they are slower than even ones, since ranks wait for each other's longer stages."""
+        legal = self.choices.numbers("virtual", range(2, self.model.layers // pp + 1))
+        if any(c.field == "virtual" for c in self.choices.constraints):
+            return legal
+        even = [v for v in legal if self.model.layers % (pp * v) == 0]
+        return even or [v for v in legal if v <= MOST_UNEVEN]
+
+    @cache  # noqa: B019
     def schedules(self, pp: int, microbatches: int) -> Table:
         """schedule (its code) and virtual stages of `pp` ranks."""
         c, layers = self.choices, self.model.layers
         found = [(SCHEDULES.index("1f1b"), 1)] if pp == 1 else []
         for name in c.words["schedule"] if pp > 1 else ():
             rule = RULES[name]
-            looped = rule.most_virtual > 2
-            for virtual in c.numbers("virtual", range(2, layers // pp + 1) if looped else [rule.virtual]):
+            for virtual in self.virtuals(pp) if rule.most_virtual > 2 else c.numbers("virtual", [rule.virtual]):
                 uneven = layers % (pp * virtual) != 0
                 if pp * virtual > layers or (uneven and not c.uneven) or refusal(name, pp, microbatches, virtual):
                     continue

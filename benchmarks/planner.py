@@ -1,0 +1,143 @@
+"""How fast the planner is, and how true its ranking: prints both.
+
+    python benchmarks/planner.py            speed, growth, ranking
+    python benchmarks/planner.py speed      one of them
+
+**Speed**: whole spaces searched on one core, each in a process of its own (so that peak memory is its own), against the targets. A plan counts
+as searched when it was costed, or proved slower or too large by a bound. **Growth**: seconds against legal plans over a doubling cluster.
+**Ranking**: on random problems, random plans that fit are ranked by the closed forms and by walking each one; *regret* is how much slower the closed
+form's first choice walks than the walked best, *overlap* the share of the walked twenty best among the closed form's twenty.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))  # one core
+
+import resource
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from meshwright import planner
+from meshwright.cost.step import step_cost
+from meshwright.cost.walked import stage_times, walk_step
+from meshwright.describe import catalog
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import lower
+from meshwright.planner.space import Space
+
+CALCULON_S = 35 * 3600.0  # core-seconds of Calculon's full search of GPT-3 175B on 512 GPUs
+CASES = {  # model, cluster, devices, batch, sequence, target in seconds
+    "GPT-3 175B on 512 A100": ("gpt3-175b", "dgx-a100", 512, 1536, 2048, 5.0),
+    "Llama-3 405B on 16,384 H100": ("llama3.1-405b", "dgx-h100", 16384, 2048, 8192, 10.0),
+    "Llama-3 70B on 64 H100": ("llama3-70b", "dgx-h100", 64, 1024, 8192, 1.0),
+    "Llama-3 8B on 64 H100": ("llama3-8b", "dgx-h100", 64, 1024, 8192, None),
+    "Mixtral 8x7B on 64 H100": ("mixtral-8x7b", "dgx-h100", 64, 1024, 4096, None),
+    "DeepSeek-V3 on 2,048 H800": ("deepseek-v3", "dgx-h800", 2048, 15360, 4096, None),
+}
+
+
+def one(name: str) -> None:
+    """Search one case and print its figures for `speed`."""
+    model, cluster, gpus, batch, seq, _ = CASES[name]
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = planner.plan(model, cluster, gpus=gpus, batch=batch, seq=seq)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{result.searched}|{result.found.costed}|{cpu}|{wall}|{peak}|{result.plan.title()}")
+
+
+def speed() -> None:
+    print(
+        f"{'':<30}{'legal plans':>18}{'costed':>11}{'CPU s':>8}{'wall s':>8}{'target':>8}{'plans/CPU s':>14}{'GiB':>6}"
+    )
+    for name, case in CASES.items():
+        done = subprocess.run([sys.executable, __file__, "one", name], capture_output=True, text=True, check=True)
+        plans, costed, cpu, wall, peak, title = done.stdout.strip().split("|")
+        target = f"{case[-1]:g}" if case[-1] else ""
+        rate = int(plans) / float(cpu)
+        figures = f"{int(plans):>18,}{int(costed):>11,}{float(cpu):>8.2f}{float(wall):>8.2f}{target:>8}{rate:>14,.0f}{float(peak):>6.2f}"
+        print(f"{name:<30}{figures}  {title}")
+        if name.startswith("GPT-3"):
+            print(
+                f"{'':<30}Calculon: {CALCULON_S:,.0f} core-seconds for this problem, {CALCULON_S / float(cpu):,.0f} times as long"
+            )
+
+
+def growth() -> None:
+    print(f"\n{'Llama-3 70B':<16}{'legal plans':>18}{'costed':>12}{'CPU s':>8}{'costed/CPU s':>14}")
+    for gpus in (64, 128, 256, 512, 1024, 2048):
+        start = time.process_time()
+        result = planner.plan("llama3-70b", "dgx-h100", gpus=gpus, batch=2048, seq=8192)
+        cpu = time.process_time() - start
+        print(
+            f"{gpus:>6} GPUs     {result.searched:>18,}{result.found.costed:>12,}{cpu:>8.2f}{result.found.costed / cpu:>14,.0f}"
+        )
+
+
+def ranking(cases: int = 30, plans: int = 160) -> None:
+    rng = np.random.default_rng(0)
+    models = ("gpt3-13b", "llama3-8b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "llama3.1-405b")
+    clusters = ("dgx-a100", "dgx-h100", "aws-p4d", "gb200-nvl72")
+    regrets, overlaps, errors = [], [], []
+    while len(regrets) < cases:
+        gpus = int(rng.choice([64, 128, 256, 512]))
+        cluster = catalog.load("clusters", str(rng.choice(clusters))).with_gpus(gpus)
+        work = Workload(batch=int(rng.choice([256, 512, 1024])), seq=int(rng.choice([2048, 4096])))
+        space = Space(
+            catalog.load("models", str(rng.choice(models))),
+            cluster,
+            work,
+            catalog.load("stacks", str(rng.choice(["default", "megatron-core"]))),
+        )
+        found = sample(space, rng, plans)
+        if found is None:
+            continue
+        closed, walked = found
+        regrets.append(walked[closed.argmin()] / walked.min() - 1)
+        overlaps.append(len(set(closed.argsort()[:20].tolist()) & set(walked.argsort()[:20].tolist())) / 20)
+        errors.append(np.abs(closed / walked - 1))
+    error = np.concatenate(errors)
+    print(f"\nclosed form against walked, {cases} random problems of up to {plans} plans that fit, all with pipelines")
+    within = np.mean(np.array(regrets) <= 0.01)
+    print(
+        f"top-1 regret   mean {np.mean(regrets):.2%}, worst {np.max(regrets):.2%}, within 1% in {within:.0%} of cases"
+    )
+    print(f"top-20 overlap mean {np.mean(overlaps):.0%}, worst {np.min(overlaps):.0%}")
+    median, most = np.median(error), np.quantile(error, 0.9)
+    print(f"error of the closed form: median {median:.2%}, 90th percentile {most:.2%}, worst {error.max():.1%}")
+
+
+def sample(space: Space, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """Closed and walked seconds of random plans with pipelines that fit; None where too few do."""
+    frames = space.frames.take(space.frames.pp > 1)
+
+    def some(rows, n):  # type: ignore[no-untyped-def]
+        return rows.take(np.sort(rng.permutation(len(rows))[:n]))
+
+    if not len(frames):
+        return None
+    shapes = space.shaped(some(frames, 200))
+    shapes = shapes.take(space.microbatches(shapes) <= 128)  # long pipelines walk slowly and teach nothing new
+    rows = some(space.scheduled(some(space.sharded(some(space.placed(shapes), 2000)), 3000)), 6000)
+    rows = rows.take(step_cost(lower(space.batch(rows)), space.cluster).peak_memory <= space.cluster.accelerator.memory)
+    if len(rows) < 60:
+        return None
+    rows = some(rows, count)
+    program = lower(space.batch(rows))
+    cost = step_cost(program, space.cluster)
+    times = stage_times(program, cost)
+    walked = [walk_step(program, cost, space.plan(rows, k), k, times).time for k in range(len(rows))]
+    return np.asarray(cost.time), np.array(walked)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["one"]:
+        one(sys.argv[2])
+    else:
+        for part in sys.argv[1:] or ("speed", "growth", "ranking"):
+            {"speed": speed, "growth": growth, "ranking": ranking}[part]()
