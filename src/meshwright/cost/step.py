@@ -71,8 +71,6 @@ class StepCost:
     time: Array
     exposed: dict[str, Array]
     busy: dict[str, Array]
-    memory: list[dict[str, Array]]  # per rank looked at
-    peak_memory: Array
     flops: Array  # of the hardware, per device and step
     slowest: Array  # index into `ranks`
     ranks: list[RankTime]
@@ -82,6 +80,17 @@ class StepCost:
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
     program: StepProgram
     syncs: list[Op]
+
+    @cached_property
+    def memory(self) -> list[dict[str, Array]]:
+        """Peak bytes by part, for each rank looked at."""
+        return [memory(self.program, h) for h in self.holdings]
+
+    @cached_property
+    def peak_memory(self) -> Array:
+        """Bytes of the fullest rank."""
+        totals = [np.broadcast_to(sum(parts.values()), self.program.batch.n) for parts in self.memory]
+        return np.maximum.reduce(totals)
 
     @cached_property
     def traffic(self) -> dict[str, Array]:
@@ -136,9 +145,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["optimizer"] = closing["optimizer"]
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
-    by_rank = [memory(program, h) for h in held]
-    peak = np.maximum.reduce([np.broadcast_to(sum(parts.values()), b.n) for parts in by_rank])
-    return StepCost(sum(exposed.values()), exposed, busy, by_rank, peak, flops, slowest, ranks, held,
+    return StepCost(sum(exposed.values()), exposed, busy, flops, slowest, ranks, held,
                     times, boundary, closing["reduce"], program, syncs)  # fmt: skip
 
 
