@@ -103,9 +103,7 @@ def main() -> None:
         began = time.process_time()
         best = min(float(step_cost(lower(batch), cluster).time.min()) for batch in batches)
         rates.append(len(rows) / (time.process_time() - began))
-    print(
-        f"{len(rows):,} distinct plans, lowered and timed: {np.median(rates):,.0f} plans per CPU-second"
-    )
+    print(f"{len(rows):,} distinct plans, lowered and timed: {np.median(rates):,.0f} plans per CPU-second")
     print(f"(median of five; {min(rates):,.0f} to {max(rates):,.0f}); fastest plan {best:.2f} s a step")
     print("reported for others: llm-analysis 2,063; Calculon 264 quiet, 33 as shipped; SimuMax 7 to 13")
 
