@@ -88,6 +88,7 @@ TRIPLES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {**CP, "pp": 2, "ep": 2}),
     ("mixtral", {"replicate": 2, **Z3, "ep": 2, "recompute": "full"}),
     ("mlp", {**Z3, "tp": 2, "microbatch": 2}),
+    ("mlp", {"tp": 2, **ZBV, "recompute": "full"}),
     ("one-kv", {"cp": 2, "cp_kind": "ulysses", "replicate": 2, "recompute": "selective"}),
     # of eight
     ("qwen", {"replicate": 2, **SP, "pp": 2, "microbatch": 2}),

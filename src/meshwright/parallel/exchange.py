@@ -58,9 +58,10 @@ def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The way back, with the strides a fresh tensor has: torch compares those of pipeline messages, size 1 or not."""
+    """The way back, as good as a fresh tensor: torch compares the strides of pipeline messages, size 1 or not, and a split
+    backward detaches a stage's output in place, which autograd refuses for a view."""
     back = tensor.movedim(0, dim)
-    return back.reshape(-1).view(back.shape)
+    return back.reshape(-1).view(back.shape).detach()
 
 
 class _CopyIn(torch.autograd.Function):
