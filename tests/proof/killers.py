@@ -1,0 +1,55 @@
+"""Which layouts a mutant of a module is tried on: those of its own, one by one, then the jury, several in one set of ranks.
+
+Of few ranks and many paths of the module, the cheapest first. What they let go stands before the jury: combinations of
+four ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Z3, SP, ZB = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}
+ZBV, DP = {"pp": 2, "schedule": "zbv", "virtual": 2}, {"replicate": 2, "bucket": 2000}
+OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "tensor": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2})],
+    "vocabulary": [("llama", {"tp": 2}), ("gpt", SP)],
+    "exchange": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2})],
+    "regather": [("gpt", SP), ("gpt", {**SP, "recompute": "full"})],
+    "zero": [("llama", {**DP, "microbatch": 2}), ("gpt", {**Z3, "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2}),
+             ("llama", {"shard": 2, "zero": 1, "microbatch": 2})],
+    "apply": [("qwen", {"pp": 2}), ("qwen", {"tp": 2, "microbatch": 2}), ("five", ZBV), ("gpt", {"cp": 2}), ("mlp", {"pp": 2})],
+    "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2})],
+    "pipeline": [("qwen", {"pp": 2}), ("five", ZBV)],
+    "expert": [("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}), ("qwen-moe", {"tp": 2}),
+               ("mixtral", {**SP, "expert_tp": 1, "ep": 2})],
+    "context": [("llama", {"cp": 2}), ("gpt", {"cp": 2, "cp_kind": "all-gather"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
+    "ring": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("llama", {"cp": 4})],
+    "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2})],
+    "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
+    "recompute": [("gpt", {**SP, "recompute": "full"}), ("llama", {"cp": 2, "recompute": "selective"})],
+    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen-moe", {"replicate": 2, "ep": 2})],
+    "order": [],
+}  # fmt: skip
+# With options of the router: statistics of the whole batch.
+ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, {"aux": 0.1, "z": 0.01})],
+    "order": [("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
+              ("qwen-moe", {"cp": 2, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
+              ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0})],
+}  # fmt: skip
+KILLERS = {
+    module: [*((model, said, {}) for model, said in own), *ROUTED.get(module, [])] for module, own in OWN.items()
+}
+JURY: list[list[tuple[str, dict[str, Any], dict[str, Any]]]] = [
+    [("gemma", {**Z3, "cp": 2, "microbatch": 2}, {}), ("qwen", {**SP, "pp": 2}, {}),
+     ("five", {"replicate": 2, **ZB, "bucket": 2000}, {}), ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, {}),
+     ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}, {"capacity": 0.75, "aux": 0.1})],
+    [("gpt", {**SP, "cp": 2, "cp_kind": "all-gather"}, {}), ("llama", {"cp": 2, "pp": 2}, {}),
+     ("qwen", {"replicate": 2, **Z3, "microbatch": 2}, {}),
+     ("qwen", {"replicate": 2, "tp": 2, "order": ("dp", "pp", "cp", "tp")}, {}),
+     ("qwen-moe", {"cp": 2, **Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
+     ("one-kv", {"cp": 4, "cp_kind": "ulysses"}, {})],
+    [("llama", {**Z3, **ZBV, "recompute": "full"}, {}), ("mixtral", {"replicate": 4, "ep": 2}, {}),
+     ("mixtral", {"replicate": 2, **Z3, "ep": 2, "recompute": "full"}, {}), ("qwen-moe", {"tp": 2, **ZB}, {}),
+     ("mlp", {"tp": 2, **ZBV, "recompute": "full"}, {})],
+]  # fmt: skip
