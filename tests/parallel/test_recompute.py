@@ -1,20 +1,26 @@
 """Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is
 lowered."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import ranks  # noqa: F401  preloads what ranks need
+from meshwright.cost.memory import activation_memory
+from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.lower.fit import fit, settle
+from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
 from meshwright.models import build
-from meshwright.parallel.recompute import fit, recompute, recompute_plan
+from meshwright.parallel.recompute import recompute, recompute_plan
 from meshwright.verify.prove import prove
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)
@@ -74,6 +80,38 @@ def test_saved_bytes_fall_as_predicted():
     assert measured["none"] - measured["selective"] == predicted["none"] - predicted["selective"] > 0
     # Beside the prediction there are only one reciprocal root a token and norm, and the one table of rotations.
     assert measured["none"] == predicted["none"] + MODEL.layers * 2 * 16 * 4 + 2 * 8 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("said", "again"), [({"recompute_every": 2}, 4), ({"recompute_every": 3, "recompute_layers": 1}, 2)]
+)
+def test_of_some_layers_only_the_saved_bytes_and_the_work_fall_in_between(said, again):
+    """Eight layers in two stages; a layer in three kinds: kept, made again, and the mean of them."""
+    model, workload = MODEL.but(layers=8), Workload(batch=8, seq=8, precision="fp32")
+    plans = [Plan(pp=2, recompute="none"), Plan(pp=2, recompute="full", **said), Plan(pp=2, recompute="full")]
+    cost = step_cost(step_program(model, plans, workload, Stack()), catalog.load("clusters", "laptop"), every_rank=True)
+    bare = cost.program.transient[2]  # one layer made again is whole beside what the others keep
+    kept = [sum(float(part["activations"][i]) for part in cost.memory) for i in range(3)]
+    some = kept[0] + (again / 8) * (kept[2] - 2 * bare - kept[0]) + 2 * bare
+    assert kept[1] == pytest.approx(some)
+    assert cost.exposed["recompute"][1] == pytest.approx(again / 8 * cost.exposed["recompute"][2])
+    single = step_cost(step_program(model, plans[1], workload, Stack()), catalog.load("clusters", "laptop"), True)
+    assert single.time[0] == pytest.approx(cost.time[1])
+
+
+def test_auto_is_the_fewest_layers_that_fit_and_runs():
+    plan, batch = Plan(recompute="auto", recompute_budget=1e12, microbatch=2), Workload(batch=2, seq=8)
+    assert settle(MODEL, plan, batch).recompute == "none"
+    half = 0.6 * fit(MODEL, plan, batch, 1e12).bytes
+    chosen = settle(MODEL, plan.but(recompute_budget=half), batch)
+    assert chosen == Plan(recompute="full", recompute_layers=fit(MODEL, plan, batch, half).layers, microbatch=2)
+    assert 0 < chosen.recompute_layers < MODEL.layers
+    auto = step_program(MODEL, plan.but(recompute_budget=half), batch)
+    assert activation_memory(auto, holding(auto.batch, np.zeros(1)))[0] <= half + auto.saved["head"]["head"][0] * 2
+    net = network(chosen)
+    assert [layer.forward.__qualname__.startswith("again") for layer in net.layers.values()] == [
+        i < chosen.recompute_layers for i in range(MODEL.layers)
+    ]
 
 
 def test_every_nth_and_a_count_choose_layers_of_any_module():
@@ -140,6 +178,8 @@ SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
         ({"tp": 2, "sp": True, "recompute": "full", **SPLIT}, {}),
         ({"shard": 2, "zero": 3, "recompute": "full"}, {}),
         ({"tp": 2, "recompute": "full"}, {"kind": "mlp"}),
+        ({"tp": 2, "sp": True, "recompute": "full", "recompute_every": 3, **SPLIT}, {"layers": 9}),
+        ({"replicate": 2, "ep": 2, "recompute": "full", "recompute_every": 2}, {"experts": 4, "top_k": 2}),
     ],
 )
 def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan, model):
@@ -150,5 +190,6 @@ def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan
                                workload={"batch": 8, "seq": 8, "precision": "fp32"})  # fmt: skip
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.plan.recompute == plan["recompute"]
+    assert proof.small.plan.recompute_every == plan.get("recompute_every", 1)
     assert proof.agreements[0].errors["gradient"] < 1e-13
     assert proof.passed, [row for _, row in proof.rows if row.unexplained]

@@ -119,6 +119,10 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {"tp": 2, "expert_tp": 1, "ep": 2}),
     ("mixtral", {"replicate": 4, "ep": 2}),
     ("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}),
+    ("llama", {"recompute": "full", "recompute_every": 2, "microbatch": 2}),
+    ("qwen", {"recompute": "auto", "recompute_budget": 20e3, "microbatch": 2}),
+    ("five", {**SP, "recompute": "full", "recompute_every": 3}),
+    ("five", {**ZBV, "replicate": 2, "recompute": "full", "recompute_layers": 1}),
 ]
 FROZEN: list[dict[str, Any]] = [
     {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},

@@ -20,6 +20,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.lower.fit import settle
 from meshwright.lower.op import StepProgram
 from meshwright.lower.step import step_program
 
@@ -78,7 +79,7 @@ def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
     """Check, lower, cost and judge one configuration."""
-    plan.check(model, workload, cluster)
+    plan = settle(model, plan.check(model, workload, cluster), workload, stack)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)

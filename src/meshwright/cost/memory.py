@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.pipeline import in_flight
 from meshwright.lower.holds import elements
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import Holding
+from meshwright.lower.stages import Holding, in_flight
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
@@ -52,6 +51,9 @@ def activation_memory(program: StepProgram, holding: Holding) -> Array:
     for block, parts in program.saved.items():
         if block != "head":
             one = one + holding.counts[block] * sum(parts.values())
+    if holding.again is not None:  # layers that are not recomputed, though others are, keep all they need
+        for block, spared in program.unsaved.items():
+            one = one + (holding.counts[block] - holding.again[block]) * spared
     flying = in_flight(b, holding.rank)
     kept = np.where(
         b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(holding.counts.values()), 1)), one * flying

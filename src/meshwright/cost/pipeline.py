@@ -14,9 +14,8 @@ import numpy as np
 
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array
+from meshwright.lower.stages import CLOSED_FORM_OF
 from meshwright.programs.pipelines import formulas
-
-CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 
 
 def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array) -> Array:
@@ -29,15 +28,4 @@ def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array) -> Array:
             name = CLOSED_FORM_OF.get(schedule, schedule)
             span = formulas.makespan(name, p, m, v, f_, i_, w_, np.broadcast_to(p2p, batch.n)[at])
             out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
-    return out
-
-
-def in_flight(batch: Batch, rank: Array) -> Array:
-    """Micro-batches a rank keeps at its peak, in units of all its stages together."""
-    out = np.ones(batch.n)
-    for schedule, at in batch.schedules:
-        if len(at):
-            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
-            r = np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)
-            out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
     return out

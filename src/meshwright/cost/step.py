@@ -120,16 +120,18 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
+    again = {block: m * of_slowest([h.times(block, "R") for h in held]) for block in counts} if b.partly else counts
     exposed: dict[str, Array] = {}
     busy: dict[str, Array] = {}
     flops: Array = 0.0
     for (block, phase), t in times.items():
+        often = (again if phase == "R" else counts)[block]
         for part, seconds in t.parts.items():
             name = "recompute" if phase == "R" and part not in b.overlap else part
-            exposed[name] = exposed.get(name, 0.0) + counts[block] * seconds
+            exposed[name] = exposed.get(name, 0.0) + often * seconds
         for axis, seconds in t.comm.items():
-            busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + counts[block] * seconds
-        flops = flops + counts[block] * t.flops
+            busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + often * seconds
+        flops = flops + often * t.flops
     busy["compute"] = sum((s for part, s in exposed.items() if part not in b.overlap), np.zeros(b.n))
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
@@ -188,7 +190,7 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
 def rank_time(
     program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array
 ) -> RankTime:
-    """One micro-batch on one rank: each phase takes what the device or what the host needs, whichever is longer."""
+    """One micro-batch on one rank: each phase takes what the device or what the host needs, and more where they are close."""
     b = program.batch
     total, waits = {}, np.zeros(b.n)
     for phase in PHASES:
@@ -196,9 +198,10 @@ def rank_time(
         for block in program.kinds():
             t = times.get((block, phase))
             if t is not None:
-                busy = busy + holding.counts[block] * t.busy
-                host = host + holding.counts[block] * t.host
-        total[phase] = np.maximum(busy, host)
+                often = holding.times(block, phase)
+                busy = busy + often * t.busy
+                host = host + often * t.host
+        total[phase] = np.sqrt(busy**2 + host**2)
         waits = waits + (total[phase] - busy)
     # A blocking stack waits for its message on each side of every stage, both ways.
     message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
@@ -264,16 +267,14 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
     def bytes_of(op: Op) -> Array:
         return op.count * sent(op.collective, op.message_bytes, b.size(op.axis))
 
-    by_block: dict[str, dict[str, Array]] = {}
-    for (block, _), ops in program.blocks.items():
+    by_block: dict[str, dict[tuple[str, str], Array]] = {}
+    for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
                 row = by_block.setdefault(AXIS_OF[op.axis], {})
-                row[block] = row.get(block, 0.0) + m * bytes_of(op)
+                row[key] = row.get(key, 0.0) + m * bytes_of(op)
     out = {
-        axis: np.maximum.reduce(
-            [np.broadcast_to(sum(h.counts[block] * x for block, x in row.items()), b.n) for h in held]
-        )
+        axis: np.maximum.reduce([np.broadcast_to(sum(h.times(*key) * x for key, x in row.items()), b.n) for h in held])
         for axis, row in by_block.items()
     }
     for op in syncs:

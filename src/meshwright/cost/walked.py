@@ -79,8 +79,7 @@ def _gathers(cost: StepCost, n: int, at: int) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
     held = cost.holdings[int(cost.slowest[at])]
     return sum(
-        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.counts[block], n)[at])
-        for (block, _), t in cost.times.items()
+        float(np.broadcast_to(t.parts.get("dp", 0.0) * held.times(*key), n)[at]) for key, t in cost.times.items()
     )
 
 

@@ -38,7 +38,7 @@ Schedule = Literal[
 ]
 VIRTUAL_SCHEDULES = ("interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev", "auto")
 V_SHAPED = ("zbv", "dualpipev")
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "auto"]
 ContextKind = Literal["ring", "ulysses", "all-gather"]
 Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd"]
 Dtype = Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
@@ -74,6 +74,11 @@ class Plan(Described):
     )
     bucket: Bytes = 25e6
     recompute: Recompute = "none"
+    recompute_every: Size = Field(default=1, description="full: every n-th layer of a stage")
+    recompute_layers: Whole = Field(default=0, description="full: so many layers of a stage at most; 0: all")
+    recompute_budget: Bytes = Field(
+        default=0.0, description="auto: bytes a rank's layers may keep for backward; the fewest layers are recomputed"
+    )
     param_dtype: Dtype = "bf16"
     grad_dtype: Dtype = "fp32"
     state_dtype: Dtype = "fp32"
@@ -102,6 +107,7 @@ class Plan(Described):
         if self.sp and self.tp_form == "all-gather":
             raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
                                   why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
+        self._coherent_recompute()
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:
             raise MeshwrightError("MW-PLAN-003", f"schedule {self.schedule} runs one stage a rank, not virtual={self.virtual}",
                                   valid=VIRTUAL_SCHEDULES, fix="--set plan.schedule=interleaved")  # fmt: skip
@@ -112,6 +118,17 @@ class Plan(Described):
             raise MeshwrightError("MW-PLAN-007", f"layers_per_stage has {len(self.layers_per_stage)} entries for "
                                   f"pp × virtual = {self.pp} × {self.virtual} = {self.stages} stages")  # fmt: skip
         return self
+
+    def _coherent_recompute(self) -> None:
+        if (self.recompute_every > 1 or self.recompute_layers) and self.recompute != "full":
+            raise MeshwrightError("MW-PLAN-014", f"layers to recompute are chosen, yet recompute={self.recompute}",
+                                  why="Of whole layers alone some can be chosen", fix="--set plan.recompute=full")  # fmt: skip
+        if (self.recompute == "auto") != (self.recompute_budget > 0):
+            raise MeshwrightError("MW-PLAN-014", f"recompute={self.recompute} with recompute_budget="
+                                  f"{self.recompute_budget:g}", why="auto fits a budget, and nothing else has one",
+                                  valid=["recompute=auto with recompute_budget=20GiB"],
+                                  fix="--set plan.recompute=auto" if self.recompute_budget > 0 else
+                                  "--set plan.recompute_budget=20GiB")  # fmt: skip
 
     # Derived
 
@@ -155,6 +172,10 @@ class Plan(Described):
             counts[first + i] += 1
         return tuple(counts)
 
+    def made_again(self, stage: range) -> range:
+        """Of one stage's layers those that full recompute makes again."""
+        return stage[:: self.recompute_every][: self.recompute_layers or None] if self.recompute == "full" else stage[:0]
+
     def title(self) -> str:
         """The plan in one short line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b)`."""
         words = []
@@ -175,8 +196,13 @@ class Plan(Described):
             words.append(f"ep {self.ep}")
         words.append(f"micro-batch {self.microbatch}")
         if self.recompute != "none":
-            words.append(f"recompute {self.recompute}")
+            words.append(f"recompute {self.recompute}{self._chosen_layers()}")
         return " · ".join(words)
+
+    def _chosen_layers(self) -> str:
+        every = f"every {self.recompute_every}" if self.recompute_every > 1 else ""
+        most = f"{self.recompute_layers} a stage" if self.recompute_layers else ""
+        return f" ({', '.join(filter(None, (every, most)))})" if every or most else ""
 
     # Against model, workload and cluster
 

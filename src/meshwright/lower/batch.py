@@ -48,6 +48,7 @@ class Batch:
 
     def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
         self.model, self.workload, self.stack = model, workload, stack
+        self.partly: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
@@ -125,6 +126,7 @@ class Batch:
         overlaps = [stack.overlap if p.overlap is None else p.overlap for p in plans]
         fields["overlap"] = {a: np.array([float(a in o) for o in overlaps]) for a in OVERLAP_AXES}
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
+        fields["partly"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
 
     def size(self, axis: str) -> np.ndarray:

@@ -56,6 +56,7 @@ class StepProgram:
         default_factory=dict
     )  # block → dense|expert → elements on this rank
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
+    unsaved: dict[str, Array] = field(default_factory=dict)  # block → bytes recompute spares in one such layer
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
     element: float = 2.0  # bytes of an activation
 

@@ -8,13 +8,18 @@ longer one, last), an estimate of one plan at all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
+from meshwright.describe.plan import Plan
 from meshwright.lower.batch import SCHEDULES, Batch
 from meshwright.lower.op import Array
+from meshwright.programs.pipelines import formulas
 
+CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 V_SHAPED = tuple(SCHEDULES.index(s) for s in ("zbv", "dualpipev"))
 
 
@@ -25,6 +30,11 @@ class Holding:
     rank: Array
     counts: dict[str, Array]
     tied_copy: Array  # 1 where the head's weights are a copy of the embedding's on another rank
+    again: dict[str, Array] | None = None  # of these, made again in backward; unsaid: all, where the plan recomputes
+
+    def times(self, block: str, phase: str) -> Array:
+        """How often a phase of a block runs here, for each micro-batch."""
+        return self.counts[block] if phase != "R" or self.again is None else self.again[block]
 
 
 def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
@@ -52,14 +62,38 @@ def holding(batch: Batch, rank: Array) -> Holding:
     model, stages = batch.model, batch.pp * batch.virtual
     v_shaped = np.isin(batch.schedule, V_SHAPED)
     if model.kind != "counts" and len(set(model.layer_kinds)) == 1 and not batch.uneven:
-        return _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
+        return _with_again(batch, _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1)), stages_of_rank)
     v = np.arange(int(batch.virtual.max()))[:, None]  # all virtual stages at once: (virtual, plans)
     stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
     parts = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
     counts = {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.counts.items()}
     # A V-shaped rank holds both ends: its head reads the embedding it already has.
     tied = np.broadcast_to(parts.tied_copy, stage.shape).max(axis=0) * (counts["embedding"] == 0)
-    return Holding(rank, counts, tied)
+    return _with_again(batch, Holding(rank, counts, tied), stages_of_rank)
+
+
+def stages_of_rank(plan: Plan, rank: int) -> list[int]:
+    """Looped placement, or a V's two stages."""
+    if plan.schedule in ("zbv", "dualpipev") and plan.virtual > 1:
+        return [rank, plan.stages - 1 - rank]
+    return [rank + v * plan.pp for v in range(plan.virtual)]
+
+
+def _with_again(
+    batch: Batch, held: Holding, stages: Callable[[Plan, int], Sequence[int]], where: Array = None
+) -> Holding:
+    """Count the layers made again in `stages` of (plan, where), for the few plans that choose some of them."""
+    if not batch.partly:
+        return held
+    held.again = {kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()}
+    places = np.broadcast_to(held.rank if where is None else where, batch.n)
+    for i, plan in batch.partly.items():
+        edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
+        here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
+        layers = [layer for s in here for layer in plan.made_again(range(edges[s], edges[s + 1]))]
+        for kind in ("dense", "moe"):
+            held.again[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
+    return held
 
 
 def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> Holding:
@@ -84,7 +118,13 @@ def mean_holding(batch: Batch) -> Holding:
     if model.kind == "counts":
         return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero}, zero)
     layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
-    return Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp}, zero)
+    held = Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp}, zero)
+    held = _with_again(batch, held, lambda plan, _: range(plan.stages))
+    if held.again is not None:
+        here = list(batch.partly)
+        for kind in layers:
+            held.again[kind][here] /= batch.pp[here]
+    return held
 
 
 def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
@@ -104,7 +144,8 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
     counts = {"dense": exists * (end - start) - moe, "moe": moe}
     first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
     tied = last * (stages > 1) if model.tied else zero
-    return Holding(rank, {"embedding": first, **counts, "head": last}, tied)
+    held = Holding(rank, {"embedding": first, **counts, "head": last}, tied)
+    return _with_again(batch, held, lambda _, s: [s], stage) if np.ndim(stage) == 1 else held
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
@@ -124,3 +165,14 @@ def _longer(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
     extra = batch.model.layers - least * stages
     first = np.floor((stages - extra) / 2)
     return least, first, first + extra
+
+
+def in_flight(batch: Batch, rank: Array) -> Array:
+    """Micro-batches a rank keeps at its peak, in units of all its stages together."""
+    out = np.ones(batch.n)
+    for schedule, at in batch.schedules:
+        if len(at):
+            p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
+            r = np.minimum(np.broadcast_to(rank, batch.n)[at].astype(int), p - 1)
+            out[at] = formulas.in_flight(CLOSED_FORM_OF.get(schedule, schedule), p, m, v, r) / v
+    return out

@@ -9,32 +9,29 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import ends, holds, sync
 from meshwright.lower.batch import Batch
+from meshwright.lower.fit import activation_bytes, settle
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
 from meshwright.lower.op import Op, StepProgram, present
-
-# Activations are kept in 16 bits when the arithmetic is narrower than that.
-ACTIVATION_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
 
 
 def step_program(
     model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None
 ) -> StepProgram:
     """Lower one plan or many. Plans are taken as legal: `Plan.check` says so."""
-    if isinstance(plans, Plan):
-        plans = [plans]
+    plans = [plans] if isinstance(plans, Plan) else plans
+    plans = [settle(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans]
     return lower(Batch.of(plans, model, workload, stack or Stack()))
 
 
 def lower(batch: Batch) -> StepProgram:
-    element = ACTIVATION_BYTES.get(batch.workload.precision, DTYPE_BYTES["bf16"])
+    element = activation_bytes(batch.workload)
     program = StepProgram(batch, element=element)
     model = batch.model
     if model.kind == "counts":
@@ -49,6 +46,7 @@ def lower(batch: Batch) -> StepProgram:
         if kind in ("dense", "moe") and np.any(batch.recompute == 2):
             whole = sum(holds.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
+            program.unsaved[kind] = whole - sum(program.saved[kind].values())
         program.parameters[kind] = holds.parameters(batch, block)
         _add_weight_gathers(program, kind)
         _add_boundary(program, kind, element)

@@ -41,10 +41,10 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
             n = float(np.broadcast_to(op.message_bytes, 1)[0])
             found.setdefault((op.axis, op.collective), []).append((op.name, count, count * n))
 
-    for (block, _), ops in program.blocks.items():
+    for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
-                add(op, m * float(held.counts[block][0]))
+                add(op, m * float(held.times(*key)[0]))
     counts = elements(program, held)
     for op in sync.step_ops(b, counts):
         if op.axis:

@@ -28,6 +28,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.lower.fit import settle
 from meshwright.models import RouterOptions, build, loss_function, width_of_output
 from meshwright.parallel import context, exchange, expert, fp8, offload, tensor, vocabulary, zero
 from meshwright.parallel.localsgd import LocalSgd
@@ -133,7 +134,7 @@ def apply(
 ) -> Parallel:  # fmt: skip
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
-    plan.check(model, workload)
+    plan = settle(model, plan.check(model, workload), workload)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
     # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.

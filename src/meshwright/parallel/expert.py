@@ -40,7 +40,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.models.moe import Experts, GroupedLinear, MixtureOfExperts
 from meshwright.models.router import load_metrics
-from meshwright.parallel import exchange
+from meshwright.parallel import exchange, recompute
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.order import token_order
 from meshwright.parallel.tensor import Cut, boundaries
@@ -179,10 +179,9 @@ class Spread:
         self.ep, self.etp, self.stage = mesh.add("ep"), mesh.add("expert_tp"), mesh.add("stage")
         self.ep_size, self.etp_index = mesh.size("ep"), mesh.index("expert_tp")
         self.overlap = "ep" in (plan.overlap or ())
-        self.journeys: list[
-            tuple[int, int, int]
-        ] = []  # of this step: rows sent, received, of the fullest expert_tp rank
-        self.made: list[tuple[int, int, int]] = []  # of the step before
+        # Of this step: rows sent, received, of the fullest expert_tp rank, and whether a layer made again sent them.
+        self.journeys: list[tuple[int, int, int, bool]] = []
+        self.made: list[tuple[int, int, int, bool]] = []  # of the step before
         self._shape = (0, 0)
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -213,7 +212,7 @@ class Spread:
         return incoming if self.etp is None else exchange.all_gather(incoming, self.etp, 0)
 
     def count(self, sent: int, received: int, fullest: int) -> None:
-        self.journeys.append((sent, received, fullest))
+        self.journeys.append((sent, received, fullest, recompute.under_way()))
 
     def end_step(self) -> None:
         if self.journeys:

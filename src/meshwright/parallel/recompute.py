@@ -1,10 +1,10 @@
 """Recompute: throw away what forward made and make it again when backward asks, time for memory.
 
-    none        a layer keeps all it needs                        saved bytes S a layer, no work again selective
-    attention's core, softmax(QKᵀ)V, is made again    S less the core's own, a little work full        a layer keeps
-    its input only, T·h elements        T·h a layer and S once, a forward more: 4/3 the work every n-th  full, on
-    layers 0, n, 2n, …                       between none and full automatic   full, on the fewest layers that fit a
-    budget      L·S·(1 − c/L) + c·T·h + S ≤ budget, c as small as can be
+    none        a layer keeps all it needs                        saved bytes S a layer, no work again
+    selective   attention's core, softmax(QKᵀ)V, is made again    S less the core's own, a little work
+    full        a layer keeps its input only, T·h elements        T·h a layer and S once, a forward more: 4/3 the work
+    every n-th  full, on layers 0, n, 2n, … of a stage            between none and full
+    auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.fit`)
 
 Beside a kernel that stores the softmax, `selective` is the best trade there is (Korthikanti et al. 2022): the core
 holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes an element and little of its work. A flash kernel makes the softmax again
@@ -25,24 +25,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextvars import ContextVar
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.cost.pipeline import in_flight
-from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.stages import holdings
-from meshwright.lower.step import step_program
 from meshwright.parallel.regather import keep_whole
-from meshwright.units import format_bytes
+
+_under_way: ContextVar[bool] = ContextVar("recompute_under_way", default=False)
+
+
+def under_way() -> bool:
+    """Whether what runs now runs for the second time."""
+    return _under_way.get()
 
 
 class _Enough(Exception):
@@ -117,6 +116,7 @@ class _Run:
             seen += 1
 
         cuda = [self.device] if self.device.type == "cuda" else []
+        token = _under_way.set(True)
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_whole():
             torch.set_rng_state(self.random[0])
             if self.random[1] is not None:
@@ -127,6 +127,8 @@ class _Run:
                         self.function(*args)
                 except _Enough:
                     pass
+                finally:
+                    _under_way.reset(token)
 
 
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,47 +166,6 @@ def recompute_plan(module: nn.Module, plan: Plan) -> None:
     """What the plan says, on a stage of one of our models."""
     layers = list(module.layers.values())  # type: ignore[operator]
     if plan.recompute == "full":
-        recompute(layers)
+        recompute(layers[i] for i in plan.made_again(range(len(layers))))
     elif plan.recompute == "selective" and hasattr(module, "geometry"):
         core_again(module.geometry)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """How many layers of the fullest rank to recompute, and the bytes it then keeps at most."""
-
-    layers: int
-    of: int
-    bytes: float
-
-
-def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stack | None = None) -> Fit:
-    """The fewest layers a rank must recompute for its layers' saved activations to stay within `budget` bytes."""
-    plans = [plan.but(recompute="none"), plan.but(recompute="full")]
-    program = step_program(model, plans, workload, stack)
-    kinds = [kind for kind in ("dense", "moe") if kind in program.saved]
-    worst = Fit(0, 0, 0.0)
-    for here in holdings(program.batch, every_rank=True):
-        layers = int(sum(here.counts[kind][0] for kind in kinds))
-        if not layers:
-            continue
-        # Layers of two kinds differ; the larger stands for both, so the budget is kept whichever are chosen.
-        whole, kept = np.max([np.broadcast_to(sum(program.saved[kind].values()), 2) for kind in kinds], axis=0).tolist()
-        flying = float(np.broadcast_to(in_flight(program.batch, here.rank), program.batch.n)[0])
-        found = _fewest(layers, whole * flying, kept * flying, whole, budget)
-        if found.bytes > budget:
-            raise MeshwrightError(
-                "MW-PAR-003", f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
-                f"budget of {format_bytes(budget)}", fix="--set plan.microbatch=1",
-            )  # fmt: skip
-        worst = max(worst, found, key=lambda f: (f.layers, f.bytes))
-    return worst
-
-
-def _fewest(layers: int, whole: float, kept: float, working: float, budget: float) -> Fit:
-    """`whole` and `kept` bytes a layer without and with recompute; `working` lives while one layer is made again."""
-    for count in range(layers + 1):
-        size = (layers - count) * whole + count * kept + (working if count else 0.0)
-        if size <= budget or count == layers:
-            return Fit(count, layers, size)
-    raise AssertionError("unreachable")

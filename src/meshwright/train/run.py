@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from meshwright.cost.predict import predict
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError
+from meshwright.lower.fit import settle
 from meshwright.parallel.supported import check_supported
 from meshwright.train import launch
 from meshwright.train.records import RankReport, Settings, StepRecord
@@ -56,6 +57,7 @@ def run_training(
     folder: Path | None = None, listen: Callable[[StepRecord], None] | None = None,
 ) -> Training:  # fmt: skip
     check(config, steps)
+    config = replace(config, plan=settle(config.model, config.plan, config.workload, config.stack))
     records: list[StepRecord] = []
 
     def hear(rank: int, message: dict[str, Any]) -> None:

@@ -35,18 +35,18 @@ def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
     plan, size = parallel.plan, parallel.pieces[0].local.element_size()
     own = plan.microbatch * parallel.workload.seq // plan.cp // plan.tp
     copies, runs = own * model.top_k, len(made)
-    both_ways = 1.5 if plan.recompute == "full" else 2.0  # journeys of a layer made again are written down twice
     row = model.hidden * size
     if mesh.size("ep") > 1:
         ep = canonical(mesh, "ep")
-        more = sum(sent + received - 2 * copies for sent, received, _ in made) * row
-        yield Explanation(UNEVEN, ep, "all_to_all", 0, both_ways * more)
+        # Forward and backward make the journey; a layer made again makes it once more, and writes that down.
+        more = sum((1 if again else 2) * (sent + received - 2 * copies) for sent, received, _, again in made) * row
+        yield Explanation(UNEVEN, ep, "all_to_all", 0, more)
         yield Explanation(COUNTS, ep, "all_to_all", runs, runs * model.experts * COUNT_BYTES)
     if mesh.size("expert_tp") > 1:
         etp, ranks = canonical(mesh, "expert_tp"), mesh.size("expert_tp")
-        more = sum(fullest - copies for *_, fullest in made) * row * ranks
-        yield Explanation(UNEVEN, etp, "all_gather", 0, both_ways * more)
-        yield Explanation(UNEVEN, etp, "reduce_scatter", 0, both_ways * more)
+        more = sum((1 if again else 2) * (fullest - copies) for *_, fullest, again in made) * row * ranks
+        yield Explanation(UNEVEN, etp, "all_gather", 0, more)
+        yield Explanation(UNEVEN, etp, "reduce_scatter", 0, more)
         yield Explanation(COUNTS, etp, "all_gather", runs, runs * model.experts * ranks * COUNT_BYTES)
         partial = [p.local.nbytes for p in parallel.pieces if p.partial == "expert_tp"]
         if partial:

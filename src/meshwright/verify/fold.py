@@ -16,6 +16,7 @@ from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.lower.fit import settle
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 HEAD = 8
@@ -34,7 +35,8 @@ class Small:
 
 
 def small_copy(config: Config, ranks: int) -> Small:
-    plan, changes = fold(config.plan, ranks)
+    settled = settle(config.model, config.plan, config.workload, config.stack)
+    plan, changes = fold(settled, ranks)
     plan = emulable(plan, changes)
     tiny = shrink(config.model, plan, config.plan)
     workload = shrink_workload(config, plan)
@@ -49,7 +51,8 @@ def small_copy(config: Config, ranks: int) -> Small:
 
 
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
-    plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False}
+    plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False,
+             "recompute_layers": min(plan.recompute_layers, 1)}  # fmt: skip
     if plan.world <= ranks:
         uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage) if plan.virtual <= 2 else ()
         return plan.but(
@@ -143,7 +146,8 @@ def small_latents(model: Model) -> dict[str, int]:
 def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
     if plan.layers_per_stage:
         return sum(plan.layers_per_stage)
-    per_stage = 2 if plan.stages == 1 else 1
+    chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
+    per_stage = 2 if plan.stages == 1 or chosen else 1
     uneven = 1 if model.layers % asked.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
     return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost.memory import elements, memory
 from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.lower import sync
 from meshwright.lower.op import Op, StepProgram
@@ -77,10 +78,10 @@ def lowered(parallel: Parallel, part: str = "") -> dict[tuple[str, str], Amount]
             out[key] = before[0] + count, before[1] + count * number(op.message_bytes)
 
     microbatches = number(batch.microbatches)
-    for (block, _), ops in program.blocks.items():
+    for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
-                add(op, microbatches * number(here.counts[block]))
+                add(op, microbatches * number(here.times(*key)))
     for op in once_a_step(program, here):
         if op.axis:
             add(op, 1.0)
@@ -235,21 +236,25 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
     if plan.sp and program is not None and program.splits_backward:
         n = plan.microbatch * parallel.workload.seq // plan.cp * parallel.pieces[0].local.element_size()
         inputs = [a.stage for a in program.actions(parallel.mesh.index("pp")) if a.kind == "I" and a.stage > 0]
-        again = [
-            width for stage in inputs for width in regions(parallel.stages[stage], model, plan.recompute == "full")
-        ]
+        again = [width for stage in inputs for width in regions(parallel.stages[stage], model, plan)]
         yield Explanation("a split backward gathers again in I and in W", tp, "all_gather", len(again), sum(again) * n)
 
 
-def regions(stage: Any, model: Model, recomputed: bool) -> list[int]:
+def regions(stage: Any, model: Model, plan: Plan) -> list[int]:
     """Widths of the gathered inputs that are not kept: of a recomputed layer they are, from I to W."""
-    layers = [] if recomputed else [width for layer in stage.layers.values() for width in regions_of(layer, model)]
+    again = made_again(stage, plan)
+    layers = [width for layer in stage.layers.values() if layer not in again for width in regions_of(layer, model)]
     return layers + [model.hidden] * (stage.head is not None)
 
 
 def regions_of(layer: Any, model: Model) -> list[int]:
     """Attention's and the feed-forward network's; of experts only the shared ones are split as that is."""
     latents = (model.q_rank or model.hidden) + model.kv_rank + model.rope_dim
+def made_again(stage: Any, plan: Plan) -> list[Any]:
+    layers = list(stage.layers.values())
+    return [layers[i] for i in plan.made_again(range(len(layers)))]
+
+
     split = not hasattr(layer, "moe") or layer.moe.shared is not None
     return [latents if model.attention == "mla" else model.hidden] + [model.hidden] * split
 
@@ -261,7 +266,7 @@ def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
         return
     tp, rows = canonical(parallel.mesh, "tp"), parallel.workload.seq // plan.cp if model.kind == "transformer" else 1
     n = plan.microbatch * rows * model.hidden * parallel.pieces[0].local.element_size()
-    layers: list[Any] = [layer for stage in parallel.stages.values() for layer in stage.layers.values()]  # type: ignore[operator]
+    layers = [layer for stage in parallel.stages.values() for layer in made_again(stage, plan)]
     rounds = plan.microbatches(parallel.workload)
     experts = rounds * sum(hasattr(layer, "moe") for layer in layers)
     runs = rounds * len(layers) - experts

@@ -58,8 +58,8 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     kinds, total = set(), 0.0
     for block in e.program.kinds():
-        times = one(holding.counts[block])
         for phase in PHASES:
+            times = one(holding.times(block, phase))
             for op in e.program.blocks.get((block, phase), ()):
                 if not times or belongs(op, phase) != part:
                     continue

@@ -65,12 +65,15 @@ class Filler:
             blocks.reverse()
         out: list[Piece] = []
         free: dict[str, float] = {}  # when each communication stream is idle again
+        again = {block: round(one(held.times(block, "R"))) for block in held.counts}
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
             inner: list[Piece] = []
             for phase in PHASES_OF[kind]:
-                at = self._phase(block, phase, at, free, inner)
+                if phase != "R" or again[block] > 0:
+                    at = self._phase(block, phase, at, free, inner)
+                again[block] -= phase == "R"
             out += (
                 inner
                 if self.detail == "operations"

@@ -1,0 +1,71 @@
+"""Recompute to a budget: the fewest layers of each stage that must be made again for the others to be kept.
+
+A rank keeps, of every micro-batch in flight, S bytes a layer, or T·h of a layer it makes again; while it makes one
+again it holds that layer's S once more. With n layers in its stages, c of them made again and F in flight,
+
+    F · ((n − c)·S + c·T·h) + S·[c > 0]  ≤  budget          c as small as can be
+
+Layers of two kinds differ; the larger stands for both, so the budget is kept whichever are chosen. One number of layers
+a stage serves all ranks: that of the fullest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower import holds
+from meshwright.lower.batch import Batch
+from meshwright.lower.stages import in_flight, stages_of_rank
+from meshwright.units import format_bytes
+
+# Activations are kept in 16 bits when the arithmetic is narrower than that.
+ACTIVATION_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0}
+
+
+def activation_bytes(workload: Workload) -> float:
+    return ACTIVATION_BYTES.get(workload.precision, DTYPE_BYTES["bf16"])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many layers of a stage to recompute at most, of how many, and the bytes the fullest rank then keeps."""
+
+    layers: int
+    of: int
+    bytes: float
+
+
+def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stack | None = None) -> Fit:
+    """The fewest layers of a stage to recompute for what layers save to stay within `budget` bytes on every rank."""
+    plain = plan.but(recompute="none", recompute_every=1, recompute_layers=0, recompute_budget=0.0)
+    batch = Batch.of([plain, plain.but(recompute="full")], model, workload, stack or Stack())
+    kinds = [block for kind, block in model.blocks.items() if kind in ("dense", "moe")]
+    saved = [sum(holds.saved(batch, block, activation_bytes(workload)).values()) for block in kinds]
+    whole, kept = np.max([np.broadcast_to(size, 2) for size in saved], axis=0).tolist()
+    lengths = plan.stage_layers(model.layers)
+    ranks = [[lengths[s] for s in stages_of_rank(plan, rank)] for rank in range(plan.pp)]
+    flying = [float(np.broadcast_to(in_flight(batch, np.full(2, float(r))), 2)[0]) for r in range(plan.pp)]
+    for count in range(max(lengths) + 1):
+        again = [sum(min(count, n) for n in stages) for stages in ranks]
+        sizes = [f * ((sum(stages) - c) * whole + c * kept) for f, stages, c in zip(flying, ranks, again, strict=True)]
+        found = Fit(count, max(lengths), max(sizes) + (whole if count else 0.0))
+        if found.bytes <= budget:
+            return found
+    raise MeshwrightError("MW-PAR-003", f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
+                          f"budget of {format_bytes(budget)}", fix="--set plan.microbatch=1")  # fmt: skip
+
+
+def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = None) -> Plan:
+    """The plan with `recompute=auto` replaced by what it comes to."""
+    if plan.recompute != "auto":
+        return plan
+    count = fit(model, plan, workload, plan.recompute_budget, stack).layers
+    return plan.but(recompute="full" if count else "none", recompute_layers=count, recompute_budget=0.0)
