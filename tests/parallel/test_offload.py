@@ -60,6 +60,32 @@ def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
     assert offload.Activations(smallest=100).within(nn.Identity(), lambda y: y * y)(x.requires_grad_()).sum() == 16
 
 
+def bytes_of_a_region(context):
+    """What a sequence-parallel region of one product and one activation sends down, and its input's gradient."""
+    from torch import distributed
+
+    from meshwright.parallel.tensor import split
+
+    torch.manual_seed(0)
+    pair = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    layer, plain = nn.ModuleDict({"pair": pair}), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+    plain.load_state_dict(pair.state_dict())
+    layer.forward = lambda x: pair(x)
+    split(layer, (("pair", "region"), ("pair.0", "column"), ("pair.2", "row")), distributed.group.WORLD, True)
+    away = offload.put_on([layer])
+    whole = torch.linspace(-1, 1, 2 * 6 * 8, dtype=torch.float64).view(2, 6, 8).requires_grad_()
+    share = whole.detach().chunk(context.world, 1)[context.rank].contiguous().requires_grad_()
+    layer(share).square().sum().backward()
+    plain(whole).square().sum().backward()
+    torch.testing.assert_close(share.grad, whole.grad.chunk(context.world, 1)[context.rank])
+    return away.down_bytes, share.nbytes, whole.nbytes
+
+
+def test_of_a_sequence_parallel_region_the_share_goes_and_what_it_computed():
+    for down, share, whole in ranks.run(2, bytes_of_a_region):
+        assert down == share + whole // 2  # never the gathered input; half the columns of tanh's output
+
+
 def states_crossed(context, plan, workload, dtype):
     from meshwright.parallel.apply import apply
     from meshwright.train.data import RandomSamples
@@ -84,7 +110,8 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, cross
 
 @pytest.mark.parametrize(
     "plan",
-    [{"offload": "both", "shard": 2, "zero": 3, "recompute": "full"}, {"offload": "both", "pp": 2, "schedule": "zb-h1"}],
+    [{"offload": "both", "shard": 2, "zero": 3, "recompute": "full"}, {"offload": "both", "pp": 2, "schedule": "zb-h1"},
+     {"offload": "activations", "tp": 2, "sp": True}],
 )  # fmt: skip
 def test_a_plan_with_it_trains_what_one_device_trains(plan):
     model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}

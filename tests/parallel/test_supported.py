@@ -12,15 +12,19 @@ MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 
 @pytest.mark.parametrize(
     "plan",
-    [{"compression": "int8", "shard": 2, "zero": 1}, {"offload": "activations", "tp": 2, "sp": True}, {"tp": 2, "tp_form": "all-gather"},
-     {"replicate": 2, "reduce": "microbatch"}, {"tp": 4}],
+    [{"compression": "int8", "shard": 2, "zero": 1}, {"tp": 3, "tp_form": "all-gather"},
+     {"replicate": 2, "reduce": "microbatch"}],
 )  # fmt: skip
 def test_refused_with_a_fix(plan):
     with pytest.raises(MeshwrightError, match="MW-PAR-001") as error:
         check_supported(MODEL, Plan(**plan))
     assert error.value.fix.startswith("--set plan.")
+    assert error.value.why
 
 
-@pytest.mark.parametrize("plan", [{}, {"tp": 2, "sp": True}, {"shard": 2, "zero": 3, "reduce": "microbatch"}])
+@pytest.mark.parametrize("plan", [
+    {}, {"tp": 2, "sp": True}, {"shard": 2, "zero": 3, "reduce": "microbatch"}, {"tp": 4}, {"tp": 2, "tp_form": "all-gather"},
+    {"offload": "activations", "tp": 2, "sp": True},
+])  # fmt: skip
 def test_accepted(plan):
     check_supported(MODEL, Plan(**plan))

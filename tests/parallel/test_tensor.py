@@ -87,7 +87,7 @@ def omission(context):
     with torch.device("meta"):
         network = build(LLAMA)
         network.extra = nn.Linear(4, 4)
-    split(network, TABLES["transformer"], distributed.group.WORLD, False)
+    split(network, TABLES["transformer"], distributed.group.WORLD, head=4)
 
 
 def uneven_heads(context):
@@ -95,7 +95,7 @@ def uneven_heads(context):
 
     from meshwright.parallel.tensor import split
 
-    split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, False)
+    split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, head=4, strict=False)
 
 
 def region(context, again):

@@ -91,17 +91,15 @@ class Parallel:
         for reduction in self.reductions:
             reduction.finish()
         self._sum_partial("tp")
+        self._sum_partial("kv_copies")
         self._sum_partial("expert_tp")
         self._sum_tied()
 
     def _sum_partial(self, axis: str) -> None:
         group = self.mesh.group(axis)
         gradients = [p.gradient for p in self.pieces if p.partial == axis]
-        if group is None or not gradients:
-            return
-        together = exchange.all_reduce(torch.cat([g.flatten() for g in gradients]), group)
-        for gradient, summed in zip(gradients, together.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        if group is not None and gradients:
+            exchange.sum_together(gradients, group)
 
     def _sum_tied(self) -> None:
         ends = [p.gradient for p in self.pieces if p.tied]
@@ -142,12 +140,14 @@ def apply(
     stages = {i: build(model, layers, router).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}
 
     group, ring = mesh.group("tp"), mesh.group("cp")
+    copies = mesh.add_copies(plan.tp // model.kv_groups) if model.kind == "transformer" else None
     places: torch.Tensor | None = None
     splits: dict[int, tensor.Split | None] = dict.fromkeys(stages)
     parted: dict[int, expert.Parted | None] = dict.fromkeys(stages)
     for i, module in stages.items():
         if group is not None:
-            splits[i] = tensor.split(module, table_of(model), group, plan.sp)
+            splits[i] = tensor.split(module, table_of(model), group, plan.sp, form=plan.tp_form, head=model.head_width,
+                                     copies=copies, strict=False)  # fmt: skip
         if model.experts:
             parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
         if ring is not None:

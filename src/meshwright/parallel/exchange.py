@@ -34,6 +34,13 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return tensor
 
 
+def sum_together(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+    """Each of several tensors summed over the group, in place and in one message."""
+    together = all_reduce(torch.cat([t.flatten() for t in tensors]), group)
+    for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(summed.view_as(tensor))
+
+
 def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """The ranks' tensors of equal shape, one after the other along `dim`."""
     front = to_front(tensor, dim)

@@ -21,6 +21,8 @@ from meshwright.errors import MeshwrightError
 
 ON_DEMAND = ("ep", "expert_tp", "expert_dp", "expert_shard", "expert_replicate", "stage")  # for models with experts
 
+KV_COPIES = "kv_copies"  # runs of tp ranks that hold the same KV head
+
 
 class Mesh:
     """This rank's place: its index and its group on every axis. A group of one rank is None: nothing to say there."""
@@ -65,11 +67,8 @@ class Mesh:
         if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as
             axis = axis.removesuffix("_cp")
             return self.group(axis) if self.size("cp") == 1 else None
-        if axis in ON_DEMAND:
+        if axis in (*ON_DEMAND, KV_COPIES):
             return None
-        if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as
-            axis = axis.removesuffix("_cp")
-            return self.group(axis) if self.size("cp") == 1 else None
         if axis == "dp":
             axis = "shard" if self.layout.plan.shard > 1 else "replicate"
         if self.size(axis) == 1 or self.device_mesh is None:
@@ -82,6 +81,13 @@ class Mesh:
         if axis not in self._made:
             self._made[axis] = self._new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
         return self._made[axis]
+
+    def add_copies(self, count: int) -> distributed.ProcessGroup | None:
+        """Make the groups of ranks that hold the same KV head, `count` neighbours of a tp group, on all ranks at once."""
+        if count > 1 and KV_COPIES not in self._made:
+            runs = self.layout.groups("tp").reshape(-1, count).tolist()
+            self._made[KV_COPIES] = self.group("tp") if count == self.size("tp") else self._new_groups(runs)
+        return self._made.get(KV_COPIES)
 
     @cached_property
     def expert_sharding(self) -> DeviceMesh | None:

@@ -11,7 +11,7 @@ recompute* only the layer's input, 2·T·h bytes, moves: it hides from h ≈ 1,3
 
 On a GPU copies run on a stream of their own, to pinned memory, and the device's copy is freed once it has left; on a
 CPU the host is another tensor, so that tests see what would move. A tensor that several operations save moves once.
-Weights stay: they are on the device anyway.
+Weights stay: they are on the device anyway. Under sequence parallelism a region's share goes, and is gathered from there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from meshwright.parallel.keep import keeping
 
 
 class _Away:
@@ -42,25 +43,27 @@ class Activations:
         self._stream: Any = None
 
     def within(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
 
             def pack(tensor: torch.Tensor) -> Any:
                 weight = tensor.untyped_storage().data_ptr() in weights
                 return tensor if weight or tensor.nbytes < self.smallest else self.send(tensor)
 
-            with saved_tensors_hooks(pack, self.fetch):
-                out = forward(*args)
+            with keeping(pack, self.fetch):
+                out = forward(*args, **kwargs)
             self._moved.clear()  # a later forward may find the same addresses with other contents
             return out
 
         return run
 
     def send(self, tensor: torch.Tensor) -> _Away:
-        key = (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor._version)
+        # One product saves [B, S, H] and the next the same memory as [B·S, H].
+        shape = "any" if tensor.is_contiguous() else (tensor.size(), tensor.stride())
+        key = (tensor.data_ptr(), tensor.numel(), shape, tensor.dtype, tensor._version)
         alive, away = self._moved.get(key, (None, None))
         if alive is not None and away is not None and not alive.expired():
-            return away
+            return _Away(away.host.view(tensor.shape), away.device, away.copied)
         self.down_bytes += tensor.nbytes
         if tensor.is_cuda:
             host, copied = self._send_aside(tensor)

@@ -32,7 +32,7 @@ class Piece:
     full_shape: tuple[int, ...]
     start: tuple[int, ...]
     counted: bool  # whether this rank's copy is the one that counts for the global norm
-    partial: str = ""  # the axis, tp or expert_tp, over whose ranks the gradient is a partial sum until they are summed
+    partial: str = ""  # the axis, tp, kv_copies or expert_tp, over which the gradient is a partial sum until summed
     tied: bool = False  # one of the two copies of a tied embedding that live on different stages
     tied_copy: bool = False  # the second of them, the head's
 
@@ -63,11 +63,12 @@ def pieces_of(
     apart = model.tied and not _has_both_ends(module)
     for name, parameter in module.named_parameters():
         shape, start = list(parameter.shape), [0] * parameter.ndim  # of a DTensor the shape before sharding
-        axes_of_copies = {"tp", "cp", "replicate", "shard"}
+        axes_of_copies, first = {"tp", "cp", "replicate", "shard"}, True
         if split is not None and name in split.cuts:
             cut = split.cuts[name]
             shape[cut.dim], start[cut.dim] = cut.full, cut.start
             axes_of_copies.remove("tp")
+            first = mesh.index("tp") % cut.copies == 0
         if experts is not None and name in experts.cuts:
             yield _expert_piece(name, parameter, mesh, experts)
             continue
@@ -78,11 +79,17 @@ def pieces_of(
         tied_copy = model.tied and name == TIED_COPY
         yield Piece(
             TIED_SOURCE if tied_copy else name, parameter, tuple(shape), tuple(start),
-            counted=not tied_copy and all(mesh.index(axis) == 0 for axis in axes_of_copies),
-            partial="tp" if split is not None and name in split.partial else "",
+            counted=not tied_copy and first and all(mesh.index(axis) == 0 for axis in axes_of_copies),
+            partial=_partial_over(name, split),
             tied=apart and (tied_copy or name == TIED_SOURCE),
             tied_copy=tied_copy,
         )  # fmt: skip
+
+
+def _partial_over(name: str, split: Split | None) -> str:
+    if split is None:
+        return ""
+    return "tp" if name in split.partial else "kv_copies" if name in split.copied else ""
 
 
 def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parted) -> Piece:

@@ -6,7 +6,8 @@ for one more all-gather in backward. Several products save the same input (q, k 
 all of them.
 
 Where a whole layer is made again in backward (`recompute`), its gathered input is made again with it and kept for the
-moment it is needed: `keep_whole` says so.
+moment it is needed: `keep_whole` says so. Hooks around the layer (`offload`) get the share, and all else the region
+saves.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from meshwright.parallel import exchange
+from meshwright.parallel.keep import outside
 
 SEQUENCE = 1
 _whole_is_kept: ContextVar[bool] = ContextVar("whole_is_kept", default=False)
@@ -36,23 +38,33 @@ def keep_whole() -> Iterator[None]:
 
 
 class Again:
-    """A gathered tensor that can be made again from this rank's share."""
+    """A gathered tensor that can be made again from this rank's share, wherever that is kept."""
 
     def __init__(self, share: torch.Tensor, group: ProcessGroup) -> None:
-        self.share, self.group = share.detach(), group
+        pack, self.unpack = outside()
+        self.share, self.group = pack(share.detach()), group
         self.savers = 0
         self.waiting = 0
         self.whole: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
         if self.whole is None:
-            self.whole = exchange.all_gather(self.share, self.group, SEQUENCE)
+            self.whole = exchange.all_gather(self.unpack(self.share), self.group, SEQUENCE)
             self.waiting = self.savers
         whole = self.whole
         self.waiting -= 1
         if self.waiting == 0:
             self.whole = None
         return whole
+
+
+class _View(NamedTuple):
+    """Of a gathered tensor."""
+
+    of: Again
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 @contextlib.contextmanager
@@ -63,18 +75,18 @@ def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup) 
         return
     again = Again(share, group)
     address = whole.untyped_storage().data_ptr()
+    keep, give = outside()
 
     def pack(tensor: torch.Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() != address:
-            return tensor
+            return keep(tensor)
         again.savers += 1
-        return again, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return _View(again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        again, size, stride, offset = saved
-        return again.get().as_strided(size, stride, offset)
+        if isinstance(saved, _View):
+            return saved.of.get().as_strided(saved.size, saved.stride, saved.offset)
+        return give(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -1,4 +1,4 @@
-"""What a plan may say that is costed but not run, told before any process is started. No torch here."""
+"""What a plan may say that is costed but cannot be run, and why, told before any process is started. No torch here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from meshwright.programs.pipelines import SCHEDULES
 
 
 def check_supported(model: Model, plan: Plan) -> None:
+    gathered = plan.tp_form == "all-gather" and plan.tp > 1 and model.kind == "transformer"
     refused = {
-        "compression": plan.compression != "none" and plan.zero > 0,
-        # Sequence parallelism keeps saved tensors by hooks of its own, unless the layer is made again as a whole.
-        "offload": plan.offload in ("activations", "both") and plan.sp and plan.tp > 1 and plan.recompute != "full",
-        "tp_form": plan.tp_form != "megatron" and plan.tp > 1 and model.kind != "mlp",
-        "sp": plan.sp and plan.tp > 1 and model.kind == "mlp",
-        "schedule": plan.pp > 1 and plan.schedule not in SCHEDULES,
-        "reduce": plan.reduce == "microbatch" and plan.dp * plan.cp > 1 and (not plan.zero or plan.shard * plan.cp == 1),
+        "compression": (plan.compression != "none" and plan.zero > 0, "Shards are summed by torch, which compresses none"),
+        "tp_form": (gathered and model.hidden % plan.tp > 0,
+                    f"Each rank makes hidden/tp columns of a layer's output, and {plan.tp} does not divide {model.hidden}"),
+        "sp": (plan.sp and plan.tp > 1 and model.kind == "mlp", "A row of an mlp is one sample: it has no sequence"),
+        "schedule": (plan.pp > 1 and plan.schedule not in SCHEDULES, "No program of that name"),
+        "reduce": (plan.reduce == "microbatch" and plan.dp * plan.cp > 1 and (not plan.zero or plan.shard * plan.cp == 1),
+                   "Whole gradients are summed once a step, where they are complete"),
     }  # fmt: skip
-    for field, bad in refused.items():
+    for field, (bad, why) in refused.items():
         if bad:
             raise MeshwrightError("MW-PAR-001", f"plan.{field}={getattr(plan, field)} is planned and costed, not run",
-                                  why=f"Running {model.kind} models, it must be unset",
-                                  fix=f"--set plan.{field}={Plan.model_fields[field].default}")  # fmt: skip
-    if model.kind == "transformer" and plan.tp > model.kv_groups:
-        raise MeshwrightError("MW-PAR-001", f"tp={plan.tp} is more than the {model.kv_groups} KV heads of {model.name}",
-                              why="Copies of a KV head on several ranks are planned and costed, not run",
-                              fix=f"--set plan.tp={model.kv_groups}")  # fmt: skip
+                                  why=why, fix=f"--set plan.{field}={Plan.model_fields[field].default}")  # fmt: skip

@@ -1,10 +1,14 @@
 """How tensor parallelism divides each model, as data: (pattern of module names, style), read by `tensor.split`.
 
-    region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism column
-    weight and bias split by rows of the weight, that is by output; no communication of its own row         weight
-    split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole bias, once vocabulary  an
-    embedding split by rows: absent tokens look up zero, the sum over ranks is the embedding between     whole, and
-    outside the regions: with sequence parallelism it sees a share of the tokens, so that its
+    region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism
+    column      weight and bias split by rows of the weight, that is by output; no communication of its own
+    keys        column by whole heads; where there are fewer heads than ranks, a head is on several
+    row         weight split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole bias, once.
+                In the all-gather form split by output, input and output gathered
+    vocabulary  an embedding split by rows: absent tokens look up zero, the sum over ranks is the embedding
+    logits      column over the vocabulary, which need not divide: for a loss that knows where each rank begins
+    join        its output, columns of this rank, is gathered, and all ranks go on alike
+    between     whole, and outside the regions: with sequence parallelism it sees a share of the tokens, so that its
                 gradient is a partial sum over the tp ranks
     inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
     positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
@@ -13,7 +17,9 @@
 
 `*` stands for one part of a dotted name.
 
-A module that holds parameters and matches no pattern raises: an omission would train silently wrong.
+A module that holds parameters and matches no pattern raises: an omission would train silently wrong. `LLAMA` is for
+Hugging Face's Llama, Mistral and Qwen2, `QWEN3` for what also norms queries and keys. Without its "join" row the head
+leaves each rank its columns of the logits, for `vocabulary.cross_entropy`: T·V/tp numbers instead of T·V.
 """
 
 from __future__ import annotations
@@ -32,11 +38,12 @@ ENDS: Table = (
     ("layers.*.ffn_post_norm", "between"),
     ("head.norm", "between"),
     ("head.project", "region"),
-    ("head.project", "column"),
+    ("head.project", "logits"),
 )
 ATTENTION: Table = (
     ("layers.*.attention", "region"),
-    ("layers.*.attention.[qkv]", "column"),
+    ("layers.*.attention.q", "column"),
+    ("layers.*.attention.[kv]", "keys"),
     ("layers.*.attention.[qk]_norm", "inside"),
     ("layers.*.attention.o", "row"),
 )
@@ -68,6 +75,25 @@ EXPERTS: Table = (
 TRANSFORMER: Table = (*ENDS, *ATTENTION, *FFN, *EXPERTS)
 
 MLP: Table = (("layers.*", "gathered"), ("layers.*.linear", "column"))
+
+LLAMA: Table = (
+    ("model.embed_tokens", "vocabulary"),
+    ("model.layers.*.input_layernorm", "between"),
+    ("model.layers.*.self_attn", "region"),
+    ("model.layers.*.self_attn.q_proj", "column"),
+    ("model.layers.*.self_attn.[kv]_proj", "keys"),
+    ("model.layers.*.self_attn.o_proj", "row"),
+    ("model.layers.*.post_attention_layernorm", "between"),
+    ("model.layers.*.mlp", "region"),
+    ("model.layers.*.mlp.gate_proj", "column"),
+    ("model.layers.*.mlp.up_proj", "column"),
+    ("model.layers.*.mlp.down_proj", "row"),
+    ("model.norm", "between"),
+    ("lm_head", "region"),
+    ("lm_head", "column"),
+    ("lm_head", "join"),
+)
+QWEN3: Table = (*LLAMA, ("model.layers.*.self_attn.[qk]_norm", "inside"))
 
 TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mla": (*ENDS, *LATENT, *FFN, *EXPERTS), "mlp": MLP}
 

@@ -5,25 +5,39 @@ A pair of products Y = σ(X A), Z = Y B is divided by giving each of the P ranks
     Z = Σ_p σ(X A_p) B_p        one all-reduce forward (of Z), one backward (of X's gradient)
 
 Attention is the same pair, with whole heads as the blocks. The bias of B is added **after** the sum: added on every
-rank before it, it would count P times. A bias of A is split with A's columns.
+rank before it, it would count P times. A bias of A is split with A's columns. With K KV heads for more than K ranks
+each of them is on P/K neighbours: every copy sees the queries of its own rank only, so its gradient is a part, and the
+sum over the copies, once a step, is the head's (`copied`); the global norm counts one of them.
 
 Sequence parallelism shards what stands between the pairs (norms, residuals) along the sequence: the all-reduce
 becomes a reduce-scatter after a pair and an all-gather before the next, the same bytes. The gathered input is *not*
 kept for backward: only this rank's share is, and the gradient of the weights gathers it again, as saved-tensor hooks
 ask for it.
 
+The lecture's all-gather form splits B by columns as well: Y is gathered whole, then Z. One kind of collective forward,
+and more bytes: of Y's width too, and backward still sums, Y's gradient by a reduce-scatter and X's by an all-reduce.
+
 Compared with splitting each product by itself (DTensor's default), which also sums the gradients of q, k and v apart.
+
+On a module of your own, or of Hugging Face, on every rank of `group` alike:
+
+    model = LlamaForCausalLM(config)                                     # the same weights on every rank
+    done = tensor.split(model, tables.LLAMA, group, head=config.head_dim)
+    model(input_ids=ids, labels=ids).loss.backward()
+    done.sum_gradients(model)                                            # once a step: copies, and norms under sp
+    norm = done.norm(model)                                              # of the whole model: each element once
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -34,27 +48,51 @@ from meshwright.parallel.tables import Table
 from meshwright.parallel.vocabulary import embed
 
 SEQUENCE = 1  # dimension of the sequence in [B, S, H]
-HOLD_NOTHING = {"region", "gathered"}  # styles of a module as a whole, that say nothing of its parameters
+FEATURES = -1
+HOLD_NOTHING = {"region", "gathered", "join", "dropout"}  # styles of a module that say nothing of its parameters
+GROUPS = "num_key_value_groups"  # where Hugging Face keeps how many query heads share a KV head
 
 
 @dataclass(frozen=True)
 class Cut:
-    """This rank's range of one dimension of a parameter."""
+    """This rank's range of one dimension of a parameter, which `copies` neighbours hold."""
 
     dim: int
     start: int
     full: int
+    copies: int = 1
 
 
 @dataclass
 class Split:
-    """What `split` did: the cuts by parameter name, and the whole parameters whose gradient is a partial sum over tp."""
+    """What `split` did: the cuts by parameter name, and the parameters whose gradient is a partial sum: whole ones over
+    tp, copied ones over `copies`."""
 
     group: ProcessGroup
-    sequence: bool
+    sequence: bool = False
+    form: str = "megatron"
+    head: int = 0
+    copies: ProcessGroup | None = None
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
+    copied: set[str] = field(default_factory=set)
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
+
+    def sum_gradients(self, module: nn.Module) -> None:
+        """After the backward of a step's last micro-batch: complete the gradients that are partial sums."""
+        for names, group in ((self.partial, self.group), (self.copied, self.copies)):
+            gradients = [p.grad for n, p in module.named_parameters() if n in names and p.grad is not None]
+            if gradients and group is not None:
+                exchange.sum_together(gradients, group)
+
+    def norm(self, module: nn.Module) -> torch.Tensor:
+        """Of the whole model's gradient: each rank's own columns and rows, and of what several hold one copy."""
+        squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+        for name, parameter in module.named_parameters():
+            copies = self.cuts[name].copies if name in self.cuts else self.group.size()
+            if parameter.grad is not None and self.group.rank() % copies == 0:
+                squares += parameter.grad.double().square().sum()
+        return exchange.all_reduce(squares, self.group).sqrt()
 
 
 def boundaries(full: int, parts: int, index: int) -> tuple[int, int]:
@@ -70,34 +108,68 @@ def matches(name: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
 
-def split(module: nn.Module, table: Table, group: ProcessGroup, sequence: bool) -> Split:
-    """Divide a module on the meta device in place, as its table says."""
-    done = Split(group, sequence)
-    for name, part in list(module.named_modules()):
-        styles = [style for pattern, style in table if matches(name, pattern)]
-        holds = [n for n, _ in part.named_parameters(recurse=False)]
-        if holds and not set(styles) - HOLD_NOTHING:
-            raise MeshwrightError("MW-TP-001", f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",
-                                  why="Every parameter must be said to be split or whole",
-                                  valid=sorted({pattern for pattern, _ in table}))  # fmt: skip
+def split(
+    module: nn.Module, table: Table, group: ProcessGroup, sequence: bool = False, *, form: str = "megatron",
+    head: int = 0, copies: ProcessGroup | None = None, strict: bool = True,
+) -> Split:  # fmt: skip
+    """Divide a module in place, as its table says; parameters keep their values, on the meta device or not.
+
+    `head` is the width of a head that "keys" never cut. `copies` is the group of this rank's copies of a KV head, made
+    here where none is given. `strict`: each pattern must match something, as it need not on one stage of a pipeline.
+    """
+    done = Split(group, sequence, form, head, copies)
+    parts = [(name, part, _styles_of(name, part, table)) for name, part in module.named_modules()]
+    idle = [p for p, _ in table if not any(matches(name, p) for name, *_ in parts)]
+    if idle and strict:
+        raise MeshwrightError("MW-TP-003", f"no module matches '{idle[0]}' of the table",
+                              why="A pattern that names nothing divides nothing, in silence",
+                              valid=[name for name, *_ in parts if name][:20])  # fmt: skip
+    for name, part, styles in parts:
         for style in styles:
             STYLES[style](done, name, part)
+    for owner in {name.rpartition(".")[0].rpartition(".")[0] for name in done.copied}:
+        attention = module.get_submodule(owner)
+        if hasattr(attention, GROUPS):  # a copy serves the queries of its own rank only
+            setattr(attention, GROUPS, max(1, getattr(attention, GROUPS) // _copies_of(done, owner)))
     return done
 
 
-def _cut(done: Split, owner: Any, prefix: str, name: str, dim: int, even: bool = True) -> tuple[int, int]:
-    """Replace a parameter by this rank's range of dimension `dim`."""
+def _copies_of(done: Split, owner: str) -> int:
+    return max(done.cuts[name].copies for name in done.copied if name.startswith(f"{owner}."))
+
+
+def _styles_of(name: str, part: nn.Module, table: Table) -> list[str]:
+    styles = [style for pattern, style in table if matches(name, pattern)]
+    holds = [n for n, _ in part.named_parameters(recurse=False)]
+    if holds and not set(styles) - HOLD_NOTHING:
+        raise MeshwrightError("MW-TP-001", f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",
+                              why="Every parameter must be said to be split or whole",
+                              valid=sorted({pattern for pattern, _ in table}))  # fmt: skip
+    unknown = next((style for style in styles if style not in STYLES), "")
+    if unknown:
+        raise MeshwrightError("MW-TP-004", f"'{name}' is said to be '{unknown}'", valid=sorted(STYLES))
+    wanted = KINDS.get(next((style for style in styles if style in KINDS), ""), nn.Module)
+    if not isinstance(part, wanted):
+        raise MeshwrightError("MW-TP-004", f"'{name}' is a {type(part).__name__}, not a {wanted.__name__}",
+                              why="How its weight lies is not known; another layout would be cut along the wrong side")  # fmt: skip
+    return styles
+
+
+def _cut(
+    done: Split, owner: Any, prefix: str, name: str, dim: int, even: bool = True, copies: int = 1
+) -> tuple[int, int]:
+    """Replace a parameter by this rank's range of dimension `dim`, of which `copies` neighbours keep the same."""
     parameter = getattr(owner, name)
-    full = parameter.shape[dim]
-    if even and full % done.group.size():
+    full, parts = parameter.shape[dim], done.group.size() // copies
+    if even and full % parts:
         raise MeshwrightError("MW-TP-002", f"dimension {dim} of '{prefix}.{name}', {full}, does not divide over "
                               f"tp={done.group.size()}", why="Each rank holds whole heads or columns")  # fmt: skip
-    start, stop = boundaries(full, done.group.size(), done.group.rank())
+    start, stop = boundaries(full, parts, done.group.rank() // copies)
     if parameter not in done.made:
-        part = torch.empty_like(parameter.narrow(dim, start, stop - start))
+        part = parameter.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
         done.made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     setattr(owner, name, done.made[parameter])
-    done.cuts[f"{prefix}.{name}"] = Cut(dim, start, full)
+    done.cuts[f"{prefix}.{name}"] = Cut(dim, start, full, copies)
     return start, stop
 
 
@@ -105,32 +177,81 @@ def _partial(done: Split, name: str, part: Any) -> None:
     done.partial.update(f"{name}.{n}" for n, p in part.named_parameters(recurse=False) if p.requires_grad)
 
 
-def _region(done: Split, name: str, part: Any) -> None:
-    forward, group = part.forward, done.group
-    if not done.sequence:
-        part.forward = lambda x: forward(exchange.copy_in(x, group))
-        return
+def _input_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """(args, kwargs) → the first argument, however it was passed, and how to call `forward` with another in its place."""
+    first = next(iter(inspect.signature(forward).parameters))
 
-    def gathered(x: torch.Tensor) -> torch.Tensor:
+    def taken(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
+        if args:
+            return args[0], lambda x: forward(x, *args[1:], **kwargs)
+        return kwargs[first], lambda x: forward(**{**kwargs, first: x})
+
+    return taken
+
+
+def _region(done: Split, name: str, part: Any) -> None:
+    taken, group = _input_of(part.forward), done.group
+
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        x, call = taken(args, kwargs)
+        return call(exchange.copy_in(x, group))
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        x, call = taken(args, kwargs)
         whole = exchange.gather_in(x, group, SEQUENCE)
         with gather_again(whole, x, group):
-            return forward(whole)
+            return call(whole)
 
-    part.forward = gathered
+    part.forward = gathered if done.sequence else copied
 
 
-def _column(done: Split, name: str, part: Any) -> None:
-    # The vocabulary may be cut unevenly: only the loss looks across its ranks, and it knows where each begins.
-    even = not name.startswith("head.")
-    _cut(done, part, name, "weight", 0, even)
+def _column(done: Split, name: str, part: Any, even: bool = True, copies: int = 1) -> None:
+    _cut(done, part, name, "weight", 0, even, copies)
     if part.bias is not None:
-        _cut(done, part, name, "bias", 0, even)
+        _cut(done, part, name, "bias", 0, even, copies)
+    part.out_features = part.weight.shape[0]
+
+
+def _logits(done: Split, name: str, part: Any) -> None:
+    """The vocabulary may be cut unevenly: only the loss looks across its ranks, and it knows where each begins."""
+    _column(done, name, part, even=False)
+
+
+def _keys(done: Split, name: str, part: Any) -> None:
+    """Columns by whole heads; with more ranks than heads, each head is on as many neighbours as share it."""
+    width, ranks = part.weight.shape[0], done.group.size()
+    if not done.head or width % done.head:
+        raise MeshwrightError("MW-TP-002", f"'{name}' has {width} columns in heads of {done.head}",
+                              why="Keys and values are split by whole heads", fix="split(…, head=config.head_dim)")  # fmt: skip
+    heads = width // done.head
+    if heads % ranks and ranks % heads:
+        raise MeshwrightError("MW-TP-002", f"{heads} KV heads of '{name}' and tp={ranks}: one must divide the other",
+                              why="A head is never cut")  # fmt: skip
+    copies = max(1, ranks // heads)
+    _column(done, name, part, copies=copies)
+    if copies > 1:
+        done.copies = done.copies or neighbours(done.group, copies)
+        done.copied.update(f"{name}.{n}" for n, p in part.named_parameters(recurse=False) if p.requires_grad)
+
+
+def neighbours(group: ProcessGroup, count: int) -> ProcessGroup:
+    """This rank's run of `count` ranks of a group: itself, or a group its members make by themselves."""
+    if count == group.size():
+        return group
+    ranks, first = distributed.get_process_group_ranks(group), group.rank() // count * count
+    made = distributed.new_group(ranks[first : first + count], use_local_synchronization=True)
+    assert isinstance(made, ProcessGroup)
+    return made
 
 
 def _row(done: Split, name: str, part: Any) -> None:
+    if done.form == "all-gather":
+        _row_by_columns(done, name, part)
+        return
     _cut(done, part, name, "weight", 1)
+    part.in_features = part.weight.shape[1]
     group, sequence = done.group, done.sequence
-    if sequence and part.bias is not None:
+    if sequence and part.bias is not None and part.bias.requires_grad:
         done.partial.add(f"{name}.bias")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -141,12 +262,30 @@ def _row(done: Split, name: str, part: Any) -> None:
     part.forward = forward
 
 
+def _row_by_columns(done: Split, name: str, part: Any) -> None:
+    """The all-gather form of a product that Megatron splits by rows: whole input, columns of the output, gathered. All
+    ranks go on with the same output, so that each takes its own slice of the gradient."""
+    _column(done, name, part)
+    group = done.group
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(exchange.gather_in(x, group, FEATURES), part.weight, part.bias)
+        return exchange.join(y, group, FEATURES)
+
+    part.forward = forward
+
+
 def _vocabulary(done: Split, name: str, part: Any) -> None:
-    start, _ = _cut(done, part, name, "weight", 0, even=False)
-    group, sequence = done.group, done.sequence
+    if part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
+        raise MeshwrightError("MW-TP-004", f"'{name}' has max_norm, scale_grad_by_freq or sparse gradients",
+                              why="They look at rows that other ranks hold")  # fmt: skip
+    start, stop = _cut(done, part, name, "weight", 0, even=False)
+    group, sequence, padding = done.group, done.sequence, part.padding_idx
+    padding = padding - start if padding is not None and start <= padding < stop else None
+    part.num_embeddings, part.padding_idx = stop - start, padding
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
-        own = embed(ids, part.weight, start)
+        own = embed(ids, part.weight, start, padding)
         return exchange.scatter_out(own, group, SEQUENCE) if sequence else exchange.reduce_out(own, group)
 
     part.forward = forward
@@ -168,15 +307,24 @@ def _positions(done: Split, name: str, part: Any) -> None:
         part.forward = lambda n: forward(n).chunk(group.size())[group.rank()]
 
 
+def _join(done: Split, name: str, part: Any) -> None:
+    forward, group = part.forward, done.group
+    part.forward = lambda x: exchange.join(forward(x), group, FEATURES)
+
+
 def _gathered(done: Split, name: str, part: Any) -> None:
     """The next layer's input gradients are partial sums over the ranks, hence the reduce-scatter backward; after the
     last layer every rank computes the same loss, and its own slice of that gradient is all there is to it."""
     forward, group = part.forward, done.group
     leave = exchange.join if part.last else exchange.gather_in
-    part.forward = lambda x: leave(forward(x), group, x.ndim - 1)
+    part.forward = lambda x: leave(forward(x), group, FEATURES)
 
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
-    "region": _region, "column": _column, "row": _row, "vocabulary": _vocabulary, "between": _between,
-    "inside": _inside, "positions": _positions, "gathered": _gathered, "experts": lambda done, name, part: None,
+    "region": _region, "column": _column, "keys": _keys, "logits": _logits, "row": _row, "vocabulary": _vocabulary,
+    "between": _between, "inside": _inside, "positions": _positions, "join": _join, "gathered": _gathered,
+    "experts": lambda done, name, part: None,
+}  # fmt: skip
+KINDS: dict[str, type[nn.Module]] = {
+    "column": nn.Linear, "keys": nn.Linear, "logits": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding,
 }  # fmt: skip

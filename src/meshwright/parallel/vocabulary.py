@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from meshwright.models.transformer import IGNORED
 
 
-def embed(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows of this rank's part of the table, which begins at `start`; zero where another rank has the row."""
+def embed(ids: torch.Tensor, weight: torch.Tensor, start: int, padding: int | None = None) -> torch.Tensor:
+    """Rows of this rank's part of the table, which begins at `start`; zero where another rank has the row. A `padding`
+    row of this part is looked up and not trained."""
     local = ids - start
     absent = (local < 0) | (local >= weight.shape[0])
-    rows = F.embedding(local.masked_fill(absent, 0), weight)
+    rows = F.embedding(local.masked_fill(absent, 0), weight, padding)
     return rows.masked_fill(absent.unsqueeze(-1), 0.0)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.mesh import ON_DEMAND, Mesh
+from meshwright.parallel.mesh import KV_COPIES, ON_DEMAND, Mesh
 from meshwright.parallel.pieces import local_tensor
 from meshwright.train.loop import Trainer
 from meshwright.train.records import Observed
@@ -114,6 +114,9 @@ def axes_by_group(mesh: Mesh) -> dict[str, str]:
         group = mesh.group(axis)
         if group is not None:
             out.setdefault(group.group_name, canonical(mesh, axis))
+    copies = mesh.group(KV_COPIES)
+    if copies is not None:
+        out.setdefault(copies.group_name, "tp")
     if "ends" in mesh.__dict__ and mesh.ends is not None:
         out.setdefault(mesh.ends.group_name, "pp")
     return out

@@ -109,6 +109,8 @@ def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
         return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
     tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more
     kv = tp * min(max(1, model.kv_groups // tp), max(2, whole))
+    if asked.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
+        kv = max(1, tp * model.kv_groups // asked.tp)
     heads = kv * min(model.heads // model.kv_groups, 2)
     heads = math.lcm(heads, kv, tp * whole)
     own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden

@@ -224,6 +224,9 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
     partial = [p.local.nbytes for p in parallel.pieces if p.partial == "tp"]
     if partial:
         yield Explanation("whole vectors with partial gradients are summed", tp, "all_reduce", 1, sum(partial))
+    copied = [p.local.nbytes for p in parallel.pieces if p.partial == "kv_copies"]
+    if copied:
+        yield Explanation("copies of a KV head sum their gradients", tp, "all_reduce", 1, sum(copied))
     has_last = max(parallel.stages) == plan.stages - 1
     if has_last and model.kind == "mlp":
         n = plan.microbatch * model.hidden * parallel.pieces[0].local.element_size()
@@ -270,14 +273,15 @@ def recomputed_layers(parallel: Parallel) -> Iterator[Explanation]:
     rounds = plan.microbatches(parallel.workload)
     experts = rounds * sum(hasattr(layer, "moe") for layer in layers)
     runs = rounds * len(layers) - experts
-    last = "all_gather" if model.kind == "mlp" else "reduce_scatter" if plan.sp else "all_reduce"
+    gathers = model.kind == "mlp" or plan.tp_form == "all-gather"
+    last = "all_gather" if gathers else "reduce_scatter" if plan.sp else "all_reduce"
     yield Explanation("a layer's last exchange is not made again", tp, last, -runs, -runs * n)
     if not plan.sp:
         yield Explanation("a layer's last exchange is not made again", tp, "all_gather", -experts, -experts * n)
     if plan.sp:
-        gathers = [width for layer in layers for width in regions_of(layer, model)]
-        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -rounds * len(gathers),
-                          -rounds * sum(gathers) * n / model.hidden)  # fmt: skip
+        widths = [width for layer in layers for width in regions_of(layer, model)]
+        yield Explanation("a layer made again gathers once for input and weights", tp, "all_gather", -rounds * len(widths),
+                          -rounds * sum(widths) * n / model.hidden)  # fmt: skip
 
 
 def sharded(
