@@ -250,14 +250,14 @@ def regions(stage: Any, model: Model, plan: Plan) -> list[int]:
     return layers + [model.hidden] * (stage.head is not None)
 
 
-def regions_of(layer: Any, model: Model) -> list[int]:
-    """Attention's and the feed-forward network's; of experts only the shared ones are split as that is."""
-    latents = (model.q_rank or model.hidden) + model.kv_rank + model.rope_dim
 def made_again(stage: Any, plan: Plan) -> list[Any]:
     layers = list(stage.layers.values())
     return [layers[i] for i in plan.made_again(range(len(layers)))]
 
 
+def regions_of(layer: Any, model: Model) -> list[int]:
+    """Attention's and the feed-forward network's; of experts only the shared ones are split as that is."""
+    latents = (model.q_rank or model.hidden) + model.kv_rank + model.rope_dim
     split = not hasattr(layer, "moe") or layer.moe.shared is not None
     return [latents if model.attention == "mla" else model.hidden] + [model.hidden] * split
 
