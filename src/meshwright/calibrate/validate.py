@@ -174,15 +174,18 @@ def group_key(o: Outcome) -> tuple[str, ...]:
 
 
 def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
-    """Mean Spearman and mean regret over groups of at least three configurations of one problem."""
-    groups = defaultdict(list)
+    """Mean Spearman and mean regret over groups of at least three configurations of one problem. Runs of one configuration, which
+    differ by software and chance, count once, by their median."""
+    groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
     for o in outcomes:
         if o.error is not None:
-            groups[group_key(o)].append((o.prediction.step_time_s, o.case.step_time))  # type: ignore[union-attr]
+            configuration = o.prediction.step_time_s, o.case.plan.title()  # type: ignore[union-attr]
+            groups[group_key(o)][configuration].append(o.case.step_time)  # type: ignore[arg-type]
     rhos, regrets = [], []
-    for pairs in groups.values():
-        if len(pairs) < 3:
+    for runs in groups.values():
+        if len(runs) < 3:
             continue
+        pairs = [(configuration[0], np.median(times)) for configuration, times in runs.items()]
         predicted, measured = np.array(pairs, dtype=float).T
         regrets.append(measured[predicted.argmin()] / measured.min() - 1)
         ranks = [np.argsort(np.argsort(x)).astype(float) for x in (predicted, measured)]

@@ -5,9 +5,13 @@ For one micro-batch on one rank and one direction the device is busy for
     gpu = compute + exposed communication + slowdown · hidden communication
 
 where communication is hidden behind compute only on the axes that overlap, and while it runs takes a share of the device's units and
-memory from it. The host must issue every launch and collective: a direction takes max(gpu, host), and what the host adds is told as
-such. Micro-batches then run through the pipeline (`cost.pipeline`); gradients are reduced behind the last backward where the stack
-overlaps them; the optimizer and the stack's own step overhead close the step.
+memory from it. The host must issue every launch and collective. If one always waited for the other, a direction took max(gpu, host); but some
+kernels are short and some long, so both wait in turn where the two are close:
+
+    direction = (gpu³ + host³)^⅓        a quarter more than either where they are equal, 4% where one is twice the other
+
+What the host adds is told as such. Micro-batches then run through the pipeline (`cost.pipeline`); gradients are reduced behind the last
+backward where the stack overlaps them; the optimizer and the stack's own step overhead close the step.
 
 `exposed` splits the step of the slowest rank into parts that sum exactly: compute by part, communication by axis, host, bubble,
 optimizer, overhead.
@@ -190,7 +194,7 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
 def rank_time(
     program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array
 ) -> RankTime:
-    """One micro-batch on one rank: each phase takes what the device or what the host needs, and more where they are close."""
+    """One micro-batch on one rank: each phase takes what device and host need together."""
     b = program.batch
     total, waits = {}, np.zeros(b.n)
     for phase in PHASES:
@@ -201,7 +205,7 @@ def rank_time(
                 often = holding.times(block, phase)
                 busy = busy + often * t.busy
                 host = host + often * t.host
-        total[phase] = np.sqrt(busy**2 + host**2)
+        total[phase] = np.cbrt(busy**3 + host**3)
         waits = waits + (total[phase] - busy)
     # A blocking stack waits for its message on each side of every stage, both ways.
     message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
@@ -238,7 +242,7 @@ def _closing(
         seconds = network.time(op) if op.axis else compute.memory_time(device, op)
         if op.part == "optimizer":
             update = update + op.count * _updated(b, op, seconds)
-        elif op.name == "compress":
+        elif op.name in ("compress", "average-parameters"):  # nothing to hide behind
             compress = compress + op.count * seconds
         elif op.name == "gather-parameters":
             gather = gather + op.count * seconds
