@@ -5,10 +5,15 @@ import pytest
 import torch
 
 import ranks
+from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
+from meshwright.lower.step import step_program
+from meshwright.verify.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
 SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
@@ -17,15 +22,12 @@ SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
 def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.localsgd import LocalSgd
     from meshwright.train.data import RandomSamples
     from meshwright.train.loop import Trainer
     from meshwright.train.observe import Observer
     from meshwright.train.records import Settings
 
-    parallel = apply(MODEL, plan, workload, context.rank, dtype=torch.float64)
-    if every:
-        LocalSgd(parallel, every)
+    parallel = apply(MODEL, plan.but(average_every=every), workload, context.rank, dtype=torch.float64)
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0), Settings(learning_rate=0.5, warmup=1))
     history, seen = [], []
     for _ in range(steps):
@@ -59,6 +61,32 @@ def test_between_averages_replicas_are_quiet_and_drift_and_then_agree():
     assert (operation[1], count, size) == ("all_reduce", 1, 8 * (elements + 1))
 
 
-def test_replicas_that_need_each_other_are_refused():
-    with pytest.raises(MeshwrightError, match="MW-PAR-004"):
-        ranks.run(2, trained, Plan(shard=2, zero=3), SGD, 2, 1)
+@pytest.mark.parametrize(
+    "plan", [{"shard": 2, "zero": 3}, {"replicate": 2, "cp": 2}, {}, {"replicate": 2, "compression": "int8"}]
+)
+def test_replicas_that_need_each_other_are_refused(plan):
+    with pytest.raises(MeshwrightError, match="MW-PLAN-015") as error:
+        Plan(**plan, average_every=2)
+    assert error.value.fix
+    with pytest.raises(MeshwrightError, match="MW-PLAN-015"):
+        Plan(replicate=2, average_every=2).check(MODEL.but(experts=4, top_k=2), SGD)
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}])
+def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
+    """AdamW and clipping, each replica its own; two steps apart, then the average."""
+    config = Config.from_parts(MODEL, "laptop", plan={**plan, "average_every": 8},
+                               workload={"batch": 8, "seq": 8, "precision": "fp32"})  # fmt: skip
+    proof = prove(config, ranks=4, steps=3)
+    assert proof.small.plan.average_every == 2
+    assert proof.passed, (proof.agreements[0].breaks[:3], [row for _, row in proof.rows if row.unexplained])
+    assert proof.agreements[0].errors["parameter"] < 1e-12
+    assert any("parameters are averaged in this step" in row.explained for _, row in proof.rows)
+
+
+def test_bytes_fall_by_the_steps_between_averages():
+    plans = [Plan(replicate=8, bucket=1e12), *(Plan(replicate=8, average_every=n) for n in (1, 10))]
+    cost = step_cost(step_program(MODEL, plans, Workload(batch=8, seq=8)), catalog.load("clusters", "laptop"))
+    assert cost.traffic["dp"][1] == pytest.approx(cost.traffic["dp"][0])
+    assert cost.traffic["dp"][2] == pytest.approx(cost.traffic["dp"][0] / 10)
+    assert cost.exposed["dp"][2] < cost.exposed["dp"][1]

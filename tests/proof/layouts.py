@@ -16,6 +16,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.supported import check_supported
+from meshwright.verify.prove import one_device
 from meshwright.verify.records import Job
 
 WORKLOAD = Workload(batch=8, seq=8)
@@ -123,6 +124,9 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {"recompute": "auto", "recompute_budget": 20e3, "microbatch": 2}),
     ("five", {**SP, "recompute": "full", "recompute_every": 3}),
     ("five", {**ZBV, "replicate": 2, "recompute": "full", "recompute_layers": 1}),
+    ("llama", {"replicate": 2, "average_every": 2}),
+    ("qwen", {"replicate": 2, **SP, "average_every": 1}),
+    ("gpt", {"replicate": 2, "pp": 2, "average_every": 2, "recompute": "full"}),
 ]
 FROZEN: list[dict[str, Any]] = [
     {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
@@ -143,6 +147,7 @@ class Layout(NamedTuple):
     plan: Plan
     prepare: str = ""
     router: tuple[tuple[str, Any], ...] = ()
+    emulated: Plan | None = None  # whose ranks one device stands for, where they do not do what one device would
 
     @property
     def title(self) -> str:
@@ -158,12 +163,13 @@ class Layout(NamedTuple):
 
     def job(self) -> Job:
         return Job(MODELS[self.model], self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
-                   router=dict(self.router))  # fmt: skip
+                   router=dict(self.router), emulated=self.emulated)  # fmt: skip
 
     @property
     def reference(self) -> Layout:
-        """The same training on one device, all of the batch at once."""
-        return self._replace(plan=Plan(microbatch=WORKLOAD.batch))
+        """The same training on one device, all of the batch at once, or what the ranks do in its place."""
+        one = one_device(self.job())
+        return self._replace(plan=one.plan, emulated=one.emulated)
 
 
 def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:

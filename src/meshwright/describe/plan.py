@@ -73,6 +73,9 @@ class Plan(Described):
         description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step",
     )
     bucket: Bytes = 25e6
+    average_every: Whole = Field(
+        default=0, description="local SGD: replicas train alone and average every n steps; 0: sum gradients each step"
+    )
     recompute: Recompute = "none"
     recompute_every: Size = Field(default=1, description="full: every n-th layer of a stage")
     recompute_layers: Whole = Field(default=0, description="full: so many layers of a stage at most; 0: all")
@@ -108,6 +111,7 @@ class Plan(Described):
             raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
                                   why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
         self._coherent_recompute()
+        self._coherent_averages()
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:
             raise MeshwrightError("MW-PLAN-003", f"schedule {self.schedule} runs one stage a rank, not virtual={self.virtual}",
                                   valid=VIRTUAL_SCHEDULES, fix="--set plan.schedule=interleaved")  # fmt: skip
@@ -129,6 +133,16 @@ class Plan(Described):
                                   valid=["recompute=auto with recompute_budget=20GiB"],
                                   fix="--set plan.recompute=auto" if self.recompute_budget > 0 else
                                   "--set plan.recompute_budget=20GiB")  # fmt: skip
+
+    def _coherent_averages(self) -> None:
+        together = {"zero": self.zero, "cp": self.cp > 1 and self.cp, "ep": self.ep > 1 and self.ep,
+                    "compression": self.compression != "none" and self.compression}  # fmt: skip
+        said = [f"{field}={value}" for field, value in together.items() if value]
+        if self.average_every and (said or self.replicate == 1):
+            field = next((field for field, value in together.items() if value), "average_every")
+            raise MeshwrightError("MW-PLAN-015", f"average_every={self.average_every} with {said[0] if said else 'one replica'}",
+                                  why="Replicas that train alone must be several and whole: they exchange no gradients",
+                                  fix=f"--set plan.{field}={type(self).model_fields[field].default}")  # fmt: skip
 
     # Derived
 
@@ -174,7 +188,9 @@ class Plan(Described):
 
     def made_again(self, stage: range) -> range:
         """Of one stage's layers those that full recompute makes again."""
-        return stage[:: self.recompute_every][: self.recompute_layers or None] if self.recompute == "full" else stage[:0]
+        return (
+            stage[:: self.recompute_every][: self.recompute_layers or None] if self.recompute == "full" else stage[:0]
+        )
 
     def title(self) -> str:
         """The plan in one short line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b)`."""
@@ -195,6 +211,8 @@ class Plan(Described):
         if self.ep > 1:
             words.append(f"ep {self.ep}")
         words.append(f"micro-batch {self.microbatch}")
+        if self.average_every:
+            words.append(f"averaged every {self.average_every} steps")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}{self._chosen_layers()}")
         return " · ".join(words)
@@ -262,6 +280,9 @@ class Plan(Described):
             legal = [t for t in divisors(m.heads) if m.kv_groups % t == 0 or t % m.kv_groups == 0]
             raise MeshwrightError("MW-PLAN-004", f"tp={self.tp} and {m.kv_groups} KV heads of {m.name}: one must divide the other",
                                   valid=legal, fix=f"--set plan.tp={nearest_number(self.tp, legal)}")  # fmt: skip
+        if m.experts and self.average_every:
+            raise MeshwrightError("MW-PLAN-015", f"average_every={self.average_every} with the {m.experts} experts of {m.name}",
+                                  why="Routers count the tokens of all replicas", fix="--set plan.average_every=0")  # fmt: skip
         if not m.experts:
             self._divides("tp", self.tp, m.ffn, f"FFN width {m.ffn}", m, "MW-PLAN-004")
         if self.sp and w.seq % (self.tp * self.cp):

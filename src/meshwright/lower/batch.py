@@ -38,7 +38,8 @@ RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all-gather")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd")
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
-INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank")
+INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank",
+            "average_every")  # fmt: skip
 FLAGS = ("sp", "reshard", "prefetch", "master")
 ORDERS = tuple(permutations(AXES))
 
@@ -49,6 +50,7 @@ class Batch:
     def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
         self.model, self.workload, self.stack = model, workload, stack
         self.partly: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
+        self.average_every: np.ndarray | float = 0.0
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard

@@ -5,6 +5,7 @@
     zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
     zero 3   parameters live as shards: each layer gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
+    local    replicas train alone; every n-th step they all-reduce their parameters: 1/n of the bytes
 
 Weights of experts are replicated on fewer ranks (expert_dp) and reduce there. Context-parallel ranks hold the same weights,
 so they reduce with dp.
@@ -54,6 +55,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
+    on = on * (batch.average_every == 0)
     topk = batch.compression == COMPRESSIONS.index("top-k")
     quantised = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("int8", "int4")])
     factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
@@ -85,6 +87,16 @@ def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
     buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
     return [Op("gather-parameters", kind, "collective", on * buckets, collective="all_gather", axis=shard,
                message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
+
+
+def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
+    """Local SGD: every n-th step replicas average their parameters, masters where there are any."""
+    if not np.any(batch.average_every):
+        return []
+    n = elements * np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
+    count = (batch.average_every > 0) / np.maximum(batch.average_every, 1.0)
+    return [Op("average-parameters", kind, "collective", count, collective="all_reduce", axis="replicate",
+               message_bytes=n, stream="comm:dp")]  # fmt: skip
 
 
 def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[Op]]:
@@ -137,7 +149,8 @@ def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
                 launches=np.ceil(tensors / 50) + 4,
             )
         )
-        ops.append(Op("norm-sum", "optimizer", "collective", (batch.world > 1) * 1.0, collective="all_reduce", axis="world",
+        together = (batch.world > 1) & (batch.average_every == 0)
+        ops.append(Op("norm-sum", "optimizer", "collective", together * 1.0, collective="all_reduce", axis="world",
                       message_bytes=4.0, stream="comm:dp"))  # fmt: skip
     return ops
 
@@ -162,6 +175,7 @@ def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     groups = {g: c for g, c in counts.items() if g == "dense" or batch.model.experts}
     reductions = [op for group, count in groups.items() for op in gradient_reduction(batch, count, group)]
     gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
+    gathers += parameter_average(batch, counts["dense"], "dense")
     return [
         op
         for op in (*reductions, *optimizer(batch, owned(batch, counts), tensors(batch)), *gathers)

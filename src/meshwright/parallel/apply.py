@@ -79,8 +79,12 @@ class Parallel:
             total += loss.detach()
         return total
 
-    def group(self, axis: str) -> distributed.ProcessGroup | None:
-        return self.mesh.group(axis) if self.local is None else self.local.group_of(axis)
+    def groups(self, axis: str) -> list[distributed.ProcessGroup]:
+        """Over which a number is summed that all ranks of an axis must know; one after the other."""
+        if self.local is not None:
+            return self.local.groups(axis)
+        group = self.mesh.group(axis)
+        return [] if group is None else [group]
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.loss(output, target) / self.tokens
@@ -170,6 +174,8 @@ def apply(
                         places=places, dtype=dtype, masters=masters_of(pieces, plan))  # fmt: skip
     if parallel.masters is not None:
         initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
+    if plan.average_every:
+        LocalSgd(parallel)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     return parallel

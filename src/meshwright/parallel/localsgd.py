@@ -24,7 +24,6 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from meshwright.errors import MeshwrightError
 from meshwright.parallel.zero import buckets_of
 
 if TYPE_CHECKING:
@@ -32,35 +31,21 @@ if TYPE_CHECKING:
 
 
 class LocalSgd:
-    """Put on a `Parallel`, before its training starts."""
+    """Put on a `Parallel` whose plan says `average_every`, before its training starts."""
 
-    def __init__(self, parallel: Parallel, every: int) -> None:
-        plan, mesh = parallel.plan, parallel.mesh
-        if every < 1 or plan.zero or plan.cp > 1 or plan.ep > 1:
-            raise MeshwrightError("MW-PAR-004", f"local SGD every {every} steps on {plan.title()}",
-                                  why="Replicas must be whole: with ZeRO, cp or ep they need each other in every step",
-                                  valid=["replicate with tp and pp", "every ≥ 1"])  # fmt: skip
-        self.every, self.parallel = every, parallel
+    def __init__(self, parallel: Parallel) -> None:
+        mesh = parallel.mesh
+        self.every, self.parallel = parallel.plan.average_every, parallel
         self.group = mesh.group("replicate")
-        self.replica = self._replica_group()
         self.since, self.tokens = 0, torch.zeros((), dtype=torch.float64, device=mesh.device)
         for bucket in buckets_of(parallel.reductions):
             bucket.group = None
         parallel.local = self
 
-    def _replica_group(self) -> ProcessGroup | None:
-        """The ranks of one replica: over which norms and losses are summed."""
-        mesh = self.parallel.mesh
-        ranks = range(mesh.size("world"))
-        places = [mesh.layout.coordinates(rank)["replicate"] for rank in ranks]
-        groups = [[rank for rank in ranks if places[rank] == i] for i in range(mesh.size("replicate"))]
-        return mesh._new_groups(groups) if len(groups[0]) > 1 else None
-
-    def group_of(self, axis: str) -> ProcessGroup | None:
-        """In the place of the mesh's: the data axes are quiet, the world is this replica."""
-        if axis in ("dp", "dp_cp", "replicate"):
-            return None
-        return self.replica if axis == "world" else self.parallel.mesh.group(axis)
+    def groups(self, axis: str) -> list[ProcessGroup]:
+        """In the place of the mesh's: the data axes are quiet, the world is this replica's stages and their shards."""
+        axes = {"world": ("tp", "pp"), "dp": (), "dp_cp": (), "replicate": ()}.get(axis, (axis,))
+        return [group for group in map(self.parallel.mesh.group, axes) if group is not None]
 
     @torch.no_grad()
     def after_update(self, tokens: torch.Tensor) -> bool:

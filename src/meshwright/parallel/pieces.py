@@ -64,6 +64,8 @@ def pieces_of(
     for name, parameter in module.named_parameters():
         shape, start = list(parameter.shape), [0] * parameter.ndim  # of a DTensor the shape before sharding
         axes_of_copies, first = {"tp", "cp", "replicate", "shard"}, True
+        if mesh.layout.plan.average_every:  # each replica has a norm of its own
+            axes_of_copies.remove("replicate")
         if split is not None and name in split.cuts:
             cut = split.cuts[name]
             shape[cut.dim], start[cut.dim] = cut.full, cut.start

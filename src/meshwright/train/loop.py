@@ -97,7 +97,6 @@ class Trainer:
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
 
     def summed(self, values: torch.Tensor, axis: str) -> torch.Tensor:
-        group = self.parallel.group(axis)
-        if group is not None:
+        for group in self.parallel.groups(axis):
             distributed.all_reduce(values, group=group)
         return values

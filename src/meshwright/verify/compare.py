@@ -60,6 +60,11 @@ class Agreement:
 
 def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None) -> Agreement:
     """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed."""
+    if one.replicas:
+        alone = [[trace for trace in many if trace.coordinates["replicate"] == i] for i in range(len(one.replicas))]
+        parts = [compare(*pair, bounds) for pair in zip(one.replicas, alone, strict=True)]
+        worst = {what: max(part.errors[what] for part in parts) for what in ORDER}
+        return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks])
     dtype = many[0].dtype
     position = {piece.name: i for i, piece in enumerate(one.pieces)}
     whole = {piece.name: piece for piece in one.pieces}
@@ -114,6 +119,9 @@ def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
 
 def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], float]:
     """Bounds for float32, from one device's float32 run against its float64 run."""
+    if single.replicas:
+        parts = [bounds_from_rounding(*pair) for pair in zip(single.replicas, double.replicas, strict=True)]
+        return {key: max(part[key] for part in parts) for key in parts[0]}
     steps = range(len(double.losses))
     worst: dict[str, list[float]] = {what: [] for what in ORDER}
     for step in steps:

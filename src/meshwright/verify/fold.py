@@ -52,7 +52,7 @@ def small_copy(config: Config, ranks: int) -> Small:
 
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
     plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False,
-             "recompute_layers": min(plan.recompute_layers, 1)}  # fmt: skip
+             "recompute_layers": min(plan.recompute_layers, 1), "average_every": min(plan.average_every, 2)}  # fmt: skip
     if plan.world <= ranks:
         uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage) if plan.virtual <= 2 else ()
         return plan.but(

@@ -107,6 +107,9 @@ def run(job: Job, device: str) -> list[dict[str, Trace]]:
 
 def one_device(job: Job) -> Job:
     """The same model and global batch on one device, all of the batch at once, and no fault injected."""
+    if job.plan.average_every:
+        plan = Plan(microbatch=job.workload.batch // job.plan.dp, param_dtype="fp32", master=False)
+        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
     if lossy(job.plan):
         plan = Plan(microbatch=job.plan.microbatch, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)

@@ -78,3 +78,4 @@ class Trace:
     observed: Observed | None = None
     traffic: list[Row] = field(default_factory=list)
     predicted_bytes: float = 0.0
+    replicas: list[Trace] = field(default_factory=list)  # of one device in the place of several that train alone

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from meshwright.describe.plan import Plan
 from meshwright.models import RouterOptions
-from meshwright.parallel.apply import apply
+from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.zero import Emulated
 from meshwright.train.data import RandomSamples
 from meshwright.train.loop import Trainer
@@ -33,14 +34,36 @@ def record(context: RankContext, job: Job) -> dict[str, Trace]:
 
 
 def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
-    parallel = apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
-                     seed=job.seed, scatter=True, order=job.order, router=RouterOptions(**job.router))  # fmt: skip
+    if job.emulated is not None and job.emulated.average_every:
+        return record_replicas(context, job, dtype, job.emulated)
+    parallel = put_on(context, job, dtype)
     if job.emulated is not None:
         (module,) = parallel.stages.values()
         parallel.reductions = [Emulated(module, job.emulated, job.emulated.microbatches(job.workload))]
     trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
+    trace = recorded(trainer, context.rank, dtype)
+    trainer.train(job.steps)
+    if job.watch and dtype == job.dtypes[-1]:
+        trainer.after_gradients.clear()
+        trainer.after_step.clear()
+        with Observer(trainer) as observer:
+            trainer.train_step()
+        trace.observed = observer.observed()
+        trace.traffic = compare_traffic(parallel, trace.observed)
+        trace.predicted_bytes = predicted_memory(parallel)
+    return trace
+
+
+def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
+    return apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
+                 seed=job.seed, scatter=True, order=job.order, router=RouterOptions(**job.router))  # fmt: skip
+
+
+def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
+    """A trace that the trainer's coming steps will fill."""
+    parallel = trainer.parallel
     pieces = [PieceTrace(p.name, p.start) for p in parallel.pieces]
-    trace = Trace(context.rank, dtype, parallel.mesh.coordinates, pieces=pieces)
+    trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
 
     def take_gradients(step: int) -> None:
         for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
@@ -54,16 +77,35 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 
     trainer.after_gradients.append(take_gradients)
     trainer.after_step.append(take_parameters)
-    trainer.train(job.steps)
-    if job.watch and dtype == job.dtypes[-1]:
-        trainer.after_gradients.clear()
-        trainer.after_step.clear()
-        with Observer(trainer) as observer:
-            trainer.train_step()
-        trace.observed = observer.observed()
-        trace.traffic = compare_traffic(parallel, trace.observed)
-        trace.predicted_bytes = predicted_memory(parallel)
     return trace
+
+
+def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> Trace:
+    """One device in the place of replicas that train alone and average now and then: a trainer for each."""
+    share = job.workload.batch // plan.replicate
+    trainers = [Trainer(put_on(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
+                for _ in range(plan.replicate)]  # fmt: skip
+    traces = [recorded(trainer, i, dtype) for i, trainer in enumerate(trainers)]
+    tokens = [0] * len(trainers)
+    for step in range(job.steps):
+        for i, trainer in enumerate(trainers):
+            trainer.indices = range(i * share, (i + 1) * share)
+            tokens[i] += trainer.train_step().tokens
+        if (step + 1) % plan.average_every == 0:
+            average(trainers, tokens)
+            tokens = [0] * len(trainers)
+            for trainer, trace in zip(trainers, traces, strict=True):
+                for piece, kept in zip(trainer.parallel.pieces, trace.pieces, strict=True):
+                    kept.parameters[-1] = as_array(piece.local)
+    return Trace(context.rank, dtype, replicas=traces)
+
+
+@torch.no_grad()
+def average(trainers: list[Trainer], tokens: list[int]) -> None:
+    for alike in zip(*(trainer.parallel.pieces for trainer in trainers), strict=True):
+        mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(alike, tokens, strict=True))
+        for piece in alike:
+            piece.local.copy_(mean)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

@@ -98,6 +98,7 @@ def once_a_step(program: StepProgram, here: Holding) -> list[Op]:
             *sync.gradient_reduction(program.batch, count, group),
             *sync.parameter_gather(program.batch, count, group),
         ]
+        ops += sync.parameter_average(program.batch, count, group) if group == "dense" else []
     return ops + sync.optimizer(program.batch, 1.0, 1.0)
 
 
@@ -202,6 +203,9 @@ def unevenness(parallel: Parallel) -> float:
 
 def bookkeeping(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
     mesh = parallel.mesh
+    if parallel.local is not None:
+        yield from averaged(parallel, low)
+        return
     if mesh.size("dp_cp") > 1:
         yield Explanation("valid tokens are counted over dp", canonical(mesh, "dp_cp"), "all_reduce", 1, 8)
     if mesh.size("world") > 1:
@@ -213,6 +217,23 @@ def bookkeeping(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Itera
     tied = [p for p in parallel.pieces if p.tied]
     if len(tied) == 1:
         yield Explanation("the two ends sum a tied embedding's gradient", "pp", "all_reduce", 1, tied[0].local.nbytes)
+
+
+def averaged(parallel: Parallel, low: dict[tuple[str, str], Amount]) -> Iterator[Explanation]:
+    """Replicas average in some steps and are quiet in others; the lowered program has the mean of them."""
+    assert parallel.local is not None
+    key = canonical(parallel.mesh, "replicate"), "all_reduce"
+    count, total = low[key]
+    now = (1, sum(p.local.nbytes for p in parallel.pieces) + parallel.pieces[0].local.element_size())
+    name = "parameters are averaged in this step" if parallel.local.since == 0 else "parameters are not averaged yet"
+    yield Explanation(
+        name, *key, *((now[0] - count, now[1] - total) if parallel.local.since == 0 else (-count, -total))
+    )
+    for axis in ("tp", "pp"):
+        if parallel.mesh.size(axis) > 1:
+            yield Explanation(
+                "a replica sums its norm and its loss", canonical(parallel.mesh, axis), "all_reduce", 1, 16
+            )
 
 
 def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
