@@ -47,11 +47,12 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
         assert found.rows.time[found.rows.family == code].min() == pytest.approx(
             rows.time[family == code].min(), rel=1e-12
         )
-    sure = (rows.virtual == 1) | (where.model.layers % (rows.pp * rows.virtual) == 0)
     for best, rung in zip(found.incumbents.front, found.incumbents.limits, strict=True):
-        assert best == pytest.approx(rows.time[sure & (rows.memory <= rung)].min(initial=np.inf), rel=1e-12)
-    close = rows.time <= rows.time[sure].min() * (1 + MARGIN)
-    assert (found.rows.time <= rows.time[sure].min() * (1 + MARGIN)).sum() == close.sum()
+        within = rows.take(rows.memory <= rung)
+        # A walk during the search may tighten what plans need at most.
+        assert 0.99 * within.low.min(initial=np.inf) <= best <= within.high.min(initial=np.inf) * (1 + 1e-12)
+    enough = found.incumbents.front[0] * (1 + MARGIN)
+    assert (found.rows.time <= enough).sum() == (rows.time <= enough).sum()
     assert {*np.unique(found.rows.family), *found.misfits} >= {*np.unique(family)}
 
 
@@ -104,13 +105,19 @@ def test_no_plan_beats_the_bounds_above_it(seed):
     rows = bounds.of_sharded(where, rows.but(m3=rows.memory, t3=rows.time))
     rows = bounds.of_schedules(where, some(where.scheduled(rows.but(t4=rows.time, m4=rows.memory)), 2500))
     exact = Search(where, np.inf).cost(rows)
+    assert (exact.low <= exact.closed * (1 + 1e-9)).all()
+    assert (exact.closed <= exact.high).all()
+    # A rank made longer by unequal virtual stages hides more of its gradients' reduction: by that little its low end may lie below a bound.
+    uneven = model.layers % (rows.pp * rows.virtual) != 0
+    least = np.where(uneven, np.minimum(exact.closed, 1.02 * exact.low), exact.low) * (1 + 1e-9)
     for k in range(5):
-        assert (rows.columns[f"t{k}"] <= exact.time * (1 + 1e-9)).all(), f"time, layer {k}"
+        assert (rows.columns[f"t{k}"] <= least).all(), f"time, layer {k}"
         assert (rows.columns[f"m{k}"] <= exact.memory * (1 + 1e-9)).all(), f"memory, layer {k}"
-    assert (rows.time <= exact.time * (1 + 1e-9)).all()
+    assert (rows.time <= least).all()
     assert (rows.memory <= exact.memory * (1 + 1e-9)).all()
     assert rows.exact.any() != where.stack.blocking_p2p
-    np.testing.assert_allclose(rows.time[rows.exact], exact.time[rows.exact], rtol=1e-9)
+    for name in ("time", "low", "closed", "high", "estimate"):
+        np.testing.assert_allclose(rows.columns[name][rows.exact], exact.columns[name][rows.exact], rtol=1e-9)
     np.testing.assert_allclose(rows.memory[rows.exact], exact.memory[rows.exact], rtol=1e-9)
 
 
@@ -159,7 +166,7 @@ def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
     )
     found = search(where)
     rows = found.rows.take(found.rows.pp > 1)
-    rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)), estimate=rows.time)
+    rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)))
     few = rows.take(slice(0, 8))
     short = [c.time for c in leaders.walked(where, few, found)]
     monkeypatch.setattr(walking, "ACTIONS", 10**9)
@@ -174,4 +181,4 @@ def test_families_have_names():
         plan = where.plan(found.rows, i)
         assert families.name_of(plan) == families.NAMES[int(found.rows.family[i])]
     batch = step_cost(step_program(where.model, where.plan(found.rows, 0), where.workload, where.stack), where.cluster)
-    assert float(batch.time[0]) == pytest.approx(float(found.rows.time[0]), rel=1e-9)
+    assert float(batch.time[0]) == pytest.approx(float(found.rows.closed[0]), rel=1e-9)

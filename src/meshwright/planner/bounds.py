@@ -33,6 +33,7 @@ from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import mean_holding
 from meshwright.lower.step import lower
+from meshwright.planner import brackets
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes, join
 from meshwright.programs.pipelines import formulas
@@ -44,20 +45,8 @@ TELLING = 5  # ranks of a pipeline that a batch looks at, at most
 RANKS = tuple(
     f"{x}{k}" for x in "rbo" for k in range(TELLING)
 )  # their numbers, bytes, and bytes of one more micro-batch in flight
-SCHEDULED = (
-    "pp",
-    "dp",
-    "microbatch",
-    "f",
-    "i",
-    "w",
-    "closing",
-    "pace",
-    "message",
-    "folded",
-    "saved",
-    *RANKS,
-)  # what tells schedules apart
+# What tells schedules apart.
+SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "pace", "message", "folded", "saved", "ends", "longest", *RANKS)  # fmt: skip
 
 
 def kernel(space: Space, rows: Table) -> Table:
@@ -199,7 +188,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
     folded = rows.memory + besides(program, cost)
     rows = rows.but(f=rank.f, i=rank.i, w=rank.w, closing=closing, pace=pace, message=np.broadcast_to(cost.boundary, n), folded=folded,
-                    **telling(program, cost))  # fmt: skip
+                    **telling(program, cost), **brackets.ends(program, cost))  # fmt: skip
     work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
     time, least = best_schedule(space, work, in_flight_bytes, limit)
@@ -242,10 +231,12 @@ def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
 def of_schedules(space: Space, plans: Table) -> Table:
     """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules.
 
-    `exact` says where that is what costing them would give: looped schedules whose ranks hold what they hold with one stage each.
+    `exact` says where their brackets (`planner.brackets`) and bytes are what costing them would give: looped schedules whose ranks hold what
+    they hold with one stage each. There `time` is the bracket's low end.
     """
     layers, plans = space.model.layers, plans.but(m=space.microbatches(plans), bytes=plans.folded)
     time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
+    ramp = np.zeros(len(plans))
     alike = space.model.kind == "counts" or len(set(space.model.layer_kinds)) == 1
     for code in np.unique(plans.schedule[plans.pp > 1]):
         at = np.flatnonzero((plans.schedule == code) & (plans.pp > 1))
@@ -262,10 +253,12 @@ def of_schedules(space: Space, plans: Table) -> Table:
         ):  # blocking messages are part of every stage's time, more of them with more stages
             same = (v == 1) | ((layers % (rows.pp * v) == 0) & alike)
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
-            ramp = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
-            time[at[same]] = (rows.pace + rows.closing + ramp)[same]
+            ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same
-    return plans.but(time=time, memory=memory, exact=exact)
+    found = brackets.bracket(
+        space, plans.but(ramp=ramp, mean=plans.f + plans.i + plans.w, leads=np.zeros(len(plans), bool))
+    )
+    return plans.but(time=np.where(exact, found.low, time), memory=memory, exact=exact, **found.columns)
 
 
 def held(rows: Table, schedule: str, m: np.ndarray, virtual: np.ndarray) -> np.ndarray:

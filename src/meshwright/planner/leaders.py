@@ -1,10 +1,9 @@
 """From what the search found to a ranking that rests on simulated steps.
 
 The closed forms that rank a million plans treat the stages of a pipeline as equal. The **leaders** are walked instead: every stage gets its own
-times, the schedule is built and simulated action by action (`cost.walked`), and what happens once a step is added. Where virtual stages have
-unequal numbers of layers the closed form is too hopeful, by up to a sixth. What one walk finds is therefore taken as the estimate for all
-plans of the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new estimates, in waves, until those that
-lead have all been walked.
+times, the schedule is built and simulated action by action (`cost.walked`), and what happens once a step is added. What one walk finds corrects
+the estimate of all plans of the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new estimates, in
+waves, until those that lead have all been walked.
 
 Of plans that look alike (same degrees, micro-batch, recompute and schedule; only placement and sharding differ) the fastest and the simplest
 are walked. In the end
@@ -12,9 +11,6 @@ are walked. In the end
     winner = the simplest plan within 0.5% of the fastest walked
 
 Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that.
-
-Where the closed forms turn out too slow by more than the margin of the search (tiny models, whose host is the limit; stages of different kinds), a
-plan that walks well may have been left out, so the search is done again with twice that as its margin.
 """
 
 from __future__ import annotations
@@ -26,13 +22,12 @@ import numpy as np
 from meshwright.describe.plan import Plan
 from meshwright.lower.batch import ORDERS
 from meshwright.planner import families
-from meshwright.planner.search import MARGIN, RUNG, STEPS, Found, Progress, search
+from meshwright.planner.search import RUNG, STEPS, Found, Progress, search
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes
 from meshwright.planner.walking import walk
 
 TIE = 0.005
-WIDEST = 0.15  # no margin of a second search is larger
 MOST_WALKED = 12  # plans of each kind near the best that are walked
 MOST_WAVES = 12
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
@@ -66,24 +61,11 @@ class Ranking:
     families: dict[str, Candidate]
     front: list[Candidate]  # by rising headroom, each the fastest with at least that much
 
-    @property
-    def overestimate(self) -> float:
-        """By how much the closed forms are too slow, at most, among plans near the best."""
-        return max(c.closed / c.time - 1 for c in self.leaders if c.time <= self.best.time * (1 + 5 * MARGIN))
-
 
 def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> tuple[Found, Ranking | None]:
-    """Search and rank, with a wider margin where the closed forms turn out to need one. No ranking: nothing fits."""
+    """Search and rank. No ranking: nothing fits."""
     found = search(space, headroom, progress)
-    if not len(found.rows):
-        return found, None
-    ranking = rank(space, found)
-    if ranking.overestimate > MARGIN:
-        costed = found.costed
-        found = search(space, headroom, progress, min(2 * ranking.overestimate, WIDEST))
-        found.costed += costed
-        ranking = rank(space, found)
-    return found, ranking
+    return found, rank(space, found) if len(found.rows) else None
 
 
 def rank(space: Space, found: Found) -> Ranking:
@@ -95,8 +77,9 @@ def rank(space: Space, found: Found) -> Ranking:
         shape=codes([rows.columns[name] for name in SHAPE]),
         flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]),
         complexity=families.complexity(rows, own),
-        estimate=rows.time.copy(),
     )
+    first = rows.estimate
+    rows = rows.but(estimate=first.copy())
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
         wave = [i for i in wanted(rows, found) if i not in seen]
@@ -105,7 +88,7 @@ def rank(space: Space, found: Found) -> Ranking:
         for i, candidate in zip(wave, walked(space, rows.take(wave), found), strict=True):
             seen[i] = candidate
             same = rows.flow == rows.flow[i]
-            rows.estimate[same] = rows.time[same] * candidate.time / candidate.closed
+            rows.estimate[same] = first[same] * candidate.time / first[i]
         for i, candidate in seen.items():
             rows.estimate[i] = candidate.time
     return ranked(list(seen.values()), space.cluster.accelerator.memory)

@@ -5,16 +5,16 @@ for a plan that fits; where there is none that is proved, and told by how much t
 the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
 only if its bound says that it may
 
-- come within 3% of the best;
+- come within 1% of the best;
 - or be the best of its family, or improve the front. This has an effort: a family that lost, or a front, that took more is marked
   as not proved.
 
     frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
 
-The closed form of a pipeline with unequal virtual stages is too hopeful. Such plans are kept as long as it says so, but only a walked one counts as
-an incumbent. So every plan within 3% of the best, by the closed forms, has been costed exactly; the rest is proved slower or too large. The
-leaders are then walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests on that. Nothing
-here is random: the same question has the same answer.
+The closed form of a pipeline with unequal stages may be off, so a plan has a bracket (`brackets`): it is kept while its low end is hopeful, and
+stops others by its high end, or by its walked time. So every plan that may come within 1% of the best has been costed exactly; the rest is proved
+slower or too large. The leaders are then walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests
+on that. Nothing here is random: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -28,30 +28,26 @@ import numpy as np
 from meshwright.cost.step import step_cost
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.step import lower
-from meshwright.planner import bounds, families
+from meshwright.planner import bounds, brackets, families
 from meshwright.planner.space import NAIVE, Space
 from meshwright.planner.table import Table, codes, join
 from meshwright.planner.walking import walk
 
-MARGIN = 0.03  # plans this close to the best are all costed …
+MARGIN = 0.01  # plans this close to the best are all costed …
 FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
 FRONT_EFFORT = 250_000  # plans costed that are slower than the best, for families and the front together
 FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
-SIZES = (
-    (16, 1024),
-    (32, 1024),
-    (32, 1024),
-    (256, 4096),
-    (512, 4096),
-)  # rows of each layer opened at once: few until there are incumbents
+# Rows of each layer opened at once: few until there are incumbents.
+SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))
 MOST_WALKS = 24  # plans walked during the search
 FEW, FEW_SIZES = 24, 4  # frames of each family, and micro-batches of theirs, that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (*DEGREES, "ep", "etp", "microbatch", "recompute", "sp", "cp_kind", "zero", "shard", "replicate", "schedule", "virtual", "reshard",
         "reduce_each", "order", "dtype", "lap")  # fmt: skip
+COSTED = ("time", "memory", "low", "closed", "high", "estimate")
 HOPE = ("time", "memory", "tp", "pp", "cp", "ep", "zero", "replicate")  # what tells whether a row may pay
 Progress = Callable[[float], None]
 
@@ -61,7 +57,6 @@ class Incumbents:
     """The best times found, by family and by memory limit, and the plans that hold them or come close."""
 
     limit: float
-    layers: int
     margin: float = MARGIN
     family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
     front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
@@ -90,23 +85,21 @@ class Incumbents:
 
     def offer(self, rows: Table) -> None:
         """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
-        rows = rows.only(*PLAN, "time", "memory").take(rows.memory <= self.limit)
+        rows = rows.only(*PLAN, *COSTED).take(rows.memory <= self.limit)
         if not len(rows):
             return
-        rows = rows.but(
-            family=families.family(rows), sure=(rows.virtual == 1) | (self.layers % (rows.pp * rows.virtual) == 0)
-        )
-        self.count(rows.take(rows.sure))
+        rows = rows.but(family=families.family(rows))
+        self.count(rows)
         self.kept.append(rows.take(self._good(rows)))
         if len(self.kept) > 64:
             self.kept = [self.found()]
 
     def count(self, rows: Table) -> None:
-        """Take times that are sure as incumbents."""
-        np.minimum.at(self.family, rows.family, rows.time)
+        """Take what plans need at most as incumbents."""
+        np.minimum.at(self.family, rows.family, rows.high)
         rung = self.rung(rows.memory)
         for k in range(STEPS):
-            self.front[k] = min(self.front[k], rows.time[rung >= k].min(initial=np.inf))
+            self.front[k] = min(self.front[k], rows.high[rung >= k].min(initial=np.inf))
 
     def _good(self, rows: Table) -> np.ndarray:
         close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + self.margin))[rows.family]
@@ -139,7 +132,7 @@ class Search:
 
     def __init__(self, space: Space, limit: float, progress: Progress | None = None, margin: float = MARGIN) -> None:
         self.space, self.progress = space, progress
-        self.best = Incumbents(limit, space.model.layers, margin)
+        self.best = Incumbents(limit, margin)
         self.costed = self.walks = self.spent_on_front = 0
         self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
         self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
@@ -170,10 +163,12 @@ class Search:
 
     def cost(self, rows: Table) -> Table:
         """Whole plans with their exact seconds and bytes."""
-        cost = step_cost(lower(self.space.batch(rows)), self.space.cluster)
+        program = lower(self.space.batch(rows))
+        cost = step_cost(program, self.space.cluster)
         self.costed += len(rows)
+        found = brackets.of(self.space, program, cost)
         return rows.only(*PLAN).but(
-            time=np.broadcast_to(cost.time, len(rows)), memory=np.broadcast_to(cost.peak_memory, len(rows))
+            time=found.low, memory=np.broadcast_to(cost.peak_memory, len(rows)), **found.columns
         )
 
     # Down the layers
@@ -232,13 +227,14 @@ class Search:
         """Plans whose bounds are exact are costed by that: those without a pipeline, and most looped schedules. The others go on."""
         alone = rows.pp == 1
         if alone.any():
-            self.best.offer(self.space.scheduled(rows.take(alone)))
+            exact = self.space.scheduled(rows.take(alone))
+            self.best.offer(exact.but(low=exact.time, closed=exact.time, high=exact.time, estimate=exact.time))
         rows = rows.take(~alone)
         light = rows.only(*HOPE, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
         plans = bounds.of_schedules(self.space, self.space.scheduled(light))
         plans = plans.take(self.hopeful(plans.only(*HOPE)))
         exact, rest = (
-            rows.take(some.place).but(**some.only("time", "memory", "schedule", "virtual").columns)
+            rows.take(some.place).but(**some.only("schedule", "virtual", *COSTED).columns)
             for some in (plans.take(plans.exact), plans.take(~plans.exact))
         )
         self.costed += len(exact)
@@ -246,15 +242,16 @@ class Search:
         return rest
 
     def confirm(self) -> None:
-        """Walk the most hopeful plan whose closed form is not sure: its walked time, which can be had, tightens the incumbents."""
+        """Walk the most hopeful plan whose bracket is wide: its walked time, which can be had, tightens the incumbents."""
         if self.walks >= MOST_WALKS or not self.best.kept:
             return
         rows = self.best.kept[-1]
-        rows = rows.take(~rows.sure & (rows.time < self.best.front[0] * (1 - self.best.margin)))
+        margin, best = self.best.margin, self.best.front[0]
+        rows = rows.take((rows.high > rows.low * (1 + margin)) & (rows.estimate < best * (1 - margin)))
         if len(rows):
-            first = rows.take([int(rows.time.argmin())])
+            first = rows.take([int(rows.estimate.argmin())])
             self.walks += 1
-            self.best.count(first.but(time=walk(self.space, first)[1]))
+            self.best.count(first.but(high=walk(self.space, first)[1]))
 
     # Least memory
 

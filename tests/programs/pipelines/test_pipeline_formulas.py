@@ -73,6 +73,14 @@ def test_transfers_of_any_length_are_exact_for_one_stage_a_rank(setting, times, 
     assert makespan(*setting, *times, p2p, overlap) == pytest.approx(found.makespan, rel=1e-12)
 
 
+@pytest.mark.parametrize(("name", "virtual"), [("zb-h1", 1), ("interleaved-zb", 2)])
+@pytest.mark.parametrize("p2p", [0.5, 1.0, 3.0])
+def test_transfers_longer_than_the_weights_pace_a_zero_bubble_schedule(name, virtual, p2p):
+    times = (1.0, 1.0, 0.3)
+    found = float(makespan(name, 4, 32, virtual, *times, p2p))
+    assert found == pytest.approx(walked(name, 4, 32, virtual, times, p2p=p2p).makespan, rel=0.05)
+
+
 @given(settings_of(), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 0.1))
 @settings(max_examples=120, deadline=None)
 def test_blocking_transfers_are_estimated_from_above_and_closely(setting, times, p2p):

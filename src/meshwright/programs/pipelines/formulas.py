@@ -13,6 +13,7 @@ pieces of work a rank:
     zb-h1             M+q        M          M          3q           weights fill the drain, the fill is left
                       M          M+q        M          2q
                       M+q        M+q        M−q        4q           … where W is too short to fill it
+                      M+q        M+q        1          1f1b's       … where transfers are longer than W
     zb-h2             M+q        M          M          q            only the staircase is left
     zbv, dualpipev    the same kind, on stages half as long
 
@@ -186,6 +187,8 @@ def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
         (np.where(few, wide, n), np.where(few, wide, n), np.where(few, 1, n),
          few * (all_around + 2 * np.maximum(0, m - 2))),
         (np.where(few, v * p, n), np.where(few, wide, n), np.where(few, m, n), few * all_around),
+        # Transfers longer than W: a forward and a backward then wait for each other as in 1F1B, and weights fill the gaps.
+        (n + ~few * q, n + ~few * q, np.ones_like(n), ~few * _transfers_1f1b(p, n, overlap=True)),
     ]  # fmt: skip
 
 
