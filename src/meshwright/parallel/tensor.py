@@ -26,6 +26,9 @@ On a module of your own, or of Hugging Face, on every rank of `group` alike:
     model(input_ids=ids, labels=ids).loss.backward()
     done.sum_gradients(model)                                            # once a step: copies, and norms under sp
     norm = done.norm(model)                                              # of the whole model: each element once
+
+Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does. Under
+sequence parallelism its embedding returns a share of the sequence: pass `position_ids`, which it would count off that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""A user's own module under tensor parallelism: Hugging Face models give the outputs and gradients of one device."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import ranks
+from meshwright.errors import MeshwrightError
+from meshwright.parallel import tables
+from meshwright.parallel.tensor import split
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40,
+         "max_position_embeddings": 16}  # fmt: skip
+MODELS = {  # class, KV heads, what else differs, table
+    "llama": ("LlamaForCausalLM", 2, {"attention_bias": True, "pad_token_id": 3}, tables.LLAMA),
+    "mistral": ("MistralForCausalLM", 1, {"sliding_window": 4}, tables.LLAMA),
+    "qwen2": ("Qwen2ForCausalLM", 2, {"tie_word_embeddings": True}, tables.LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", 2, {"head_dim": 6}, tables.QWEN3),
+}
+BOUND = 1e-13
+
+
+def made(name):
+    import transformers
+
+    kind, kv_heads, more, table = MODELS[name]
+    model_class = getattr(transformers, kind)
+    config = model_class.config_class(**SIZES, num_key_value_heads=kv_heads, **more)
+    torch.manual_seed(0)
+    model = model_class(config).double()
+    for parameter in model.parameters():  # no bias at zero, no norm at one
+        nn.init.normal_(parameter, std=0.3)
+    for part in model.modules():
+        if type(part).__name__.endswith("RMSNorm"):  # theirs goes through float32 and would hide what float64 shows
+            part.forward = partial(wide_norm, part)
+    return model, config, table
+
+
+def wide_norm(part, x):
+    return functional.rms_norm(x, part.weight.shape, part.weight, part.variance_epsilon)
+
+
+def loss_of(logits, ids):
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def error_of(got, expected):
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def compared(name, group, options):
+    """The largest relative difference from one device: of logits, norm and every gradient."""
+    plain, _, _ = made(name)
+    model, config, table = made(name)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    done = split(model, table, group, head=head, **options)
+    ids = torch.arange(16).view(2, 8) * 7 % SIZES["vocab_size"]
+    ids[0, 3] = 3
+    places = {"position_ids": torch.arange(8)[None]}
+    errors = {}
+    for _ in range(2):  # gradients accumulate, and are completed once
+        expected, got = plain(input_ids=ids, **places).logits, model(input_ids=ids, **places).logits
+        loss_of(expected, ids).backward()
+        loss_of(got, ids).backward()
+    done.sum_gradients(model)
+    errors["logits"] = error_of(got, expected)
+    true = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    errors["norm"] = error_of(done.norm(model), true)
+    whole, names = dict(plain.named_parameters()), [n for n, _ in model.named_parameters()]
+    assert names == list(whole)
+    for n, p in model.named_parameters():
+        full = whole[n].grad
+        if n in done.cuts:
+            cut = done.cuts[n]
+            full = full.narrow(cut.dim, cut.start, p.shape[cut.dim])
+        errors[n] = error_of(p.grad, full)
+    return errors, {n: cut.copies for n, cut in done.cuts.items()}
+
+
+CASES = [("llama", 2, {}), ("mistral", 2, {"form": "all-gather"}), ("llama", 4, {}), ("qwen2", 4, {"sequence": True}),
+         ("qwen3", 4, {})]  # fmt: skip
+
+
+def compared_all(context):
+    from torch import distributed
+
+    pairs = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    groups = {2: pairs[context.rank // 2], 4: distributed.group.WORLD}
+    return [compared(name, groups[world], options) for name, world, options in CASES]
+
+
+@cache
+def by_rank():
+    """One set of ranks for all: importing their library takes longer than the rest."""
+    return ranks.run(4, compared_all, silence=60)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{world}" for name, world, _ in CASES])
+def test_a_hugging_face_model_computes_what_one_device_computes(case):
+    name, world, _ = CASES[case]
+    for rank in by_rank():
+        errors, copies = rank[case]
+        worst = max(errors, key=errors.__getitem__)
+        assert errors[worst] < BOUND, (worst, errors[worst])
+        assert copies["model.layers.1.self_attn.k_proj.weight"] == max(1, world // MODELS[name][1])
+        assert copies["model.layers.1.self_attn.q_proj.weight"] == 1
+
+
+class Ranks:
+    """A group that is only asked for its size: what does not fit is refused before anything is sent."""
+
+    def __init__(self, size):
+        self.size, self.rank = lambda: size, lambda: 0
+
+
+def other(pattern, style):
+    """Llama's table with one row changed."""
+    return tuple((p, style if p == pattern else s) for p, s in tables.LLAMA)
+
+
+@pytest.mark.parametrize(("table", "world", "head", "words"), [
+    ((*tables.LLAMA, ("model.layers.*.attention", "region")), 2, 8, r"MW-TP-003: no module matches 'model\.layers\.\*\.attention'"),
+    (tables.LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
+    (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
+    (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
+    (tables.LLAMA, 2, 0, "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0"),
+    (tables.LLAMA, 3, 8, "MW-TP-002: dimension 0 of 'model.layers.0.self_attn.q_proj.weight', 32, does not divide over tp=3"),
+])  # fmt: skip
+def test_a_table_that_does_not_fit_is_refused_in_words(table, world, head, words):
+    with pytest.raises(MeshwrightError, match=words):
+        split(made("llama")[0], table, Ranks(world), head=head)
+
+
+def test_the_size_of_a_module_follows_its_weight():
+    model, _, table = made("qwen2")
+    split(model, table, Ranks(2), head=8)
+    attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens
+    assert (attention.q_proj.out_features, attention.o_proj.in_features, embedding.num_embeddings) == (16, 16, 20)
+    assert model.lm_head.weight is embedding.weight
