@@ -1,7 +1,8 @@
 """The deep MLP: L square layers, y = σ(W x + b), the model on which data, tensor and pipeline parallelism are taught.
 
 It regresses: rows of `hidden` numbers in, rows of `hidden` numbers out, and the last layer has no activation. A row
-is a sample: a step has `batch` of them, whatever the sequence length, and a target row of NaN is padding.
+is a sample: a step has `batch` of them, whatever the sequence length, and a target row of NaN is padding. Between the
+layers a dropout rate drops its share of the features.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
+from meshwright.models.dropout import make_dropout
 
 
 class MlpLayer(nn.Module):
-    def __init__(self, model: Model, last: bool) -> None:
+    def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.linear = nn.Linear(model.hidden, model.hidden, bias=model.ffn_bias)
         # A square layer has no gate: the gated activations name their plain half.
         self.activation = F.gelu if model.activation in ("gelu", "geglu") else F.relu
-        self.last = last
+        self.last = index == model.layers - 1
+        self.drop = make_dropout(0.0 if self.last else model.dropout_rate, f"layers.{index}")
 
     def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
         y_BH = self.linear(x_BH)
@@ -29,11 +32,12 @@ class MlpLayer(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, model: Model, layers: range) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): MlpLayer(model, last=i == model.layers - 1) for i in layers})
+        self.layers = nn.ModuleDict({str(i): MlpLayer(model, i) for i in layers})
 
     def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
-            x_BH = layer(x_BH)
+            assert isinstance(layer, MlpLayer)
+            x_BH = layer.drop(layer(x_BH))  # outside it, where the output of a divided layer is whole again
         return x_BH
 
 

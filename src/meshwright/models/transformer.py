@@ -7,8 +7,9 @@
 attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or
 experts (`moe`).
 
+Where the shape has a dropout rate, the embedding's output and what each part adds to x lose that share (`dropout`).
+
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
-Dropout is a flag of the shape that counts memory; these networks train without it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.models.dropout import make_dropout
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import EPSILON, FeedForward, make_norm
@@ -126,12 +128,14 @@ class Layer(nn.Module):
             self.ffn = FeedForward(model)
         self.attention_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
         self.ffn_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
+        self.attention_drop = make_dropout(model.dropout_rate, f"layers.{index}.attention", geometry)
+        self.ffn_drop = make_dropout(model.dropout_rate, f"layers.{index}.ffn", geometry)
         self.expert = expert
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        x_BSH = x_BSH + self.attention_post_norm(self.attention(self.attention_norm(x_BSH)))
+        x_BSH = x_BSH + self.attention_drop(self.attention_post_norm(self.attention(self.attention_norm(x_BSH))))
         feed = self.moe if self.expert else self.ffn
-        return x_BSH + self.ffn_post_norm(feed(self.ffn_norm(x_BSH)))
+        return x_BSH + self.ffn_drop(self.ffn_post_norm(feed(self.ffn_norm(x_BSH))))
 
 
 class LearnedPositions(nn.Module):
@@ -157,12 +161,13 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(model.padded_vocab, model.hidden)
         self.positions = LearnedPositions(model, geometry) if model.positions == "learned" else None
         self.norm = make_norm(model) if model.embedding_norm else nn.Identity()
+        self.drop = make_dropout(model.dropout_rate, "embedding", geometry)
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = self.tokens(ids_BS)
         if self.positions is not None:
             x_BSH = x_BSH + self.positions(ids_BS.shape[1])
-        return self.norm(x_BSH)
+        return self.drop(self.norm(x_BSH))
 
 
 class Head(nn.Module):

@@ -19,7 +19,9 @@ pieces.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import distributed, nn
@@ -30,6 +32,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.fit import settle
 from meshwright.models import RouterOptions, build, loss_function, width_of_output
+from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import context, exchange, expert, fp8, offload, tensor, vocabulary, zero
 from meshwright.parallel.localsgd import LocalSgd
 from meshwright.parallel.mesh import Mesh
@@ -60,6 +63,8 @@ class Parallel:
     places: torch.Tensor | None = None  # where this rank's tokens stand in the sequence; None: it has all of them
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
     dtype: torch.dtype = torch.float32  # of forward and backward
+    seed: int = 0
+    moment: Moment | None = None  # the step, and this rank's samples of its global batch
     masters: Masters | None = None  # what the optimizer updates in the place of the pieces
     local: LocalSgd | None = None  # replicas that train alone between averages
 
@@ -74,7 +79,9 @@ class Parallel:
         for i, (x, y) in enumerate(chunks):
             for reduction in self.reductions:
                 reduction.begin(last=i == len(chunks) - 1)
-            loss = self.scaled_loss(module(x), y)
+            with self.drawing(i):
+                output = module(x)
+            loss = self.scaled_loss(output, y)
             loss.backward()
             total += loss.detach()
         return total
@@ -85,6 +92,16 @@ class Parallel:
             return self.local.groups(axis)
         group = self.mesh.group(axis)
         return [] if group is None else [group]
+
+    def begin_step(self, step: int, samples: Sequence[int]) -> None:
+        self.moment = Moment(self.seed, step, samples)
+
+    def drawing(self, microbatch: int) -> AbstractContextManager[None]:
+        """Forward of a micro-batch drops what is to be dropped of its own samples."""
+        if self.moment is None:
+            return nullcontext()
+        start = microbatch * self.plan.microbatch
+        return drawing(replace(self.moment, samples=self.moment.samples[start : start + self.plan.microbatch]))
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.loss(output, target) / self.tokens
@@ -171,7 +188,7 @@ def apply(
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
     parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh),
-                        places=places, dtype=dtype, masters=masters_of(pieces, plan))  # fmt: skip
+                        places=places, dtype=dtype, masters=masters_of(pieces, plan), seed=seed)  # fmt: skip
     if parallel.masters is not None:
         initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
     if plan.average_every:
@@ -225,4 +242,4 @@ def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dty
         inputs = ends[0] if i == 0 else between
         outputs = ends[1] if i == program.stages - 1 else between
         stages.append(Stage(module, i, program.stages, mesh, reduction, inputs, outputs))
-    return Pipeline(program, stages, mesh, parallel.scaled_loss)
+    return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.drawing)

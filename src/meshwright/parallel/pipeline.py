@@ -17,6 +17,7 @@ otherwise run a whole forward and backward in the first step to find them out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from meshwright.parallel.zero import Reduction
 from meshwright.programs.pipelines.program import PipelineProgram
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Around = Callable[[int], AbstractContextManager[None]]
 KINDS = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
 
 
@@ -54,6 +56,11 @@ class Stage(PipelineStage):
         super().__init__(module, index, count, torch.device(mesh.device), input_args=inputs, output_args=outputs,
                          group=mesh.group("pp"))  # fmt: skip
         self.reduction = reduction
+        self.around: Around = lambda microbatch: nullcontext()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.around(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         # Torch before 2.12 greets both neighbours, even one on this very rank, as in a V; gloo cannot send to itself.
@@ -75,8 +82,11 @@ class Stage(PipelineStage):
 class Pipeline:
     """One rank's part of a pipeline program."""
 
-    def __init__(self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss) -> None:
+    def __init__(self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss, around: Around) -> None:
+        """`around` a micro-batch, by its number, is entered for the forward of each of its stages."""
         check_adapter()
+        for stage in stages:
+            stage.around = around
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)

@@ -23,6 +23,7 @@ every group of parameters in W.) The input itself is saved through autograd, so 
 
 from __future__ import annotations
 
+import contextvars
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -81,6 +82,7 @@ class _Run:
             torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None,
         )
         self.autocast = torch.is_autocast_enabled(self.device.type), torch.get_autocast_dtype(self.device.type)
+        self.context = contextvars.copy_context()  # dropout, for one, asks it for the moment
         self.handles: list[weakref.ref[_Handle]] = []
         self.values: weakref.WeakKeyDictionary[_Handle, torch.Tensor] = weakref.WeakKeyDictionary()
 
@@ -91,7 +93,7 @@ class _Run:
 
     def unpack(self, handle: _Handle) -> torch.Tensor:
         if handle not in self.values:
-            self.rerun()
+            self.context.run(self.rerun)
         return self.values[handle]
 
     def first(self, args: tuple) -> Any:

@@ -12,6 +12,7 @@
                 gradient is a partial sum over the tp ranks
     inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
     positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
+    dropout     holds nothing; under sequence parallelism it drops of its share of the tokens
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
     experts     divided by `expert`, over groups of its own
 
@@ -32,10 +33,12 @@ ENDS: Table = (
     ("embedding.tokens", "vocabulary"),
     ("embedding.positions", "positions"),
     ("embedding.norm", "between"),
+    ("embedding.drop", "dropout"),
     ("layers.*.attention_norm", "between"),
     ("layers.*.attention_post_norm", "between"),
     ("layers.*.ffn_norm", "between"),
     ("layers.*.ffn_post_norm", "between"),
+    ("layers.*.*_drop", "dropout"),
     ("head.norm", "between"),
     ("head.project", "region"),
     ("head.project", "logits"),

@@ -310,6 +310,11 @@ def _positions(done: Split, name: str, part: Any) -> None:
         part.forward = lambda n: forward(n).chunk(group.size())[group.rank()]
 
 
+def _dropout(done: Split, name: str, part: Any) -> None:
+    if done.sequence:
+        part.share = (done.group.rank(), done.group.size())
+
+
 def _join(done: Split, name: str, part: Any) -> None:
     forward, group = part.forward, done.group
     part.forward = lambda x: exchange.join(forward(x), group, FEATURES)
@@ -325,8 +330,8 @@ def _gathered(done: Split, name: str, part: Any) -> None:
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
     "region": _region, "column": _column, "keys": _keys, "logits": _logits, "row": _row, "vocabulary": _vocabulary,
-    "between": _between, "inside": _inside, "positions": _positions, "join": _join, "gathered": _gathered,
-    "experts": lambda done, name, part: None,
+    "between": _between, "inside": _inside, "positions": _positions, "dropout": _dropout, "join": _join,
+    "gathered": _gathered, "experts": lambda done, name, part: None,
 }  # fmt: skip
 KINDS: dict[str, type[nn.Module]] = {
     "column": nn.Linear, "keys": nn.Linear, "logits": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding,

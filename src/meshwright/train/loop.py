@@ -57,6 +57,7 @@ class Trainer:
         scale = self.scale.value
         parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
+        parallel.begin_step(self.step, self.indices)
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
         parallel.finish_gradients()

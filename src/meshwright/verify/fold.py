@@ -43,7 +43,7 @@ def small_copy(config: Config, ranks: int) -> Small:
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     if config.model.dropout:
-        changes.append("dropout off: a proof compares the same arithmetic")
+        changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)
     plan = plan.but(bucket=small_bucket(config, tiny, plan))
     order = config.plan.order or config.stack.order

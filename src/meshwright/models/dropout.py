@@ -1,0 +1,140 @@
+"""Dropout that drops the same elements under every plan: masks are computed, not drawn.
+
+    y = x · keep / (1 − r),     keep = hash(seed, step, site, sample, position, feature) ≥ r · 2⁶⁴
+
+A random generator gives the n-th caller the n-th number, so a mask depends on who computed what before: on another
+number of ranks, another micro-batch or another order it is another mask, and no two layouts train alike. Here every
+number is a function of *what* is dropped: the sample by its place in the global batch, the token by its place in the
+whole sequence, the feature by its place in the whole width. Any rank computes the part of the mask it needs, alike in
+forward, in a layer made again, and in backward, which computes it again: no mask is kept, where other stacks keep a byte
+an element (`Model.dropout` counts those).
+
+**Why one seed for all tensor-parallel ranks is right, and wrong.** Between the products all of them hold the same
+tensor: seeded apart they would drop different elements of it, and their copies would drift away from each other. Inside
+a region, or with sequence parallelism between regions too, each holds a *part*: seeded alike they drop the same places
+of different parts, every head or every share of the sequence with one and the same mask, and what looks like
+independent noise is correlated. Stacks that draw keep two generators, one seeded alike and one by rank, and must choose
+rightly at each site. A hash of global places has nothing to choose.
+
+The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), once for the
+token and once for the feature. Dropped are the embedding's output and what attention and the feed-forward network add to
+the residual stream. Attention's probabilities are not: they never exist as a tensor in the kernels that run here, nor
+between the ranks of a ring.
+
+Legend: B batch, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+
+LEAST = -(2**63)  # of the numbers the hash gives, read as signed
+GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a training is: the step, and which samples of its global batch the micro-batch holds."""
+
+    seed: int
+    step: int
+    samples: Sequence[int]
+
+
+_now: ContextVar[Moment | None] = ContextVar("moment", default=None)
+
+
+@contextlib.contextmanager
+def drawing(moment: Moment) -> Iterator[None]:
+    """Within it, forward drops what is to be dropped at this moment."""
+    token = _now.set(moment)
+    try:
+        yield
+    finally:
+        _now.reset(token)
+
+
+class Places(Protocol):
+    """Where this rank's tokens stand in the sequence; None: 0, 1, 2, …"""
+
+    places: torch.Tensor | None
+
+
+def mixed(x: torch.Tensor) -> torch.Tensor:
+    """Every bit of each number spread over all 64, in place. Products wrap; `>>` brings copies of the sign bit down,
+    which are cut off."""
+    x ^= (x >> 30).bitwise_and_(2**34 - 1)
+    x *= FIRST
+    x ^= (x >> 27).bitwise_and_(2**37 - 1)
+    x *= SECOND
+    x ^= (x >> 31).bitwise_and_(2**33 - 1)
+    return x
+
+
+def kept(moment: Moment, site: str, rate: float, places_S: torch.Tensor, width: int) -> torch.Tensor:
+    """[B, S, H]: which elements stay."""
+    digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
+    key, device = int.from_bytes(digest, "little", signed=True), places_S.device
+    samples_B = torch.tensor(list(moment.samples), device=device)
+    row_B = mixed(samples_B * GOLDEN + key)
+    token_BS = mixed(row_B[:, None] + places_S * GOLDEN)
+    number_BSH = mixed(token_BS[..., None] + torch.arange(width, device=device) * GOLDEN)
+    return number_BSH >= LEAST + int(rate * 2**64)
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Callable[[], torch.Tensor]) -> torch.Tensor:
+        ctx.factor = factor
+        return x * factor()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor(), None
+
+
+class Dropout(nn.Module):
+    """Drops a share `rate` of [B, S, H], or of [B, H], when training. `site` names it in the whole model; `share` says
+    which of how many equal parts of the sequence this rank has."""
+
+    def __init__(self, rate: float, site: str, geometry: Places | None = None) -> None:
+        super().__init__()
+        self.rate, self.site, self.geometry = rate, site, geometry
+        self.share = (0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.rate:
+            return x
+        moment = _now.get()
+        if moment is None or len(moment.samples) != len(x):
+            raise MeshwrightError("MW-BUILD-004", f"dropout at {self.site} of {len(x)} samples, at {moment}",
+                                  why="What is dropped depends on the step and the samples",
+                                  fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
+        places_S = self.places(x)
+
+        def factor() -> torch.Tensor:
+            keep = kept(moment, self.site, self.rate, places_S, x.shape[-1]).view(x.shape)
+            return keep.to(x.dtype) * (1 / (1 - self.rate))
+
+        return _Drop.apply(x, factor)
+
+    def places(self, x: torch.Tensor) -> torch.Tensor:
+        """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""
+        length, (index, parts) = x.shape[1] if x.ndim > 2 else 1, self.share
+        known = self.geometry.places if self.geometry is not None else None
+        whole = torch.arange(length * parts) if known is None else known
+        return whole[index * length : (index + 1) * length].to(x.device)
+
+
+def make_dropout(rate: float, site: str, geometry: Places | None = None) -> nn.Module:
+    return Dropout(rate, site, geometry) if rate else nn.Identity()

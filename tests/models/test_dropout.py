@@ -1,0 +1,81 @@
+"""Dropout by a hash of what is dropped: known numbers, the right share, and the same mask however it is computed."""
+
+import pytest
+import torch
+
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.models import build
+from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed
+
+MOMENT = Moment(seed=5, step=3, samples=range(8))
+PLACES = torch.arange(64)
+
+
+def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
+    return kept(Moment(**{**vars(MOMENT), **changes}), site, rate, places, width)
+
+
+def test_the_hash_is_splitmix64():
+    """Its first three numbers from the seed 0, as published with xoshiro (Vigna)."""
+    states = torch.tensor([1, 2, 3]) * GOLDEN
+    assert [n % 2**64 for n in mixed(states).tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.3, 0.9])
+def test_it_drops_its_share_everywhere(rate):
+    dropped = 1 - mask(rate).double()
+    for dims in ((), (0, 1), (1, 2), (0, 2)):
+        count = dropped.numel() / dropped.mean(dims).numel()
+        assert (dropped.mean(dims) - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"step": 4}, {"site": "layers.1.attention"}, {"samples": range(8, 16)},
+                                    {"places": PLACES + 1000}])  # fmt: skip
+def test_another_moment_site_sample_or_place_is_another_mask(change):
+    agree = (mask() == mask(**change)).double().mean()
+    assert abs(agree - (0.3**2 + 0.7**2)) < 0.02  # of two independent ones
+
+
+def test_a_part_of_the_batch_and_the_sequence_has_that_part_of_the_mask():
+    whole, places = mask(), torch.tensor([40, 3, 7])
+    assert torch.equal(mask(samples=[6, 2], places=places), whole[[6, 2]][:, places])
+
+
+def test_a_share_of_the_sequence_drops_what_the_whole_would():
+    x = torch.randn(8, 64, 16)
+    whole, shares = Dropout(0.3, "a"), []
+    for i in range(4):
+        part = Dropout(0.3, "a")
+        part.share = (i, 4)
+        with drawing(MOMENT):
+            shares.append(part(x[:, 16 * i : 16 * i + 16]))
+    with drawing(MOMENT):
+        assert torch.equal(whole(x), torch.cat(shares, 1))
+
+
+def test_backward_drops_what_forward_dropped_and_nothing_was_kept():
+    layer, saved = Dropout(0.4, "a"), []
+    x = torch.ones(8, 64, 16, dtype=torch.float64, requires_grad=True)
+    with drawing(MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        y = layer(x)
+    y.backward(torch.ones_like(y))  # at no moment at all: it remembers its own
+    assert torch.equal(x.grad, y)
+    assert set(y.unique().tolist()) == {0.0, 1 / (1 - 0.4)}
+    assert saved == []
+
+
+def test_off_in_evaluation_and_refused_without_a_moment():
+    layer, x = Dropout(0.4, "a"), torch.ones(8, 4, 2)
+    with pytest.raises(MeshwrightError, match="MW-BUILD-004"):
+        layer(x)
+    with drawing(MOMENT), pytest.raises(MeshwrightError, match="dropout at a of 3 samples"):
+        layer(x[:3])
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_a_model_drops_at_every_site_and_only_with_a_rate():
+    shape = {"hidden": 16, "layers": 3, "heads": 2, "ffn": 24, "vocab": 32}
+    sites = [m.site for m in build(Model(**shape, dropout_rate=0.1)).modules() if isinstance(m, Dropout)]
+    assert sorted(sites) == ["embedding", *(f"layers.{i}.{part}" for i in range(3) for part in ("attention", "ffn"))]
+    assert not any(isinstance(m, Dropout) for m in build(Model(**shape, dropout=True)).modules())
