@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
+from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError
-from meshwright.models import RouterOptions, build, initial_value, loss_function
+from meshwright.models import build, initial_value, loss_function
 from meshwright.models.moe import Alone
 from meshwright.models.router import Router, highest, load_metrics
 
@@ -19,7 +20,7 @@ LATENT = {"attention": "mla", "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "valu
 
 
 def materialised(model, options=None, seed=0):
-    network = build(model, router=options).to_empty(device="cpu").double()
+    network = build(model if options is None else model.but(router=options)).to_empty(device="cpu").double()
     if model.tied:
         network.head.project.weight = network.embedding.tokens.weight
     for name, parameter in network.named_parameters():
@@ -63,7 +64,8 @@ def test_parameters_equal_the_anatomys(layers, dense, every, experts, shared, wi
 def test_presets_are_built_whole_on_meta(name):
     model = catalog.load("models", name)
     assert sum(p.numel() for p in build(model).parameters()) == model.total
-    assert RouterOptions().score_of(model) == ("sigmoid" if name == "deepseek-v3" else "softmax")
+    score = "sigmoid" if name == "deepseek-v3" else "softmax"
+    assert {part.score for part in build(model).modules() if isinstance(part, Router)} == {score}
 
 
 @pytest.mark.parametrize("shape", [{}, {"shared_experts": 2, "shared_gate": True, "router_bias": True, "ffn_bias": True},
@@ -123,8 +125,7 @@ def test_latent_attention_is_its_formula():
 
 
 def routed(options, tokens=40, **shape):
-    model = Model(**{**SHAPE, **shape})
-    router = Router(model, options).double()
+    router = Router(Model(**{**SHAPE, **shape}, router=options)).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(3))
     x = random(tokens, 16)
     return router, x, router(x, Alone())
@@ -170,8 +171,7 @@ def test_the_balancing_losses_are_their_formulas():
 def test_a_bias_balances_what_a_router_would_collapse():
     """Tokens that all prefer one expert spread out, and no gradient reaches the bias."""
     options = RouterOptions(balance_rate=0.05)
-    model = Model(**{**SHAPE, "balance_bias": True})
-    router = Router(model, options).double()
+    router = Router(Model(**SHAPE, balance_bias=True, router=options)).double()
     torch.nn.init.normal_(router.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(router.balance_bias)
     with torch.no_grad():
@@ -198,8 +198,8 @@ def test_metrics_of_an_even_and_of_a_collapsed_load():
 
 @pytest.mark.parametrize("bad", [{"score": "tanh"}, {"capacity": -1}, {"aux": float("nan")}, {"choice": "both"}])
 def test_impossible_options_are_refused(bad):
-    with pytest.raises(MeshwrightError, match="MW-ROUTE-001"):
-        RouterOptions(**bad)
+    with pytest.raises(MeshwrightError, match=f"MW-CONF-003: model.router.{next(iter(bad))}"):
+        Model(**SHAPE, router=bad)
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla"])

@@ -5,9 +5,12 @@ from functools import cache
 import pytest
 
 import ranks
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+from meshwright.verify import prove as proof
 from meshwright.verify.compare import compare
 from meshwright.verify.records import Job
 from meshwright.verify.trace import record
@@ -72,13 +75,14 @@ LOWERED = [
     ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2}),
     ("deepseek", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "recompute": "full"}),
     ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
+    ("deepseek", {"pp": 2, "layers_per_stage": (1, 2)}),
 ]
 
 
 @cache
 def one_device(name, router="", microbatch=8, prepare=""):
-    job = Job(MODELS[name], Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare,
-              router=ROUTERS.get(router, {}))  # fmt: skip
+    model = MODELS[name].but(router=ROUTERS.get(router, {}))
+    job = Job(model, Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return ranks.run(1, record, job)[0]["fp64"]
 
 
@@ -89,9 +93,8 @@ def title(case):
 
 def many(name, said, router="", prepare=""):
     plan = Plan(**said)
-    job = Job(
-        MODELS[name], plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare, router=ROUTERS.get(router, {})
-    )
+    model = MODELS[name].but(router=ROUTERS.get(router, {}))
+    job = Job(model, plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return [result["fp64"] for result in ranks.run(plan.world, record, job)]
 
 
@@ -112,22 +115,41 @@ def test_statistics_are_of_all_tokens_whoever_holds_them(case):
     agree(one_device("mixtral", router), many("mixtral", said, router))
 
 
-def interleaved():
-    """One device takes the samples that two ranks of two micro-batches have in flight together."""
-    from meshwright.train.data import RandomSamples
-
-    plain = RandomSamples.sample
-
-    def sample(self, step, index):
-        microbatch, rank, row = index // 4, index // 2 % 2, index % 2
-        return plain(self, step, rank * 4 + microbatch * 2 + row)
-
-    RandomSamples.sample = sample
+@pytest.mark.parametrize("router", ["losses", "capacity"])
+def test_micro_batches_in_flight_together_are_counted_together(router):
+    """One device takes the samples that two ranks of two micro-batches have in flight at once."""
+    plan = Plan(replicate=2, ep=2, microbatch=2)
+    model = MODELS["mixtral"].but(router=ROUTERS[router])
+    one = proof.one_device(Job(model, plan, WORKLOAD, steps=STEPS, dtypes=("fp64",)))
+    assert one.plan.microbatch == 4
+    agree(ranks.run(1, record, one)[0]["fp64"], many("mixtral", plan.as_dict(), router))
 
 
-def test_losses_of_accumulated_microbatches_are_averaged():
-    one = one_device("mixtral", "losses", microbatch=4, prepare=f"{__name__}:interleaved")
-    agree(one, many("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, "losses"))
+@pytest.mark.parametrize("router", [{"capacity": 0.5, "aux": 0.1}, {"choice": "expert", "capacity": 1.5}])
+def test_a_router_that_is_described_is_proved_and_sends_what_is_lowered(router):
+    config = Config.from_parts(
+        MODELS["mixtral"].but(router=router), "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
+        plan={"replicate": 2, "ep": 2, "microbatch": 2, "recompute": "full"},
+    )  # fmt: skip
+    found = proof.prove(config, ranks=2, steps=2)
+    assert found.small.model.router.capacity == router["capacity"]
+    assert found.passed, (found.agreements[0].breaks[:2], [row for _, row in found.rows if row.unexplained])
+
+
+def test_capacity_and_choice_change_what_is_lowered():
+    workload = Workload(batch=8, seq=8, imbalance=2.0)
+
+    def sums(**router):
+        program = step_program(MODELS["mixtral"].but(router=router), Plan(replicate=4, ep=2), workload)
+        ops = {op.name: op for op in program.blocks["moe", "F"]}
+        scores = ops["gather-scores"].message_bytes[0] if "gather-scores" in ops else 0.0
+        return ops["experts-up"].flops[0], ops["dispatch"].message_bytes[0], scores
+
+    (flops, sent, nothing), half, one, chosen = sums(), sums(capacity=0.5), sums(capacity=1.0), sums(choice="expert")
+    assert nothing == 0
+    assert (half[0], half[1]) == (flops / 4, sent / 2)
+    assert (one[0], one[1]) == (chosen[0], chosen[1]) == (flops / 2, sent)
+    assert half[2] == chosen[2] == 8 * 4 * 4 * 4  # a sequence, four ranks, four experts, fp32
 
 
 # Bugs on purpose: each must be seen

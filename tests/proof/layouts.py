@@ -139,6 +139,8 @@ ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
     ("qwen-moe", {**CP, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
     ("deepseek", {**CP, "tp": 2, "microbatch": 8}, {"capacity": 1.0, "aux": 0.1}),
+    ("mixtral", {"replicate": 2, "pp": 2, "ep": 2}, {"capacity": 1.25, "z": 0.01, "normalise": False, "scale": 2.5}),
+    ("deepseek", {**Z3, "tp": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "score": "softmax", "balance_rate": 0.01}),
 ]
 
 
@@ -162,8 +164,9 @@ class Layout(NamedTuple):
         return " · ".join([self.model, p.title(), *more])
 
     def job(self) -> Job:
-        return Job(MODELS[self.model], self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
-                   router=dict(self.router), emulated=self.emulated)  # fmt: skip
+        model = MODELS[self.model].but(router=dict(self.router))
+        return Job(model, self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
+                   emulated=self.emulated)  # fmt: skip
 
     @property
     def reference(self) -> Layout:

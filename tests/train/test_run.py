@@ -45,6 +45,25 @@ def test_training_learns_and_is_measured(tmp_path):
     assert "Prediction against measurement" in text.get()
 
 
+def test_the_load_of_experts_is_told_step_by_step(tmp_path):
+    """Of two stages, the worst layer of both; capacity drops, and the router is said in the plan file."""
+    router = {"capacity": 0.5, "aux": 0.01}
+    shape = {**MODEL, "tied": False, "experts": 4, "top_k": 2, "expert_ffn": 32, "router": router}
+    made = Config.from_parts(shape, "laptop", "gloo-cpu", WORKLOAD, {**FP32, "pp": 2})
+    training = run_training(made, 3, folder=tmp_path)
+    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
+    for row in rows:
+        assert 0.5 < float(row["router_entropy"]) <= 1
+        assert 1 <= float(row["router_peak"]) <= 4
+        assert 0 <= float(row["router_idle"]) < 1
+        assert 0.5 <= float(row["router_dropped"]) < 0.8  # half of them at most are kept
+    with (out := console()).capture() as text:
+        out.print(page(training, str(tmp_path)))
+    assert "busiest" in text.get()
+    assert "dropped" in text.get()
+    assert load(tmp_path / "plan.toml").model.router.capacity == 0.5
+
+
 def test_every_plan_learns_the_same():
     losses = [
         run_training(config(**plan), 4).measurement.loss for plan in ({}, {"replicate": 2}, {"pp": 2, "microbatch": 2})

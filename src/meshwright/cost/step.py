@@ -36,7 +36,7 @@ from meshwright.lower.op import PHASES, Array, Op, StepProgram, sent
 from meshwright.lower.stages import Holding, holdings, mean_holding
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
-AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
+AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "stage": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
            "expert_dp": "dp", "replicate": "dp", "world": "dp", "pp": "pp"}  # fmt: skip
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them

@@ -60,6 +60,15 @@ class Described(BaseModel):
         return self.model_dump(exclude_defaults=True, exclude_none=True)
 
 
+def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
+    """What is wrong in a table within a section, such as [model.router], under that table's own name."""
+    table = cls.model_fields[place].annotation if place in cls.model_fields else None
+    name = getattr(table, "__name__", "").lower()
+    if what.startswith(f"{name}."):
+        return path + what.removeprefix(name)
+    return what.replace(f"[{name}]", f"[{path}]") if f"[{name}]" in what else f"{path}: {what}"
+
+
 def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     """The first thing pydantic found, in our shape."""
     first = error.errors()[0]
@@ -68,7 +77,7 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     section = cls.__name__.lower()
     if isinstance(inner, MeshwrightError):
         if place and not inner.what.startswith(f"{section}."):
-            inner = MeshwrightError(inner.code, f"{section}.{place}: {inner.what}", why=inner.why, valid=inner.valid,
+            inner = MeshwrightError(inner.code, _placed(inner.what, f"{section}.{place}", cls, place), why=inner.why, valid=inner.valid,
                                     fix=inner.fix, exit_code=inner.exit_code)  # fmt: skip
         return inner
     if first["type"] == "extra_forbidden":

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from meshwright.describe import anatomy
 from meshwright.describe.base import Bytes, Count, Described, Size, Whole
+from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError, nearest_number
 
 MOST_LAYERS = 100_000  # layers are counted one by one
@@ -85,6 +86,7 @@ class Model(Described):
     moe_every: Size = Field(default=1, description="of the layers after those, every n-th has experts")
     router_bias: bool = False
     balance_bias: bool = Field(default=False, description="DeepSeek-V3's per-expert routing bias")
+    router: RouterOptions = RouterOptions()
     given_parameters: Count = Field(default=0.0, description="kind 'counts': parameters")
     given_flops: Count = Field(default=0.0, description="kind 'counts': forward FLOPs per sample")
     given_activations: Bytes = Field(default=0.0, description="kind 'counts': saved bytes per sample")
@@ -124,6 +126,8 @@ class Model(Described):
             raise MeshwrightError(
                 "MW-MODEL-005", "top_k or shared experts, yet no experts", fix="--set model.experts=8"
             )
+        if not self.experts and self.router != RouterOptions():
+            raise MeshwrightError("MW-MODEL-005", "a router is described, yet no experts", fix="--set model.experts=8")
         if self.dense_layers > self.layers:
             raise MeshwrightError("MW-MODEL-006", f"{self.dense_layers} dense layers of {self.layers} layers")
         if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):

@@ -136,6 +136,8 @@ class Batch:
         match axis:
             case "dp_cp":
                 return self.dp * self.cp
+            case "stage":
+                return self.tp * self.dp * self.cp
             case "shard_cp":  # ZeRO shards over the context-parallel ranks too: they hold the same weights
                 return self.shard * self.cp
             case "expert_tp":
@@ -163,8 +165,10 @@ class Batch:
                 return self.members("dp", unit) * self._inside("cp", unit)
             case "shard_cp":
                 return self._inside("shard", unit) * self._inside("cp", unit)
-            case "expert_tp" | "ep" | "expert_dp" | "expert_shard":
+            case "expert_tp" | "ep" | "expert_dp" | "expert_shard" | "stage":
                 room = self._inside("tp", unit) * self.members("dp_cp", unit)  # ranks of one stage in the unit
+                if axis == "stage":
+                    return room
                 if axis == "expert_tp":
                     return np.minimum(self.etp, room)
                 if axis == "ep":

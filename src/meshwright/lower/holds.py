@@ -51,7 +51,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
         conditions.add("unfused-norm")
     if "activation" not in b.stack.fused:
         conditions.add("unfused-activation")
-    splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.workload.imbalance}
+    splits = {"tensor": b.tp, "sequence": b.seq_split, "expert": b.tp / b.model.router.busiest(b.workload.imbalance)}
     # A KV head is never cut; the all-gather form brings a row-split product's input whole to every rank.
     kv_split = np.minimum(b.tp, block.attention.kv_heads) if block.attention else b.tp
     row_split = np.where(b.gather_form, 1.0, b.tp)
@@ -68,7 +68,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             add(s.part, size * np.where(kept_core, 1.0, 0.0) if s.name in CORE else size)
     for linear in block.linears:
         if linear.saves_input:
-            split = b.tp if linear.part == "experts" else row_split if linear.split == "row" else b.seq_split
+            copies = b.tp / b.model.router.travelling
+            split = copies if linear.part == "experts" else row_split if linear.split == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2

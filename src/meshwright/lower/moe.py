@@ -7,7 +7,8 @@ expert parallelism belongs.)
 
 Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A token lives on tp/expert_tp different
 ranks' share, so each rank dispatches tokens / (tp / expert_tp) × (1 / expert_tp) of its own, and an all-gather over
-expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank sees `imbalance` times the mean.
+expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank sees `imbalance` times the mean,
+or its capacity; a capacity below 1 drops copies before they travel, and where experts compare tokens their scores are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.gemm("router", "router", own, m.experts, m.hidden)
     low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
     low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
-    copies = own * m.top_k * m.hidden * e
+    if m.router.compares:  # every rank sees the scores of all tokens in flight, to decide as one device would
+        stage = b.size("stage")
+        low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * 4, stage > 1)
+    copies = own * m.top_k * m.router.travelling * m.hidden * e
     _permute(low, copies)
     with_ep = (b.ep > 1) * 1.0
     with_etp = (b.etp > 1) * 1.0
@@ -36,7 +40,7 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
             phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep
         )
         low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
-    _experts(low, own * m.top_k * b.etp * b.workload.imbalance)
+    _experts(low, own * m.top_k * b.etp * m.router.busiest(b.workload.imbalance))
     for phase in ("F", "I"):
         low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)
         low.collective(

@@ -18,21 +18,20 @@ from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.initialise import initial_value
 from meshwright.models.mlp import Mlp, squared_error
-from meshwright.models.router import RouterOptions
 from meshwright.models.transformer import Transformer, cross_entropy
 
-__all__ = ["Mlp", "RouterOptions", "Transformer", "build", "initial_value", "loss_function", "width_of_output"]
+__all__ = ["Mlp", "Transformer", "build", "initial_value", "loss_function", "width_of_output"]
 
 
-def build(model: Model, layers: range | None = None, router: RouterOptions | None = None) -> nn.Module:
+def build(model: Model, layers: range | None = None) -> nn.Module:
     """The network on the meta device; `layers` builds one pipeline stage of it: those layers, the embedding with the
-    first and the head with the last. `router` says how experts are chosen, where there are any."""
+    first and the head with the last."""
     layers = layers if layers is not None else range(model.layers)
     with torch.device("meta"):
         if model.kind == "mlp":
             return Mlp(model, layers)
         if model.kind == "transformer":
-            return Transformer(model, layers, router)
+            return Transformer(model, layers)
     raise MeshwrightError("MW-BUILD-001", f"{model.name} cannot be built",
                           why="Only its counts are known, not its shape", valid=["transformer", "mlp"])  # fmt: skip
 

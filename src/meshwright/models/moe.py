@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.describe.model import Model
 from meshwright.models.parts import ACTIVATIONS, FeedForward
-from meshwright.models.router import Router, RouterOptions, Tokens
+from meshwright.models.router import Router, Tokens
 
 
 class Journey(Protocol):
@@ -123,10 +123,10 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    def __init__(self, model: Model, options: RouterOptions) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         self.place: Place = Alone()
-        self.router = Router(model, options)
+        self.router = Router(model)
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
         self.shared_scale = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None

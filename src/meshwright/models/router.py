@@ -24,46 +24,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright.describe.model import Model
-from meshwright.errors import MeshwrightError
-
-ROUTER_RULES = "MW-ROUTE-001"
-
-
-@dataclass(frozen=True)
-class RouterOptions:
-    """What a router does beside its shape."""
-
-    score: Literal["", "softmax", "sigmoid"] = ""  # unsaid: sigmoid where the model balances by a bias, else softmax
-    choice: Literal["token", "expert"] = "token"
-    capacity: float = 0.0  # as a multiple of the mean load; 0: dropless
-    normalise: bool | None = None  # weights of a token sum to one; unsaid: where k > 1 and tokens choose
-    scale: float = 1.0  # of the routed experts' sum
-    aux: float = 0.0  # α
-    z: float = 0.0  # β
-    balance_rate: float = 0.001  # γ, where the model has a balancing bias
-
-    def __post_init__(self) -> None:
-        words = {"score": ("", "softmax", "sigmoid"), "choice": ("token", "expert")}
-        for field, valid in words.items():
-            if getattr(self, field) not in valid:
-                raise MeshwrightError(ROUTER_RULES, f"router {field}={getattr(self, field)!r}", valid=valid)
-        for field in ("capacity", "aux", "z", "balance_rate", "scale"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise MeshwrightError(ROUTER_RULES, f"router {field}={value}", valid=["0 or more"])
-
-    def score_of(self, model: Model) -> str:
-        return self.score or ("sigmoid" if model.balance_bias else "softmax")
-
-    def normalises(self, model: Model) -> bool:
-        return model.top_k > 1 if self.normalise is None else self.normalise
+from meshwright.describe.router import RouterOptions
 
 
 class Tokens(Protocol):
@@ -87,11 +55,13 @@ class Routing:
 
 
 class Router(nn.Module):
-    def __init__(self, model: Model, options: RouterOptions) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
+        options: RouterOptions = model.router
         self.experts, self.k, self.options = model.experts, model.top_k, options
-        self.score = options.score_of(model)
-        self.normalise = options.choice == "token" and options.normalises(model)
+        self.score = options.score or ("sigmoid" if model.balance_bias else "softmax")
+        normalise = model.top_k > 1 if options.normalise is None else options.normalise
+        self.normalise = options.choice == "token" and normalise
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
         self.bias = nn.Parameter(torch.empty(model.experts)) if model.router_bias else None
         # A parameter of the model without a gradient: it is saved and sharded like the others, and moved by `balance`.

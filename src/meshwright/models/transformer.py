@@ -26,7 +26,6 @@ from meshwright.models.dropout import make_dropout
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import EPSILON, FeedForward, make_norm
-from meshwright.models.router import RouterOptions
 
 ROTARY_BASE = 10_000.0
 IGNORED = -100  # a target that is padding
@@ -115,7 +114,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, model: Model, geometry: Geometry, index: int, router: RouterOptions) -> None:
+    def __init__(self, model: Model, geometry: Geometry, index: int) -> None:
         super().__init__()
         full = bool(model.full_every) and (index + 1) % model.full_every == 0
         latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
@@ -123,7 +122,7 @@ class Layer(nn.Module):
         self.attention = LatentAttention(model, geometry, full) if latent else Attention(model, geometry, full)
         self.ffn_norm = make_norm(model)
         if expert:
-            self.moe = MixtureOfExperts(model, router)
+            self.moe = MixtureOfExperts(model)
         else:
             self.ffn = FeedForward(model)
         self.attention_post_norm = make_norm(model) if model.norms_per_layer == 4 else nn.Identity()
@@ -183,13 +182,12 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """All of it, or the stage that holds `layers`. A tied head shares its weight where both ends are here."""
 
-    def __init__(self, model: Model, layers: range, router: RouterOptions | None = None) -> None:
+    def __init__(self, model: Model, layers: range) -> None:
         super().__init__()
         check_buildable(model)
-        router = router or RouterOptions()
         self.geometry = geometry = Geometry(model)
         self.embedding = Embedding(model, geometry) if layers.start == 0 else None
-        self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i, router) for i in layers})
+        self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i) for i in layers})
         self.head = Head(model) if layers.stop == model.layers else None
         if model.tied and self.embedding is not None and self.head is not None:
             self.head.project.weight = self.embedding.tokens.weight

@@ -31,7 +31,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.fit import settle
-from meshwright.models import RouterOptions, build, loss_function, width_of_output
+from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import context, exchange, expert, fp8, offload, tensor, vocabulary, zero
 from meshwright.parallel.localsgd import LocalSgd
@@ -149,7 +149,6 @@ class Parallel:
 def apply(
     model: Model, plan: Plan, workload: Workload, rank: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
     seed: int = 0, scatter: bool = False, order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
-    router: RouterOptions | None = None,
 ) -> Parallel:  # fmt: skip
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
@@ -158,7 +157,7 @@ def apply(
     program = program_of(plan, workload)
     # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
-    stages = {i: build(model, layers, router).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}
+    stages = {i: build(model, layers).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}
 
     group, ring = mesh.group("tp"), mesh.group("cp")
     copies = mesh.add_copies(plan.tp // model.kv_groups) if model.kind == "transformer" else None

@@ -288,11 +288,11 @@ def balance(
     modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh, masters: Sequence[Piece] = ()
 ) -> dict[str, float]:
     """Once a step: the load of every layer over all tokens, in one small sum, moves the balancing biases, first of all
-    their wide `masters` where there are any. Returns the metrics of the worst layer here, and the mean share dropped."""
+    their wide `masters` where there are any. Returns the metrics of the worst layer of all stages."""
     layers = {f"{name}.router": part for module in modules for name, part in module.named_modules()
               if isinstance(part, MixtureOfExperts) and part.router.load is not None}  # fmt: skip
     if not layers:
-        return {}
+        return worst([], mesh)
     loads = torch.stack([part.router.load for part in layers.values() if part.router.load is not None])
     group = mesh.group("stage")
     if group is not None:
@@ -310,12 +310,18 @@ def balance(
         part.router.load = None
         if isinstance(part.place, Spread):
             part.place.end_step()
-    return {
-        "entropy": min(m["entropy"] for m in metrics),
-        "peak": max(m["peak"] for m in metrics),
-        "idle": max(m["idle"] for m in metrics),
-        "dropped": sum(m["dropped"] for m in metrics) / len(metrics),
-    }
+    return worst(metrics, mesh)
+
+
+def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
+    """Of all layers, those of other stages too: the least entropy, and the most of all else."""
+    rows = [[-m["entropy"], m["peak"], m["idle"], m["dropped"]] for m in metrics]
+    most = torch.tensor(rows or [[-1.0, 0.0, 0.0, 0.0]], dtype=torch.float64, device=mesh.device).amax(0)
+    group = mesh.group("pp")
+    if group is not None:
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group)
+    entropy, *others = most.tolist()
+    return dict(zip(("entropy", "peak", "idle", "dropped"), (-entropy, *others), strict=True))
 
 
 def scale_losses(modules: Iterable[nn.Module], scale: float) -> None:

@@ -11,6 +11,7 @@ sample to sample, so that a loss averaged per rank shows.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -46,7 +47,12 @@ class Batch(NamedTuple):
 
 
 def batch_of(
-    samples: Samples, step: int, indices: range, device: str, dtype: torch.dtype, places: torch.Tensor | None = None
+    samples: Samples,
+    step: int,
+    indices: Sequence[int],
+    device: str,
+    dtype: torch.dtype,
+    places: torch.Tensor | None = None,
 ) -> Batch:
     """Those samples of a step, and of their sequence the `places` (None: all of it)."""
     pairs = [samples.sample(step, i) for i in indices]

@@ -12,7 +12,7 @@ Hooks see each finished step (metrics, progress, proofs); a hook on `gradients` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,7 @@ class Trainer:
         self.optimizer = make_optimizer(updated, self.parallel.workload, self.settings)
         mesh, batch = self.parallel.mesh, self.parallel.workload.batch
         share = batch // mesh.size("dp")
-        self.indices = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+        self.indices: Sequence[int] = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
         self.dtype = self.parallel.dtype
         self.scale = LossScale.of(self.dtype)
 

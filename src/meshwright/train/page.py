@@ -34,6 +34,13 @@ def sparkline(values: list[float], width: int = SPARK) -> str:
     )
 
 
+def load(router: dict[str, float]) -> str:
+    """How evenly experts are used: 1 is even and 0 a collapse, the busiest over the mean, and what was lost."""
+    lost = f", {router['dropped']:.0%} dropped" if router["dropped"] else ""
+    lost += f", {router['idle']:.0%} idle" if router["idle"] else ""
+    return f"experts {router['entropy']:.2f} even, busiest {router['peak']:.1f}×{lost}"
+
+
 class Show:
     """Hears steps; draws a live bar on a terminal, else a line now and then."""
 
@@ -47,6 +54,7 @@ class Show:
         self.losses.append(record.loss)
         rate = format_count(record.tokens / record.seconds)
         words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
+        words += f"  {load(record.router)}" if record.router else ""
         if self.progress is not None:
             self.progress.update(self.task, advance=1, words=f"{words}  {sparkline(self.losses)}")
         elif record.step % self.every == 0 or record.step == self.steps - 1:
@@ -72,7 +80,12 @@ def page(training: Training, folder: str) -> RenderableType:
     step = Text.assemble(("step ", "dim"), (format_seconds(m.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
                          ("   predicted ", "dim"), format_seconds(p.step_time_s),
                          (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"))  # fmt: skip
-    return Group(title, loss, step, difference(training.differences), Text(f"written to {folder}", "dim"))
+    lines = [title, loss, step]
+    routers = [record.router for record in training.steps if record.router]
+    if routers:
+        course = sparkline([router["entropy"] for router in routers])
+        lines.append(Text.assemble(("load ", "dim"), f"{load(routers[0])} → {load(routers[-1])}  ", (course, "cyan")))
+    return Group(*lines, difference(training.differences), Text(f"written to {folder}", "dim"))
 
 
 def difference(rows: list[Difference]) -> RenderableType:

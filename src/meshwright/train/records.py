@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -12,10 +12,13 @@ class StepRecord:
     gradient_norm: float
     tokens: int
     seconds: float
-    router: dict[str, float] = field(
-        default_factory=dict
-    )  # how evenly experts are used, by `load_metrics`; of the worst layer
+    router: dict[str, float] = field(default_factory=dict)  # how evenly experts are used, in the worst layer
     taken: bool = True  # not where gradients overflowed and the step was skipped
+
+    def row(self) -> dict[str, float]:
+        """One number a column; of a model with experts their entropy, peak, idle and dropped share as well."""
+        plain = {name: value for name, value in asdict(self).items() if name != "router"}
+        return {**plain, **{f"router_{name}": value for name, value in self.router.items()}}
 
 
 @dataclass

@@ -128,6 +128,7 @@ def save(training: Training, folder: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps(told[name], indent=2), "utf-8")
     (folder / "plan.toml").write_text(training.config.to_toml(), "utf-8")
     with (folder / "steps.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(StepRecord.__dataclass_fields__)
-        writer.writerows(asdict(record).values() for record in training.steps)
+        rows = [record.row() for record in training.steps]
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -27,6 +27,8 @@ def is_expert(name: str) -> bool:
 
 def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
     layers = [m for stage in parallel.stages.values() for m in stage.modules() if isinstance(m, MixtureOfExperts)]
+    if parallel.model.experts and parallel.plan.pp > 1:
+        yield Explanation("the worst load of all stages is told", canonical(parallel.mesh, "pp"), "all_reduce", 1, 32)
     if not layers:
         return
     model, mesh = parallel.model, parallel.mesh
@@ -34,7 +36,7 @@ def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
     made = [journey for place in places if isinstance(place, Spread) for journey in place.made]
     plan, size = parallel.plan, parallel.pieces[0].local.element_size()
     own = plan.microbatch * parallel.workload.seq // plan.cp // plan.tp
-    copies, runs = own * model.top_k, len(made)
+    copies, runs = own * model.top_k * model.router.travelling, len(made)
     row = model.hidden * size
     if mesh.size("ep") > 1:
         ep = canonical(mesh, "ep")
@@ -52,16 +54,13 @@ def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
         if partial:
             yield Explanation("biases of split experts are summed", etp, "all_reduce", 1, sum(partial))
     if mesh.size("stage") > 1:
-        yield from statistics(parallel, layers, runs, own)
+        yield from statistics(parallel, layers, runs)
 
 
-def statistics(parallel: Parallel, layers: list[MixtureOfExperts], runs: int, own: int) -> Iterator[Explanation]:
+def statistics(parallel: Parallel, layers: list[MixtureOfExperts], runs: int) -> Iterator[Explanation]:
     """Sums over all tokens of the stage: the load once a step, and what the router's options ask for in each layer."""
     stage, experts = canonical(parallel.mesh, "stage"), parallel.model.experts
     options, wide = layers[0].router.options, max(4, parallel.pieces[0].local.element_size())
     yield Explanation("the routers' load is summed", stage, "all_reduce", 1, len(layers) * 2 * experts * COUNT_BYTES)
     if options.aux or options.z:
         yield Explanation("the balancing loss is of all tokens", stage, "all_reduce", runs, runs * (experts + 1) * wide)
-    if options.capacity or options.choice == "expert":
-        n = own * parallel.mesh.size("stage") * experts * wide
-        yield Explanation("experts compare all tokens", stage, "all_gather", runs, runs * n)

@@ -110,6 +110,10 @@ def one_device(job: Job) -> Job:
     if job.plan.average_every:
         plan = Plan(microbatch=job.workload.batch // job.plan.dp, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
+    rounds = job.plan.microbatches(job.workload)
+    if job.model.experts and job.model.router.counts_together and rounds > 1:
+        plan = Plan(microbatch=job.workload.batch // rounds, param_dtype="fp32", master=False)
+        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
     if lossy(job.plan):
         plan = Plan(microbatch=job.plan.microbatch, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,6 @@ class Job:
     watch: bool = False
     prepare: str = ""
     emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
-    router: dict[str, Any] = field(default_factory=dict)  # options of the router, by name
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from meshwright.describe.plan import Plan
-from meshwright.models import RouterOptions
+from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.zero import Emulated
 from meshwright.train.data import RandomSamples
@@ -37,10 +37,12 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = put_on(context, job, dtype)
-    if job.emulated is not None:
+    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
+    if job.emulated is not None and job.emulated.compression != "none":
         (module,) = parallel.stages.values()
         parallel.reductions = [Emulated(module, job.emulated, job.emulated.microbatches(job.workload))]
-    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
+    elif job.emulated is not None:
+        trainer.indices = in_flight_together(job.emulated, job.workload)
     trace = recorded(trainer, context.rank, dtype)
     trainer.train(job.steps)
     if job.watch and dtype == job.dtypes[-1]:
@@ -56,7 +58,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 
 def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
     return apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
-                 seed=job.seed, scatter=True, order=job.order, router=RouterOptions(**job.router))  # fmt: skip
+                 seed=job.seed, scatter=True, order=job.order)  # fmt: skip
 
 
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
@@ -98,6 +100,12 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
                 for piece, kept in zip(trainer.parallel.pieces, trace.pieces, strict=True):
                     kept.parameters[-1] = as_array(piece.local)
     return Trace(context.rank, dtype, replicas=traces)
+
+
+def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
+    """The samples of a batch, those first that the ranks have in their first micro-batches: routers count them as one."""
+    share, size = workload.batch // plan.dp, plan.microbatch
+    return [r * share + i + k for i in range(0, share, size) for r in range(plan.dp) for k in range(size)]
 
 
 @torch.no_grad()

@@ -1,0 +1,56 @@
+"""How a mixture of experts chooses: the part of a model that is no shape. `[model.router]` in a file.
+
+    score          softmax over the experts, or sigmoid of each (DeepSeek-V3)
+    choice         tokens choose k experts, or experts choose their tokens
+    capacity       an expert takes at most c·T·k/E copies, the rest are dropped; 0: as many as come
+    aux, z         weights α and β of the balancing and of the logits' loss
+    balance_rate   γ of the bias that balances without a loss
+
+Lowering asks two things: which share of the T·k copies travels, and how many the busiest expert gets over the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.describe.base import Described
+
+
+class RouterOptions(Described):
+    score: Literal["", "softmax", "sigmoid"] = Field(
+        default="", description="unsaid: sigmoid where the model balances by a bias, else softmax"
+    )
+    choice: Literal["token", "expert"] = "token"
+    capacity: float = Field(default=0.0, ge=0, description="as a multiple of the mean load; 0: dropless")
+    normalise: bool | None = Field(
+        default=None, description="weights of a token sum to one; unsaid: where k > 1 and tokens choose"
+    )
+    scale: float = Field(default=1.0, ge=0, description="of the routed experts' sum")
+    aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
+    z: float = Field(default=0.0, ge=0, description="weight of the squared log-sum of the logits (ST-MoE)")
+    balance_rate: float = Field(default=0.001, ge=0, description="step of the balancing bias, where there is one")
+
+    @property
+    def compares(self) -> bool:
+        """Whether experts compare all tokens in flight, so that their scores must be gathered."""
+        return self.choice == "expert" or self.capacity > 0
+
+    @property
+    def counts_together(self) -> bool:
+        """Whether a token's way depends on the tokens that are in flight with it."""
+        return self.compares or self.aux > 0
+
+    @property
+    def travelling(self) -> float:
+        """Share of the tokens' k copies that reaches an expert, at most."""
+        if self.choice == "expert":
+            return self.capacity or 1.0
+        return min(1.0, self.capacity) if self.capacity else 1.0
+
+    def busiest(self, imbalance: float) -> float:
+        """Copies of the busiest expert over the mean, where unlimited it would be `imbalance`."""
+        if self.choice == "expert":
+            return self.travelling
+        return min(imbalance, self.capacity) if self.capacity else imbalance
