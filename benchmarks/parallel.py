@@ -7,6 +7,10 @@ machine does falls on both. Told is the ratio ours / plain of the median step wi
 pairs, and what an independent witness counted of one step of each. Plain torch does the same work: forward, backward,
 gradient reduction, clipping by the global norm, AdamW, and the loss averaged over ranks for the log.
 
+Memory: each side takes its steps in processes of its own, on a larger model, with an allocator that gives large
+tensors back at once; told is the ratio of what the kernel says a rank's processes held at most, less what they held
+before there was a model.
+
     ddp   DistributedDataParallel              zero3  fully_shard, a unit a layer
     tp    parallelize_module (DTensor)         1f1b   Schedule1F1B
 """
@@ -14,7 +18,10 @@ gradient reduction, clipping by the global norm, AdamW, and the loss averaged ov
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +33,8 @@ from meshwright.train import launch
 
 MODEL = Model(name="bench", hidden=128, layers=4, heads=4, ffn=384, vocab=512)
 CASES = {"ddp": "replicate", "zero3": "shard", "tp": "tp", "1f1b": "pp"}
+LARGER = MODEL.but(hidden=512, layers=8, heads=8, ffn=1536, vocab=2048)
+RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def plan_of(case: str, ranks: int) -> Plan:
@@ -36,24 +45,24 @@ def plan_of(case: str, ranks: int) -> Plan:
 class Plain:
     """A training step as the torch tutorials write it."""
 
-    def __init__(self, case: str, rank: int, ranks: int, workload: Workload) -> None:
+    def __init__(self, case: str, rank: int, ranks: int, workload: Workload, model: Model) -> None:
         import torch
         from torch import distributed
 
         from meshwright.models import build, initial_value, loss_function
         from meshwright.train.data import RandomSamples
 
-        self.case, self.rank, self.ranks, self.workload = case, rank, ranks, workload
+        self.case, self.rank, self.ranks, self.workload, self.model = case, rank, ranks, workload, model
         self.torch, self.distributed = torch, distributed
-        self.samples, self.loss = RandomSamples(MODEL, workload.seq, 0), loss_function(MODEL)
-        layers = range(MODEL.layers)
+        self.samples, self.loss = RandomSamples(model, workload.seq, 0), loss_function(model)
+        layers = range(model.layers)
         if case == "1f1b":
-            share = MODEL.layers // ranks
+            share = model.layers // ranks
             layers = range(rank * share, (rank + 1) * share)
-        self.module = build(MODEL, layers).to_empty(device="cpu")
+        self.module = build(model, layers).to_empty(device="cpu")
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
-                parameter.copy_(initial_value(MODEL, name, parameter.shape, 0))
+                parameter.copy_(initial_value(model, name, parameter.shape, 0))
         self.wrap()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
         self.step = 0
@@ -88,7 +97,7 @@ class Plain:
             "embedding.tokens": RowwiseParallel(input_layouts=Replicate()),
             "head.project": ColwiseParallel(output_layouts=Replicate()),
         }
-        for i in range(MODEL.layers):
+        for i in range(self.model.layers):
             columns = ("attention.q", "attention.k", "attention.v", "ffn.gate", "ffn.up")
             table |= {f"layers.{i}.{name}": ColwiseParallel() for name in columns}
             table |= {f"layers.{i}.{name}": RowwiseParallel() for name in ("attention.o", "ffn.down")}
@@ -146,24 +155,35 @@ class Plain:
         loss.item(), norm
 
 
-def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
-    import torch
+def workload_of(case: str, ranks: int) -> Workload:
+    """One micro-batch a step and data-parallel rank, so that there is no accumulation to tell DDP about; eight in a pipeline."""
+    return Workload(batch={"tp": 4, "1f1b": 8}.get(case, 4 * ranks), seq=64, precision="fp32")
 
+
+def our_step(case: str, context: Any, model: Model) -> Any:
     from meshwright.parallel.apply import apply
     from meshwright.train.data import RandomSamples
     from meshwright.train.loop import Trainer
+
+    workload = workload_of(case, context.world)
+    parallel = apply(model, plan_of(case, context.world), workload, context.rank)
+    return Trainer(parallel, RandomSamples(model, workload.seq, 0)).train_step
+
+
+def plain_step(case: str, context: Any, model: Model) -> Any:
+    return Plain(case, context.rank, context.world, workload_of(case, context.world), model).train_step
+
+
+SIDES = {"ours": our_step, "plain": plain_step}
+
+
+def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
+    import torch
+
     from meshwright.train.observe import COLLECTIVES
 
-    workload = Workload(batch=8 * context.world if case in ("ddp", "zero3") else 8, seq=64, precision="fp32")
-    if case in ("ddp", "zero3"):
-        workload = workload.but(batch=4 * context.world)  # one micro-batch a step: no accumulation to tell DDP about
-    plan = plan_of(case, context.world)
-    if case in ("tp",):
-        workload = workload.but(batch=4)
-    ours = Trainer(apply(MODEL, plan, workload, context.rank), RandomSamples(MODEL, workload.seq, 0))
-    plain = Plain(case, context.rank, context.world, workload)
-    sides = {"ours": ours.train_step, "plain": plain.train_step}
-    times: dict[str, list[float]] = {"ours": [], "plain": []}
+    sides = {name: make(case, context, MODEL) for name, make in SIDES.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(pairs + 5):
         for name in sorted(sides, reverse=bool(i % 2)):
             torch.distributed.barrier()
@@ -172,6 +192,24 @@ def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
             times[name].append(time.perf_counter() - started)
     counts = {name: count_collectives(step, COLLECTIVES) for name, step in sides.items()}
     return {"times": {name: values[5:] for name, values in times.items()}, "counts": counts}
+
+
+def hold(context: Any, case: str, side: str) -> int:
+    """The most bytes this process held in three steps, above what it held before it had a model."""
+    SIDES[side](case, context, MODEL)()  # libraries load and buffers of the transport are made
+    gc.collect()
+    before = resident("VmRSS")
+    step = SIDES[side](case, context, LARGER)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    for _ in range(3):
+        step()
+    return resident("VmHWM") - before
+
+
+def resident(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def count_collectives(step: Any, known: dict) -> dict[str, tuple[int, int]]:
@@ -216,16 +254,21 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=CASES)
     options = parser.parse_args()
+    os.environ.update(RETURNED_AT_ONCE)  # for the processes that start from here
     for case in [options.only] if options.only else CASES:
         results = launch.run("__main__:work", options.ranks, case, options.pairs, silence=600)
-        times = {name: np.max([r["times"][name] for r in results], axis=0) for name in ("ours", "plain")}
+        times = {name: np.max([r["times"][name] for r in results], axis=0) for name in SIDES}
         ratio, low, high = interval(times["ours"], times["plain"])
-        medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in ("ours", "plain"))
+        medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in SIDES)
         print(
             f"{case:<6} {ratio:.3f}× ({low:.3f} to {high:.3f})  {medians} ms, {options.pairs} pairs, {options.ranks} ranks"
         )
+        held = {side: max(launch.run("__main__:hold", options.ranks, case, side, silence=600)) for side in SIDES}
+        print(
+            f"       {held['ours'] / held['plain']:.3f}× of peak memory, {held['ours'] / 1e6:.0f} against {held['plain'] / 1e6:.0f} MB"
+        )
         for operation in sorted({*results[0]["counts"]["ours"], *results[0]["counts"]["plain"]}):
-            ours, plain = (results[0]["counts"][name].get(operation, (0, 0)) for name in ("ours", "plain"))
+            ours, plain = (results[0]["counts"][name].get(operation, (0, 0)) for name in SIDES)
             print(
                 f"         {operation:<15} ours {ours[0]:>4} of {ours[1]:>9,} B   plain {plain[0]:>4} of {plain[1]:>9,} B"
             )

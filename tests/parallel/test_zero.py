@@ -92,3 +92,27 @@ def test_zero_3_keeps_its_share_only():
     (mine,) = ranks.run(4, boxes, MODEL, [Plan(shard=4, zero=3)], WORKLOAD)[1]
     for _, _, shape, _, full in mine:
         assert shape[0] <= -(-full[0] // 4)
+
+
+def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
+    from torch import nn
+
+    from meshwright.parallel.zero import Alone
+
+    module, twin = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    twin.load_state_dict(module.state_dict())
+    unused = nn.Parameter(torch.ones(3))
+    made = Alone([*module.parameters(), unused])
+    for step in range(2):
+        inputs = torch.full((2, 4), 1.0 + step)
+        for chunk in inputs.split(1):
+            made.begin(last=True)
+            module(chunk).square().sum().backward()
+        made.finish()
+        twin.zero_grad()
+        twin(inputs).square().sum().backward()
+        for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        assert not unused.grad.any()
+        made.zero()
+        assert all(p.grad is None for p in module.parameters())

@@ -23,6 +23,7 @@ ZeRO 1 to 3 are torch's `fully_shard`, a unit a layer and one for each end of th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -123,6 +124,31 @@ class Buckets:
         self.flat.zero_()
 
 
+class Alone:
+    """Gradients with nobody to sum them with: autograd's own tensors, made as backward frees activations and given
+    back after the update. A buffer for all of them would stand beside the activations of forward."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        for p in self.parameters:
+            p.grad_dtype = dtype or p.dtype
+
+    def begin(self, last: bool) -> None:
+        """Every micro-batch adds to what is there."""
+
+    def start(self) -> None:
+        """Nothing to send."""
+
+    def finish(self) -> None:
+        for p in self.parameters:
+            if p.grad is None:  # unused in this step
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+
+    def zero(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+
 class Emulated(Buckets):
     """One device in the place of `ranks` data-parallel ones, each with its own compressor: the proof of a lossy sum.
 
@@ -219,7 +245,7 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None
 class Several:
     """The reductions of a stage whose parameters are not all summed over the same ranks."""
 
-    def __init__(self, parts: list[Buckets | Shards]) -> None:
+    def __init__(self, parts: list[Buckets | Shards | Alone]) -> None:
         self.parts = parts
 
     def begin(self, last: bool) -> None:
@@ -245,7 +271,7 @@ def mixed(plan: Plan, dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype if narrow(dtype) else None, reduce_dtype=said)
 
 
-Reduction = Buckets | Shards | Several
+Reduction = Buckets | Shards | Alone | Several
 
 
 def reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> Reduction:
@@ -255,9 +281,11 @@ def reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> 
         options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
     dense = set(module.parameters()) - experts
-    parts: list[Buckets | Shards] = []
+    parts: list[Buckets | Shards | Alone] = []
     if isinstance(module, FSDPModule):
         parts.append(Shards(module, plan))
+    elif mesh.group("dp_cp") is None and plan.pp == 1:
+        parts.append(Alone(dense, options.get("dtype")))
     else:
         parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan), only=dense,
                              **options))  # fmt: skip

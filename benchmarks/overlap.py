@@ -1,0 +1,152 @@
+"""Is overlap real? Data parallelism on a slowed link, the time its communication adds to a step held to what cannot be hidden.
+
+    python benchmarks/overlap.py [--ranks 2] [--rounds 15]
+
+The ranks talk over the loopback of a network namespace of their own, whose rate is set so that the sum of the
+gradients takes half, once and twice as long as backward. In turn are timed
+
+    compute        forward and backward, no gradient sent           comm     the same messages, nothing computed
+    ours           `zero.Buckets`, messages behind backward          late     the same, all sent after backward
+    torch          `DistributedDataParallel` with the same bucket
+
+and told is what each adds to `compute`, against the bound max(0, comm − backward) + 15% of comm: of a message no more
+can be hidden than there is backward to hide it behind. Needs Linux, `unshare`, `ip` and `tc`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.model import Model
+from meshwright.train import launch
+
+MODEL = Model(name="bench", hidden=384, layers=8, heads=6, ffn=1024, vocab=512)
+ROWS, SEQ = 4, 128
+BUCKET = 4e6
+LONGER = (0.5, 1.0, 2.0)  # communication over backward
+INSIDE = "MESHWRIGHT_SLOWED_LINK"
+
+
+def set_rate(bytes_per_second: float) -> None:
+    rate = f"{int(bytes_per_second * 8)}bit"
+    subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", "tbf", "rate", rate, "burst", "1mb", "latency", "1s"],
+                   check=True)  # fmt: skip
+
+
+def work(context: Any, rounds: int) -> list[dict[str, list[float]]]:
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
+
+    from meshwright.models import build, initial_value, loss_function
+    from meshwright.parallel.zero import Buckets
+
+    group, criterion = distributed.group.WORLD, loss_function(MODEL)
+    generator = torch.Generator().manual_seed(context.rank)
+    inputs, targets = (torch.randint(MODEL.vocab, (ROWS, SEQ), generator=generator) for _ in range(2))
+    backwards: list[float] = []
+
+    def made() -> Any:
+        module = build(MODEL, range(MODEL.layers)).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(initial_value(MODEL, name, p.shape, 0))
+        return module
+
+    def step(module: Any, buckets: Buckets | None = None) -> None:
+        if buckets is not None:
+            buckets.begin(last=True)
+        loss = criterion(module(inputs), targets)
+        started = time.perf_counter()
+        loss.backward()
+        backwards.append(time.perf_counter() - started)
+        if buckets is not None:
+            buckets.finish()
+
+    modules = [made() for _ in range(3)]
+    compute, ours, late = (
+        Buckets(modules[0], None, BUCKET),
+        Buckets(modules[1], group, BUCKET),
+        Buckets(modules[2], group, BUCKET, overlap=False),
+    )
+    plain = DistributedDataParallel(made(), bucket_cap_mb=BUCKET / 2**20, gradient_as_bucket_view=True)
+    sides = {
+        "compute": lambda: step(modules[0], compute),
+        "comm": late.finish,
+        "ours": lambda: step(modules[1], ours),
+        "late": lambda: step(modules[2], late),
+        "torch": lambda: step(plain),
+    }
+    for side in [*sides.values()] * 2:
+        timed(side)
+    for _ in range(5):
+        timed(sides["compute"])
+    backward = torch.tensor(np.median(backwards[-5:]))
+    distributed.all_reduce(backward, op=distributed.ReduceOp.MAX)
+    found = []
+    for ratio in LONGER:
+        if context.rank == 0:  # a ring sends 2(P−1)/P·n a rank, and all ranks share this link
+            set_rate(2 * (context.world - 1) * ours.flat.nbytes / (ratio * float(backward)))
+        times: dict[str, list[float]] = {name: [] for name in (*sides, "backward")}
+        for i in range(rounds + 1):
+            for name in sorted(sides, reverse=bool(i % 2)):
+                times[name].append(timed(sides[name]))
+                if name == "compute":
+                    times["backward"].append(backwards[-1])
+        found.append({name: values[1:] for name, values in times.items()})
+    return found
+
+
+def timed(side: Any) -> float:
+    from torch import distributed
+
+    distributed.barrier()
+    started = time.perf_counter()
+    side()
+    return time.perf_counter() - started
+
+
+def inside_a_namespace() -> None:
+    """Start this script again where loopback is nobody else's."""
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        sys.exit(f"skipped: {', '.join(missing)} not found")
+    own = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*own, "true"], check=False, capture_output=True).returncode:
+        sys.exit("skipped: network namespaces are not allowed here")
+    sys.exit(subprocess.run([*own, sys.executable, *sys.argv], check=False, env={**os.environ, INSIDE: "1"}).returncode)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    if INSIDE not in os.environ:
+        inside_a_namespace()
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    results = launch.run("__main__:work", options.ranks, options.rounds, silence=600)
+    print(
+        "milliseconds, medians       compute  backward    comm │  added by ours   late  torch │ bound  share of comm hidden by ours, torch"
+    )
+    for ratio, *ranks in zip(LONGER, *results, strict=True):
+        t = {name: 1e3 * np.median(np.max([r[name] for r in ranks], axis=0)) for name in ranks[0]}
+        added = {name: t[name] - t["compute"] for name in ("ours", "late", "torch")}
+        bound = max(0.0, t["comm"] - t["backward"]) + 0.15 * t["comm"]
+        hidden = ", ".join(f"{1 - added[name] / t['comm']:.0%}" for name in ("ours", "torch"))
+        print(
+            f"comm about {ratio:3.1f} × backward  {t['compute']:7.0f}  {t['backward']:8.0f} {t['comm']:7.0f} │ "
+            f"{added['ours']:14.0f} {added['late']:6.0f} {added['torch']:6.0f} │ {bound:5.0f}  {hidden}"
+        )
+
+
+if __name__ == "__main__":
+    main()
