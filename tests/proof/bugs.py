@@ -8,8 +8,6 @@ public code; "seed" marks one of the lectures' own examples.
 
 Not expressible here, and so not in the corpus:
 
-    dropout seeded alike on every tp rank     these networks train without dropout
-    KV heads copied over tp ranks             refused: tp is at most the KV heads (Ulysses' copies stand in for it)
     rotary offset under sequence parallelism  attention sees the gathered sequence; learned positions are cut, and tried
     an overflow only some ranks see           float64 has no loss scale
     a shorter message silently accepted       every shape on the wire is told in advance
@@ -283,6 +281,21 @@ CORPUS = [
     Bug("head_norms_not_summed", "qwen", {"tp": 2}, "gradient", "attention.k_norm"),
     Bug("row_bias_not_summed_over_sequence", "gpt", {"tp": 2, "sp": True}, "gradient", "ffn.down.bias"),
     Bug("positions_start_at_zero_on_every_rank", "gpt", {"tp": 2, "sp": True}, "loss"),
+    Bug("kv_copies_not_summed", "one-kv", {"tp": 2}, "gradient", "layers.3.attention.v"),
+    Bug("kv_copies_summed_over_all_ranks", "llama", {"tp": 4}, "gradient", "layers.3.attention.v"),
+    Bug("norm_counts_each_kv_copy", "one-kv", {"tp": 2}, "norm"),
+    Bug(
+        "whole_gradient_summed_again",
+        "llama",
+        {"tp": 2, "tp_form": "all-gather"},
+        "gradient",
+        "layers.3.ffn",
+        ratio=2.0,
+    ),
+    Bug("dropout_alike_on_every_tp_rank", "drops", {"tp": 2, "sp": True}, "loss"),
+    Bug("dropout_apart_on_every_tp_rank", "drops", {"tp": 2}, "loss"),
+    Bug("dropout_alike_on_every_data_rank", "drops", DP, "loss"),
+    Bug("dropout_differs_when_made_again", "drops", {"recompute": "full"}, "gradient", "layers.3"),
     Bug("tensor_parallel_ranks_read_different_samples", "llama", {"tp": 2}, "loss"),
     Bug("context_ranks_not_summed", "llama", {"cp": 2}, "gradient"),
     Bug("rotation_starts_at_zero_on_every_rank", "llama", {"cp": 2}, "loss"),

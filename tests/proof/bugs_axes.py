@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import distributed
 from torch.nn import functional as F
 
-from meshwright.parallel import apply, blocks, context, exchange, expert, pipeline, tensor, ulysses, vocabulary, zero
+from meshwright.models import dropout
+from meshwright.models.dropout import Moment
+from meshwright.parallel import (
+    apply,
+    blocks,
+    context,
+    exchange,
+    expert,
+    pipeline,
+    recompute,
+    tensor,
+    ulysses,
+    vocabulary,
+    zero,
+)
 from meshwright.parallel.mesh import Mesh
 from meshwright.train import loop
 
@@ -100,6 +116,62 @@ def tensor_parallel_ranks_read_different_samples():
         self.indices = range(self.indices.start + shift, self.indices.stop + shift)
 
     loop.Trainer.__post_init__ = apart
+
+
+def kv_copies_not_summed():
+    """Each rank trains its copy of a KV head with the gradient of its own queries: the copies drift apart."""
+    plain = apply.Parallel._sum_partial
+    apply.Parallel._sum_partial = lambda self, axis: None if axis == "kv_copies" else plain(self, axis)
+
+
+def kv_copies_summed_over_all_ranks():
+    """Gradients of different KV heads added up, as if all of tp held the same one."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: group(self, "tp" if axis == "kv_copies" else axis)
+
+
+def norm_counts_each_kv_copy():
+    pieces_of = apply.pieces_of
+
+    def counted(*args):
+        return (replace(p, counted=p.counted or p.partial == "kv_copies") for p in pieces_of(*args))
+
+    apply.pieces_of = counted
+
+
+def whole_gradient_summed_again():
+    """An output gathered on every rank has the same gradient everywhere; a reduce-scatter counts it once a rank."""
+    exchange.join = exchange.gather_in
+
+
+# Dropout
+
+
+def dropout_alike_on_every_tp_rank():
+    """One seed for all: right between the products, wrong where each rank has a share of the sequence."""
+    tensor.STYLES["dropout"] = lambda done, name, part: None
+
+
+def dropout_apart_on_every_tp_rank():
+    """A seed for each: ranks that hold the same tensor drop different elements of it."""
+    apply.Moment = lambda seed, step, samples: Moment(seed + distributed.get_rank(), step, samples)
+
+
+def dropout_alike_on_every_data_rank():
+    """Samples counted from this rank's own first."""
+    apply.Moment = lambda seed, step, samples: Moment(seed, step, range(len(samples)))
+
+
+def dropout_differs_when_made_again():
+    """A layer made again that draws from where the generator stands by then (Chen et al. 2016 must keep its state)."""
+    rerun = recompute._Run.rerun
+
+    def later(self):
+        moment = dropout._now.get()
+        with dropout.drawing(replace(moment, step=moment.step + 1)):
+            rerun(self)
+
+    recompute._Run.rerun = later
 
 
 # Context parallel

@@ -128,6 +128,26 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {"replicate": 2, **SP, "average_every": 1}),
     ("gpt", {"replicate": 2, "pp": 2, "average_every": 2, "recompute": "full"}),
 ]
+ONE_KIND = {"tp": 2, "tp_form": "all-gather"}  # of collective forward: the lecture's form
+ULYSSES = {"cp": 2, "cp_kind": "ulysses"}
+COPIED = [("one-kv", said) for said in (  # a KV head on several ranks
+    {"tp": 2}, {"tp": 4, "sp": True}, {**Z3, **SP}, {**ZBV, "tp": 2, "recompute": "full"}, {**CP, **SP}, {**ULYSSES, "tp": 2},
+    {"replicate": 2, "tp": 2, "recompute": "selective", "bucket": 2000}, {**ONE_KIND, "pp": 2},
+)]  # fmt: skip
+COPIED += [("qwen", {"tp": 4}), ("qwen", {"tp": 4, "sp": True, "pp": 2}), ("gemma", {"tp": 4, **Z3})]
+GATHERED = [(model, {**ONE_KIND, **said}) for model, said in (
+    ("llama", {}), ("gpt", {"replicate": 2}), ("qwen", Z3), ("gemma", {"pp": 2, "schedule": "zb-h1"}), ("gpt", CP),
+    ("qwen", {"recompute": "full"}), ("qwen-moe", {"recompute": "full"}), ("deepseek", {"replicate": 2, "ep": 2}),
+    ("gpt", {**ZBV, "recompute": "full"}),
+)]  # fmt: skip
+DROPPED = [("drops", said) for said in (
+    {}, {"replicate": 2}, {**Z3, "recompute": "full"}, {"tp": 2}, SP, CP, {**ULYSSES, **SP}, {"pp": 2, "recompute": "full"},
+    {**SP, "recompute": "full"}, {**CP, **SP, "recompute": "full"}, {**ZBV, "replicate": 2, "recompute": "full", "microbatch": 1},
+    {**SP, "pp": 2, "schedule": "zb-h1"}, ONE_KIND,
+)]  # fmt: skip
+DROPPED += [("moe-drops", {"replicate": 2, **SP, "ep": 2}), ("mlp-drops", {"tp": 2, "pp": 2}), ("mlp-drops", Z3)]
+AWAY = [("gpt", {**SP, "offload": "activations"}), ("qwen", {**SP, **ZBV, "offload": "activations"})]
+EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
 FROZEN: list[dict[str, Any]] = [
     {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
 ]  # fmt: skip
@@ -160,6 +180,8 @@ class Layout(NamedTuple):
         more += ["kept"] if not p.reshard else []
         more += ["reduced once"] if p.reduce == "step" else []
         more += [f"expert tp {p.expert_tp}"] if p.expert_tp else []
+        more += ["gathers"] if p.tp_form == "all-gather" else []
+        more += [f"offload {p.offload}"] if p.offload != "none" else []
         more += [f"{name} {value}" for name, value in self.router]
         return " · ".join([self.model, p.title(), *more])
 
@@ -213,6 +235,9 @@ def turn(i: int, said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 MODELS["wide"] = MODELS["mixtral"].but(layers=4)
+MODELS["drops"] = MODELS["gpt"].but(dropout_rate=0.2)
+MODELS["moe-drops"] = MODELS["qwen-moe"].but(dropout_rate=0.2)
+MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)
 
 
 def all_layouts() -> list[Layout]:
