@@ -1,0 +1,127 @@
+"""What only a GPU can show: kernels for blocks of attention, fp8 products, compressors, a training step. Skipped without one."""
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+MODEL = Model(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=512)
+WORKLOAD = Workload(batch=8, seq=128, precision="fp32")
+
+
+def exact(q, k, v):
+    """Causal attention in float64, and its gradients under a slope of ones."""
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    output = scores.softmax(-1) @ v.repeat_interleave(groups, 1)
+    output.sum().backward()
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+def whole(q, k, v):
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    output.sum().backward()
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+def in_blocks(q, k, v, parts):
+    """Every rank of a ring, one after the other, on one device."""
+    from meshwright.parallel.blocks import Attended, Gradients, Sight, places
+    from meshwright.parallel.context import runs_of
+
+    runs, sight = runs_of(q.shape[2], parts, True), Sight(True)
+    where = [places(own).to(q.device) for own in runs]
+    output, dq = torch.empty_like(q), torch.empty_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    for own, mine in zip(runs, where, strict=True):
+        attended = Attended(q[:, :, mine], own, sight)
+        for theirs, there in zip(runs, where, strict=True):
+            attended.meet(k[:, :, there], v[:, :, there], theirs)
+        output[:, :, mine] = attended.output_BNSD.to(q.dtype)
+        slope = torch.ones_like(output[:, :, mine])
+        gradients = Gradients(slope, q[:, :, mine], output[:, :, mine], attended.total_BNS, own, sight)
+        for theirs, there in zip(runs, where, strict=True):
+            added = [torch.zeros_like(x[:, :, there], dtype=torch.float32) for x in (k, v)]
+            gradients.meet(k[:, :, there], v[:, :, there], theirs, *added)
+            dk[:, :, there] += added[0]
+            dv[:, :, there] += added[1]
+        dq[:, :, mine] = gradients.dq.to(q.dtype)
+    return [output, dq, dk, dv]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_of_attention_are_as_exact_as_the_whole(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(2, n, 1024, 64, generator=generator, device="cuda").to(dtype) for n in (8, 2, 2))
+    for truth, one, many in zip(exact(q, k, v), whole(q, k, v), in_blocks(q, k, v, 4), strict=True):
+        kernel, ours = ((x.double() - truth).norm() / truth.norm() for x in (one, many))
+        assert ours <= 1.25 * kernel + 4 * torch.finfo(torch.float32).eps, (float(kernel), float(ours))
+
+
+@pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
+def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
+    from meshwright.parallel.fp8 import has_scaled_product, rounded, scaled_product
+
+    a_dtype, b_dtype = (getattr(torch, f"float8_{name}") for name in dtypes)
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(size, 512, generator=generator, device="cuda", dtype=torch.bfloat16) for size in (256, 384))
+    if not has_scaled_product(a, b):
+        pytest.skip("no fp8 units")
+    ours = scaled_product(a, b, a_dtype, b_dtype).double()
+    emulated = rounded(a.double(), a_dtype) @ rounded(b.double(), b_dtype).T
+    error = (ours - emulated).abs().max() / emulated.abs().max()
+    assert error < 2**-8  # the result is rounded to bfloat16, and scales once more to float32
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
+def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
+    from meshwright.parallel.compress import make, perform
+
+    layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
+    message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))
+    summed = {}
+    for device in ("cpu", "cuda"):
+        compressor, out = make(name), message.to(device, copy=True)
+        for _ in range(2):  # the second has errors fed back
+            out = message.to(device, copy=True)
+            for asked in compressor.reduce(0, out, layout, 0, 1):
+                perform([asked])
+        summed[device] = out.cpu()
+    torch.testing.assert_close(summed["cuda"], summed["cpu"], rtol=1e-5, atol=1e-5)
+
+
+def losses(context, plan, workload, dtype):
+    from meshwright.parallel.apply import apply
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    torch.set_float32_matmul_precision("highest")
+    parallel = apply(MODEL, plan, workload, context.rank, device=context.device, dtype=getattr(torch, dtype))
+    return [r.loss for r in Trainer(parallel, RandomSamples(MODEL, workload.seq, 0)).train(5)]
+
+
+@pytest.mark.parametrize("said", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"},
+                                  {"offload": "states"}])  # fmt: skip
+def test_a_gpu_trains_what_a_cpu_does(said):
+    plan = Plan(microbatch=4, param_dtype="fp32", master=False, **said)
+    cpu, gpu = (ranks.run(1, losses, plan, WORKLOAD, "float32", device=device)[0] for device in ("cpu", "cuda"))
+    assert cpu == pytest.approx(gpu, rel=2e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_a_gpu_trains_narrow(precision):
+    exact_losses = ranks.run(
+        1, losses, Plan(microbatch=4, param_dtype="fp32", master=False), WORKLOAD, "float32", device="cuda"
+    )[0]
+    plan = Plan(microbatch=4, param_dtype="fp16" if precision == "fp16" else "bf16")
+    dtype = "float16" if precision == "fp16" else "bfloat16"
+    narrow = ranks.run(1, losses, plan, WORKLOAD.but(precision=precision), dtype, device="cuda")[0]
+    assert narrow == pytest.approx(exact_losses, rel=0.05 if precision == "fp8" else 0.01)
+    assert narrow[-1] < narrow[0]
