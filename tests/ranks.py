@@ -1,7 +1,9 @@
 """The harness of every test that needs ranks: fresh processes a test, a limit on its silence, nothing left behind.
 
-def work(context, x): ...                 # in the test's own module results = ranks.run(4, work, x)           #
-what each rank returned; a rank that fails fails the test with its traceback
+    def work(context, x): ...                 # in the test's own module
+    results = ranks.run(4, work, x)           # what each rank returned
+
+A rank that fails fails the test with its traceback.
 """
 
 from __future__ import annotations

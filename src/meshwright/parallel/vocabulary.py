@@ -1,7 +1,7 @@
 """The two ends of the model split over the vocabulary: the embedding looks up rows, the loss never sees whole logits.
 
-    embedding   a rank looks up the tokens whose rows it has and zero for the others; the sum over ranks is the
-    embedding loss        −log softmax(z)_t = log Σ_v exp(z_v − m) − (z_t − m),  m = max_v z_v
+    embedding   a rank looks up the tokens whose rows it has, and zero for the others: the sum over ranks is whole
+    loss        −log softmax(z)_t = log Σ_v exp(z_v − m) − (z_t − m),  m = max_v z_v
 
 Each rank has the logits of its own vocabulary. The maximum takes one all-reduce, the sum of exponentials and the
 target's logit another, of one and of two numbers a token: 3·T values in all instead of the T·V of gathered logits.

@@ -1,10 +1,11 @@
 """The training step, top to bottom, the same for one device and for every plan.
 
-    1  batch      this rank's share of the global batch 2  count      valid tokens of the whole batch: the loss is a
-    sum divided by their global number, never a mean of means 3  run        forward and backward of every micro-batch,
-    through the pipeline where there is one 4  finish     gradients summed over data parallel ranks, and over what
-    else holds partial sums 5  norm       the global gradient norm and loss, in one small all-reduce 6  update
-    clip, step, zero
+    1  batch      this rank's share of the global batch
+    2  count      valid tokens of the whole batch: the loss is a sum divided by their global number, never a mean of means
+    3  run        forward and backward of every micro-batch, through the pipeline where there is one
+    4  finish     gradients summed over data parallel ranks, and over what else holds partial sums
+    5  norm       the global gradient norm and loss, in one small all-reduce
+    6  update     clip, step, zero
 
 Hooks see each finished step (metrics, progress, proofs); a hook on `gradients` sees them complete and not yet clipped.
 """
