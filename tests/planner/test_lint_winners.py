@@ -6,11 +6,8 @@ import pytest
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
-from meshwright.describe.plan import Plan
 from meshwright.planner import lint
-from meshwright.planner.leaders import rank
-from meshwright.planner.search import search
-from meshwright.planner.situation import bucket_for
+from meshwright.planner.leaders import solve
 from meshwright.planner.space import Space
 
 CLUSTERS = {"dgx-h100": 16, "dgx-a100": 32, "ethernet-cluster": 16, "gcp-a3-high": 16, "gb200-nvl72": 72}
@@ -29,10 +26,8 @@ def question(model: str, cluster: str) -> Config:
 
 def leaders(c: Config, most: int = 8) -> list[Estimate]:
     """The fastest plans the search found, estimated; empty where nothing fits."""
-    # The search does not vary buckets: it is given some that latency does not rule in the widest group.
-    space = Space(c.model, c.cluster, c.workload, c.stack, base=Plan(bucket=bucket_for(c.cluster, c.cluster.world)))
-    found = search(space)
-    plans = [one.plan for one in rank(space, found).leaders[:most]] if len(found.rows) else []
+    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack))
+    plans = [one.plan for one in ranking.leaders[:most]] if ranking else []
     return [estimate(c.model, c.cluster, plan, c.workload, c.stack) for plan in plans]
 
 

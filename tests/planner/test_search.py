@@ -5,12 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from meshwright.cost.estimate import estimate
 from meshwright.cost.step import step_cost
 from meshwright.cost.walked import walked_time
 from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.lower.step import step_program
-from meshwright.planner import bounds, families, leaders, walking
+from meshwright.lower.step import lower, step_program
+from meshwright.planner import bounds, choices, families, leaders, walking
 from meshwright.planner.leaders import TIE, rank, solve
 from meshwright.planner.search import MARGIN, Search, search
 from meshwright.planner.space import Space
@@ -101,7 +103,7 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         rows = bound(where, some(expand(rows), 300))
         rows = rows.but(**{f"t{k}": rows.time, f"m{k}": rows.memory})
     rows = some(where.sharded(rows), 1000)
-    rows = rows.but(memory=bounds.least_memory(where, rows))
+    rows = bounds.of_kernels(where, rows)
     rows = bounds.of_sharded(where, rows.but(m3=rows.memory, t3=rows.time))
     rows = bounds.of_schedules(where, some(where.scheduled(rows.but(t4=rows.time, m4=rows.memory)), 2500))
     exact = Search(where, np.inf).cost(rows)
@@ -182,3 +184,39 @@ def test_families_have_names():
         assert families.name_of(plan) == families.NAMES[int(found.rows.family[i])]
     batch = step_cost(step_program(where.model, where.plan(found.rows, 0), where.workload, where.stack), where.cluster)
     assert float(batch.time[0]) == pytest.approx(float(found.rows.closed[0]), rel=1e-9)
+
+
+def test_a_fuller_rank_that_a_batch_does_not_look_at_is_found():
+    """DeepSeek-V3 in 25×2 looped stages of one or two layers, the first three dense: rank 3 is the fullest, and not one of the telling ones."""
+    words = {
+        "fix": [
+            "pp=25",
+            "virtual=2",
+            "schedule=interleaved",
+            "tp=1",
+            "cp=1",
+            "microbatch=1",
+            "recompute=none",
+            "zero=1",
+        ]
+    }
+    model, stack = catalog.load("models", "deepseek-v3"), catalog.load("stacks", "default")
+    options = choices.choices(Plan(), choices.read(**words), tuple(stack.order))
+    cluster = catalog.load("clusters", "dgx-h800").with_gpus(400)
+    where = Space(model, cluster, Workload(batch=1600, seq=2048), stack, options)
+    rows = join(list(where.plans()))
+    program = lower(where.batch(rows))
+    seen, whole = step_cost(program, cluster).peak_memory, walking.fullest(program)
+    assert (whole >= seen * (1 - 1e-12)).all()
+    worst = int((whole / seen).argmax())
+    assert whole[worst] > 1.05 * seen[worst]
+    # A limit between the two: by the telling ranks the plan fits, by all of them it does not.
+    limit = float(whole[worst] * seen[worst]) ** 0.5
+    found = Search(where, limit).run()
+    names = {where.plan(found.rows, i) for i in range(len(found.rows))}
+    assert where.plan(rows, worst) not in names
+    for i in range(min(len(found.rows), 5)):
+        plan = where.plan(found.rows, i)
+        peak = estimate(model, cluster, plan, where.workload, stack).prediction.memory_gib * 2**30
+        assert peak <= limit
+        assert peak == pytest.approx(found.rows.memory[i], rel=1e-9)

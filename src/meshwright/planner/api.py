@@ -23,6 +23,8 @@ from meshwright.planner.search import Progress
 from meshwright.planner.space import Space
 
 HEADROOM = 0.05
+# Of a plan file's own plan these are not kept: they belong to its degrees, or (local SGD) to another algorithm.
+UNSEARCHED = ("layers_per_stage", "recompute_every", "recompute_layers", "recompute_budget", "average_every")
 Words = Sequence[str] | Mapping[str, Any]
 
 
@@ -56,7 +58,7 @@ def plan(
     options = chosen.choices(base, constraints, tuple(config.stack.order))
     return run(
         config,
-        Space(config.model, config.cluster, config.workload, config.stack, options, base),
+        Space(config.model, config.cluster, config.workload, config.stack, options, base, said_bucket(config)),
         share(headroom),
         assumed,
         top,
@@ -110,13 +112,19 @@ def problem(
         for name, value in config.plan.as_dict().items()
         if name not in chosen.SEARCHED or name in (*chosen.DTYPES, "overlap")
     }
-    kept.pop("layers_per_stage", None)
+    for name in UNSEARCHED:
+        kept.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
         kept["grad_dtype"] = config.stack.gradient_dtype
     assumed = [f"{what}: {getattr(config.workload, name):,}" for name, what in (("batch", "batch"), ("seq", "sequence length"))
                if f"workload.{name}" not in config.origins]  # fmt: skip
     assumed += [f"training stack: {config.stack.name}"] if "stack.name" not in config.origins or not stack else []
     return config, Plan(**kept), assumed
+
+
+def said_bucket(config: Config) -> float:
+    """The bucket a person said; 0: each plan's own."""
+    return config.plan.bucket if "plan.bucket" in config.origins else 0.0
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -51,7 +51,7 @@ SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "pace", "messag
 
 def kernel(space: Space, rows: Table) -> Table:
     """Cost rows without sharding or pipeline: f, i, w of the whole model, dense and expert elements of a tensor-parallel rank, bytes kept for
-    backward by the model and by its leanest layer, bytes alive while a layer is recomputed."""
+    backward by the model and by its largest layer, how much less all others keep, bytes alive while a layer is recomputed."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     b, counts = program.batch, mean_holding(program.batch).counts
@@ -62,14 +62,14 @@ def kernel(space: Space, rows: Table) -> Table:
         for g in ("dense", "expert")
     )
     saved = sum(counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
-    layers = [
-        sum(program.saved[kind].values()) for kind in ("dense", "moe") if kind in program.saved and np.any(counts[kind])
-    ]
-    layer = np.minimum.reduce([np.broadcast_to(x, b.n) for x in layers])
+    kinds = [kind for kind in ("dense", "moe") if kind in program.saved and np.any(counts[kind])]
+    layers = [np.broadcast_to(sum(program.saved[kind].values()), b.n) for kind in kinds]
+    layer = np.maximum.reduce(layers)
+    lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
     again = np.where(b.recompute == 2, program.transient, 0.0)
     kept = slack * ~b.offload_activations
     return Table(f=mean.f * b.pp, i=mean.i * b.pp, w=mean.w * b.pp, dense=dense, expert=expert, saved=kept * saved * b.pp,
-                 layer=kept * layer, again=np.broadcast_to(slack * again, b.n))  # fmt: skip
+                 layer=kept * layer, lighter=kept * lighter, again=np.broadcast_to(slack * again, b.n))  # fmt: skip
 
 
 def kernels(space: Space, rows: Table) -> Table:
@@ -93,22 +93,29 @@ def of_frames(space: Space, rows: Table) -> Table:
 
 def of_shapes(space: Space, rows: Table, limit: float = np.inf) -> Table:
     """Shapes, placed or not, with the least seconds and bytes of their plans that keep to a memory limit."""
-    rows = kernels(space, rows)
+    return of_kernels(space, kernels(space, rows), limit)
+
+
+def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
+    """Rows that know their kernel, sharded or not, with the same; `alone` are the bytes of one micro-batch in flight. Sharded rows are bounded so
+    before they are costed: of most only the naive schedule fits."""
     m, alone = space.microbatches(rows), least_memory(space, rows)
 
     def memory(name: str, some: Table, v: np.ndarray) -> np.ndarray:
         """The mean rank keeps what its layers save, times the micro-batches in flight: those of the first and last rank halved, since they
-        fall (or rise, and then stop) from one to the other."""
+        fall (or rise, and then stop) from one to the other. Smaller layers may be where most are in flight."""
         ends = [formulas.in_flight(name, some.pp, some.m, v, rank) / v for rank in (0, some.pp - 1)]
-        layers = v * (space.model.layers // (some.pp * v))
-        return some.alone + np.maximum(0.0, layers * some.layer * (ends[0] + ends[1]) / 2 - some.saved / some.pp)
+        kept = v * (space.model.layers // (some.pp * v)) * some.layer * (ends[0] + ends[1]) / 2
+        return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
     over = np.full(len(rows), space.stack.step_overhead)
-    work = rows.only("pp", "layer", "saved").but(m=m, alone=alone, **{k: rows.columns[k] / rows.pp for k in "fiw"})
+    work = rows.only("pp", "layer", "lighter", "saved").but(
+        m=m, alone=alone, **{k: rows.columns[k] / rows.pp for k in "fiw"}
+    )
     time, least = best_schedule(space, work.but(looped=over, folded=over), memory, limit)
     piped = rows.pp > 1
     single = m * (rows.f + rows.i + rows.w) + over
-    return rows.but(time=np.where(piped, time, single), memory=np.where(piped, least, alone))
+    return rows.but(time=np.where(piped, time, single), memory=np.where(piped, least, alone), alone=alone)
 
 
 def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> np.ndarray:
@@ -156,6 +163,7 @@ def best_schedule(
         else:
             v = deepest if rule.most_virtual > 2 else np.full_like(some.pp, rule.virtual)
             seconds, size = span(name, some.pp, some.m, v, some.f, some.i, some.w), memory(name, some, v)
+            size = np.where(some.pp * v <= space.model.layers, size, np.inf)
         seconds = seconds + (some.folded if rule.placement == "v" else some.looped)
         time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
         least[piped] = np.minimum(least[piped], size)
@@ -171,7 +179,7 @@ def span(
 
 
 def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
-    """Sharded rows, whose `memory` is their `least_memory`, with the least seconds and bytes of their plans that keep to a memory limit.
+    """Sharded rows, bounded by `of_kernels`, with the least seconds and bytes of their plans that keep to a memory limit.
 
     They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
     rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
@@ -186,7 +194,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     pace = np.maximum(b.microbatches, 1.0) * slowest
     closing = cost.time - cost.exposed["bubble"] - pace
     rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
-    folded = rows.memory + besides(program, cost)
+    folded = rows.alone + besides(program, cost)
     rows = rows.but(f=rank.f, i=rank.i, w=rank.w, closing=closing, pace=pace, message=np.broadcast_to(cost.boundary, n), folded=folded,
                     **telling(program, cost), **brackets.ends(program, cost))  # fmt: skip
     work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing, bytes=folded)
@@ -234,10 +242,9 @@ def of_schedules(space: Space, plans: Table) -> Table:
     `exact` says where their brackets (`planner.brackets`) and bytes are what costing them would give: looped schedules whose ranks hold what
     they hold with one stage each. There `time` is the bracket's low end.
     """
-    layers, plans = space.model.layers, plans.but(m=space.microbatches(plans), bytes=plans.folded)
+    plans = plans.but(m=space.microbatches(plans), bytes=plans.folded)
     time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
     ramp = np.zeros(len(plans))
-    alike = space.model.kind == "counts" or len(set(space.model.layer_kinds)) == 1
     for code in np.unique(plans.schedule[plans.pp > 1]):
         at = np.flatnonzero((plans.schedule == code) & (plans.pp > 1))
         rows, name = plans.take(at), SCHEDULES[code]
@@ -251,7 +258,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
         if (
             looped and not space.stack.blocking_p2p
         ):  # blocking messages are part of every stage's time, more of them with more stages
-            same = (v == 1) | ((layers % (rows.pp * v) == 0) & alike)
+            same = (v == 1) | ~(space.uneven(rows) | space.mixed)
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same

@@ -53,7 +53,7 @@ def bracket(space: Space, rows: Table) -> Table:
     piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
     low = np.where(piped, np.maximum(rows.pace, rows.m * rows.mean + rows.ramp) + rows.closing, closed)
     held_up = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
-    uneven = space.model.layers % (rows.pp * rows.virtual) != 0
+    uneven = space.uneven(rows)
     high = closed + np.where(uneven, 2.0, 1.0) * held_up
     estimate = np.where(looped, closed + held_in(rows) * ~uneven * held_up, low + reached(rows) * (closed - low))
     return Table(low=low, closed=closed, high=high, estimate=estimate)

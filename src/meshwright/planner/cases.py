@@ -191,22 +191,14 @@ def chosen(name: str) -> Plan | None:
 
 def choose(name: str) -> Plan | None:
     """Ask the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
-    from meshwright.planner.leaders import rank
-    from meshwright.planner.search import search
+    from meshwright.planner.leaders import solve
     from meshwright.planner.space import Space
 
-    case = load(name)
-    c = case.config
-    given = ("bucket", "param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
+    c = load(name).config
+    given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
-    space = Space(c.model, c.cluster, c.workload, c.stack, base=base)
-    found = search(space, headroom=1 - SPARE)
-    if not len(found.rows):
-        return None
-    ranking = rank(space, found)
-    close = sorted((*ranking.leaders[1:], *ranking.families.values(), *ranking.front), key=lambda one: one.time)
-    # The search looks at a few telling ranks of a pipeline; the estimate looks at all of them and has the last word on memory.
-    return next((one.plan for one in (ranking.best, *close) if fits(estimated(case, one.plan), SPARE)), None)
+    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack, base=base), headroom=1 - SPARE)
+    return ranking.best.plan if ranking else None
 
 
 def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, float]]:

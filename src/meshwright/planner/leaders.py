@@ -68,8 +68,8 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
     return found, rank(space, found) if len(found.rows) else None
 
 
-def rank(space: Space, found: Found) -> Ranking:
-    """Choose, walk and rank."""
+def rank(space: Space, found: Found) -> Ranking | None:
+    """Choose, walk and rank; what turns out not to fit, once all of its ranks are looked at, is left out. None: nothing is left."""
     rows = found.rows
     own = ORDERS.index(tuple(space.stack.order))
     rows = rows.but(
@@ -90,8 +90,9 @@ def rank(space: Space, found: Found) -> Ranking:
             same = rows.flow == rows.flow[i]
             rows.estimate[same] = first[same] * candidate.time / first[i]
         for i, candidate in seen.items():
-            rows.estimate[i] = candidate.time
-    return ranked(list(seen.values()), space.cluster.accelerator.memory)
+            rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
+    fitting = [c for c in seen.values() if c.memory <= found.incumbents.limit]
+    return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
 def wanted(rows: Table, found: Found) -> list[int]:
@@ -165,10 +166,10 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
 
 def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
     """Walk rows and make candidates of them."""
-    closed, times = walk(space, rows)
+    closed, times, peaks = walk(space, rows)
     out = []
     for k in range(len(rows)):
         code = int(rows.family[k])
-        out.append(Candidate(space.plan(rows, k), families.NAMES[code], float(times[k]), float(closed[k]), float(rows.memory[k]),
+        out.append(Candidate(space.plan(rows, k), families.NAMES[code], float(times[k]), float(closed[k]), float(peaks[k]),
                              int(rows.shape[k]), float(rows.complexity[k]), code not in found.unproved))  # fmt: skip
     return out

@@ -34,6 +34,7 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
         "workload": space.workload,
         "stack": space.stack,
         "base": space.base,
+        "bucket": space.bucket,
         **changes,
     }
     said = space.choices.constraints if constraints is None else constraints

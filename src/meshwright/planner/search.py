@@ -31,12 +31,12 @@ from meshwright.lower.step import lower
 from meshwright.planner import bounds, brackets, families
 from meshwright.planner.space import NAIVE, Space
 from meshwright.planner.table import Table, codes, join
-from meshwright.planner.walking import walk
+from meshwright.planner.walking import fullest, walk
 
 MARGIN = 0.01  # plans this close to the best are all costed …
 FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
-FRONT_EFFORT = 250_000  # plans costed that are slower than the best, for families and the front together
+FRONT_EFFORT = 100_000  # plans costed that are slower than the best, for families and the front together
 FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
@@ -167,9 +167,12 @@ class Search:
         cost = step_cost(program, self.space.cluster)
         self.costed += len(rows)
         found = brackets.of(self.space, program, cost)
-        return rows.only(*PLAN).but(
-            time=found.low, memory=np.broadcast_to(cost.peak_memory, len(rows)), **found.columns
-        )
+        memory = np.array(np.broadcast_to(cost.peak_memory, len(rows)))
+        # Where layers of two kinds fall on unequal stages, a rank that a batch does not look at may be the fullest.
+        hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
+        if hidden.any():
+            memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
+        return rows.only(*PLAN).but(time=found.low, memory=memory, **found.columns)
 
     # Down the layers
 
@@ -214,9 +217,11 @@ class Search:
         return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
 
     def sharded(self, rows: Table) -> Table:
-        """What the states alone rule out is not costed."""
+        """What the states and schedules that then fit rule out is not costed."""
         below = self.space.sharded(rows)
         below = below.but(memory=bounds.least_memory(self.space, below))
+        below = below.take(self.hopeful(below.only(*HOPE)))
+        below = bounds.of_kernels(self.space, below, self.best.limit)
         below = below.take(self.hopeful(below.only(*HOPE)))
         self.costed += len(below)
         self.spend(below)

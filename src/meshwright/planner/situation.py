@@ -14,7 +14,6 @@ from math import gcd
 
 import numpy as np
 
-from meshwright.cost.advice import minimum_bucket
 from meshwright.cost.memory import memory
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -25,12 +24,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.stages import holdings
 from meshwright.lower.step import step_program
 from meshwright.planner.alternatives import SPARE, Trial, changed, fits
+from meshwright.planner.space import bucket_for
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
 FAST_INSIDE = 100e9  # bytes/s a device: NVLink and its kin, not PCIe
 SLOW_RIDGE = 1e5  # FLOP/byte: the seeds put InfiniBand near 20,000 and cloud Ethernet above 200,000
 MOST_MICROBATCH = 64
-BUCKET_MARGIN = 4  # buckets this many times P·α/β: latency a quarter of the time at most
 
 
 class Situation:
@@ -149,7 +148,7 @@ class Situation:
             return None
 
     def bucket(self, ranks: int) -> float:
-        return bucket_for(self.cluster, ranks)
+        return float(bucket_for(self.cluster, ranks))
 
     def settled(self, plan: Plan) -> Plan:
         """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P where that is possible."""
@@ -178,10 +177,3 @@ class Situation:
         except MeshwrightError:
             return False
         return True
-
-
-def bucket_for(cluster: Cluster, ranks: int) -> float:
-    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level, at least PyTorch's 25 MB, at most 4 GB."""
-    top = cluster.level_of_span(cluster.world)
-    least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
-    return float(min(4e9, max(25e6, BUCKET_MARGIN * ranks * least)))

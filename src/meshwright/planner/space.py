@@ -17,6 +17,7 @@ offered where no equal ones exist (or where a constraint speaks of `virtual`), s
 the kind of one context-parallel rank, ZeRO that shards nothing or whose gradients stay whole (ZeRO-2 that reduces once a step is
 ZeRO-1), looped schedules with one stage a rank, and orders of the axes that put the same number of every group's members into every
 unit of the cluster. One choice is left out since it is dominated: reducing every micro-batch under ZeRO-0 or 1 sends more and saves nothing.
+Gradient buckets are not searched: their size follows from the group that reduces them (`bucket_for`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.cost.advice import minimum_bucket
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
@@ -38,7 +40,16 @@ from meshwright.planner.table import Table, grid, grouped, join
 from meshwright.programs.pipelines.rules import RULES, refusal
 
 NAIVE = SCHEDULES.index("naive")
+BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's to what a ring of thousands needs
+BUCKET_MARGIN = 4  # buckets this many times P·α/β: latency a quarter of the time at most
 MOST_UNEVEN = 8  # virtual stages that do not divide the layers, where none does
+
+
+def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
+    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level."""
+    top = cluster.level_of_span(cluster.world)
+    least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
+    return np.clip(BUCKET_MARGIN * least * np.asarray(ranks, float), *BUCKETS)
 
 
 class Innermost(Batch):
@@ -57,7 +68,8 @@ class Space:
     """The legal plans of one problem. `frames` is a table; `shaped`, `placed`, `sharded` and `scheduled` add the lower layers to its rows."""
 
     def __init__(self, model: Model, cluster: Cluster, workload: Workload, stack: Stack, choices: Choices | None = None,
-                 base: Plan | None = None) -> None:  # fmt: skip
+                 base: Plan | None = None, bucket: float = 0.0) -> None:  # fmt: skip
+        self.bucket = bucket  # bytes of a gradient bucket; 0: what the plan's data-parallel group needs
         self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
         self.base = base or Plan()
         self.choices = choices or free(self.base)
@@ -167,6 +179,15 @@ class Space:
         same = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "microbatch": int(sizes.max())}
         return Table(**{name: np.full(len(rows), value) for name, value in same.items()}, sp=sp.astype(bool), cp_kind=kind, etp=etp, ep=ep,
                      recompute=rows.recompute, dtype=rows.dtype, lap=rows.lap)  # fmt: skip
+
+    @property
+    def mixed(self) -> bool:
+        """Whether layers are of two kinds."""
+        return self.model.kind != "counts" and len(set(self.model.layer_kinds)) > 1
+
+    def uneven(self, rows: Table) -> np.ndarray:
+        """Where stages have different numbers of layers."""
+        return self.model.layers % (rows.pp * rows.virtual) != 0
 
     def microbatches(self, rows: Table) -> np.ndarray:
         return self.workload.batch // (rows.microbatch * rows.dp)
@@ -289,11 +310,12 @@ class Space:
         laps = [self.stack.overlap if o is None else o for o in self.overlaps]
         f["overlap"] = {axis: np.array([float(axis in o) for o in laps])[rows.lap] for axis in OVERLAP_AXES}
         p = self.base
-        same = {"prefetch": p.prefetch, "master": p.master, "gather_form": p.tp_form == "all-gather", "bucket": p.bucket,
+        same = {"prefetch": p.prefetch, "master": p.master, "gather_form": p.tp_form == "all-gather",
                 "compression": COMPRESSIONS.index(p.compression), "compression_rank": float(p.compression_rank),
                 "compression_ratio": p.compression_ratio, "offload_states": p.offload in ("states", "both"),
                 "offload_activations": p.offload in ("activations", "both")}  # fmt: skip
         f |= {name: np.full(n, value) for name, value in same.items()}
+        f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
         f["layers_per_stage"] = ()  # as even as can be
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
 
@@ -313,6 +335,7 @@ class Space:
         said |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
         if r["zero"] == 3:
             said |= {"reshard": r["reshard"], "reduce": "auto" if r["reduce_each"] else "step"}
+        said["bucket"] = self.bucket or float(bucket_for(self.cluster, r["dp"] * r["cp"]))
         if r["etp"] != r["tp"]:
             said["expert_tp"] = r["etp"]
         if order != tuple(self.stack.order):

@@ -1,19 +1,21 @@
 """Rows of a space walked: their pipelines simulated action by action, everything else as costed.
 
 A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line. Lengths leave the same rest
-in rounds of pp, so that what is added is whole rounds.
+in rounds of pp, so that what is added is whole rounds. Memory is that of the fullest rank of all: a batch looks at a few telling ones.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import numpy as np
 
+from meshwright.cost.memory import memory
 from meshwright.cost.step import RankTime, StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram
+from meshwright.lower.stages import holding
 from meshwright.lower.step import lower
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table
@@ -22,15 +24,15 @@ from meshwright.programs import pipelines
 ACTIONS = 6_000  # a longer walk is done at two lengths and continued
 
 
-def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of plans by the closed forms and walked: lowered and costed as one batch, simulated one by one."""
+def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of plans by the closed forms and walked, and bytes of their fullest ranks: lowered and costed as one batch, simulated one by one."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     stages = stage_times(program, cost)
     closed = np.broadcast_to(cost.time, len(rows))
     plans = [space.plan(rows, k) for k in range(len(rows))]
     walked = [walked_time(program, cost, plan, k, stages) if plan.pp > 1 else closed[k] for k, plan in enumerate(plans)]
-    return closed, np.array(walked)
+    return closed, np.array(walked), fullest(program)
 
 
 def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
@@ -54,6 +56,13 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
         total += (m - long) * (total - makespan(long - pp)) / pp
     slowest = float(np.broadcast_to(cost.ranks[int(cost.slowest[at])].total, n)[at])
     return total + float(cost.time[at] - cost.exposed["bubble"][at]) - m * slowest
+
+
+def fullest(program: StepProgram) -> np.ndarray:
+    """Peak bytes of each plan's fullest rank, all ranks looked at."""
+    b = program.batch
+    ranks = (holding(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
+    return reduce(np.maximum, (np.broadcast_to(sum(memory(program, held).values()), b.n) for held in ranks))
 
 
 @lru_cache(maxsize=64)
