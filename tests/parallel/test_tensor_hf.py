@@ -77,6 +77,7 @@ def compared(name, group, options):
             cut = done.cuts[n]
             full = full.narrow(cut.dim, cut.start, p.shape[cut.dim])
         errors[n] = error_of(p.grad, full)
+        assert torch.equal(done.whole(n, p), whole[n]), n
     return errors, {n: cut.copies for n, cut in done.cuts.items()}
 
 

@@ -26,6 +26,7 @@ On a module of your own, or of Hugging Face, on every rank of `group` alike:
     model(input_ids=ids, labels=ids).loss.backward()
     done.sum_gradients(model)                                            # once a step: copies, and norms under sp
     norm = done.norm(model)                                              # of the whole model: each element once
+    state = {n: done.whole(n, p) for n, p in model.named_parameters()}   # as one device would save it
 
 Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does. Under
 sequence parallelism its embedding returns a share of the sequence: pass `position_ids`, which it would count off that.
@@ -96,6 +97,17 @@ class Split:
             if parameter.grad is not None and self.group.rank() % copies == 0:
                 squares += parameter.grad.double().square().sum()
         return exchange.all_reduce(squares, self.group).sqrt()
+
+    @torch.no_grad()
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The full tensor, on every rank, of which `part` is this rank's: of a parameter, its gradient or a moment."""
+        cut = self.cuts.get(name)
+        if cut is None:
+            return part.detach().clone()
+        full = part.new_zeros([cut.full if dim == cut.dim else n for dim, n in enumerate(part.shape)])
+        if self.group.rank() % cut.copies == 0:
+            full.narrow(cut.dim, cut.start, part.shape[cut.dim]).copy_(part)
+        return exchange.all_reduce(full, self.group)
 
 
 def boundaries(full: int, parts: int, index: int) -> tuple[int, int]:
