@@ -4,7 +4,8 @@ Tensor parallelism (Megatron's form): a column-split product needs no communicat
 gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
 and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
 product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
-inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers.
+inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers. With more
+ranks than KV heads each head has tp/K copies, which sum their gradients once a step.
 
 The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
@@ -20,6 +21,8 @@ import numpy as np
 from meshwright.describe.anatomy import Block, Linear
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op, present
+
+COPIES = "kv-copies-grad"
 
 
 class LayerLowering:
@@ -141,6 +144,7 @@ class LayerLowering:
             self.enter_columns("attention", m.hidden)
             width = sum(self.columns(linears[name]) for name in ("q", "k", "v"))
             self.gemm("qkv", "attention", t, width, m.hidden)
+            self._copies([linears["k"], linears["v"]], core.kv_heads)
         self._rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
         self._core(heads)
@@ -149,6 +153,14 @@ class LayerLowering:
         if m.norms_per_layer == 4:
             self.norm("norm-3")
         self.residual("attention-residual")
+
+    def _copies(self, linears: list[Linear], kv_heads: int) -> None:
+        """Copies of a KV head sum their gradients once a step, of which ZeRO's ranks hold shards."""
+        b = self.b
+        held = sum((linear.d_in + linear.bias) * self.columns(linear) for linear in linears)
+        shard = np.where(b.zero >= 1, b.size("shard_cp"), 1.0)
+        once = (b.tp > kv_heads) / np.maximum(b.microbatches, 1)
+        self.collective("W", COPIES, "attention", "all_reduce", "tp", held * b.grad_bytes / shard, once)
 
     def _rotate(self, size: Array) -> None:
         if self.m.positions == "rope":

@@ -20,6 +20,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.lower import sync
+from meshwright.lower.layer import COPIES
 from meshwright.lower.op import Op, StepProgram
 from meshwright.lower.stages import Holding, holding
 from meshwright.lower.step import step_program
@@ -63,8 +64,8 @@ def explain(difference: Amount, reasons: list[Explanation]) -> list[str] | None:
 # What the lowered program says
 
 
-def lowered(parallel: Parallel, part: str = "") -> dict[tuple[str, str], Amount]:
-    """By axis and operation; of one part of the program only, where one is named."""
+def lowered(parallel: Parallel, part: str = "", only: str = "") -> dict[tuple[str, str], Amount]:
+    """By axis and operation; of one part of the program, or one operation, where it is named."""
     program = step_program(parallel.model, parallel.plan, parallel.workload, Stack())
     batch, mesh = program.batch, parallel.mesh
     here = holding(batch, np.full(1, float(mesh.index("pp"))))
@@ -72,7 +73,7 @@ def lowered(parallel: Parallel, part: str = "") -> dict[tuple[str, str], Amount]
 
     def add(op: Op, times: float) -> None:
         count = number(op.count) * times
-        if count and number(batch.size(op.axis)) > 1 and part in ("", op.part):
+        if count and number(batch.size(op.axis)) > 1 and part in ("", op.part) and only in ("", op.name):
             key = canonical(mesh, op.axis), op.collective
             before = out.get(key, (0.0, 0.0))
             out[key] = before[0] + count, before[1] + count * number(op.message_bytes)
@@ -246,8 +247,9 @@ def tensor_parallel(parallel: Parallel) -> Iterator[Explanation]:
     if partial:
         yield Explanation("whole vectors with partial gradients are summed", tp, "all_reduce", 1, sum(partial))
     copied = [p.local.nbytes for p in parallel.pieces if p.partial == "kv_copies"]
-    if copied:
-        yield Explanation("copies of a KV head sum their gradients", tp, "all_reduce", 1, sum(copied))
+    count, total = lowered(parallel, only=COPIES).get((tp, "all_reduce"), (0.0, 0.0))
+    yield Explanation("copies of KV heads are summed in one message", tp, "all_reduce", bool(copied) - count,
+                      sum(copied) - total)  # fmt: skip
     has_last = max(parallel.stages) == plan.stages - 1
     if has_last and model.kind == "mlp":
         n = plan.microbatch * model.hidden * parallel.pieces[0].local.element_size()
