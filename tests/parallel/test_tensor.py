@@ -149,14 +149,21 @@ def test_gathering_again_changes_no_gradient_and_gathers_once_for_all_products()
         assert w_kept == w_again
 
 
-@pytest.mark.parametrize(("sp", "expected"), [
+@pytest.mark.parametrize(("said", "kv_heads", "expected"), [
     # four a layer; embedding one, head one, and two small ones of the loss; the global norm
-    (False, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
+    ({}, 2, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
+    # a head on both ranks: one more, once a step
+    ({}, 1, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1 + 1}),
     # forward two gathers and two reduce-scatters a layer, backward the transposed and two gathers more for the weights
-    (True, {("tp", "all_gather"): 3 * 6 + 1 + 2, ("tp", "reduce_scatter"): 3 * 4 + 1 + 1, ("tp", "all_reduce"): 2 + 1 + 1}),
+    ({"sp": True}, 2, {("tp", "all_gather"): 3 * 6 + 1 + 2, ("tp", "reduce_scatter"): 3 * 4 + 1 + 1,
+                       ("tp", "all_reduce"): 2 + 1 + 1}),
+    # of each pair the inner and the outer output gathered; backward the inner scattered, the input summed
+    ({"tp_form": "all-gather"}, 2, {("tp", "all_gather"): 3 * 4, ("tp", "reduce_scatter"): 3 * 2,
+                                    ("tp", "all_reduce"): 3 * 2 + 1 + 1 + 2 + 1}),
 ])  # fmt: skip
-def test_four_all_reduces_a_layer_and_no_more(sp, expected):
-    job = Job(LLAMA, Plan(tp=2, sp=sp, microbatch=2), Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)
+def test_four_all_reduces_a_layer_and_no_more(said, kv_heads, expected):
+    model, plan = LLAMA.but(kv_heads=kv_heads), Plan(tp=2, microbatch=2, **said)
+    job = Job(model, plan, Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)
     for rank in ranks.run(2, record, job):
         counts = {key: count for key, (count, _) in rank["fp32"].observed.collectives.items()}
         assert counts == expected

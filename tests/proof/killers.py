@@ -11,14 +11,16 @@ from typing import Any
 Z3, SP, ZB = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}
 ZBV, DP = {"pp": 2, "schedule": "zbv", "virtual": 2}, {"replicate": 2, "bucket": 2000}
 OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "tensor": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2})],
+    "tensor": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2}), ("one-kv", {"tp": 2}), ("drops", SP),
+               ("gpt", {"tp": 2, "tp_form": "all-gather"})],
     "vocabulary": [("llama", {"tp": 2}), ("gpt", SP)],
     "exchange": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2})],
-    "regather": [("gpt", SP), ("gpt", {**SP, "recompute": "full"})],
+    "regather": [("gpt", SP), ("gpt", {**SP, "recompute": "full"}), ("gpt", {**SP, "offload": "activations"})],
+    "keep": [("gpt", {**SP, "offload": "activations"})],
     "zero": [("llama", {**DP, "microbatch": 2}), ("gpt", {**Z3, "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2}),
              ("llama", {"shard": 2, "zero": 1, "microbatch": 2})],
     "apply": [("qwen", {"pp": 2}), ("qwen", {"tp": 2, "microbatch": 2}), ("five", ZBV), ("gpt", {"cp": 2}), ("mlp", {"pp": 2})],
-    "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2})],
+    "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("one-kv", {"tp": 2}), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2})],
     "pipeline": [("qwen", {"pp": 2}), ("five", ZBV)],
     "expert": [("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}), ("qwen-moe", {"tp": 2}),
                ("mixtral", {**SP, "expert_tp": 1, "ep": 2})],
@@ -27,7 +29,7 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2})],
     "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "recompute": [("gpt", {**SP, "recompute": "full"}), ("llama", {"cp": 2, "recompute": "selective"})],
-    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen-moe", {"replicate": 2, "ep": 2})],
+    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}), ("qwen-moe", {"replicate": 2, "ep": 2})],
     "order": [],
 }  # fmt: skip
 # With options of the router: statistics of the whole batch.

@@ -66,6 +66,12 @@ def test_too_many_axes_ask_for_more_ranks():
     assert fold(plan, 16)[0].world == 16
 
 
+@pytest.mark.parametrize(("asked", "folded", "kv_heads"), [(16, 2, 1), (16, 4, 2), (64, 4, 1), (8, 2, 4)])
+def test_fewer_kv_heads_than_ranks_stay_fewer(asked, folded, kv_heads):
+    model = Model(hidden=512, layers=2, heads=64, kv_heads=8, ffn=512, vocab=64)
+    assert shrink(model, Plan(tp=folded), Plan(tp=asked)).kv_heads == kv_heads
+
+
 def test_what_is_uneven_stays_uneven():
     model = Model(hidden=64, layers=5, heads=8, ffn=100, vocab=51)
     plan = Plan(pp=2, tp=2)
