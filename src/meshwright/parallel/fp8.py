@@ -35,23 +35,28 @@ def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """The tensor in fp8 and its scale: x ≈ quantised · scale."""
     largest = torch.finfo(dtype).max
     scale = (x.abs().amax().to(torch.float32) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    # Divided wide: by a scale rounded to x's 16 bits, and multiplied back by the whole one, all would be off alike.
     # Rounding the scale may lift the largest just above the range; saturate, since E4M3 has no infinity.
-    return (x / scale.to(x.dtype)).to(torch.float32).clamp(-largest, largest).to(dtype), scale
+    return (x.to(wide(x)) / scale).to(torch.float32).clamp(-largest, largest).to(dtype), scale
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Through fp8 and back."""
+    """Through fp8 and back, wide."""
     small, scale = quantise(x, dtype)
-    return small.to(torch.float32).to(x.dtype) * scale.to(x.dtype)
+    return small.to(wide(x)) * scale
 
 
 def scaled_product(a: torch.Tensor, b: torch.Tensor, a_dtype: torch.dtype, b_dtype: torch.dtype) -> torch.Tensor:
     """a [M, K] times b [N, K]ᵀ, both through fp8."""
     if not has_scaled_product(a, b):
-        return rounded(a, a_dtype) @ rounded(b, b_dtype).T
+        return (rounded(a, a_dtype) @ rounded(b, b_dtype).T).to(a.dtype)
     (small_a, scale_a), (small_b, scale_b) = quantise(a, a_dtype), quantise(b, b_dtype)
-    wide = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
-    return torch._scaled_mm(small_a, small_b.T, scale_a, scale_b, out_dtype=wide).to(a.dtype)
+    out = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
+    return torch._scaled_mm(small_a, small_b.T, scale_a, scale_b, out_dtype=out).to(a.dtype)
 
 
 def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
