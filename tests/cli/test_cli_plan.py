@@ -122,3 +122,55 @@ def dispatched(*words, capsys):
 
     code = guarded(lambda: dispatch(list(words)), False)
     return code, capsys.readouterr().out
+
+
+def test_failures_and_sites_are_told_beside_the_days(capsys):
+    told = run(
+        capsys,
+        *SMALL,
+        "--tokens",
+        "10B",
+        "--mtbf",
+        "3h",
+        "--checkpoint",
+        "60s",
+        "--restart",
+        "5min",
+        "--sites",
+        "2",
+        "--line",
+        "100Gb/s",
+        "--json",
+    )
+    said = json.loads(told)
+    left = said["goodput"]
+    assert left["save_every_s"] == pytest.approx(1098.6, rel=1e-3)
+    assert 0.8 < left["goodput"] < 0.9
+    assert left["days"] == pytest.approx(said["explanation"]["training"]["days"] / left["goodput"])
+    assert left["mfu"] == pytest.approx(said["plans"][0]["mfu"] * left["goodput"])
+    assert left["assumed"] == []
+    assert said["sites"]["slowdown"] > 1
+    shown = run(capsys, *SMALL, "--mtbf", "3h")
+    assert "goodput" in shown
+    assert "a save blocks for 10 s" in shown
+
+
+@pytest.mark.parametrize(("words", "code"), [
+    (["--mtbf", "3x"], "MW-UNIT-002"), (["--sites", "2"], "MW-GOOD-002"), (["--checkpoint", "0s"], "MW-GOOD-001"),
+    (["--out", "no/such/folder/plan.toml"], "MW-CLI-004"), (["--html", "."], "MW-CLI-004"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_search(capsys, words, code):
+    assert code in run(capsys, *SMALL, *words, code=2)
+
+
+def test_a_plan_of_ones_own_needs_no_more_than_its_plan(capsys, tmp_path):
+    mine, empty = tmp_path / "mine.toml", tmp_path / "empty.toml"
+    mine.write_text('[plan]\nshard = 16\nzero = 1\nrecompute = "full"\n')
+    empty.write_text('model = "gpt3-2.7b"\n')
+    assert "yours is" in run(capsys, *SMALL, "--compare", str(mine))
+    assert "MW-CONF-002" in run(capsys, *SMALL, "--compare", str(empty), code=2)
+
+
+def test_another_batch_is_offered_where_a_constraint_leaves_none(capsys):
+    told = run(capsys, *SMALL[:-4], "--batch", "7", "--seq", "1024", "--without", "pp,cp,tp", code=2)
+    assert "--batch 16" in told

@@ -162,7 +162,7 @@ def test_an_impossible_batch():
 def test_a_constraint_that_nothing_keeps_names_the_nearest_value(said, fix):
     e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **said)
     assert e.code == "MW-PLANNER-004"
-    assert e.fix == fix
+    assert e.fix.split(" or ")[0] == fix
 
 
 def test_a_model_larger_than_the_cluster():

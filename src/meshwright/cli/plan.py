@@ -7,9 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.describe.plan import Plan
 
 PATIENCE_S = 2.0  # a search that takes longer shows how far it is
 
@@ -42,6 +47,15 @@ def command(
         "", "--case", metavar="NAME", help="A published training beside ours: gpt3, llama3-405b, mixtral, …"
     ),
     compare: str = typer.Option("", "--compare", metavar="FILE", help="Put a plan of your own beside the winner."),
+    mtbf: str = typer.Option(
+        "", "--mtbf", metavar="TIME", help="Between failures of the whole machine, such as 3h: adds goodput."
+    ),
+    checkpoint: str = typer.Option(
+        "", "--checkpoint", metavar="TIME", help="A save that blocks training, such as 60s."
+    ),
+    restart: str = typer.Option("", "--restart", metavar="TIME", help="From a failure to training on, such as 5min."),
+    sites: int = typer.Option(0, "--sites", help="So many such clusters, joined by --line.", min=0, max=10**6),
+    line: str = typer.Option("", "--line", metavar="RATE", help="Between sites, such as 100Gb/s."),
     top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
     out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, reasons in comments."),
     html: str = typer.Option("", "--html", help="Write the answer as a page."),
@@ -53,9 +67,10 @@ def command(
         show_case(case)
         return
     from meshwright import planner
-    from meshwright.describe.config import load
 
-    own = load(compare) if compare else None
+    own = own_plan(compare) if compare else None
+    for path in filter(None, (out, html)):
+        writable(path)
     problem: dict[str, Any] = {
         "nodes": nodes,
         "gpus": gpus,
@@ -72,9 +87,12 @@ def command(
         "allow": allow,
         "headroom": headroom,
     }
+    beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
     with patient(not as_json and sys.stderr.isatty()) as progress:
-        result = planner.plan(model, cluster, **problem, **narrowed, settings=settings, top=top, progress=progress)
-    compared = result.compare(own.plan) if own else None
+        result = planner.plan(
+            model, cluster, **problem, **narrowed, **beyond, settings=settings, top=top, progress=progress
+        )
+    compared = result.compare(own) if own else None
     if out:
         Path(out).write_text(result.to_toml(), encoding="utf-8")
     if html:
@@ -106,6 +124,28 @@ def command(
     for where, what in ((out, "plan file"), (html, "page")):
         if where:
             show(f"[dim]{what} written to[/] {where}")
+
+
+def own_plan(path: str) -> Plan:
+    """The plan of a file; its other sections need not be there, since the question has said them."""
+    from meshwright.describe.draft import Draft
+    from meshwright.describe.plan import Plan
+
+    draft = Draft()
+    draft.lay_file(Path(path))
+    if "plan" not in draft.tables:
+        raise MeshwrightError(
+            "MW-CONF-002", f"no [plan] is in '{path}'", why="There is nothing to compare", fix="[plan]\ntp = 8"
+        )
+    return Plan(**draft.opened("plan"))
+
+
+def writable(path: str) -> None:
+    """Refuse, before a search, a file that could not be written after it."""
+    file = Path(path)
+    if file.is_dir() or not file.parent.is_dir():
+        why = "It is a folder" if file.is_dir() else f"There is no folder '{file.parent}'"
+        raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=file.name or "plan.toml")
 
 
 def show_case(name: str) -> None:

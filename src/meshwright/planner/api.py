@@ -16,11 +16,13 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner import choices as chosen
+from meshwright.planner import goodput
 from meshwright.planner.leaders import solve
 from meshwright.planner.nothing import no_plan, nothing_fits
 from meshwright.planner.result import Result
 from meshwright.planner.search import Progress
 from meshwright.planner.space import Space
+from meshwright.units import parse_rate
 
 HEADROOM = 0.05
 # Of a plan file's own plan these are not kept: they belong to its degrees, or (local SGD) to another algorithm.
@@ -45,18 +47,26 @@ def plan(
     allow: Words = (),
     headroom: str | float = HEADROOM,
     settings: Sequence[str] = (),
+    mtbf: str | float = "",
+    checkpoint: str | float = "",
+    restart: str | float = "",
+    sites: int = 0,
+    line: str | float = "",
     top: int = 10,
     progress: Progress | None = None,
 ) -> Result:
     """The fastest plan that fits, with why. Names, tables, objects or files for model, cluster and stack.
 
-    `fix={"tp": 8}`, `most={"pp": 4}`, `without=["zero3"]` constrain the search; `headroom="10%"` is memory to leave free.
+    `fix={"tp": 8}`, `most={"pp": 4}`, `without=["zero3"]` constrain the search; `headroom="10%"` is memory to leave free. `mtbf="3h"`,
+    `checkpoint="60s"`, `restart="5min"` add what failures leave of the time; `sites=2, line="100Gb/s"` what several such clusters would cost.
     """
     said, fixed = split_settings(settings)
     config, base, assumed = problem(model, cluster, nodes, gpus, batch, seq, tokens, stack, said)
     constraints = chosen.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = chosen.choices(base, constraints, tuple(config.stack.order))
-    return run(
+    habits = goodput.asked(config.cluster.world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
+    between = joined(sites, line)
+    result = run(
         config,
         Space(config.model, config.cluster, config.workload, config.stack, options, base, said_bucket(config)),
         share(headroom),
@@ -64,6 +74,17 @@ def plan(
         top,
         progress,
     )
+    return replace(result, reliability=habits, line=between, sites=sites)
+
+
+def joined(sites: int, line: str | float) -> float:
+    """Bytes/s of the line between sites; 0: one site."""
+    if not sites and not line:
+        return 0.0
+    if sites < 2 or not line:
+        raise MeshwrightError("MW-GOOD-002", f"{sites} sites over a line of {str(line)[:20] or 'no bandwidth'}",
+                              why="Several sites need a line between them, and a line several sites", fix="--sites 2 --line 100Gb/s")  # fmt: skip
+    return parse_rate(line)
 
 
 def run(

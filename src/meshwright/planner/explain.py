@@ -16,9 +16,9 @@ import numpy as np
 from meshwright.cost import roofline
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.predict import BAND, COMMUNICATION
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
-from meshwright.describe.workload import Workload
 from meshwright.planner import families
 from meshwright.planner.leaders import Candidate
 from meshwright.planner.search import Found
@@ -136,10 +136,16 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
 # The winner
 
 
-def batch_arithmetic(plan: Plan, workload: Workload) -> str:
+def pieces(model: Model) -> str:
+    """What a batch is made of."""
+    return "sequences" if model.kind == "transformer" else "samples"
+
+
+def batch_arithmetic(e: Estimate) -> str:
     """batch = micro-batch × accumulation × dp, with the numbers."""
+    plan, workload = e.plan, e.workload
     m = plan.microbatches(workload)
-    return f"{workload.batch:,} sequences = micro-batch {plan.microbatch} × {m} accumulated × dp {plan.dp}"
+    return f"{workload.batch:,} {pieces(e.model)} = micro-batch {plan.microbatch} × {m} accumulated × dp {plan.dp}"
 
 
 def bound(p: Prediction) -> str:
@@ -204,7 +210,7 @@ def reasons(e: Estimate) -> dict[str, str]:
         }
         over = f" over {plan.shard} of {plan.dp}" if plan.zero and plan.replicate > 1 else ""
         out["zero" if plan.zero else "replicate"] = f"{what[plan.zero]}{over}; {exposed('dp')}"
-    out["microbatch"] = batch_arithmetic(plan, e.workload)
+    out["microbatch"] = batch_arithmetic(e)
     if plan.recompute != "none":
         out["recompute"] = (
             f"{format_seconds(p.exposed_s.get('recompute', 0.0))} more arithmetic, so that activations fit"
@@ -232,10 +238,10 @@ def critical_batch(e: Estimate) -> tuple[float, str]:
         size = needed * e.plan.microbatch
         return (
             size,
-            f"a micro-batch of {size:.2g} sequences a rank: below it data-parallel communication outlasts compute",
+            f"a micro-batch of {size:.2g} {pieces(e.model)} a rank: below it data-parallel communication outlasts compute",
         )
     size = needed * e.workload.batch
-    return size, f"{size:,.0f} sequences: below it data-parallel communication outlasts compute"
+    return size, f"{size:,.0f} {pieces(e.model)}: below it data-parallel communication outlasts compute"
 
 
 def memory_words(p: Prediction) -> str:

@@ -32,9 +32,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import MeshwrightError
+from meshwright.units import parse_seconds
 
 HOUR = 3600.0
 DAY = 86400.0
+SAVE, RESTART = (
+    10.0,
+    300.0,
+)  # seconds where nothing is said: a save that blocks for ten, five minutes from failure to training on
 
 # Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4.
 LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_EFFECTIVE = 419, 54.0, 16_384, 0.90
@@ -106,6 +111,8 @@ class Reliability:
     save: float
     restart: float
 
+    assumed: tuple[str, ...] = ()
+
     @property
     def interval(self) -> float:
         return daly_interval(self.save, self.mtbf)
@@ -123,6 +130,20 @@ class Reliability:
 def reliability(gpus: int, save: float, restart: float, gpu_mtbf: float = GPU_MTBF) -> Reliability:
     """The habits of a machine of `gpus` devices that fail as Llama 3's did, unless told otherwise."""
     return Reliability(system_mtbf(gpu_mtbf, gpus), save, restart)
+
+
+def asked(gpus: int, mtbf: str | float = "", checkpoint: str | float = "", restart: str | float = "") -> Reliability:
+    """The habits a person tells (`"3h"`, `"60s"`, `"5min"`), completed by what is usual."""
+    assumed = []
+    if not mtbf:
+        assumed.append("time between failures: GPUs that fail as often as Llama 3's did")
+    if not checkpoint:
+        assumed.append(f"checkpoint: a save blocks for {SAVE:g} s")
+    if not restart:
+        assumed.append(f"restart: {RESTART / 60:g} minutes from failure to training on")
+    between = parse_seconds(mtbf) if mtbf else system_mtbf(GPU_MTBF, gpus)
+    save, again = (parse_seconds(said or usual) for said, usual in ((checkpoint, SAVE), (restart, RESTART)))
+    return Reliability(_positive("mtbf", between), _positive("checkpoint", save), again, tuple(assumed))
 
 
 def largest_restart(target: float, save: float, mtbf: float) -> float:

@@ -47,31 +47,36 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 
 def no_plan(space: Space) -> MeshwrightError:
     """Why no plan is legal, and what is nearest."""
-    blamed = [
-        c
-        for c in space.choices.constraints
-        if len(other(space, tuple(x for x in space.choices.constraints if x is not c)).frames)
-    ]
+    said = space.choices.constraints
+    degrees, batches = possible_batches(space)
+    blamed = [c for c in said if len(other(space, tuple(x for x in said if x is not c)).frames)]
     if blamed:
-        return _blame(space, blamed[-1])
-    if space.choices.constraints and len(other(space, ()).frames):
-        return MeshwrightError("MW-PLANNER-004", "no plan is legal under " + ", ".join(c.said for c in space.choices.constraints),
-                               why="Without them there are plans; no single one of them is to blame", fix="drop two of them")  # fmt: skip
+        return _blame(space, blamed[-1], batches)
     world, batch = space.cluster.world, space.workload.batch
-    degrees = sorted({world // rest for rest in _other_degrees(space)})
-    batches = sorted({d * max(1, round(batch / d)) for d in degrees})
+    other_batch = [f"--batch {nearest_number(batch, batches)}"] if batches else []
+    if said and len(other(space, ()).frames):
+        return MeshwrightError("MW-PLANNER-004", "no plan is legal under " + ", ".join(c.said for c in said),
+                               why="Without them there are plans; no single one of them is to blame",
+                               fix=" or ".join([*other_batch, "drop two of them"]))  # fmt: skip
     worlds = _nearest_worlds(space)
     prime = world > 3 and len(divisors(world)) == 2
     why = f"{world} is prime, so one axis must take all devices: " if prime else "Of the model alone, "
     why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
-    fixes = [f"--batch {nearest_number(batch, batches)}"] if batches else []
-    fixes += [f"--gpus {w}" for w in worlds]
+    fixes = [*other_batch, *(f"--gpus {w}" for w in worlds)]
     return MeshwrightError("MW-PLANNER-004", f"no plan is legal for {space.model.name} with batch {batch} on {world} GPUs", why=why,
                            valid=[f"batch={b}" for b in batches[:6]] + [f"{w} GPUs" for w in worlds], fix=" or ".join(fixes))  # fmt: skip
 
 
-def _blame(space: Space, one: Constraint) -> MeshwrightError:
-    """One constraint is in the way: which values of its field would do?"""
+def possible_batches(space: Space) -> tuple[list[int], list[int]]:
+    """Data-parallel degrees that would be legal with another batch, and for each the nearest batch that it divides."""
+    unit = max(1, space.choices.least.get("microbatch", 1))
+    free = other(space, workload=space.workload.but(batch=space.cluster.world * unit))
+    degrees = sorted({int(dp) for dp in np.unique(free.frames.dp)}) if len(free.frames) else []
+    return degrees, sorted({d * unit * max(1, round(space.workload.batch / (d * unit))) for d in degrees})
+
+
+def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError:
+    """One constraint is in the way: which values of its field, or which batch, would do?"""
     rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
     column = {"expert_tp": "etp", "replicate": "dp", "shard": "dp"}.get(one.field, one.field)
     frames = rest.shaped(rest.frames)
@@ -80,19 +85,11 @@ def _blame(space: Space, one: Constraint) -> MeshwrightError:
     )
     near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
     option = one.said.split()[0]
+    fixes = [f"{option} {one.field}={near}" if near is not None else f"drop {one.said}"]
+    fixes += [f"--batch {nearest_number(space.workload.batch, batches)}"] if batches else []
     return MeshwrightError("MW-PLANNER-004", f"no plan is legal with {one.said} for {space.model.name} on {space.cluster.world} GPUs",
                            why=f"Without it there are {len(rest):,} plans", valid=[f"{one.field}={v}" for v in legal],
-                           fix=f"{option} {one.field}={near}" if near is not None else f"drop {one.said}")  # fmt: skip
-
-
-def _other_degrees(space: Space) -> Iterator[int]:
-    """tp · cp · pp that the model allows, whatever the batch."""
-    m, world = space.model, space.cluster.world
-    for tp in (t for t in divisors(world) if space.splits_heads(t)):
-        for pp in (p for p in divisors(world // tp) if p == 1 or (m.kind != "counts" and p <= m.layers)):
-            for cp in divisors(world // (tp * pp)):
-                if cp == 1 or (m.kind == "transformer" and space.context_kinds(tp, cp)):
-                    yield tp * pp * cp
+                           fix=" or ".join(fixes))  # fmt: skip
 
 
 def _nearest_worlds(space: Space) -> list[int]:
@@ -188,9 +185,9 @@ def enough_gpus(space: Space, limit: float) -> int:
 
 
 def shorter(space: Space, limit: float) -> int:
-    """The longest sequence, of halves of the given one, with which something fits; 0: none."""
-    seq = space.workload.seq
-    while space.model.kind == "transformer" and seq % 2 == 0 and seq > 128:
+    """The longest sequence, of powers of two below the given one, with which something fits; 0: none."""
+    seq = 1 << (space.workload.seq.bit_length() - (space.workload.seq.bit_count() == 1))
+    while space.model.kind == "transformer" and seq > 128:
         seq //= 2
         if fits(other(space, workload=space.workload.but(seq=seq)), limit):
             return seq

@@ -17,9 +17,11 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.planner import explain as why
+from meshwright.planner.goodput import Reliability, young_interval
 from meshwright.planner.leaders import Candidate, Ranking
 from meshwright.planner.search import Found
 from meshwright.planner.sensitivity import scaling, sensitivities
+from meshwright.planner.sites import LATENCY, Crossing, crossing
 from meshwright.planner.space import Space
 
 
@@ -69,6 +71,9 @@ class Result:
     seconds: float
     assumed: list[str] = field(default_factory=list)
     top: int = 10
+    reliability: Reliability | None = None  # failures and saves, where asked for
+    sites: int = 0  # that many such clusters …
+    line: float = 0.0  # … joined by a line of so many bytes/s
 
     @property
     def plan(self) -> Plan:
@@ -107,11 +112,16 @@ class Result:
         e, best = self.estimate, self.ranking.best
         rivals = [*self.ranking.leaders[1:], *self.ranking.families.values()]
         return why.Explanation(
-            estimate=e, batch=why.batch_arithmetic(best.plan, e.workload), bound=why.bound(e.prediction), reasons=why.reasons(e),
+            estimate=e, batch=why.batch_arithmetic(e), bound=why.bound(e.prediction), reasons=why.reasons(e),
             training=why.training(e), scaling=scaling(self.space, best), sensitivities=sensitivities(self.space, best, rivals),
             why_not=self.why_not, memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
             critical=why.critical_batch(e)[1], calibrated=e.prediction.calibrated, assumed=self.assumed,
         )  # fmt: skip
+
+    @cached_property
+    def crossing(self) -> Crossing | None:
+        """What several such clusters, each running the winner, would exchange."""
+        return crossing(self.estimate, self.sites, self.line, LATENCY) if self.sites else None
 
     def compare(self, plan: Plan) -> Comparison:
         """Put a plan of one's own beside the winner; both walked."""
@@ -146,7 +156,21 @@ class Result:
                 "training": asdict(x.training) if x.training else None, "scaling": asdict(x.scaling),
                 "sensitivities": [asdict(s) for s in x.sensitivities], "calibrated": x.calibrated, "assumed": x.assumed,
             },
-        }  # fmt: skip
+        } | self._survival()  # fmt: skip
+
+    def _survival(self) -> dict[str, Any]:
+        """Goodput and sites, where asked for."""
+        out: dict[str, Any] = {}
+        if (rel := self.reliability) is not None:
+            x = self.explanation.training
+            out["goodput"] = {
+                "goodput": rel.goodput, "mtbf_s": rel.mtbf, "checkpoint_s": rel.save, "restart_s": rel.restart,
+                "save_every_s": rel.interval, "young_s": young_interval(rel.save, rel.mtbf), "mfu": (self.prediction.mfu or 0.0) * rel.goodput,
+                "days": x.days / rel.goodput if x and rel.goodput else None, "assumed": list(rel.assumed),
+            }  # fmt: skip
+        if self.crossing is not None:
+            out["sites"] = asdict(self.crossing) | {"slowdown": self.crossing.slowdown}
+        return out
 
     # What people see. `view` stands above the planner, so it is looked up by name, and only when something is shown.
 

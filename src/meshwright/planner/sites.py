@@ -26,6 +26,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.goodput import GPU_MTBF, Reliability, reliability
 
+LATENCY = 0.02  # seconds: some 2,000 km and back
 OVERLAP = 0.85  # share of a step behind which a transfer between sites can hide
 
 

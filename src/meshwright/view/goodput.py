@@ -1,4 +1,4 @@
-"""Past one cluster, as a page: a hundred thousand GPUs, failures against saves, several sites.
+"""Past one cluster: what failures leave of a winner's time, for `meshwright plan`; and a page on a hundred thousand GPUs, saves and sites.
 
 `make pages` (`python -m meshwright.view.goodput docs/past-one-cluster.md`) writes it; a test holds the page to what is written here.
 """
@@ -11,16 +11,44 @@ from pathlib import Path
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.planner import cases, goodput, sites
+from meshwright.planner.goodput import RESTART, SAVE
+from meshwright.planner.result import Result
 from meshwright.units import format_bytes, format_count, format_rate, format_seconds
 
-SAVE, RESTART = 10.0, 300.0  # seconds: a save that blocks for ten, five minutes from failure to training on
 COPIES = (1, 2, 3, 6)
-LINES = (
-    (12.5e9, 0.02),
-    (125e9, 0.02),
-    (1250e9, 0.02),
-)  # bytes/s a direction, seconds: 100 Gb/s, 1 and 10 Tb/s, some 2,000 km
+LINES = (12.5e9, 125e9, 1250e9)  # bytes/s a direction: 100 Gb/s, 1 and 10 Tb/s
 BAR = 30
+
+
+def rows(r: Result) -> Iterator[tuple[str, str]]:
+    """What failures and several sites do to the winner: named lines."""
+    if r.reliability is not None:
+        yield from surviving(r, r.reliability)
+    if (c := r.crossing) is not None:
+        sent = f"sends {format_bytes(c.site_bytes)} a step, {format_seconds(c.transfer_s)} at {format_rate(r.line)}"
+        every = (
+            f", within {c.share:.0%} if every {c.every} steps (local updates: another algorithm)" if c.every > 1 else ""
+        )
+        yield (
+            f"{c.sites} sites",
+            f"each runs this plan and {sent}: {c.slowdown:.2f}× the step if gradients cross every step{every}",
+        )
+
+
+def surviving(r: Result, rel: goodput.Reliability) -> Iterator[tuple[str, str]]:
+    young = format_seconds(goodput.young_interval(rel.save, rel.mtbf))
+    habits = f"a save blocks for {format_seconds(rel.save)}, a restart takes {format_seconds(rel.restart)}"
+    yield "failures", f"one every {format_seconds(rel.mtbf)}; {habits}"
+    yield "save every", f"{format_seconds(rel.interval)} (Daly; Young {young})"
+    left = f"{rel.goodput:.1%} of the time moves training on; MFU × goodput {(r.prediction.mfu or 0) * rel.goodput:.1%}"
+    if (x := r.explanation.training) is not None and rel.goodput > 0:
+        days, low, high = (d / rel.goodput for d in (x.days, x.days_low, x.days_high))
+        left += f"; {days:,.1f} days ({low:,.1f} to {high:,.1f}) for {format_count(x.tokens)} tokens"
+    yield "goodput", left
+    near = [goodput.goodput(rel.interval * k, rel.save, rel.restart, rel.mtbf) for k in (0.25, 4)]
+    yield "", f"saving four times as often: {near[0]:.1%}; four times as seldom: {near[1]:.1%}"
+    for item in rel.assumed:
+        yield "assumed", item
 
 
 def page() -> str:
@@ -98,8 +126,8 @@ def between(start: Estimate) -> Iterator[str]:
     yield "| sites | line | sent by a site | exchange | step alone | every step | H for 5% |"
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     for count in (2, 4):
-        for bandwidth, alpha in LINES:
-            c = sites.crossing(start, count, bandwidth, alpha, dtype="bf16")
+        for bandwidth in LINES:
+            c = sites.crossing(start, count, bandwidth, sites.LATENCY, dtype="bf16")
             yield (f"| {count} | {format_rate(bandwidth)} | {format_bytes(c.site_bytes)} | {format_seconds(c.transfer_s)} | "
                    f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |")  # fmt: skip
     yield ""

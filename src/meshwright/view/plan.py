@@ -16,6 +16,7 @@ from meshwright.planner.result import Comparison, Result
 from meshwright.planner.sensitivity import Sensitivity
 from meshwright.units import format_count, format_seconds
 from meshwright.view import estimate as view
+from meshwright.view import goodput
 from meshwright.view.tables import PIPED_WIDTH, facts
 
 BAR = 16
@@ -30,6 +31,8 @@ def sections(r: Result) -> Iterator[RenderableType]:
     yield header(r)
     yield leaders(r)
     yield reasons(r)
+    if survival := list(goodput.rows(r)):
+        yield Group(Text("Failures and sites", "bold"), facts(survival))
     yield view.breakdown(r.estimate)
     yield view.memory(r.estimate)
     if r.why_not:
@@ -67,7 +70,10 @@ def band(seconds: float, low: float, high: float) -> Text:
 def header(r: Result) -> Panel:
     e, p = r.estimate, r.prediction
     count = format_count(e.model.total)
-    work = f"batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}"
+    text = e.model.kind == "transformer"
+    work = (
+        f"batch {e.workload.batch:,}{f' × {e.workload.seq:,} tokens' if text else ' samples'}, {e.workload.precision}"
+    )
     lines: list[RenderableType] = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
         Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}, stack {e.stack.name}", "dim")),
@@ -76,7 +82,7 @@ def header(r: Result) -> Panel:
         Text.assemble(("step ", "dim"), band(p.step_time_s, p.step_time_low_s, p.step_time_high_s),
                       ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
                       ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
-                      ("   tokens/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
+                      ("   tokens/s " if text else "   samples/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
         Text(searched(r), "dim"),
     ]  # fmt: skip
     return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
@@ -138,9 +144,10 @@ def training_words(r: Result) -> str:
 def scaling_words(r: Result) -> str:
     s, world = r.explanation.scaling, r.plan.world
     if s.weak is not None:
-        weak = f"{100 * s.weak:.0f}% of the rate a GPU has on {s.fewest:,} GPUs, the fewest this plan fits, with as much work each"
+        few = f"{s.fewest:,} GPU{'s' * (s.fewest > 1)}"
+        weak = f"{100 * s.weak:.0f}% of the rate a GPU has on {few}, the fewest this plan fits, with as much work each"
     else:
-        weak = f"{world:,} GPUs are the fewest this plan fits on"
+        weak = f"{world:,} GPUs are the fewest this plan fits on" if world > 1 else "one GPU: nothing to scale from"
     doubled = f"; twice the GPUs on the same batch: {s.doubled:.2f}× as fast" if s.doubled else ""
     return weak + doubled
 

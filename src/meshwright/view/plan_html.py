@@ -9,6 +9,7 @@ from meshwright.cost.predict import COMMUNICATION
 from meshwright.planner import explain as why
 from meshwright.planner.result import Result
 from meshwright.units import format_count, format_seconds
+from meshwright.view import goodput
 from meshwright.view.estimate import shown_stages
 from meshwright.view.plan import scaling_words, searched, short, training_words
 
@@ -96,7 +97,11 @@ def head(r: Result) -> str:
             f"{p.memory_gib:.1f} GiB",
             f"of {p.memory_limit_gib:.1f}; {r.explanation.memory_band[0]:.0f} to {r.explanation.memory_band[1]:.0f} in published runs",
         ),
-        ("tokens/s", format_count(p.tokens_per_s or 0), r.explanation.batch),
+        (
+            "tokens/s" if e.model.kind == "transformer" else "samples/s",
+            format_count(p.tokens_per_s or 0),
+            r.explanation.batch,
+        ),
     ]
     shown = "".join(
         f"<div><span class=soft>{name}</span><b>{escape(value)}</b><span class=soft>{escape(aside)}</span></div>"
@@ -165,6 +170,7 @@ def reasons(r: Result) -> str:
         ("critical batch", x.critical),
     ]
     rows += [("training", training_words(r))] if x.training else []
+    rows += list(goodput.rows(r))
     rows += [("constants", x.calibrated), *(("assumed", item) for item in x.assumed)]
     return section("Why", table(["", ""], [(f"<span class=soft>{escape(a)}</span>", escape(b)) for a, b in rows if b]))
 
