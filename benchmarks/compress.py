@@ -4,7 +4,8 @@
 
 For each compressor, on a gradient of `elements` float32 in layers of 1024 × 1024:
 
-    ratio       bytes one rank sends in a ring all-reduce, over those it sends compressed, at 2 and at 8 ranks
+    ratio       bytes one rank sends in a ring all-reduce, over those it sends compressed, at 2 and at 8 ranks; and of a
+                reduce-scatter at 8 (ZeRO)
     γ           seconds to compress and decompress, nothing sent, best of five; only this machine's
     break-even  the bandwidth of a link below which the bytes saved take longer than γ, at 2 ranks
     loss        of a small transformer after `steps` steps on `ranks` ranks, and its excess over the exact run's
@@ -35,53 +36,48 @@ SIDE = 1024
 def train(context: Any, name: str, steps: int) -> float:
     """The mean loss of the last five steps."""
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.compress import make
     from meshwright.train.data import Corpus
     from meshwright.train.loop import Trainer
 
     plan = Plan(replicate=context.world, microbatch=WORKLOAD.batch // context.world, param_dtype="fp32", master=False,
-                bucket=2e5)  # fmt: skip
-    if name == "powersgd":  # its buckets are cut at parameters, so it must be there from the start
-        plan = plan.but(compression="powersgd")
+                bucket=2e5, compression=name)  # fmt: skip
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, device=context.device)
-    for reduction in parallel.reductions:
-        reduction.compressor = make(name)  # type: ignore[union-attr]
     trainer = Trainer(parallel, Corpus(MODEL, WORKLOAD.seq, 0))
     return sum(record.loss for record in trainer.train(steps)[-5:]) / 5
 
 
-def spent(name: str, elements: int, device: str) -> tuple[float, dict[int, float]]:
-    """Best seconds of five, and bytes one rank sends at 2 and at 8 ranks."""
+def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float]]:
+    """Best seconds of five, and bytes one rank sends at 2 and at 8 ranks, and under ZeRO at 8."""
     import torch
 
-    from meshwright.parallel.compress import make, perform
+    from meshwright.parallel.compress import make
+    from meshwright.parallel.emulation import perform
 
     layout = [(i, torch.Size([SIDE, SIDE])) for i in range(0, elements, SIDE * SIDE)]
     message = torch.randn(elements, device=device, generator=torch.Generator(device).manual_seed(0))
     compressor = make(name)
     if compressor is None:
-        return 0.0, {p: float(sent("all_reduce", message.nbytes, p)) for p in (2, 8)}
+        plain = {"2": ("all_reduce", 2), "8": ("all_reduce", 8), "zero": ("reduce_scatter", 8)}
+        return 0.0, {key: float(sent(kind, message.nbytes, p)) for key, (kind, p) in plain.items()}
     best = float("inf")
     for _ in range(5):
         gradient = message.clone()
         _wait(device)
         started = time.perf_counter()
         exchanged = 0.0
-        values = 0
         for asked in compressor.reduce(0, gradient, layout, 0, 1):
             at = time.perf_counter()
             perform([asked])
             _wait(device)
             exchanged += time.perf_counter() - at
-            values = asked.given.nbytes  # threshold: how many pass is known only now
         _wait(device)
         best = min(best, time.perf_counter() - started - exchanged)
     sizes = {}
-    for p in (2, 8):
-        traffic = compressor.traffic(elements, 4, layout, p)
-        if name == "threshold":
-            traffic.append(("all_gather", p * values))
-        sizes[p] = sum(float(sent(operation, n, p)) for operation, n in traffic)
+    for key, p, scattered in (("2", 2, False), ("8", 8, False), ("zero", 8, True)):
+        if not (scattered and name == "powersgd"):  # its factors are of whole matrices
+            traffic = compressor.traffic(elements, 4, layout, p, scattered)
+            spread = p if scattered and name == "threshold" else 1  # what passes is spread over the owners
+            sizes[key] = sum(float(sent(operation, n, p)) for operation, n in traffic) / spread
     return best, sizes
 
 
@@ -101,17 +97,18 @@ def main() -> None:
     options = parser.parse_args()
     elements = max(1, options.elements // (SIDE * SIDE)) * SIDE * SIDE
     print(f"{elements:,} float32 on {options.device}; convergence on {options.ranks} ranks, {options.steps} steps")
-    print(f"{'':<10} {'ratio P=2':>10} {'P=8':>7} {'γ ms':>8} {'break-even':>12} {'loss':>8} {'excess':>8}")
-    exact, plain = 0.0, {}
+    print(f"{'':<10} {'ratio P=2':>10} {'P=8':>7} {'ZeRO':>7} {'γ ms':>8} {'break-even':>12} {'loss':>8} {'excess':>8}")
+    exact, plain = 0.0, dict[str, float]()
     for name in NAMES:
         gamma, sizes = spent(name, elements, options.device)
         loss = launch.run("__main__:train", options.ranks, name, options.steps, silence=600)[0]
         if name == "none":
             exact, plain = loss, sizes
-        ratio = {p: plain[p] / sizes[p] for p in sizes}
-        even = compression_break_even(4.0 * elements, ratio[2], gamma, factor=1.0) if gamma else float("inf")
+        ratio = {key: plain[key] / sizes[key] for key in sizes}
+        shards = f"{ratio['zero']:>6.1f}×" if "zero" in ratio else f"{'—':>7}"
+        even = compression_break_even(4.0 * elements, ratio["2"], gamma, factor=1.0) if gamma else float("inf")
         told = f"{format_decimal_bytes(even)}/s" if gamma else "—"
-        print(f"{name:<10} {ratio[2]:>9.1f}× {ratio[8]:>6.1f}× {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "
+        print(f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "
               f"{loss - exact:>+8.4f}")  # fmt: skip
 
 

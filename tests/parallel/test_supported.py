@@ -12,7 +12,7 @@ MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 
 @pytest.mark.parametrize(
     "plan",
-    [{"compression": "int8", "shard": 2, "zero": 1}, {"tp": 3, "tp_form": "all-gather"},
+    [{"tp": 3, "tp_form": "all-gather"},
      {"replicate": 2, "reduce": "microbatch"}],
 )  # fmt: skip
 def test_refused_with_a_fix(plan):

@@ -164,6 +164,20 @@ ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+# Gradients sent with loss: one device loses what each rank does, told by the ranks how they cut them.
+LOSSY: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"replicate": 2, "bucket": 2000, "compression": "int8"}),
+    ("qwen", {"replicate": 2, **SP, "compression": "top-k", "compression_ratio": 0.1}),
+    ("gpt", {"replicate": 2, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
+    ("gemma", {**Z3, "compression": "int4", "microbatch": 2}),
+    ("five", {"replicate": 2, "pp": 2, "compression": "random-k", "compression_ratio": 0.1}),
+    ("llama", {"replicate": 2, **Z3, "compression": "bf16"}),
+    ("llama", {"shard": 2, "zero": 2, **SP, "compression": "threshold", "recompute": "full"}),
+    ("mixtral", {"replicate": 2, "tp": 2, "compression": "powersgd", "compression_rank": 2}),
+    ("one-kv", {**Z3, **ZBV, "compression": "int8"}),
+]
+
+
 class Layout(NamedTuple):
     model: str
     plan: Plan
@@ -246,6 +260,12 @@ def all_layouts() -> list[Layout]:
     out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
     return list(dict.fromkeys(out))
+
+
+def lossy_layouts() -> list[Layout]:
+    models = {name: name if not MODELS[name].tied or "pp" not in plan else f"{name} untied" for name, plan in LOSSY}
+    MODELS.update({new: MODELS[name].but(tied=False) for name, new in models.items() if name != new})
+    return [Layout(models[name], Plan(**plan)) for name, plan in LOSSY]
 
 
 # In the ranks

@@ -7,6 +7,7 @@ import pytest
 
 import ranks
 from meshwright.programs.pipelines import SCHEDULES
+from meshwright.verify import prove as proof
 from meshwright.verify.compare import compare
 
 ALL = layouts.all_layouts()
@@ -63,6 +64,28 @@ def test_a_layout_trains_what_one_device_trains(layout):
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in (one.replicas or [one])[0].pieces}
     assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
+
+
+@cache
+def lossy():
+    """Ranks first: they tell one device how they cut their gradients."""
+    every = layouts.lossy_layouts()
+    traces, jobs = {}, []
+    for world in {layout.plan.world for layout in every}:
+        alike = [layout for layout in every if layout.plan.world == world]
+        by_rank = train(world, [layout.job() for layout in alike])
+        traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(alike)}
+    for layout in every:
+        jobs.append(proof.one_device(layout.job(), [{"fp64": trace} for trace in traces[layout]]))
+    return dict(zip(every, train(1, jobs)[0], strict=True)), traces
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", [marked(layout) for layout in layouts.lossy_layouts()])
+def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
+    one, many = (by[layout] for by in lossy())
+    agreement = compare(one, many)
+    assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
 
 
 def test_the_matrix_is_whole():

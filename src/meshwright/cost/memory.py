@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.holds import elements
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import Holding, in_flight
@@ -35,11 +36,13 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
         if "accumulate" in b.stack.fused
         else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
     )
+    # What compression did not send yet stays beside the gradients, whole even under ZeRO; casts forget it.
+    late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0)
     for group, count in elements(program, holding).items():
         shard = b.size("shard_cp" if group == "dense" else "expert_shard")
         out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)
         out["gradients"] += count * b.grad_bytes / np.where((b.zero >= 2) & b.reduce_each, shard, 1.0)
-        out["gradients"] += count * beside
+        out["gradients"] += count * (beside + late * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes
         out["optimizer"] += on_device * count * states / np.where(b.zero >= 1, shard, 1.0)
     return out

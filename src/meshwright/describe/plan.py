@@ -40,7 +40,7 @@ VIRTUAL_SCHEDULES = ("interleaved", "looped-bfs", "interleaved-zb", "zbv", "dual
 V_SHAPED = ("zbv", "dualpipev")
 Recompute = Literal["none", "selective", "full", "auto"]
 ContextKind = Literal["ring", "ulysses", "all-gather"]
-Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd"]
+Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd", "fp8", "random-k", "threshold"]
 Dtype = Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
 Offload = Literal["none", "states", "activations", "both"]
 AXES = ("tp", "cp", "pp", "dp")
@@ -91,7 +91,10 @@ class Plan(Described):
         default=None, description="axes overlapped with compute; unsaid: as the stack"
     )
     compression: Compression = "none"
-    compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k: the share of elements kept")
+    compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k, random-k: the share kept")
+    compression_threshold: float = Field(
+        default=2.0, gt=0, description="threshold: values above this many times their root mean square are sent"
+    )
     compression_rank: Size = Field(default=4, description="PowerSGD: rank of the approximation")
     offload: Offload = "none"
     order: tuple[Literal["tp", "cp", "pp", "dp"], ...] = Field(
@@ -110,6 +113,10 @@ class Plan(Described):
         if self.sp and self.tp_form == "all-gather":
             raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
                                   why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
+        if self.compression == "powersgd" and self.zero:
+            raise MeshwrightError("MW-PLAN-016", f"compression=powersgd with zero={self.zero}", fix="--set plan.zero=0",
+                                  why="Its factors are of whole matrices, of which a rank of ZeRO wants some rows only",
+                                  valid=["another compression", "zero=0"])  # fmt: skip
         self._coherent_recompute()
         self._coherent_averages()
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:
@@ -170,6 +177,17 @@ class Plan(Described):
     @property
     def reduce_dtype(self) -> str:
         return self.comm_dtype or self.grad_dtype
+
+    @property
+    def wire(self) -> str:
+        """What gradients are sent as, if not as they are: a compression, or a narrower dtype of communication."""
+        narrow = self.comm_dtype in ("fp16", "bf16", "fp8") and self.comm_dtype != self.grad_dtype
+        return str(self.comm_dtype) if self.compression == "none" and narrow else self.compression
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients are summed with loss, so that one device must emulate the ranks and their loss."""
+        return self.wire != "none" and self.dp * self.cp > 1
 
     def microbatches(self, workload: Workload) -> int:
         return workload.batch // (self.microbatch * self.dp)

@@ -36,7 +36,7 @@ SCHEDULES = (
 )
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "all-gather")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd", "fp8", "random-k", "threshold")
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
 INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank",
             "average_every")  # fmt: skip
@@ -51,6 +51,7 @@ class Batch:
         self.model, self.workload, self.stack = model, workload, stack
         self.partly: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
         self.average_every: np.ndarray | float = 0.0
+        self.compression_threshold: np.ndarray | float = 2.0
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
@@ -114,13 +115,18 @@ class Batch:
         fields["schedule"] = np.array([SCHEDULES.index(p.schedule) for p in plans])
         fields["recompute"] = np.array([RECOMPUTE.index(p.recompute) for p in plans])
         fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
-        fields["compression"] = np.array([COMPRESSIONS.index(p.compression) for p in plans])
+        # 16 bits on the wire are a dtype; 8 are a compression with scales and exchanges of its own.
+        eight = ["fp8" if p.wire == "fp8" else p.compression for p in plans]
+        fields["compression"] = np.array([COMPRESSIONS.index(name) for name in eight])
+        fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])
         fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
         fields["reduce_each"] = np.array([p.reduces_each for p in plans])
         fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
         fields["grad_bytes"] = np.array([DTYPE_BYTES[p.grad_dtype] for p in plans])
         fields["state_bytes"] = np.array([DTYPE_BYTES[p.state_dtype] for p in plans])
-        fields["comm_bytes"] = np.array([DTYPE_BYTES[p.reduce_dtype] for p in plans])
+        fields["comm_bytes"] = np.array(
+            [DTYPE_BYTES[p.grad_dtype if p.wire == "fp8" else p.reduce_dtype] for p in plans]
+        )
         fields["offload_states"] = np.array([p.offload in ("states", "both") for p in plans])
         fields["offload_activations"] = np.array([p.offload in ("activations", "both") for p in plans])
         orders = [p.order or stack.order for p in plans]

@@ -10,13 +10,17 @@
 Weights of experts are replicated on fewer ranks (expert_dp) and reduce there. Context-parallel ranks hold the same weights,
 so they reduce with dp.
 
-Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8 and int4 send one or half a byte and a scale, in an
-all-to-all and an all-gather (sums would overflow on the wire), together what an all-reduce sends; top-k sends a share r of
-the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens); PowerSGD sends two
-factors of rank r. Buckets are cut before they are compressed.
+Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8, fp8 and int4 send one or half a byte and a scale, in
+an all-to-all and an all-gather (sums would overflow on the wire), together what an all-reduce sends; top-k sends a share r
+of the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens), threshold as many
+as a normal distribution has above τ; random-k sends a share r and no indices; PowerSGD sends two factors of rank r.
+Buckets are cut before they are compressed. Under ZeRO each rank wants its shard of the sum: what can be summed on the wire
+is reduce-scattered, the rest goes to its owner in one all-to-all, and hybrid sharding then sums shards as they are.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -26,8 +30,9 @@ from meshwright.lower.op import Array, Op, present
 
 def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
     """Bytes each rank contributes per reduction of `elements` gradients, and the extra memory passes it costs (γ)."""
-    wire = {"none": batch.comm_bytes, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
-    passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0}
+    wire = {"none": batch.comm_bytes, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0}
+    passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0,
+              "fp8": 3.0, "random-k": 4.0, "threshold": 5.0}  # fmt: skip
     size = np.zeros(batch.n)
     extra = np.zeros(batch.n)
     for code, name in enumerate(COMPRESSIONS):
@@ -36,6 +41,10 @@ def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
             continue
         if name == "top-k":
             value = elements * batch.compression_ratio * (batch.comm_bytes + 4)
+        elif name == "random-k":
+            value = elements * batch.compression_ratio * batch.comm_bytes
+        elif name == "threshold":
+            value = elements * above(batch.compression_threshold) * (batch.comm_bytes + 4)
         elif name == "powersgd":
             # A square matrix of `elements` has two factors of √elements × rank; real layers are near enough to square.
             value = (
@@ -48,6 +57,17 @@ def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
     return size, extra
 
 
+def above(threshold: Array) -> Array:
+    """The share of normally distributed values beyond so many standard deviations."""
+    return np.vectorize(math.erfc)(np.asarray(threshold) / math.sqrt(2.0))
+
+
+def to_owners(batch: Batch) -> Array:
+    """Where ZeRO's shards of compressed gradients cannot be summed on the wire: they go to their owners and are summed
+    there."""
+    return np.isin(batch.compression, [COMPRESSIONS.index(n) for n in ("int8", "int4", "fp8", "top-k", "threshold")])
+
+
 def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Reduce `elements` gradients of this rank; kind 'dense' over dp·cp, 'expert' over expert_dp."""
     whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
@@ -56,8 +76,9 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
     on = on * (batch.average_every == 0)
-    topk = batch.compression == COMPRESSIONS.index("top-k")
-    quantised = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("int8", "int4")])
+    topk = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("top-k", "threshold")])
+    owners = to_owners(batch)
+    quantised = owners & ~topk
     factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
     hybrid = sharded & (batch.replicate > 1)
     times = np.where(batch.reduce_each, np.maximum(batch.microbatches, 1), 1.0)
@@ -72,8 +93,9 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
     reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
     reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & topk) * times)
-    reduce("reduce-gradients", "reduce_scatter", shard, n, sharded * times)
-    reduce("reduce-shards", "all_reduce", "replicate", n / batch.size(shard), hybrid * times)
+    reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners) * times)
+    reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
+    reduce("reduce-shards", "all_reduce", "replicate", elements * batch.comm_bytes / batch.size(shard), hybrid * times)
     if np.any(extra):
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
@@ -103,7 +125,8 @@ def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[
     """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch."""
     shard = "shard_cp" if kind == "dense" else "expert_shard"
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
-    whole, gradient = elements * batch.param_bytes, elements * batch.comm_bytes
+    whole = elements * batch.param_bytes
+    gradient, extra = compressed_bytes(batch, elements)
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
@@ -112,19 +135,19 @@ def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     often = np.where(batch.reshard, 1.0, once)
     reduces = on * np.where(batch.reduce_each, 1.0, once)
+    owners = to_owners(batch)
+    sums = elements * batch.comm_bytes / batch.size(shard)
+    scatter = [
+        op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * ~owners),
+        op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners),
+        op("reduce-shards", "all_reduce", "replicate", sums, reduces * (batch.replicate > 1)),
+    ]
+    if np.any(extra):
+        scatter.append(Op("compress", "optimizer", "memory", reduces * (extra > 0), bytes=extra, launches=4.0))
     return {
         "F": [op("gather-weights", "all_gather", shard, whole, on * often)],
         "I": [op("gather-weights", "all_gather", shard, whole, on * batch.reshard * 1.0)],
-        "W": [
-            op("scatter-gradients", "reduce_scatter", shard, gradient, reduces),
-            op(
-                "reduce-shards",
-                "all_reduce",
-                "replicate",
-                gradient / batch.size(shard),
-                reduces * (batch.replicate > 1),
-            ),
-        ],
+        "W": scatter,
     }
 
 

@@ -183,7 +183,9 @@ def apply(
 
     pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model, parted[i])]
     initialise(pieces, model, seed, scatter)
-    reductions = [zero.reduction(module, mesh, plan, dtype) for module in stages.values()]
+    exact = {p.parameter for p in pieces if p.partial or (group is not None and p.full_shape == p.parameter.shape)}
+    reductions = [zero.reduction(module, mesh, plan, dtype, exact & set(module.parameters()))
+                  for module in stages.values()]  # fmt: skip
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
     parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh),

@@ -4,13 +4,18 @@
     int8, int4    x ≈ q·s, s = max|x| / 127 or 7; and fp8 (E4M3)           4×, 8×, 4×
     top-k         the k largest values and their indices                   1% with 4-byte indices: 50×, with 8-byte: 33×
     random-k      k values at places all ranks draw alike: no indices      1%: 100×
-    threshold     the values above τ times the root mean square            as many as there are
+    threshold     the values above τ times the root mean square            τ = 2 of normal ones: 4.6%, 11×
     powersgd      two factors of rank r a matrix (`powersgd`)              m·n / r(m + n)
 
 The ratio is not the gain. A ring all-reduce sends 2(P−1)/P·n a rank. What can be summed on the wire (casts, random-k,
 PowerSGD's factors) keeps that form. Sparse values cannot: every rank must hear every other's, (P−1)·k, so top-1%'s 33×
 is 8.3× at P = 8 and a loss from P = 67 on. Integers would overflow: they go in two rounds, each rank summing its 1/P of
 all ranks' numbers (all-to-all) and telling the rounded sum (all-gather), which together send what a ring does.
+
+Under ZeRO a rank wants its own 1/P of the sum only, so nothing is told to all: casts and random-k are reduce-scattered,
+quantised and sparse values go to their owner in one all-to-all (`scatter`), whose sum is wide and exact. The other way,
+an all-reduce of which each rank takes its shard, would send twice as much, and round the sum once more. PowerSGD has no
+such form: its factors are of whole matrices, and an owner has some rows of each.
 
 Error feedback: what a rank did not send it adds to its next gradient, so nothing is lost, only late:
 
@@ -35,6 +40,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 
@@ -47,7 +53,7 @@ LEVELS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the largest number each h
 class Exchange:
     """One collective asked for: `out` is filled from all ranks' `given` (an all-reduce's are the same tensor)."""
 
-    operation: str  # all_reduce | all_gather | all_to_all
+    operation: str  # all_reduce | all_gather | all_to_all | reduce_scatter
     out: torch.Tensor
     given: torch.Tensor
 
@@ -61,8 +67,22 @@ class Compressor(Protocol):
         self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int
     ) -> Iterator[Exchange]: ...
 
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
-        """(operation, bytes of n) of each exchange of a message of `elements` numbers of `size` bytes."""
+    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+        """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`."""
+        ...
+
+    def traffic(
+        self,
+        elements: int,
+        size: int,
+        layout: Layout,
+        ranks: int,
+        scattered: bool = False,
+        index: int = 0,
+        back: int = 0,
+    ) -> list[tuple[str, int]]:
+        """(operation, bytes of n) of each exchange of a message of `elements` numbers of `size` bytes; where the
+        gradient decides, of the last but `back` of that `index` that was sent."""
         ...
 
 
@@ -97,8 +117,26 @@ class Cast:
         yield Exchange("all_reduce", payload, payload)
         message.copy_(payload)
 
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
-        return [("all_reduce", elements * self.dtype.itemsize)]
+    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+        x = self.feedback.corrected(index, rows) if self.feedback.on else rows
+        payload = x.to(self.dtype)
+        if self.feedback.on:
+            self.feedback.keep(index, x - payload.to(x.dtype))
+        mine = payload.new_empty(out.shape)
+        yield Exchange("reduce_scatter", mine, payload)
+        out.copy_(mine)
+
+    def traffic(
+        self,
+        elements: int,
+        size: int,
+        layout: Layout,
+        ranks: int,
+        scattered: bool = False,
+        index: int = 0,
+        back: int = 0,
+    ) -> list[tuple[str, int]]:
+        return [("reduce_scatter" if scattered else "all_reduce", elements * self.dtype.itemsize)]
 
 
 class Quantised:
@@ -127,14 +165,32 @@ class Quantised:
         yield Exchange("all_gather", whole, mine)
         message.copy_(dequantise(whole, self.kind, x.dtype).flatten()[: x.numel()])
 
+    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+        x = self.feedback.corrected(index, rows)
+        length = x.shape[1]
+        payload = quantise(torch.nn.functional.pad(x, (0, length % 2)), self.kind)
+        self.feedback.keep(index, x - dequantise(payload, self.kind, x.dtype)[:, :length])
+        arrived = torch.empty_like(payload)
+        yield Exchange("all_to_all", arrived, payload)
+        out.copy_(dequantise(arrived, self.kind, x.dtype).sum(0)[:length])
+
     def width(self, elements: int, ranks: int) -> int:
         """Numbers of a rank's share: even, since int4 packs two a byte."""
         return -(-elements // (2 * ranks)) * 2
 
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
+    def traffic(
+        self,
+        elements: int,
+        size: int,
+        layout: Layout,
+        ranks: int,
+        scattered: bool = False,
+        index: int = 0,
+        back: int = 0,
+    ) -> list[tuple[str, int]]:
         width = self.width(elements, ranks)
         n = ranks * (SCALE_BYTES + (width // 2 if self.kind == "int4" else width))
-        return [("all_to_all", n), ("all_gather", n)]
+        return [("all_to_all", n)] + ([] if scattered else [("all_gather", n)])
 
 
 def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:
@@ -163,91 +219,6 @@ def dequantise(payload: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Te
 def _nibbles(whole: torch.Tensor) -> torch.Tensor:
     shifted = (whole + 8).to(torch.uint8)
     return shifted[:, ::2] | (shifted[:, 1::2] << 4)
-
-
-class TopK:
-    """The `ratio` of largest values, with 4-byte indices, told to every rank."""
-
-    aligned = False
-
-    def __init__(self, ratio: float, feedback: bool = True) -> None:
-        self.ratio, self.feedback = ratio, Feedback(feedback)
-
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        places = x.abs().topk(kept(x.numel(), self.ratio), sorted=False).indices
-        yield from tell_sparse(self.feedback, index, message, x, places, ranks)
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
-        return [("all_gather", ranks * kept(elements, self.ratio) * (size + INDEX_BYTES))]
-
-
-class Threshold:
-    """Values above `factor` times the message's root mean square: as many as there are, so counts are told first."""
-
-    aligned = False
-
-    def __init__(self, factor: float, feedback: bool = True) -> None:
-        self.factor, self.feedback = factor, Feedback(feedback)
-
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        places = (x.abs() >= self.factor * x.square().mean().sqrt()).nonzero()[:, 0]
-        count = torch.tensor([places.numel()], dtype=torch.int64, device=x.device)
-        counts = count.new_empty(ranks)
-        yield Exchange("all_gather", counts, count)
-        most = max(1, int(counts.max()))
-        # A rank with fewer pads with its own first place and value 0: nothing is added there.
-        yield from tell_sparse(self.feedback, index, message, x, places, ranks, most)
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
-        """The counts only: how many values follow, the gradient decides."""
-        return [("all_gather", ranks * 8)]
-
-
-def tell_sparse(
-    feedback: Feedback, index: int, message: torch.Tensor, x: torch.Tensor, places: torch.Tensor, ranks: int,
-    length: int | None = None,
-) -> Iterator[Exchange]:  # fmt: skip
-    """All ranks hear all ranks' (value, place) pairs; each adds them up in the order of ranks."""
-    length = places.numel() if length is None else length
-    values, at = x.new_zeros(length), torch.zeros(length, dtype=torch.int32, device=x.device)
-    values[: places.numel()], at[: places.numel()] = x[places], places.to(torch.int32)
-    feedback.keep(index, x.index_fill(0, places, 0.0))
-    mine = torch.cat((values.view(torch.uint8), at.view(torch.uint8)))
-    whole = mine.new_empty(ranks, mine.numel())
-    yield Exchange("all_gather", whole, mine)
-    message.zero_()
-    cut = length * x.element_size()
-    for row in whole:
-        message.index_add_(0, row[cut:].clone().view(torch.int32), row[:cut].clone().view(x.dtype))
-
-
-class RandomK:
-    """Values at places drawn from (seed, message, step), the same on all ranks, so that they can be summed."""
-
-    aligned = False
-
-    def __init__(self, ratio: float, seed: int = 0, feedback: bool = True) -> None:
-        self.ratio, self.seed, self.feedback = ratio, seed, Feedback(feedback)
-        self.steps: dict[int, int] = {}
-
-    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        step = self.steps[index] = self.steps.get(index, -1) + 1
-        random = generator(x.device, self.seed, index, step)
-        places = torch.randperm(x.numel(), generator=random, device=x.device)[: kept(x.numel(), self.ratio)]
-        payload = x[places]
-        self.feedback.keep(index, x.index_fill(0, places, 0.0))
-        yield Exchange("all_reduce", payload, payload)
-        message.zero_().index_copy_(0, places, payload)
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int) -> list[tuple[str, int]]:
-        return [("all_reduce", kept(elements, self.ratio) * size)]
-
-
-def kept(elements: int, ratio: float) -> int:
-    return max(1, min(elements, -(-int(elements * ratio * 1e6) // 1_000_000)))
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
@@ -284,42 +255,20 @@ def issue(asked: Exchange, group: ProcessGroup) -> Any:
         return distributed.all_reduce(asked.given, group=group, async_op=True)
     if asked.operation == "all_to_all":
         return distributed.all_to_all_single(asked.out, asked.given, group=group, async_op=True)
+    if asked.operation == "reduce_scatter":
+        return exchange._reduce_scatter(asked.out, asked.given.view(-1), group=group, async_op=True)
     return exchange._all_gather(asked.out.view(-1), asked.given.view(-1), group=group, async_op=True)
 
 
-def emulate(
-    compressors: list[Compressor], index: int, messages: list[torch.Tensor], layout: Layout
-) -> list[torch.Tensor]:
-    """What each rank would hold, computed on one device: `messages` and `compressors` are all ranks', in order."""
-    ranks = len(messages)
-    messages = [m.clone() for m in messages]
-    steps = [c.reduce(index, m, layout, r, ranks) for r, (c, m) in enumerate(zip(compressors, messages, strict=True))]
-    while True:
-        asked = [next(step, None) for step in steps]
-        requests = [a for a in asked if a is not None]
-        if not requests:
-            return messages
-        perform(requests)
-
-
-def perform(asked: list[Exchange]) -> None:
-    """One exchange of all ranks, in this process's memory."""
-    given = [a.given.clone() for a in asked]
-    for rank, a in enumerate(asked):
-        if a.operation == "all_reduce":
-            total = given[0].clone()
-            for other in given[1:]:
-                total += other
-            a.out.copy_(total)
-        elif a.operation == "all_gather":
-            a.out.view(-1).copy_(torch.cat([g.flatten() for g in given]))
-        else:
-            a.out.copy_(torch.cat([g.chunk(len(asked))[rank] for g in given]))
+def compressor_of(plan: Plan) -> Compressor | None:
+    return make(plan.wire, ratio=plan.compression_ratio, rank=plan.compression_rank,
+                threshold=plan.compression_threshold)  # fmt: skip
 
 
 def make(name: str, *, ratio: float = 0.01, rank: int = 4, threshold: float = 2.0, seed: int = 0) -> Compressor | None:
     """A compressor by name; None for `none`."""
     from meshwright.parallel.powersgd import PowerSGD
+    from meshwright.parallel.sparse import RandomK, Threshold, TopK
 
     makers: dict[str, Any] = {
         "none": lambda: None, "fp16": lambda: Cast(torch.float16), "bf16": lambda: Cast(torch.bfloat16),

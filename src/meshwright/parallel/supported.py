@@ -11,7 +11,6 @@ from meshwright.programs.pipelines import SCHEDULES
 def check_supported(model: Model, plan: Plan) -> None:
     gathered = plan.tp_form == "all-gather" and plan.tp > 1 and model.kind == "transformer"
     refused = {
-        "compression": (plan.compression != "none" and plan.zero > 0, "Shards are summed by torch, which compresses none"),
         "tp_form": (gathered and model.hidden % plan.tp > 0,
                     f"Each rank makes hidden/tp columns of a layer's output, and {plan.tp} does not divide {model.hidden}"),
         "sp": (plan.sp and plan.tp > 1 and model.kind == "mlp", "A row of an mlp is one sample: it has no sequence"),

@@ -23,7 +23,7 @@ ZeRO 1 to 3 are torch's `fully_shard`, a unit a layer and one for each end of th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -34,10 +34,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
-from meshwright.parallel.compress import Compressor, Layout, Running, emulate, make
+from meshwright.parallel.compress import Compressor, Layout, Running, compressor_of
 from meshwright.parallel.expert import experts_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES, narrow
+from meshwright.parallel.scatter import CompressedScatter, managed
 
 
 class Buckets:
@@ -59,6 +60,7 @@ class Buckets:
         edges = [*range(0, max(starts[-1], 1), length), starts[-1]]
         if compressor is not None and compressor.aligned:
             edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
+        self.parameters, self.edges = parameters, edges
         self.messages = [self.flat[a:b] for a, b in pairwise(edges)]
         self.layouts: list[Layout] = [[] for _ in self.messages]
         self._touched: dict[torch.Tensor, range] = {}
@@ -149,43 +151,11 @@ class Alone:
             p.grad = None
 
 
-class Emulated(Buckets):
-    """One device in the place of `ranks` data-parallel ones, each with its own compressor: the proof of a lossy sum.
-
-    The micro-batches of a step come rank by rank, `share` of them each; what a rank's own leave behind is its gradient.
-    """
-
-    def __init__(self, module: nn.Module, plan: Plan, share: int) -> None:
-        compressors = [compressor_of(plan) for _ in range(plan.dp)]
-        self.compressors = [c for c in compressors if c is not None]
-        super().__init__(module, None, plan.bucket, compressor=compressors[0])
-        self.share, self.begun = share, 0
-        self.gradients: list[torch.Tensor] = []
-
-    def begin(self, last: bool) -> None:
-        if self.begun and self.begun % self.share == 0:
-            self._next_rank()
-        self.begun += 1
-
-    def _next_rank(self) -> None:
-        self.gradients.append(self.flat.clone())
-        self.flat.zero_()
-
-    def finish(self) -> None:
-        self._next_rank()
-        at = 0
-        for i, message in enumerate(self.messages):
-            parts = [g[at : at + message.numel()] for g in self.gradients]
-            message.copy_(emulate(self.compressors, i, parts, self.layouts[i])[0])
-            at += message.numel()
-        self.gradients, self.begun = [], 0
-
-
 class Shards:
     """Gradients of one module under `fully_shard`: torch reduces them; this says when."""
 
-    def __init__(self, module: FSDPModule, plan: Plan) -> None:
-        self.module, self.plan = module, plan
+    def __init__(self, module: FSDPModule, plan: Plan, scatters: list[CompressedScatter]) -> None:
+        self.module, self.plan, self.scatters = module, plan, scatters
 
     def begin(self, last: bool) -> None:
         plan = self.plan
@@ -266,24 +236,29 @@ class Several:
 
 
 def mixed(plan: Plan, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gathered and multiplied in `dtype`, reduced in the plan's dtype where one of the two is 16 bits wide."""
-    said = DTYPES.get(plan.reduce_dtype if narrow(dtype) else plan.comm_dtype or "")
+    """Gathered and multiplied in `dtype`, and where that is 16 bits wide reduced in the plan's."""
+    sent = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # what is sent narrower is narrowed by us
+    said = DTYPES.get(sent) if narrow(dtype) else None
     return MixedPrecisionPolicy(param_dtype=dtype if narrow(dtype) else None, reduce_dtype=said)
 
 
 Reduction = Buckets | Shards | Alone | Several
 
 
-def reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> Reduction:
-    """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums."""
+def reduction(
+    module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype, exact: Collection[nn.Parameter] = ()
+) -> Reduction:
+    """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums. Where gradients are
+    compressed, those of `exact` parameters are not."""
     options: dict[str, Any] = {"overlap": plan.overlap is None or "dp" in plan.overlap}
     if narrow(dtype):
         options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
-    dense = set(module.parameters()) - experts
+    apart = set(exact) if plan.wire != "none" else set()
+    dense = set(module.parameters()) - experts - apart
     parts: list[Buckets | Shards | Alone] = []
     if isinstance(module, FSDPModule):
-        parts.append(Shards(module, plan))
+        parts.append(Shards(module, plan, scatters(module, mesh, plan, apart)))
     elif mesh.group("dp_cp") is None and plan.pp == 1:
         parts.append(Alone(dense, options.get("dtype")))
     else:
@@ -292,17 +267,31 @@ def reduction(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> 
     if experts:
         parts.append(Buckets(module, mesh.group("expert_dp"), plan.bucket, compressor=compressor_of(plan),
                              only=experts, **options))  # fmt: skip
+    if apart and isinstance(parts[0], Buckets):
+        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, only=apart - experts, **options))
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
+def scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.Parameter]) -> list[CompressedScatter]:
+    """Let every unit of a sharded module send its gradients compressed, if the plan says so."""
+    if plan.wire == "none":
+        return []
+    experts = [part for part in experts_of(module) if isinstance(part, FSDPModule)]
+    sizes: list[tuple[Any, str]] = [(unit, "shard_cp") for unit in [*units(module), module]]
+    out = []
+    for unit, axis in [*sizes, *((part, "expert_shard") for part in experts)]:
+        parts = unit if isinstance(unit, list) else [unit]
+        parameters = list(dict.fromkeys(p for part in parts for p in managed(part) if isinstance(p, DTensor)))
+        compressor = compressor_of(plan)
+        if parameters and compressor is not None:
+            out.append(CompressedScatter(compressor, parameters, mesh.size(axis), exact))
+            parts[0].set_custom_reduce_scatter(out[-1])
+    return out
+
+
+def parts_of(reductions: list[Reduction]) -> list[Buckets | Shards | Alone]:
+    return [p for r in reductions for p in (r.parts if isinstance(r, Several) else [r])]
+
+
 def buckets_of(reductions: list[Reduction]) -> list[Buckets]:
-    parts = [p for r in reductions for p in (r.parts if isinstance(r, Several) else [r])]
-    return [p for p in parts if isinstance(p, Buckets)]
-
-
-def compressor_of(plan: Plan) -> Compressor | None:
-    """What the plan's compression says or, without one, a communication dtype narrower than the gradients'."""
-    name: str = plan.compression
-    if name == "none" and plan.comm_dtype in ("fp16", "bf16", "fp8") and plan.comm_dtype != plan.grad_dtype:
-        name = plan.comm_dtype
-    return make(name, ratio=plan.compression_ratio, rank=plan.compression_rank)
+    return [p for p in parts_of(reductions) if isinstance(p, Buckets)]

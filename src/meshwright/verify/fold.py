@@ -37,8 +37,8 @@ class Small:
 def small_copy(config: Config, ranks: int) -> Small:
     settled = settle(config.model, config.plan, config.workload, config.stack)
     plan, changes = fold(settled, ranks)
-    plan = emulable(plan, changes)
-    tiny = shrink(config.model, plan, config.plan)
+    plan, model = emulable(plan, config.model, changes)
+    tiny = shrink(model, plan, config.plan)
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
@@ -51,7 +51,9 @@ def small_copy(config: Config, ranks: int) -> Small:
 
 
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
-    plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": None, "master": False,
+    # A dtype of communication stays where it is a loss of its own, narrower than the gradients.
+    wire = plan.comm_dtype if plan.wire == plan.comm_dtype else None
+    plain = {"param_dtype": "fp32", "grad_dtype": "fp32", "state_dtype": "fp32", "comm_dtype": wire, "master": False,
              "recompute_layers": min(plan.recompute_layers, 1), "average_every": min(plan.average_every, 2)}  # fmt: skip
     if plan.world <= ranks:
         uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage) if plan.virtual <= 2 else ()
@@ -88,19 +90,21 @@ def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int
     return out
 
 
-def emulable(plan: Plan, changes: list[str]) -> Plan:
-    """One device emulates lossy sums of data-parallel ranks; beside other axes, ranks compress pieces it does not
-    have."""
-    if plan.compression == "none":
-        return plan
-    if plan.world > plan.replicate or plan.replicate == 1:
-        changes.append(
-            f"compression={plan.compression} not exercised beside other axes: proved with data parallelism alone"
-        )
-        return plan.but(compression="none")
-    if plan.replicate > 2:
-        changes.append("two ranks: of more, a 16-bit sum depends on the order it is made in")
-    return plan.but(replicate=2)
+def emulable(plan: Plan, model: Model, changes: list[str]) -> tuple[Plan, Model]:
+    """One device emulates the lossy sums of data-parallel ranks whatever their tensor and pipeline place; not where
+    ranks have gradients of a part of the sequence, or of some experts."""
+    if not plan.lossy:
+        return plan.but(compression="none", comm_dtype=None), model
+    if plan.cp > 1 or plan.ep > 1 or (model.experts and (plan.zero or plan.expert_tp or model.router.counts_together)):
+        why = "context-parallel ranks" if plan.cp > 1 else "experts that several ranks hold or count together"
+        changes.append(f"gradients sent as {plan.wire} not exercised: one device has no gradient of its own for {why}")
+        return plan.but(compression="none", comm_dtype=None), model
+    if max(plan.replicate, plan.shard) > 2:
+        changes.append("two ranks on an axis: of more, a 16-bit sum depends on the order it is made in")
+    if model.tied and plan.pp > 1:
+        changes.append("untied: the two stages that share an embedding compress their parts of its gradient apart")
+        model = model.but(tied=False)
+    return plan.but(replicate=min(plan.replicate, 2), shard=min(plan.shard, 2)), model
 
 
 def shrink(model: Model, plan: Plan, asked: Plan) -> Model:

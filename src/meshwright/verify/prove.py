@@ -12,6 +12,7 @@ gradients are large enough to be clipped.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -88,12 +89,12 @@ def prove(
     small = small_copy(config, ranks)
     check_supported(small.model, small.plan)
     job = Job(small.model, small.plan, small.workload, small.order, steps, seed, watch=True, prepare=prepare)
-    one = run(one_device(job), device)[0]
     many = run(job, device)
+    one = run(one_device(job, many), device)[0]
     double = compare(one["fp64"], [rank["fp64"] for rank in many])
     bounds = bounds_from_rounding(one["fp32"], one["fp64"])
     # A lossy sum rounds to a neighbour where float32 and float64 differ: its float32 is held to one device's float32.
-    single = compare(one["fp32" if lossy(small.plan) else "fp64"], [rank["fp32"] for rank in many], bounds)
+    single = compare(one["fp32" if small.plan.lossy else "fp64"], [rank["fp32"] for rank in many], bounds)
     proof = Proof(small, steps, [double, single], [rank["fp32"] for rank in many])
     if not proof.parity:
         proof.blamed = blame(job, one["fp64"], device)
@@ -105,8 +106,9 @@ def run(job: Job, device: str) -> list[dict[str, Trace]]:
     return launch.run(TARGET, job.plan.world, job, silence=SILENCE_S, group_timeout=SILENCE_S / 2, device=device)
 
 
-def one_device(job: Job) -> Job:
-    """The same model and global batch on one device, all of the batch at once, and no fault injected."""
+def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
+    """The same model and global batch on one device, all of the batch at once, and no fault injected. Where ranks do
+    what no single device would, it does so in their place; of lossy sums `many` tell what they sum."""
     if job.plan.average_every:
         plan = Plan(microbatch=job.workload.batch // job.plan.dp, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
@@ -114,16 +116,13 @@ def one_device(job: Job) -> Job:
     if job.model.experts and job.model.router.counts_together and rounds > 1:
         plan = Plan(microbatch=job.workload.batch // rounds, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
-    if lossy(job.plan):
+    if job.plan.lossy:
         plan = Plan(microbatch=job.plan.microbatch, param_dtype="fp32", master=False)
-        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
+        first = {dtype: [rank[dtype] for rank in many if rank[dtype].first_of_data] for dtype in job.dtypes}
+        summed = {dtype: [trace.summed for trace in traces] for dtype, traces in first.items()}
+        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan, summed=summed)
     plan = Plan(microbatch=job.workload.batch, param_dtype="fp32", master=False)
     return Job(job.model, plan, job.workload, job.order, job.steps, job.seed, job.dtypes)
-
-
-def lossy(plan: Plan) -> bool:
-    """Whether gradients are summed with loss, so that one device must emulate the ranks and their loss."""
-    return plan.compression != "none" and plan.dp > 1
 
 
 def blame(job: Job, one: Trace, device: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
-from meshwright.parallel.zero import Emulated
+from meshwright.parallel.emulation import Emulated, told
 from meshwright.train.data import RandomSamples
 from meshwright.train.loop import Trainer
 from meshwright.train.observe import Observer
@@ -38,12 +38,15 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = put_on(context, job, dtype)
     trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
-    if job.emulated is not None and job.emulated.compression != "none":
+    if job.emulated is not None and job.emulated.lossy:
         (module,) = parallel.stages.values()
-        parallel.reductions = [Emulated(module, job.emulated, job.emulated.microbatches(job.workload))]
+        share = job.emulated.microbatches(job.workload)
+        parallel.reductions = [Emulated(module, job.emulated, share, job.summed[dtype])]  # type: ignore[list-item]
     elif job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
     trace = recorded(trainer, context.rank, dtype)
+    if job.plan.lossy:
+        trace.summed = told(parallel.reductions, parallel.pieces)
     trainer.train(job.steps)
     if job.watch and dtype == job.dtypes[-1]:
         trainer.after_gradients.clear()

@@ -27,7 +27,7 @@ from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel, program_of
 from meshwright.parallel.expert import experts_of
 from meshwright.parallel.pieces import TIED_COPY, TIED_SOURCE, Piece
-from meshwright.parallel.zero import Buckets, buckets_of, units
+from meshwright.parallel.zero import Buckets, Shards, buckets_of, parts_of, units
 from meshwright.train.observe import canonical
 from meshwright.train.records import Observed
 from meshwright.verify.expert_traffic import expert_parallel, is_expert
@@ -181,16 +181,27 @@ def unsharded_experts(
 
 
 def compressed(low: dict[tuple[str, str], Amount], axis: str, buckets: list[Buckets]) -> Iterator[Explanation]:
-    """What compressed messages say to the byte: scales, padding, whole numbers of values, the layers' own shapes."""
+    """What compressed messages say to the byte: scales, padding, whole numbers of values, the layers' own shapes; and
+    what goes beside them as it is."""
     exact: dict[str, list[int]] = {}
-    for r in buckets:
-        if r.compressor is not None and r.group is not None:
-            for message, layout in zip(r.messages, r.layouts, strict=True):
-                args = message.numel(), message.element_size(), layout, r.group.size()
-                for operation, size in r.compressor.traffic(*args):
-                    exact.setdefault(operation, []).append(size)
-    for operation, sizes in exact.items():
-        count, total = low.get((axis, operation), (0.0, 0.0))
+    for r in buckets if any(r.compressor is not None for r in buckets) else ():
+        for i, (message, layout) in enumerate(zip(r.messages, r.layouts, strict=True)):
+            args = message.numel(), message.element_size(), layout, r.group.size() if r.group is not None else 1
+            said = (
+                r.compressor.traffic(*args, index=i) if r.compressor is not None else [("all_reduce", message.nbytes)]
+            )
+            for operation, size in said:
+                exact.setdefault(operation, []).append(size)
+    yield from to_the_byte(exact, low, axis)
+
+
+def to_the_byte(
+    exact: dict[str, list[int]], low: dict[tuple[str, str], Amount], axis: str, beside: str = ""
+) -> Iterator[Explanation]:
+    """What is sent in the place of the lowered sums; the operation `beside` is lowered for something else."""
+    for operation in {*exact, *(op for place, op in low if exact and place == axis and op != beside)}:
+        sizes = exact.get(operation, [])
+        count, total = low.get((axis, operation), (0.0, 0.0)) if operation != beside else (0.0, 0.0)
         yield Explanation("compressed to the byte, message by message", axis, operation, len(sizes) - count,
                           sum(sizes) - total)  # fmt: skip
 
@@ -317,6 +328,7 @@ def sharded(
     shard, ranks = canonical(mesh, over), mesh.size(over)
     parts = sum(len(units(module) if dense else experts_of(module)) for module in parallel.stages.values())
     size = pieces[0].local.element_size()
+    names = {p.parameter: p.name for p in pieces}
 
     def padded(chosen: list[Piece]) -> int:
         return sum((-p.parameter.shape[0] % ranks) * int(np.prod(p.parameter.shape[1:])) for p in chosen) * size
@@ -329,12 +341,19 @@ def sharded(
     rounds = plan.microbatches(parallel.workload)
     gathers = 2 * rounds if plan.zero == 3 and plan.reshard else 1
     reductions = rounds if plan.reduces_each else 1
+    exact: dict[str, list[int]] = {}
+    for scatter in (s for r in parts_of(parallel.reductions) if isinstance(r, Shards) for s in r.scatters):
+        if scatter.ranks == ranks and all(p in names for p in scatter.lossy):
+            for back in range(1 if plan.pp > 1 else reductions):
+                for operation, n in scatter.traffic(size, back):
+                    exact.setdefault(operation, []).append(n)
+    yield from to_the_byte(exact, low, shard, beside="all_gather")
     for operation, axis, times, part in (
-        ("all_gather", shard, gathers, 1), ("reduce_scatter", shard, reductions, 1),
+        ("all_gather", shard, gathers, 1), ("reduce_scatter", shard, 0 if exact else reductions, 1),
         ("all_reduce", canonical(mesh, copied), reductions, ranks),
     ):  # fmt: skip
         count, total = low.get((axis, operation), (0.0, 0.0))
-        if not count:
+        if not count or not times:
             continue
         really = 1 if plan.pp > 1 else times
         each = count / times
