@@ -18,10 +18,12 @@ from pydantic import Field, model_validator
 
 from meshwright.describe.base import Bytes, Described, Size, Whole
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.legal import check
+from meshwright.describe.legal import divisors as divisors
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Axis
 from meshwright.describe.workload import Workload
-from meshwright.errors import MeshwrightError, nearest_number
+from meshwright.errors import MeshwrightError
 
 Schedule = Literal[
     "naive",
@@ -240,148 +242,11 @@ class Plan(Described):
         most = f"{self.recompute_layers} a stage" if self.recompute_layers else ""
         return f" ({', '.join(filter(None, (every, most)))})" if every or most else ""
 
-    # Against model, workload and cluster
-
     def check(self, model: Model, workload: Workload, cluster: Cluster | None = None) -> Plan:
-        """Raise the first thing that makes this plan impossible; return it otherwise."""
-        if cluster is not None:
-            self._check_world(cluster)
-        self._check_model(model, workload)
-        self._check_batch(workload)
+        """Raise the first thing that makes this plan impossible here; return it otherwise."""
+        check(self, model, workload, cluster)
         return self
-
-    def _check_world(self, cluster: Cluster) -> None:
-        if self.world == cluster.world:
-            return
-        parts = {"replicate": self.replicate, "shard": self.shard, "tp": self.tp, "cp": self.cp, "pp": self.pp}
-        said = {k: v for k, v in parts.items() if v > 1} or {"tp": 1}
-        rest = self.world // self.dp
-        why = " × ".join(said) + " = " + " × ".join(str(v) for v in said.values())
-        fix, valid = "", []
-        if cluster.world % rest == 0:
-            axis = "shard" if self.shard > 1 else "replicate"
-            other = self.replicate if axis == "shard" else self.shard
-            if cluster.world // rest % other == 0:
-                fix = f"--set plan.{axis}={cluster.world // rest // other}"
-        else:
-            valid = [f"tp·cp·pp = {d}" for d in divisors(cluster.world)][:12]
-        raise MeshwrightError("MW-PLAN-005", f"{why}{' = ' + str(self.world) if len(said) > 1 else ''} ≠ {cluster.world} GPUs",
-                              why=f"The degrees must multiply to the devices of {cluster.name}", valid=valid, fix=fix)  # fmt: skip
-
-    def _check_model(self, m: Model, w: Workload) -> None:
-        if m.kind == "counts":
-            for axis in ("tp", "cp", "pp", "ep"):
-                if getattr(self, axis) > 1:
-                    raise MeshwrightError("MW-PLAN-009", f"{axis}={getattr(self, axis)} needs the model's shape",
-                                          why=f"Of {m.name} only counts are known; data parallelism alone can be planned",
-                                          fix=f"--set plan.{axis}=1")  # fmt: skip
-            return
-        if self.stages > m.layers:
-            legal = [p for p in range(1, min(m.layers, 4096) + 1) if p * self.virtual <= m.layers]
-            raise MeshwrightError("MW-PLAN-006", f"pp × virtual = {self.pp} × {self.virtual} = {self.stages} stages for "
-                                  f"{m.layers} layers of {m.name}", why="A stage needs at least one layer",
-                                  valid=[f"pp up to {max(legal, default=1)}"], fix=f"--set plan.pp={max(legal, default=1)}")  # fmt: skip
-        if self.layers_per_stage and sum(self.layers_per_stage) != m.layers:
-            raise MeshwrightError("MW-PLAN-007", f"layers_per_stage sums to {sum(self.layers_per_stage)}, "
-                                  f"not the {m.layers} layers of {m.name}")  # fmt: skip
-        self._divides("tp", self.tp, m.hidden if m.kind == "mlp" else m.heads,
-                      f"hidden {m.hidden}" if m.kind == "mlp" else f"{m.heads} attention heads", m, "MW-PLAN-004")  # fmt: skip
-        if m.kind == "mlp":
-            if self.sp:
-                raise MeshwrightError("MW-PLAN-009", "sp: an mlp has no sequence", fix="--set plan.sp=false")
-            for axis in ("cp", "ep"):
-                if getattr(self, axis) > 1:
-                    raise MeshwrightError("MW-PLAN-009", f"{axis}={getattr(self, axis)}: an mlp has no "
-                                          f"{'sequence' if axis == 'cp' else 'experts'}", fix=f"--set plan.{axis}=1")  # fmt: skip
-            return
-        if m.kv_groups % self.tp and self.tp % m.kv_groups:
-            legal = [t for t in divisors(m.heads) if m.kv_groups % t == 0 or t % m.kv_groups == 0]
-            raise MeshwrightError("MW-PLAN-004", f"tp={self.tp} and {m.kv_groups} KV heads of {m.name}: one must divide the other",
-                                  valid=legal, fix=f"--set plan.tp={nearest_number(self.tp, legal)}")  # fmt: skip
-        if m.experts and self.average_every:
-            raise MeshwrightError("MW-PLAN-015", f"average_every={self.average_every} with the {m.experts} experts of {m.name}",
-                                  why="Routers count the tokens of all replicas", fix="--set plan.average_every=0")  # fmt: skip
-        if not m.experts:
-            self._divides("tp", self.tp, m.ffn, f"FFN width {m.ffn}", m, "MW-PLAN-004")
-        if self.sp and w.seq % (self.tp * self.cp):
-            raise MeshwrightError("MW-PLAN-008", f"sequence {w.seq} does not divide over tp × cp = {self.tp} × {self.cp}",
-                                  why="Sequence parallelism shards the sequence", fix="--set plan.sp=false")  # fmt: skip
-        self._check_context(m, w)
-        self._check_experts(m)
-
-    def _check_context(self, m: Model, w: Workload) -> None:
-        if self.cp == 1:
-            return
-        pieces = self.cp * (2 if self.cp_kind == "ring" and m.causal else 1)
-        if w.seq % pieces:
-            raise MeshwrightError("MW-PLAN-008", f"sequence {w.seq} does not split into {pieces} pieces for cp={self.cp} ({self.cp_kind})",
-                                  why="Causal ring attention gives each rank two pieces, one early and one late" if pieces > self.cp else "",
-                                  valid=[d for d in divisors(w.seq) if d <= 1024][:20])  # fmt: skip
-        if self.cp_kind == "ulysses":
-            local = m.heads // self.tp
-            self._divides(
-                "cp",
-                self.cp,
-                local,
-                f"{local} local attention heads (Ulysses trades sequence for heads)",
-                m,
-                "MW-PLAN-008",
-            )
-            if max(m.kv_groups // self.tp, 1) % self.cp and self.cp % max(m.kv_groups // self.tp, 1):
-                raise MeshwrightError(
-                    "MW-PLAN-008",
-                    f"cp={self.cp} and {max(m.kv_groups // self.tp, 1)} local KV heads: one must divide the other",
-                )
-
-    def _check_experts(self, m: Model) -> None:
-        if self.ep == 1 and not self.expert_tp:
-            return
-        if not m.experts:
-            raise MeshwrightError("MW-PLAN-010", f"ep={self.ep} but {m.name} has no experts", fix="--set plan.ep=1")
-        self._divides("ep", self.ep, m.experts, f"{m.experts} experts", m, "MW-PLAN-010")
-        if self.tp % self.etp:
-            raise MeshwrightError("MW-PLAN-010", f"expert_tp={self.expert_tp} does not divide tp={self.tp}", valid=divisors(self.tp),
-                                  fix=f"--set plan.expert_tp={nearest_number(self.etp, divisors(self.tp))}")  # fmt: skip
-        room = self.tp // self.etp * self.cp * self.dp
-        if room % self.ep:
-            legal = [d for d in divisors(room) if m.experts % d == 0]
-            raise MeshwrightError("MW-PLAN-010", f"ep={self.ep} does not divide tp/expert_tp × cp × replicate × shard = {room}",
-                                  why="Expert parallelism re-factorises those ranks and adds none", valid=legal,
-                                  fix=f"--set plan.ep={nearest_number(self.ep, legal)}")  # fmt: skip
-
-    def _check_batch(self, w: Workload) -> None:
-        unit = self.microbatch * self.dp
-        if w.batch % unit:
-            batches = [w.batch // unit * unit, (w.batch // unit + 1) * unit]
-            near = nearest_number(w.batch, [b for b in batches if b])
-            raise MeshwrightError("MW-PLAN-011", f"batch {w.batch} is not a multiple of microbatch × dp = {self.microbatch} × {self.dp} = {unit}",
-                                  why="batch = micro-batch × accumulation × dp", valid=[f"batch={b}" for b in batches if b],
-                                  fix=f"--set workload.batch={near}")  # fmt: skip
-        if (
-            self.pp > 1
-            and self.schedule in ("interleaved", "interleaved-zb")
-            and self.virtual > 1
-            and self.microbatches(w) % self.pp
-        ):
-            m = self.microbatches(w)
-            raise MeshwrightError("MW-PLAN-012", f"{m} micro-batches are not a multiple of pp={self.pp}",
-                                  why="Interleaved schedules run them in rounds of pp", valid=["schedule=1f1b with virtual=1"],
-                                  fix=f"--set workload.batch={max(1, round(m / self.pp)) * self.pp * unit}")  # fmt: skip
-
-    def _divides(self, axis: str, degree: int, number: int, what: str, m: Model, code: str) -> None:
-        if number % degree:
-            legal = [d for d in divisors(number) if d <= 4096]
-            raise MeshwrightError(code, f"{axis}={degree} does not divide {what} of {m.name}", valid=legal,
-                                  fix=f"--set plan.{axis}={nearest_number(degree, legal)}")  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         said = super().as_dict()
         return {k: list(v) if isinstance(v, tuple) else v for k, v in said.items()}
-
-
-def divisors(n: int) -> list[int]:
-    """All divisors in order; trial division up to √n, bounded for hostile input."""
-    if n > 2**44:
-        return [1]
-    small = [d for d in range(1, min(int(n**0.5), 1 << 20) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
