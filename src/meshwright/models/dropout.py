@@ -1,6 +1,6 @@
 """Dropout that drops the same elements under every plan: masks are computed, not drawn.
 
-    y = x · keep / (1 − r),     keep = hash(seed, step, site, sample, position, feature) ≥ r · 2⁶⁴
+    y = x · keep / (1 − r),     keep = hash(seed, step, site, sample, position, feature) ≥ r · 2¹⁶
 
 A random generator gives the n-th caller the n-th number, so a mask depends on who computed what before: on another
 number of ranks, another micro-batch or another order it is another mask, and no two layouts train alike. Here every
@@ -16,8 +16,8 @@ of different parts, every head or every share of the sequence with one and the s
 independent noise is correlated. Stacks that draw keep two generators, one seeded alike and one by rank, and must choose
 rightly at each site. A hash of global places has nothing to choose.
 
-The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), once for the
-token and once for the feature. Dropped are the embedding's output and what attention and the feed-forward network add to
+The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), for the token and then for four features at a
+time, 16 bits each: the rate is a whole number of 65,536ths. Dropped are the embedding's output and what attention and the feed-forward network add to
 the residual stream. Attention's probabilities are not: they never exist as a tensor in the kernels that run here, nor
 between the ranks of a ring.
 
@@ -38,7 +38,7 @@ from torch import nn
 
 from meshwright.errors import MeshwrightError
 
-LEAST = -(2**63)  # of the numbers the hash gives, read as signed
+EACH, LEAST = 4, -(2**15)  # features that share a number; the least of its 16-bit parts
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -81,6 +81,11 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def parts_of(rate: float) -> int:
+    """Of 65,536: how many are dropped."""
+    return round(rate * 2**16)
+
+
 def kept(moment: Moment, site: str, rate: float, places_S: torch.Tensor, width: int) -> torch.Tensor:
     """[B, S, H]: which elements stay."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
@@ -88,19 +93,21 @@ def kept(moment: Moment, site: str, rate: float, places_S: torch.Tensor, width: 
     samples_B = torch.tensor(list(moment.samples), device=device)
     row_B = mixed(samples_B * GOLDEN + key)
     token_BS = mixed(row_B[:, None] + places_S * GOLDEN)
-    number_BSH = mixed(token_BS[..., None] + torch.arange(width, device=device) * GOLDEN)
-    return number_BSH >= LEAST + int(rate * 2**64)
+    number_BSG = mixed(token_BS[..., None] + torch.arange(-(-width // EACH), device=device) * GOLDEN)
+    return number_BSG.view(torch.int16)[..., :width] >= LEAST + parts_of(rate)
 
 
 class _Drop(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: Callable[[], torch.Tensor]) -> torch.Tensor:
-        ctx.factor = factor
-        return x * factor()
+    """`keep` computes the mask, `scale` makes up for what is gone."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor(), None
+    def forward(ctx: Any, x: torch.Tensor, keep: Callable[[], torch.Tensor], scale: float) -> torch.Tensor:
+        ctx.keep, ctx.scale = keep, scale
+        return (x * scale).masked_fill_(~keep(), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (gradient * ctx.scale).masked_fill_(~ctx.keep(), 0.0), None, None
 
 
 class Dropout(nn.Module):
@@ -120,13 +127,12 @@ class Dropout(nn.Module):
             raise MeshwrightError("MW-BUILD-004", f"dropout at {self.site} of {len(x)} samples, at {moment}",
                                   why="What is dropped depends on the step and the samples",
                                   fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
-        places_S = self.places(x)
+        places_S, shape = self.places(x), x.shape
 
-        def factor() -> torch.Tensor:
-            keep = kept(moment, self.site, self.rate, places_S, x.shape[-1]).view(x.shape)
-            return keep.to(x.dtype) * (1 / (1 - self.rate))
+        def keep() -> torch.Tensor:
+            return kept(moment, self.site, self.rate, places_S, shape[-1]).reshape(shape)
 
-        return _Drop.apply(x, factor)
+        return _Drop.apply(x, keep, 1 / (1 - parts_of(self.rate) / 2**16))
 
     def places(self, x: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""

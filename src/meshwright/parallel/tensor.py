@@ -142,19 +142,26 @@ def split(
     for name, part, styles in parts:
         for style in styles:
             STYLES[style](done, name, part)
-    for owner in {name.rpartition(".")[0].rpartition(".")[0] for name in done.copied}:
-        attention = module.get_submodule(owner)
-        if hasattr(attention, GROUPS):  # a copy serves the queries of its own rank only
-            setattr(attention, GROUPS, max(1, getattr(attention, GROUPS) // _copies_of(done, owner)))
+    _tell_groups(module, done)
     return done
 
 
-def _copies_of(done: Split, owner: str) -> int:
-    return max(done.cuts[name].copies for name in done.copied if name.startswith(f"{owner}."))
+def _tell_groups(module: nn.Module, done: Split) -> None:
+    """Attention that was told how many of its query heads share a KV head: a copy serves those of its own rank only."""
+    copies = {name.rpartition(".")[0].rpartition(".")[0]: done.cuts[name].copies for name in done.copied}
+    for owner, count in copies.items():
+        attention = module.get_submodule(owner)
+        if hasattr(attention, GROUPS):
+            setattr(attention, GROUPS, getattr(attention, GROUPS) // count)
 
 
 def _styles_of(name: str, part: nn.Module, table: Table) -> list[str]:
     styles = [style for pattern, style in table if matches(name, pattern)]
+    _check(name, part, styles, table)
+    return styles
+
+
+def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
     holds = [n for n, _ in part.named_parameters(recurse=False)]
     if holds and not set(styles) - HOLD_NOTHING:
         raise MeshwrightError("MW-TP-001", f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",
@@ -167,7 +174,6 @@ def _styles_of(name: str, part: nn.Module, table: Table) -> list[str]:
     if not isinstance(part, wanted):
         raise MeshwrightError("MW-TP-004", f"'{name}' is a {type(part).__name__}, not a {wanted.__name__}",
                               why="How its weight lies is not known; another layout would be cut along the wrong side")  # fmt: skip
-    return styles
 
 
 def _cut(
