@@ -125,3 +125,11 @@ def test_a_gpu_trains_narrow(precision):
     narrow = ranks.run(1, losses, plan, WORKLOAD.but(precision=precision), dtype, device="cuda")[0]
     assert narrow == pytest.approx(exact_losses, rel=0.05 if precision == "fp8" else 0.01)
     assert narrow[-1] < narrow[0]
+
+
+def test_dropout_drops_the_same_on_any_device():
+    from meshwright.models.dropout import Dropout, Moment, drawing
+
+    layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, 256)
+    with drawing(Moment(1, 2, range(4, 8))):
+        assert torch.equal(layer(x), layer(x.cuda()).cpu())
