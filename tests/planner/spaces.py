@@ -51,7 +51,7 @@ def space(
     kit: Stack = catalog.load("stacks", stack)
     base = Plan()
     options = chosen.choices(base, chosen.read(**said), tuple(kit.order))
-    return Space(model, cluster(gpus, memory), Workload(batch=batch, seq=seq), kit, options, base)
+    return Space(model, cluster(gpus, memory), Workload(batch=batch, seq=seq), kit, options, base, bucket=25e6)
 
 
 def placement(where: Space, plan: Plan) -> tuple[tuple[int, ...], ...]:

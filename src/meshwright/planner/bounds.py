@@ -35,7 +35,7 @@ from meshwright.lower.stages import mean_holding
 from meshwright.lower.step import lower
 from meshwright.planner import brackets
 from meshwright.planner.space import Space
-from meshwright.planner.table import Table, codes, join
+from meshwright.planner.table import Table, codes, grouped, join
 from meshwright.programs.pipelines import formulas
 from meshwright.programs.pipelines.rules import RULES
 
@@ -85,8 +85,9 @@ def kernels(space: Space, rows: Table) -> Table:
 def of_frames(space: Space, rows: Table) -> Table:
     """Frames with the least seconds and bytes of their plans: the largest micro-batch has the best rate, the smallest saves least."""
     rows = kernels(space, rows)
-    distinct, which = np.unique(rows.dp, return_inverse=True)
-    smallest = np.array([space.sizes(int(dp)).microbatch.min() for dp in distinct])[which]
+    smallest = np.ones(len(rows))
+    for (dp, pp), at in grouped((rows.dp, rows.pp)):
+        smallest[at] = space.sizes(dp, pp).microbatch[0]
     time = space.microbatches(rows) * (rows.f + rows.i + rows.w) / rows.pp + space.stack.step_overhead
     return rows.but(time=time, memory=least_memory(space, rows, smallest / rows.microbatch))
 

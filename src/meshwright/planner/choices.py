@@ -67,7 +67,7 @@ def free(base: Plan) -> Choices:
     """Everything but what only the base plan says."""
     return Choices(
         words={
-            "zero": (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "recompute": RECOMPUTE,
+            "zero": (0,) if base.compression == "powersgd" else (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "recompute": RECOMPUTE,
             "schedule": tuple(s for s in SCHEDULES if s != "auto"),
             "reshard": (True, False), "reduce": ("auto", "step"), "order": ORDERS, "overlap": (base.overlap,),
             **{name: (getattr(base, name),) for name in DTYPES},
@@ -97,6 +97,8 @@ def choices(base: Plan, constraints: Sequence[Constraint], stack_order: tuple[st
         for name in set(out.least) & set(out.most):
             if out.least[name] > out.most[name]:
                 contradicted(out, name)
+        if not out.numbers("zero", out.words["zero"]):
+            contradicted(out, "zero")
         for name, words in out.words.items():
             if not words:
                 contradicted(out, name)
@@ -105,8 +107,10 @@ def choices(base: Plan, constraints: Sequence[Constraint], stack_order: tuple[st
 
 def contradicted(out: Choices, name: str) -> None:
     said = [c.said for c in out.constraints if c.field == name]
-    raise MeshwrightError("MW-PLANNER-003", f"{' and '.join(said)} leave no value of {name}", why="The constraints contradict each other",
-                          fix=f"drop {said[-1]}")  # fmt: skip
+    what = f"{' and '.join(said)} leave{'s' * (len(said) == 1)} no value of {name}"
+    raise MeshwrightError(
+        "MW-PLANNER-003", what, why="The constraints contradict each other, or the plan", fix=f"drop {said[-1]}"
+    )
 
 
 def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choices:
@@ -177,6 +181,8 @@ def _number(option: str, name: str, text: str) -> int:
         raise MeshwrightError(
             "MW-PLANNER-001", f"{option} {name}={text[:40]}: a whole number is needed", valid=[f"{option} {name}=4"]
         )
+    if int(text) == 0 and name != "zero":
+        raise MeshwrightError("MW-PLANNER-001", f"{option} {name}=0: it is 1 at least", fix=f"{option} {name}=1")
     return int(text)
 
 

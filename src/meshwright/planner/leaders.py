@@ -10,7 +10,8 @@ are walked. In the end
 
     winner = the simplest plan within 0.5% of the fastest walked
 
-Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that.
+Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that. Before that each has tried other
+gradient buckets (`buckets`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from meshwright.describe.plan import Plan
 from meshwright.lower.batch import ORDERS
 from meshwright.planner import families
+from meshwright.planner.buckets import rebucketed
 from meshwright.planner.search import RUNG, STEPS, Found, Progress, search
 from meshwright.planner.space import Space
 from meshwright.planner.table import Table, codes
@@ -91,7 +93,8 @@ def rank(space: Space, found: Found) -> Ranking | None:
             rows.estimate[same] = first[same] * candidate.time / first[i]
         for i, candidate in seen.items():
             rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
-    fitting = [c for c in seen.values() if c.memory <= found.incumbents.limit]
+    limit = found.incumbents.limit
+    fitting = rebucketed(space, [c for c in seen.values() if c.memory <= limit], limit)
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 

@@ -62,27 +62,29 @@ def no_plan(space: Space) -> MeshwrightError:
     prime = world > 3 and len(divisors(world)) == 2
     why = f"{world} is prime, so one axis must take all devices: " if prime else "Of the model alone, "
     why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
-    fixes = [*other_batch, *(f"--gpus {w}" for w in worlds)]
+    fixes = (
+        [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.said}" for c in said] or ["--gpus 1 --batch 1"]
+    )
     return MeshwrightError("MW-PLANNER-004", f"no plan is legal for {space.model.name} with batch {batch} on {world} GPUs", why=why,
                            valid=[f"batch={b}" for b in batches[:6]] + [f"{w} GPUs" for w in worlds], fix=" or ".join(fixes))  # fmt: skip
 
 
 def possible_batches(space: Space) -> tuple[list[int], list[int]]:
-    """Data-parallel degrees that would be legal with another batch, and for each the nearest batch that it divides."""
+    """Data-parallel degrees that would be legal with another batch, and for each the nearest batch with which they are."""
     unit = max(1, space.choices.least.get("microbatch", 1))
-    free = other(space, workload=space.workload.but(batch=space.cluster.world * unit))
-    degrees = sorted({int(dp) for dp in np.unique(free.frames.dp)}) if len(free.frames) else []
-    return degrees, sorted({d * unit * max(1, round(space.workload.batch / (d * unit))) for d in degrees})
+    batch = space.workload.batch
+    free = other(space, workload=space.workload.but(batch=space.cluster.world * unit)).frames
+    pairs = {(int(dp), int(pp)) for dp, pp in zip(free.dp, free.pp, strict=True)} if len(free) else set()
+    # Some schedules want as many micro-batches as multiples of their ranks.
+    near = {u * max(1, round(batch / u)) for dp, pp in pairs for u in (dp * unit, dp * unit * pp)} - {batch}
+    legal = [b for b in sorted(near) if len(other(space, workload=space.workload.but(batch=b)).frames)]
+    return sorted({dp for dp, _ in pairs}), legal
 
 
 def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError:
     """One constraint is in the way: which values of its field, or which batch, would do?"""
     rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
-    column = {"expert_tp": "etp", "replicate": "dp", "shard": "dp"}.get(one.field, one.field)
-    frames = rest.shaped(rest.frames)
-    legal = (
-        sorted({int(v) for v in np.unique(frames.columns[column])}) if one.field in NUMBERS and column in frames else []
-    )
+    legal = sorted(legal_values(rest, one.field)) if one.field in NUMBERS else []
     near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
     option = one.said.split()[0]
     fixes = [f"{option} {one.field}={near}" if near is not None else f"drop {one.said}"]
@@ -90,6 +92,20 @@ def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError
     return MeshwrightError("MW-PLANNER-004", f"no plan is legal with {one.said} for {space.model.name} on {space.cluster.world} GPUs",
                            why=f"Without it there are {len(rest):,} plans", valid=[f"{one.field}={v}" for v in legal],
                            fix=" or ".join(fixes))  # fmt: skip
+
+
+def legal_values(space: Space, name: str) -> set[int]:
+    """Values of a field that some plan of a space has."""
+    match name:
+        case "replicate" | "shard" | "zero":
+            rows = space.sharded(space.frames)
+        case "virtual":
+            rows = space.scheduled(space.shaped(space.frames))
+        case "microbatch":
+            rows = space.shaped(space.frames)
+        case _:
+            rows = space.frames
+    return {int(v) for v in np.unique(rows.columns["etp" if name == "expert_tp" else name])}
 
 
 def _nearest_worlds(space: Space) -> list[int]:

@@ -285,7 +285,7 @@ class Search:
     def ordinary(self, frames: Table) -> Table:
         """Plans a person would try: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
         space = self.space
-        shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, FEW_SIZES)))
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, FEW_SIZES)))
         rows = space.sharded(self.first_order(bounds.kernels(space, shapes)))
         rows = rows.take(
             ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduce_each | (rows.zero < 2))
@@ -314,7 +314,7 @@ class Search:
         absent = [code for code in families.DATA if not np.isfinite(self.best.family[code])]
         if not len(frames) or not absent:
             return {}
-        shapes = frames.crossed((frames.dp,), lambda dp: self.space.sizes(dp).take(slice(0, 1)))
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
         rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
         family = families.family(rows)
         found = {code: rows.take(family == code) for code in absent if (family == code).any()}
@@ -338,7 +338,7 @@ class Search:
     def tightest(self, frames: Table) -> Table:
         """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
         space = self.space
-        shapes = frames.crossed((frames.dp,), lambda dp: space.sizes(dp).take(slice(0, 1)))
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, 1)))
         rows = space.sharded(self.first_order(shapes))
         widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
         np.maximum.at(widest, rows.dp, rows.shard)

@@ -34,7 +34,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.batch import COMPRESSIONS, CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES, Batch
+from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES, Batch
 from meshwright.planner.choices import DTYPES, Choices, free
 from meshwright.planner.table import Table, grid, grouped, join
 from meshwright.programs.pipelines.rules import RULES, refusal
@@ -146,10 +146,11 @@ class Space:
         return [RECOMPUTE.index(word) for word in self.choices.words["recompute"] if word in legal]
 
     @cache  # noqa: B019  (a space lives as long as its search)
-    def sizes(self, dp: int) -> Table:
-        """Micro-batches that divide a data-parallel rank's share of the batch."""
+    def sizes(self, dp: int, pp: int) -> Table:
+        """Micro-batches that divide a data-parallel rank's share of the batch into as many as some schedule can run."""
         share = self.workload.batch // dp
-        return Table(microbatch=np.array(self.choices.numbers("microbatch", divisors(share)), np.int64))
+        legal = [d for d in self.choices.numbers("microbatch", divisors(share)) if len(self.schedules(pp, share // d))]
+        return Table(microbatch=np.array(legal, np.int64))
 
     @cache  # noqa: B019
     def orders(self, tp: int, cp: int, pp: int, dp: int) -> Table:
@@ -169,7 +170,7 @@ class Space:
     def _frames(self, tp: int, cp: int, pp: int, dp: int) -> Table:
         kinds = [(sp, kind) for sp in self.sequence_parallel(tp, cp) for kind in self.context_kinds(tp, cp)]
         experts = self.experts(tp, cp, dp)
-        sizes = self.sizes(dp).microbatch
+        sizes = self.sizes(dp, pp).microbatch
         rows = grid(attention=range(len(kinds)), expert=range(len(experts)), recompute=self.recomputes(), dtype=range(len(self.dtypes)),
                     lap=range(len(self.overlaps)))  # fmt: skip
         if not len(rows) or not len(sizes):
@@ -177,8 +178,9 @@ class Space:
         sp, kind = np.array(kinds)[rows.attention].T
         etp, ep = np.array(experts)[rows.expert].T
         same = {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "microbatch": int(sizes.max())}
-        return Table(**{name: np.full(len(rows), value) for name, value in same.items()}, sp=sp.astype(bool), cp_kind=kind, etp=etp, ep=ep,
-                     recompute=rows.recompute, dtype=rows.dtype, lap=rows.lap)  # fmt: skip
+        found = Table(**{name: np.full(len(rows), value) for name, value in same.items()}, sp=sp.astype(bool), cp_kind=kind, etp=etp, ep=ep,
+                      recompute=rows.recompute, dtype=rows.dtype, lap=rows.lap)  # fmt: skip
+        return found.take(found.counted(self._sharding_keys(found), self.shardings) > 0)
 
     @property
     def mixed(self) -> bool:
@@ -196,7 +198,7 @@ class Space:
 
     def shaped(self, rows: Table) -> Table:
         """Frames with every micro-batch."""
-        return rows.crossed((rows.dp,), self.sizes)
+        return rows.crossed((rows.dp, rows.pp), self.sizes)
 
     def placed(self, rows: Table) -> Table:
         """Shapes with every order of the axes."""
@@ -269,7 +271,7 @@ class Space:
         per_frame = rows.counted(self._sharding_keys(rows), self.shardings)
         total = 0
         for (tp, cp, pp, dp), same in grouped((rows.tp, rows.cp, rows.pp, rows.dp)):
-            steps = self.workload.batch // dp // self.sizes(dp).microbatch
+            steps = self.workload.batch // dp // self.sizes(dp, pp).microbatch
             total += (
                 len(self.orders(tp, cp, pp, dp))
                 * sum(len(self.schedules(pp, int(m))) for m in steps)
@@ -285,12 +287,19 @@ class Space:
 
     # To what is costed, and to what is written
 
+    @cached_property
+    def _unsearched(self) -> dict[str, np.ndarray]:
+        """Fields of a batch as the base plan has them."""
+        one = Batch.of([self.base], self.model, self.workload, self.stack)
+        return {
+            name: value for name, value in vars(one).items() if isinstance(value, np.ndarray) and value.shape == (1,)
+        }
+
     def batch(self, rows: Table) -> Batch:
         """Rows as a batch to lower. What lower layers would say is plain: data-parallel copies, naive schedule, every axis innermost."""
         n = len(rows)
-        f: dict[str, Any] = {
-            name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")
-        }
+        f: dict[str, Any] = {name: np.repeat(value, n) for name, value in self._unsearched.items()}
+        f |= {name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")}
         unsaid = {"replicate": rows.dp, "shard": np.ones(n), "zero": np.zeros(n), "virtual": np.ones(n)}
         f |= {name: rows.columns.get(name, default).astype(float) for name, default in unsaid.items()}
         f |= {
@@ -309,12 +318,6 @@ class Space:
         }
         laps = [self.stack.overlap if o is None else o for o in self.overlaps]
         f["overlap"] = {axis: np.array([float(axis in o) for o in laps])[rows.lap] for axis in OVERLAP_AXES}
-        p = self.base
-        same = {"prefetch": p.prefetch, "master": p.master, "gather_form": p.tp_form == "all-gather",
-                "compression": COMPRESSIONS.index(p.compression), "compression_rank": float(p.compression_rank),
-                "compression_ratio": p.compression_ratio, "offload_states": p.offload in ("states", "both"),
-                "offload_activations": p.offload in ("activations", "both")}  # fmt: skip
-        f |= {name: np.full(n, value) for name, value in same.items()}
         f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
         f["layers_per_stage"] = ()  # as even as can be
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
