@@ -131,12 +131,14 @@ def test_logits_live_for_one_micro_batch_on_the_last_stage_alone():
 
 
 def test_gathered_weights_of_zero_three():
-    """Freed: two layers' weights and one whole gradient. Kept: all weights the rank has."""
-    freed, kept = (lowered(GPT, Workload(batch=16, seq=512), zero=3, shard=8, pp=2, reshard=r) for r in (True, False))
-    layer = one(sum(freed.parameters["dense"].values()))
-    embedding = one(sum(freed.parameters["embedding"].values()))
+    """Freed: two layers' weights and one whole gradient. Kept, or in a pipeline: all weights the rank has."""
+    work = Workload(batch=16, seq=512)
+    freed, kept = (lowered(GPT, work, zero=3, shard=8, reshard=r) for r in (True, False))
+    layer, embedding, head = (one(sum(freed.parameters[kind].values())) for kind in ("dense", "embedding", "head"))
     assert of(freed, 0)["gathered"] == pytest.approx(2 * 2 * layer + 4 * layer)
-    assert of(kept, 0)["gathered"] == pytest.approx(2 * (4 * layer + embedding) + 4 * layer)
+    assert of(kept, 0)["gathered"] == pytest.approx(2 * (8 * layer + embedding + head) + 4 * layer)
+    piped = lowered(GPT, work, zero=3, shard=8, pp=2)
+    assert of(piped, 0)["gathered"] == pytest.approx(2 * (4 * layer + embedding) + 4 * layer)
     assert of(lowered(zero=2, shard=8))["gathered"] == 0
 
 

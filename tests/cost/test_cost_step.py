@@ -63,6 +63,7 @@ def test_overlap_never_hides_more_than_there_is(data, name, which):
     assert one(some.time) <= one(none.time) * (1 + RAMP)
     everything = sum(map(one, none.busy.values())) + one(none.reduce)
     rest = sum(one(none.exposed.get(p, 0)) for p in ("host", "bubble", "optimizer", "overhead", "pp", "dp"))
+    rest += one(none.after)
     assert one(none.time) <= (everything + rest) * (1 + 1e-12)
 
 
@@ -332,7 +333,8 @@ def test_estimate_judges_against_the_seeds_targets():
 def test_counts_and_experts_are_costed_too():
     assert one(cost(COUNTS, Workload(batch=512, seq=1), replicate=8, microbatch=64).time) > 0
     spread = cost(MOE, replicate=8, ep=8)
-    assert one(spread.traffic["ep"]) == pytest.approx(8 * 8 * 4 * 2 * 7 / 8 * 512 * MOE.hidden * 2)
+    counts, loads = 8 * 8 * MOE.experts * 8, 2 * 8 * 2 * MOE.experts * 8  # told in each layer, and summed once a step
+    assert one(spread.traffic["ep"]) == pytest.approx(7 / 8 * (8 * 8 * 4 * 2 * 512 * MOE.hidden * 2 + counts + loads))
     skewed = cost(MOE, WORK.but(imbalance=2.0), replicate=8, ep=8, stack=Stack(**IDLE_HOST))
     assert one(skewed.time) > one(cost(MOE, replicate=8, ep=8, stack=Stack(**IDLE_HOST)).time)
 

@@ -5,8 +5,8 @@ import pytest
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.lower.layer import COPIES
 from meshwright.lower.step import step_program
+from meshwright.lower.traffic import traffic
 
 MODEL = Model(hidden=32, layers=4, heads=8, kv_heads=2, ffn=64, vocab=64, qkv_bias=True)
 WORKLOAD = Workload(batch=16, seq=8)
@@ -18,9 +18,7 @@ FP32 = 4
     ({"tp": 2}, 0), ({"tp": 4}, ONE_HEAD * FP32), ({"tp": 8, "pp": 2, "sp": True}, ONE_HEAD * FP32),
     ({"tp": 4, "shard": 2, "zero": 1}, ONE_HEAD * FP32 / 2), ({"tp": 4, "grad_dtype": "bf16"}, ONE_HEAD * 2),
 ])  # fmt: skip
-def test_a_layer_sums_the_gradients_of_copies_once_a_step(plan, expected):
-    program = step_program(MODEL, Plan(**plan), WORKLOAD)
-    sums = [op for ops in program.blocks.values() for op in ops if op.name == COPIES]
-    times = float(program.batch.microbatches[0]) * sum(float(op.count[0]) for op in sums)
-    assert times == (expected > 0)
-    assert sum(float(op.message_bytes[0]) for op in sums if op.count[0]) == expected
+def test_a_rank_sums_the_gradients_of_copies_once_a_step(plan, expected):
+    records = traffic(step_program(MODEL, Plan(**plan), WORKLOAD))
+    layers = MODEL.layers / plan.get("pp", 1)
+    assert [(r.count, r.bytes) for r in records if r.axis == "kv_copies"] == [(1, layers * expected)] * (expected > 0)

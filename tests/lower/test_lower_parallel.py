@@ -112,9 +112,10 @@ def test_ulysses_repeats_too_few_kv_heads():
 def test_experts_dispatch_every_token_k_times(ep, top_k):
     model = MOE.but(top_k=top_k)
     program = lowered(model, replicate=8, ep=ep)
-    assert calls(program, "moe", axis="ep") == {("F", "all_to_all", "ep"): 2, ("I", "all_to_all", "ep"): 2}
+    assert calls(program, "moe", axis="ep") == {("F", "all_to_all", "ep"): 3, ("I", "all_to_all", "ep"): 2}
     token_bytes = TOKENS * model.hidden * 2
-    assert block_bytes(program, "ep", "moe") == pytest.approx(4 * top_k * (ep - 1) / ep * token_bytes)
+    counts = model.experts * 8  # how many go where is told first
+    assert block_bytes(program, "ep", "moe") == pytest.approx((4 * top_k * token_bytes + counts) * (ep - 1) / ep)
 
 
 def test_experts_under_tensor_parallelism_share_the_tokens_out():
@@ -122,15 +123,16 @@ def test_experts_under_tensor_parallelism_share_the_tokens_out():
     apart = lowered(MOE, tp=4, sp=True, ep=4, expert_tp=1)
     split = lowered(MOE, tp=4, sp=True, replicate=4, ep=4)
     share = TOKENS * MOE.hidden * 2 / 4 * MOE.top_k
-    assert block_bytes(apart, "ep", "moe") == pytest.approx(4 * 3 / 4 * share)
+    counts = MOE.experts * 8
+    assert block_bytes(apart, "ep", "moe") == pytest.approx(3 / 4 * (4 * share + counts))
     assert block_bytes(apart, "expert_tp", "moe") == 0
     assert calls(split, "moe", axis="expert_tp") == {
-        ("F", "all_gather", "expert_tp"): 1,
+        ("F", "all_gather", "expert_tp"): 2,
         ("F", "reduce_scatter", "expert_tp"): 1,
         ("I", "all_gather", "expert_tp"): 1,
         ("I", "reduce_scatter", "expert_tp"): 1,
     }
-    assert block_bytes(split, "expert_tp", "moe") == pytest.approx(4 * 3 / 4 * share * 4)
+    assert block_bytes(split, "expert_tp", "moe") == pytest.approx(3 / 4 * (4 * share * 4 + counts * 4))
 
 
 def test_imbalance_lengthens_the_experts_of_the_busiest_rank():
@@ -150,9 +152,30 @@ def test_full_recompute_runs_forward_once_more(model, block):
     program = lowered(model, tp=2, recompute="full")
     assert flops(program, block, "R") == pytest.approx(flops(program, block, "F"))
     assert flops(program, block, "R") / flops(program, block, "FIW") == pytest.approx(1 / 3)
-    again = {key[1:]: n for key, n in calls(program, block, "R").items()}
-    assert again == {key[1:]: n for key, n in calls(program, block, "F").items()}
     assert flops(lowered(model, tp=2), block, "R") == 0
+
+
+@pytest.mark.parametrize(("model", "block", "kind"), [
+    (GPT, "dense", "all_reduce"), (MOE, "moe", "all_gather"), (MLP, "dense", "all_gather"),
+])  # fmt: skip
+def test_full_recompute_repeats_all_exchanges_but_the_last(model, block, kind):
+    """Forward is rerun until backward has what it needs: nobody waits for what comes behind the last product."""
+    program = lowered(model, tp=2, recompute="full")
+    first, again = ({key[1:]: n for key, n in calls(program, block, phase).items()} for phase in "FR")
+    assert {key: n for key, n in first.items() if n != again.get(key)} == {(kind, "tp"): first[kind, "tp"]}
+    assert first[kind, "tp"] - again.get((kind, "tp"), 0) == 1
+
+
+def test_full_recompute_waits_for_a_norm_behind_the_last_product():
+    program = lowered(GPT.but(norms_per_layer=4), tp=2, recompute="full")
+    assert (
+        calls(program, "dense", "R")["R", "all_reduce", "tp"] == calls(program, "dense", "F")["F", "all_reduce", "tp"]
+    )
+
+
+def test_full_recompute_gathers_a_sequence_once_for_the_rerun_and_the_weights():
+    program = lowered(tp=4, sp=True, recompute="full")
+    assert calls(program, phases="RW") == {("R", "reduce_scatter", "tp"): 1, ("W", "all_gather", "tp"): 2}
 
 
 def test_selective_recompute_repeats_the_attention_core_alone():

@@ -6,7 +6,7 @@ import pytest
 from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.holds import elements
+from meshwright.lower.holds import elements, reduced
 from meshwright.lower.stages import holdings
 
 P = 8
@@ -142,10 +142,9 @@ def test_compression_costs_memory_passes():
 def test_optimizer_touches_what_its_states_are():
     """AdamW: read gradient; read and write two moments, the master copy and the weight."""
     program = lowered()
-    update, norm, total = sync.optimizer(program.batch, np.array([1e6]), 10)
+    update, norm = sync.optimizer(program.batch, np.array([1e6]), 10)
     assert one(update.bytes) == 1e6 * (4 + 2 * (4 + 4) + 8 + 4)
-    assert (norm.name, total.collective, one(total.message_bytes)) == ("norm", "all_reduce", 4)
-    assert one(total.count) == 0  # one rank has nobody to ask for the norm
+    assert norm.name == "norm"
     plain = lowered(GPT, WORK.but(optimizer="sgd", clip=False), master=False)
     (update,) = sync.optimizer(plain.batch, np.array([1e6]), 10)
     assert one(update.bytes) == 1e6 * (4 + 4)
@@ -154,3 +153,48 @@ def test_optimizer_touches_what_its_states_are():
 def test_zero_3_without_a_shard_group_still_reduces():
     """replicate alone with zero=3 shards nothing: its gradients are all-reduced like any replica's."""
     assert volume(lowered(GPT, ONCE, zero=3, shard=1, replicate=P)) == pytest.approx(2 * (P - 1) / P)
+
+
+def small(model=GPT, work=ONCE, rank=0, **plan):
+    """What a rank sums once a step beside its gradients: (name, axis) → bytes."""
+    program = lowered(model, work, **plan)
+    held = holdings(program.batch, every_rank=True)[rank]
+    ops = sync.small_sums(program.batch, reduced(program, held))
+    return {(op.name, op.axis): one(op.message_bytes) for op in ops if one(op.count)}
+
+
+NUMBERS = {("count-tokens", "dp_cp"): 8.0, ("norm-and-loss", "world"): 16.0}
+
+
+def test_three_numbers_are_summed_by_all():
+    assert small() == {}  # one rank has nobody to ask
+    assert small(replicate=P) == NUMBERS
+
+
+def test_whole_vectors_between_the_products_are_partial_under_sequence_parallelism():
+    """Norms and the biases behind row-split products see a share of the tokens; a router and a norm of heads always do."""
+    gpt = GPT.but(norm="rmsnorm", ffn_bias=True, out_bias=True, positions="rope", embedding_norm=False)
+    vectors = gpt.layers * (2 * gpt.hidden + 2 * gpt.hidden) + gpt.hidden
+    assert small(gpt, tp=2, sp=True)["sum-partial", "tp"] == 4 * vectors
+    assert ("sum-partial", "tp") not in small(gpt, tp=2)
+    heads = gpt.but(qk_norm=True)
+    assert small(heads, tp=2)["sum-partial", "tp"] == 4 * gpt.layers * 2 * gpt.head_width
+    sharded = small(gpt, zero=3, shard=2, tp=2, sp=True)
+    assert sharded["sum-partial", "tp"] == 4 * vectors / 2
+
+
+def test_a_tied_embedding_is_summed_over_the_two_ends_of_a_pipeline():
+    tied = GPT.but(tied=True)
+    n = 4 * tied.padded_vocab * tied.hidden
+    assert small(tied, pp=4, rank=0)["sum-tied", "ends"] == small(tied, pp=4, rank=3)["sum-tied", "ends"] == n
+    assert ("sum-tied", "ends") not in small(tied, pp=4, rank=1)
+    assert ("sum-tied", "ends") not in small(tied, pp=4, virtual=2, schedule="zbv", rank=0)  # a V has both on one rank
+    assert ("sum-tied", "ends") not in small(GPT.but(tied=False), pp=4)
+
+
+def test_a_pipeline_gathers_and_reduces_once_a_step():
+    """Its stages keep their weights whole from their first action to their last."""
+    work = Workload(batch=8 * 2, seq=512)
+    alone, piped = lowered(GPT, work, zero=3, shard=2), lowered(GPT, work, zero=3, shard=2, pp=2)
+    assert volume(alone) == pytest.approx(8 * 3 / 2)
+    assert volume(piped) == pytest.approx(2 / 2)

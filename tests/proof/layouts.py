@@ -202,7 +202,7 @@ class Layout(NamedTuple):
     def job(self) -> Job:
         model = MODELS[self.model].but(router=dict(self.router))
         return Job(model, self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
-                   emulated=self.emulated)  # fmt: skip
+                   emulated=self.emulated, watch=self.plan.world > 1)  # fmt: skip
 
     @property
     def reference(self) -> Layout:

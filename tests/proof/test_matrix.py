@@ -1,4 +1,5 @@
-"""Every layout of the matrix trains what one device trains: loss, norm, every gradient, every parameter, in float64."""
+"""Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
+issues the collectives that are lowered."""
 
 from functools import cache
 
@@ -7,6 +8,7 @@ import pytest
 
 import ranks
 from meshwright.programs.pipelines import SCHEDULES
+from meshwright.verify import expert_traffic, traffic
 from meshwright.verify import prove as proof
 from meshwright.verify.compare import compare
 
@@ -64,6 +66,26 @@ def test_a_layout_trains_what_one_device_trains(layout):
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in (one.replicas or [one])[0].pieces}
     assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
+    assert_issues_what_is_lowered(layout, traces)
+
+
+def assert_issues_what_is_lowered(layout, traces):
+    """Every collective of the second step; differences only for the reasons that `verify.traffic` lists."""
+    rows = [(trace.rank, row) for trace in traces for row in trace.traffic]
+    assert [(rank, row) for rank, row in rows if row.unexplained] == []
+    assert {name for trace in traces if trace.observed for name in trace.observed.unknown} == set()
+    assert {reason for _, row in rows for reason in row.explained} <= reasons_of(layout)
+
+
+def reasons_of(layout):
+    """What may differ under this layout."""
+    plan, model = layout.plan, layouts.MODELS[layout.model]
+    allowed = {traffic.MESSAGES, traffic.PADDING}
+    allowed |= {expert_traffic.UNEVEN} if model.experts and plan.world > 1 else set()
+    allowed |= {traffic.FROZEN} if layout.prepare else set()
+    allowed |= {traffic.IN_BOTH} if plan.sp and plan.pp > 1 else set()
+    allowed |= {traffic.COMPRESSED} if plan.lossy else set()
+    return allowed | ({traffic.AVERAGED} if plan.average_every else set())
 
 
 @cache
@@ -86,6 +108,7 @@ def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
     one, many = (by[layout] for by in lossy())
     agreement = compare(one, many)
     assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
+    assert_issues_what_is_lowered(layout, many)
 
 
 def test_the_matrix_is_whole():

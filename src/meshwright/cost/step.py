@@ -31,13 +31,14 @@ from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import elements
-from meshwright.lower.op import PHASES, Array, Op, StepProgram, sent
+from meshwright.lower.holds import reduced
+from meshwright.lower.op import PHASES, Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import Holding, holdings, mean_holding
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
-AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "stage": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
-           "expert_dp": "dp", "replicate": "dp", "world": "dp", "pp": "pp"}  # fmt: skip
+AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
+           "expert_dp": "dp", "replicate": "dp", "expert_replicate": "dp", "stage": "ep", "world": "dp", "pp": "pp",
+           "ends": "pp", "kv_copies": "tp"}  # fmt: skip
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
@@ -81,6 +82,7 @@ class StepCost:
     holdings: list[Holding]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Array  # seconds of one pipeline message
+    after: Array  # seconds of sums that follow the gradients' own, over tp, a pipeline's ends and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
     program: StepProgram
     syncs: list[Op]
@@ -149,10 +151,13 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     closing = _closing(program, cluster, network, syncs, slow)
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
     exposed["optimizer"] = closing["optimizer"]
+    for axis in ("tp", "pp", "ep"):
+        if present(closing[axis]):
+            exposed[axis] = exposed.get(axis, 0.0) + closing[axis]
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
     return StepCost(sum(exposed.values()), exposed, busy, flops, slowest, ranks, held,
-                    times, boundary, closing["reduce"], program, syncs)  # fmt: skip
+                    times, boundary, closing["after"], closing["reduce"], program, syncs)  # fmt: skip
 
 
 def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op]) -> PhaseTime:
@@ -226,7 +231,7 @@ def _mean(
 
 def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:
     """Elements on the rank that has most to reduce and update: it finishes last."""
-    counts = [elements(program, h) for h in held]
+    counts = [reduced(program, h) for h in held]
     return {
         group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]
     }
@@ -238,12 +243,15 @@ def _closing(
     """Gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
+    after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # sums that wait for the others
     for op in ops:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op)
         if op.part == "optimizer":
             update = update + op.count * _updated(b, op, seconds)
         elif op.name in ("compress", "average-parameters"):  # nothing to hide behind
             compress = compress + op.count * seconds
+        elif op.part == "closing":
+            after[AXIS_OF[op.axis]] = after[AXIS_OF[op.axis]] + op.count * seconds
         elif op.name == "gather-parameters":
             gather = gather + op.count * seconds
         else:
@@ -254,7 +262,7 @@ def _closing(
     hidden = np.minimum(reduce, window)
     exposed = np.maximum(reduce - hidden, last) + b.stack.compute_slowdown * hidden
     exposed = exposed + gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"]) + compress
-    return {"dp": exposed, "optimizer": update, "reduce": reduce + gather}
+    return {**after, "after": sum(after.values()), "dp": exposed, "optimizer": update, "reduce": reduce + gather}
 
 
 def _updated(b: Batch, op: Op, seconds: Array) -> Array:
@@ -282,9 +290,15 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
         for axis, row in by_block.items()
     }
     for op in syncs:
-        if op.axis and op.part != "optimizer":
-            out["dp"] = out.get("dp", 0.0) + bytes_of(op)
+        if op.axis not in ("", "ends") and op.part != "optimizer":
+            out[AXIS_OF[op.axis]] = out.get(AXIS_OF[op.axis], 0.0) + bytes_of(op)
     if np.any(b.pp > 1):
-        busiest = np.maximum.reduce([sum(boundary_messages(b, h.rank)) for h in held])
-        out["pp"] = m * busiest * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
+        message = m * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
+        tied = sum((bytes_of(op) for op in syncs if op.axis == "ends"), np.zeros(b.n))
+        out["pp"] = np.maximum.reduce(
+            [
+                sum(boundary_messages(b, h.rank)) * message + tied * np.abs(h.counts["embedding"] - h.counts["head"])
+                for h in held
+            ]
+        )
     return out

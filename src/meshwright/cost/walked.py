@@ -72,6 +72,7 @@ def walk_step(
     walked = pipelines.walk(flow, durations, p2p=p2p, overlap=overlap)
     closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE}
     closing["dp"] -= _gathers(cost, b.n, at) * microbatches
+    closing["sums"] = float(np.broadcast_to(cost.after, b.n)[at])
     return WalkedStep(walked, stages, closing)
 
 

@@ -30,6 +30,9 @@ class Stack(Described):
         default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication runs beside compute")
+    early_stop: bool = Field(
+        default=True, description="a layer made again is rerun only until backward has what it needs, as torch does"
+    )
     blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")

@@ -61,6 +61,10 @@ class Batch:
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
+        # A pipeline's stages keep their weights whole from their first action to their last, and reduce after it: freed in
+        # between they would be gathered for every micro-batch of every stage, and a split backward has nowhere to.
+        self.reshard = self.reshard & (self.pp == 1)
+        self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
         self.uneven = [
             i for i, said in enumerate(self.layers_per_stage) if said
         ]  # plans that say their layers per stage
@@ -148,10 +152,15 @@ class Batch:
                 return self.shard * self.cp
             case "expert_tp":
                 return self.etp
-            case "expert_shard":
-                return np.minimum(
-                    self.expert_dp, np.maximum(1.0, self.shard * self.cp * self.tp / (self.etp * self.ep))
-                )
+            case "expert_shard":  # none, where an expert's copies are not as many in every shard group
+                inside = self.shard * self.cp * self.tp / (self.etp * self.ep)
+                return np.where(inside == np.floor(inside), np.maximum(inside, 1.0), 1.0)
+            case "expert_replicate":
+                return self.expert_dp / self.size("expert_shard")
+            case "kv_copies":  # neighbours on tp that hold the same KV head
+                return np.maximum(self.tp / self.model.kv_groups, 1.0)
+            case "ends":  # a pipeline's first and last rank
+                return np.minimum(self.pp, 2.0)
             case "world" | "dp" | "expert_dp" | "tp" | "cp" | "pp" | "ep" | "shard" | "replicate":
                 return getattr(self, axis)
         raise KeyError(axis)
@@ -180,6 +189,12 @@ class Batch:
                 if axis == "ep":
                     return np.minimum(self.ep, np.maximum(1.0, np.floor(room / self.etp)))
                 return np.minimum(self.size(axis), np.maximum(1.0, np.floor(room / (self.etp * self.ep))))
+            case "expert_replicate":
+                return np.maximum(1.0, self.members("expert_dp", unit) / self.size("expert_shard"))
+            case "kv_copies":
+                return np.minimum(self.size("kv_copies"), self._inside("tp", unit))
+            case "ends":
+                return np.where((self.pp - 1) * self._strides["pp"] < unit, self.size("ends"), 1.0)
             case "world":
                 return np.minimum(self.world, unit)
         return self._inside(axis, unit)

@@ -30,6 +30,8 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
         size = b.microbatch * m.hidden * low.element
         low.memory("F", "loss", "head", size, 1, 3)
         low.memory("I", "loss-grad", "head", size, 2, 2)
+        # Every rank computes the same loss, so that the last layer's gradient is whole: one reduce-scatter less.
+        low.collective("I", "whole-already", "head", "reduce_scatter", "tp", size, -low.with_tp)
         return low.phases
     if not m.vocab:
         return low.phases
@@ -40,5 +42,9 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     fused = "loss" in low.fused
     low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8)
     low.memory("I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5)
-    low.collective("F", "loss-max-sum", "head", "all_reduce", "tp", b.tokens * 4, 3 * low.with_tp)
+    wide = b.tokens * max(4.0, low.element)
+    low.collective("F", "loss-maximum", "head", "all_reduce", "tp", wide, low.with_tp)
+    low.collective(
+        "F", "loss-sums", "head", "all_reduce", "tp", 2 * wide, low.with_tp
+    )  # of exponentials, and the target's logit
     return low.phases

@@ -39,7 +39,36 @@ def parameters(b: Batch, block: Block) -> dict[str, Array]:
     for vector in block.vectors:
         split = b.tp if vector.name == "tokens" else 1.0
         out["dense"] += vector.parameters / split
+    if block.kind == "head" and b.model.tied:  # a stage apart from the embedding's has a copy of its own
+        out["dense"] += (b.pp > 1) * b.model.padded_vocab * b.model.hidden / b.tp
     return out
+
+
+def untrained(block: Block) -> float:
+    """Elements without a gradient: biases that balance experts are moved by the load instead."""
+    return float(sum(vector.parameters for vector in block.vectors if vector.name == "balance-bias"))
+
+
+def partial(b: Batch, block: Block) -> dict[str, Array]:
+    """Elements whose gradient is a partial sum over a rank's tensor-parallel peers, to be summed once a step.
+
+    A norm of heads and a router see this rank's heads or tokens always; what stands between the products sees a share of the
+    tokens under sequence parallelism; the bias behind a split expert's product is whole on each of its ranks.
+    """
+    always = sum(linear.parameters for linear in block.linears if linear.part == "router")
+    always += sum(vector.parameters for vector in block.vectors if vector.name == "qk-norm")
+    between = sum(
+        v.parameters for v in block.vectors if (v.part == "norm" and v.name != "qk-norm") or v.name == "positions"
+    )
+    between += sum(x.parameters for x in block.linears if x.split == "none" and x.part != "router")
+    between += sum(x.d_out for x in block.linears if x.split == "row" and x.bias and x.part != "experts")
+    of_experts = sum(x.copies * x.d_out for x in block.linears if x.split == "row" and x.bias and x.part == "experts")
+    copied = sum(x.copies * min(x.granule, x.d_out) * (x.d_in + x.bias) for x in block.linears if x.name in ("k", "v"))
+    return {
+        "partial": (b.tp > 1) * (always + between * b.sp),
+        "kv_copies": (b.size("kv_copies") > 1) * copied,
+        "expert_partial": (b.etp > 1) * of_experts / b.ep,
+    }
 
 
 def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
@@ -91,7 +120,18 @@ def elements(program: StepProgram, holding: Holding) -> dict[str, Array]:
     for block, groups in program.parameters.items():
         for group, count in groups.items():
             out[group] = out[group] + holding.counts[block] * count
-    model = program.batch.model
-    if model.tied and model.kind == "transformer":
-        out["dense"] = out["dense"] + holding.tied_copy * model.padded_vocab * model.hidden / program.batch.tp
+    return out
+
+
+def reduced(program: StepProgram, holding: Holding) -> dict[str, Array]:
+    """What this rank sums once a step: `elements`, and of them the `untrained`, those `partial` over tp and over expert_tp, the
+    `tied` that another stage has too; and the `loads` of its routers."""
+    batch, model = program.batch, program.batch.model
+    out = elements(program, holding)
+    for block, more in program.sums.items():
+        for name, count in more.items():
+            out[name] = out.get(name, 0.0) + holding.counts[block] * count
+    if model.tied and np.any(batch.pp > 1):  # both ends on one rank, as in a V, need nobody's help
+        apart = np.abs(holding.counts["embedding"] - holding.counts["head"])
+        out["tied"] = apart * (batch.pp > 1) * model.padded_vocab * model.hidden / batch.tp
     return out

@@ -5,7 +5,7 @@ gradient backward; a row-split product is the reverse. So a layer has four all-r
 and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
 product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
 inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers. With more
-ranks than KV heads each head has tp/K copies, which sum their gradients once a step.
+ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
 
 The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
@@ -21,8 +21,6 @@ import numpy as np
 from meshwright.describe.anatomy import Block, Linear
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op, present
-
-COPIES = "kv-copies-grad"
 
 
 class LayerLowering:
@@ -144,7 +142,6 @@ class LayerLowering:
             self.enter_columns("attention", m.hidden)
             width = sum(self.columns(linears[name]) for name in ("q", "k", "v"))
             self.gemm("qkv", "attention", t, width, m.hidden)
-            self._copies([linears["k"], linears["v"]], core.kv_heads)
         self._rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
         self._core(heads)
@@ -153,14 +150,6 @@ class LayerLowering:
         if m.norms_per_layer == 4:
             self.norm("norm-3")
         self.residual("attention-residual")
-
-    def _copies(self, linears: list[Linear], kv_heads: int) -> None:
-        """Copies of a KV head sum their gradients once a step, of which ZeRO's ranks hold shards."""
-        b = self.b
-        held = sum((linear.d_in + linear.bias) * self.columns(linear) for linear in linears)
-        shard = np.where(b.zero >= 1, b.size("shard_cp"), 1.0)
-        once = (b.tp > kv_heads) / np.maximum(b.microbatches, 1)
-        self.collective("W", COPIES, "attention", "all_reduce", "tp", held * b.grad_bytes / shard, once)
 
     def _rotate(self, size: Array) -> None:
         if self.m.positions == "rope":
@@ -284,9 +273,20 @@ class LayerLowering:
         return self.phases
 
     def recomputed(self) -> None:
-        """What backward computes again: everything of forward under `full`, the attention core under `selective`."""
+        """What backward computes again: everything of forward under `full`, the attention core under `selective`.
+
+        Where the stack stops early, two exchanges are not made again. Forward is rerun only until backward has what it needs, so
+        not the one behind the last product (unless a norm behind it wants its result); and the input gathered for the rerun is
+        the one that the gradients of the weights would have gathered.
+        """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
+        last = "gather" if self.m.kind == "mlp" else "experts-out" if self.block.kind == "moe" else "ffn-out"
+        spared = {"attention-in", "ffn-in", "shared-in"}
+        if self.m.norms_per_layer < 4 or self.m.kind == "mlp":
+            spared.add(last)
         for op in self.phases["F"]:
+            if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
+                continue
             core = op.name in ("core", "scores", "softmax", "values")
             again = full + (selective if core else 0.0)
             if present(again):

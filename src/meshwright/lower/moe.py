@@ -18,6 +18,8 @@ import numpy as np
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.op import Op
 
+COUNT_BYTES = 8.0
+
 
 def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     b, m, e = low.b, low.m, low.element
@@ -28,9 +30,13 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.gemm("router", "router", own, m.experts, m.hidden)
     low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
     low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
+    wide = max(4.0, e)
+    if m.router.aux or m.router.z:  # of all tokens in flight
+        on = (b.size("stage") > 1) * 1.0
+        low.collective("F", "sum-balance", "router", "all_reduce", "stage", (m.experts + 1) * wide, on)
     if m.router.compares:  # every rank sees the scores of all tokens in flight, to decide as one device would
         stage = b.size("stage")
-        low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * 4, stage > 1)
+        low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * wide, stage > 1)
     copies = own * m.top_k * m.router.travelling * m.hidden * e
     _permute(low, copies)
     with_ep = (b.ep > 1) * 1.0
@@ -40,6 +46,9 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
             phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep
         )
         low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
+    # How many copies go where is told first.
+    low.collective("F", "counts", "experts", "all_to_all", "ep", COUNT_BYTES * m.experts, with_ep)
+    low.collective("F", "counts", "experts", "all_gather", "expert_tp", COUNT_BYTES * m.experts * b.etp, with_etp)
     _experts(low, own * m.top_k * b.etp * m.router.busiest(b.workload.imbalance))
     for phase in ("F", "I"):
         low.collective(phase, "expert-scatter", "experts", "reduce_scatter", "expert_tp", copies * b.etp, with_etp)

@@ -55,6 +55,9 @@ class StepProgram:
     parameters: dict[str, dict[str, Array]] = field(
         default_factory=dict
     )  # block → dense|expert → elements on this rank
+    sums: dict[str, dict[str, Array]] = field(
+        default_factory=dict
+    )  # block → what else is summed once a step → elements
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
     unsaved: dict[str, Array] = field(default_factory=dict)  # block → bytes recompute spares in one such layer
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from meshwright.describe.anatomy import Block
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -18,7 +19,7 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.fit import activation_bytes, settle
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
-from meshwright.lower.op import Op, StepProgram, present
+from meshwright.lower.op import Array, Op, StepProgram, present
 
 
 def step_program(
@@ -48,10 +49,18 @@ def lower(batch: Batch) -> StepProgram:
             program.transient = np.maximum(program.transient, whole)
             program.unsaved[kind] = whole - sum(program.saved[kind].values())
         program.parameters[kind] = holds.parameters(batch, block)
+        program.sums[kind] = _sums(batch, block)
         _add_weight_gathers(program, kind)
         _add_boundary(program, kind, element)
     _drop_impossible(program)
     return program
+
+
+def _sums(batch: Batch, block: Block) -> dict[str, Array]:
+    """What of a block is summed once a step beside its gradients; nothing that no plan of the batch has."""
+    loads = 2.0 * batch.model.experts if block.kind == "moe" else 0.0  # sent to, and kept
+    out: dict[str, Array] = {"untrained": holds.untrained(block), "loads": loads, **holds.partial(batch, block)}
+    return {name: count for name, count in out.items() if present(count)}
 
 
 def _add_weight_gathers(program: StepProgram, kind: str) -> None:
@@ -61,7 +70,8 @@ def _add_weight_gathers(program: StepProgram, kind: str) -> None:
         return
     program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
     for group, elements in program.parameters[kind].items():
-        for phase, ops in sync.sharded_weights(batch, elements, group).items():
+        still = program.sums.get(kind, {}).get("untrained", 0.0) if group == "dense" else 0.0
+        for phase, ops in sync.sharded_weights(batch, elements, group, still).items():
             program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 

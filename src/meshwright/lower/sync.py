@@ -7,8 +7,10 @@
     hybrid   shard inside a group, then all-reduce the shard over the replicas
     local    replicas train alone; every n-th step they all-reduce their parameters: 1/n of the bytes
 
-Weights of experts are replicated on fewer ranks (expert_dp) and reduce there. Context-parallel ranks hold the same weights,
-so they reduce with dp.
+Weights of experts are replicated on fewer ranks (expert_dp) and reduce there; where no two ranks of a shard group share one,
+whole and once a step. Context-parallel ranks hold the same weights, so they reduce with dp. Then follow sums that only few
+elements need: over tp of whole vectors that saw a share of the heads or tokens and of copied KV heads, over a pipeline's ends
+of a tied embedding, over a stage of the routers' load; and three numbers: valid tokens, squares of the gradients, the loss.
 
 Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8, fp8 and int4 send one or half a byte and a scale, in
 an all-to-all and an all-gather (sums would overflow on the wire), together what an all-reduce sends; top-k sends a share r
@@ -80,8 +82,10 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     owners = to_owners(batch)
     quantised = owners & ~topk
     factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
-    hybrid = sharded & (batch.replicate > 1)
-    times = np.where(batch.reduce_each, np.maximum(batch.microbatches, 1), 1.0)
+    replicas = "replicate" if kind == "dense" else "expert_replicate"
+    hybrid = sharded & (batch.size(replicas) > 1)
+    each = batch.reduce_each & (sharded | (batch.zero == 0))
+    times = np.where(each, np.maximum(batch.microbatches, 1), 1.0)
     buckets = np.maximum(1.0, np.ceil(np.where(extra > 0, elements * batch.grad_bytes, n) / batch.bucket))
     ops = []
 
@@ -95,7 +99,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & topk) * times)
     reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners) * times)
     reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
-    reduce("reduce-shards", "all_reduce", "replicate", elements * batch.comm_bytes / batch.size(shard), hybrid * times)
+    reduce("reduce-shards", "all_reduce", replicas, elements * batch.comm_bytes / batch.size(shard), hybrid * times)
     if np.any(extra):
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
@@ -115,18 +119,19 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Local SGD: every n-th step replicas average their parameters, masters where there are any."""
     if not np.any(batch.average_every):
         return []
-    n = elements * np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
+    # Each replica's parameters, and by how many tokens they count.
+    n = (elements + 1) * np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
     count = (batch.average_every > 0) / np.maximum(batch.average_every, 1.0)
     return [Op("average-parameters", kind, "collective", count, collective="all_reduce", axis="replicate",
                message_bytes=n, stream="comm:dp")]  # fmt: skip
 
 
-def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[Op]]:
+def sharded_weights(batch: Batch, elements: Array, kind: str, untrained: Array = 0.0) -> dict[str, list[Op]]:
     """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch."""
-    shard = "shard_cp" if kind == "dense" else "expert_shard"
+    shard, replicas = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
     whole = elements * batch.param_bytes
-    gradient, extra = compressed_bytes(batch, elements)
+    gradient, extra = compressed_bytes(batch, elements - untrained)
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
@@ -136,11 +141,11 @@ def sharded_weights(batch: Batch, elements: Array, kind: str) -> dict[str, list[
     often = np.where(batch.reshard, 1.0, once)
     reduces = on * np.where(batch.reduce_each, 1.0, once)
     owners = to_owners(batch)
-    sums = elements * batch.comm_bytes / batch.size(shard)
+    sums = (elements - untrained) * batch.comm_bytes / batch.size(shard)
     scatter = [
         op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * ~owners),
         op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners),
-        op("reduce-shards", "all_reduce", "replicate", sums, reduces * (batch.replicate > 1)),
+        op("reduce-shards", "all_reduce", replicas, sums, reduces * (batch.size(replicas) > 1)),
     ]
     if np.any(extra):
         scatter.append(Op("compress", "optimizer", "memory", reduces * (extra > 0), bytes=extra, launches=4.0))
@@ -172,9 +177,32 @@ def optimizer(batch: Batch, elements: Array, tensors: Array) -> list[Op]:
                 launches=np.ceil(tensors / 50) + 4,
             )
         )
-        together = (batch.world > 1) & (batch.average_every == 0)
-        ops.append(Op("norm-sum", "optimizer", "collective", together * 1.0, collective="all_reduce", axis="world",
-                      message_bytes=4.0, stream="comm:dp"))  # fmt: skip
+    return ops
+
+
+def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
+    """Once a step and after the gradients: what is partial over tp, what two stages share, loads, and three numbers."""
+    sharded = np.where(batch.zero >= 1, batch.size("shard_cp"), 1.0)
+    of_experts = np.where(batch.zero >= 1, batch.size("expert_shard"), 1.0)
+    ops = []
+
+    def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Array = True) -> None:
+        on = (batch.size(axis) > 1) & (np.asarray(n) > 0) & where
+        if present(on):
+            ops.append(Op(name, part, "collective", on * 1.0, collective="all_reduce", axis=axis, message_bytes=n,
+                          stream="comm:dp"))  # fmt: skip
+
+    reduce("sum-partial", "tp", counts.get("partial", 0.0) * batch.grad_bytes / sharded)
+    reduce("sum-copies", "kv_copies", counts.get("kv_copies", 0.0) * batch.grad_bytes / sharded)
+    reduce("sum-partial", "expert_tp", counts.get("expert_partial", 0.0) * batch.grad_bytes / of_experts)
+    reduce("sum-tied", "ends", counts.get("tied", 0.0) * batch.grad_bytes / sharded)
+    reduce("sum-loads", "stage", counts.get("loads", 0.0) * 8.0)
+    reduce("worst-load", "pp", 32.0 * bool(batch.model.experts), "optimizer")
+    together = np.equal(batch.average_every, 0)
+    reduce("count-tokens", "dp_cp", 8.0, "optimizer", together)
+    reduce("norm-and-loss", "world", 16.0, "optimizer", together)
+    for axis in () if together.all() else ("tp", "pp"):  # a replica that trains alone has a norm of its own
+        reduce("norm-and-loss", axis, 16.0, "optimizer", ~together)
     return ops
 
 
@@ -195,12 +223,10 @@ def tensors(batch: Batch) -> Array:
 
 def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     """Everything a rank that holds `counts` elements does once a step, in order: reduce, clip, update, gather."""
-    groups = {g: c for g, c in counts.items() if g == "dense" or batch.model.experts}
-    reductions = [op for group, count in groups.items() for op in gradient_reduction(batch, count, group)]
+    groups = {g: counts[g] for g in ("dense", "expert") if g == "dense" or batch.model.experts}
+    trained = {g: c - counts.get("untrained", 0.0) if g == "dense" else c for g, c in groups.items()}
+    reductions = [op for group, count in trained.items() for op in gradient_reduction(batch, count, group)]
+    updates = optimizer(batch, owned(batch, groups), tensors(batch))
     gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
     gathers += parameter_average(batch, counts["dense"], "dense")
-    return [
-        op
-        for op in (*reductions, *optimizer(batch, owned(batch, counts), tensors(batch)), *gathers)
-        if present(op.count)
-    ]
+    return [op for op in (*reductions, *small_sums(batch, counts), *updates, *gathers) if present(op.count)]

@@ -12,7 +12,7 @@ import numpy as np
 
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import elements
+from meshwright.lower.holds import reduced
 from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.stages import V_SHAPED, holding
 
@@ -28,8 +28,8 @@ class Record:
     names: tuple[str, ...]
 
 
-def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
-    """Everything one pipeline rank of one plan issues in a step."""
+def traffic(program: StepProgram, rank: int = 0, part: str = "") -> list[Record]:
+    """Everything one pipeline rank of one plan issues in a step, or what belongs to one part of the program."""
     b = program.batch
     m = max(1.0, float(b.microbatches[0]))
     held = holding(b, np.array([float(rank)]))
@@ -37,7 +37,7 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
 
     def add(op: Op, times: float) -> None:
         count = times * float(np.broadcast_to(op.count, 1)[0])
-        if count:
+        if count and part in ("", op.part):
             n = float(np.broadcast_to(op.message_bytes, 1)[0])
             found.setdefault((op.axis, op.collective), []).append((op.name, count, count * n))
 
@@ -45,8 +45,7 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
         for op in ops:
             if op.axis:
                 add(op, m * float(held.times(*key)[0]))
-    counts = elements(program, held)
-    for op in sync.step_ops(b, counts):
+    for op in sync.step_ops(b, reduced(program, held)):
         if op.axis:
             add(op, 1.0)
     for (_, op), messages in zip(boundary_ops(program), boundary_messages(b, held.rank), strict=False):

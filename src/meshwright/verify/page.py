@@ -78,7 +78,9 @@ def collectives(proof: Proof) -> RenderableType:
             why = Text("unexplained", "bold red")
         rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts(row), why])
     columns = ("axis", "collective", "ranks", ">lowered", ">bytes", ">issued", ">bytes", "difference")
-    return filled(columns, rows, title="Collectives of one step: lowered step program against what was issued")
+    counted = ", ".join(f"{n} {word}" for word, n in proof.collectives.items() if n or word != "unexplained")
+    title = f"Collectives of one step: lowered step program against what was issued ({counted})"
+    return filled(columns, rows, title=title)
 
 
 def joined(ranks: list[int]) -> str:

@@ -55,6 +55,13 @@ class Proof:
         return [(trace.rank, row) for trace in self.traces for row in trace.traffic]
 
     @property
+    def collectives(self) -> dict[str, int]:
+        """How many of the rows, one a rank, axis and collective, are equal, differ for a known reason, or for none."""
+        rows = [row for _, row in self.rows]
+        return {"equal": sum(row.equal for row in rows), "explained": sum(bool(row.explained) for row in rows),
+                "unexplained": sum(row.unexplained for row in rows)}  # fmt: skip
+
+    @property
     def unknown(self) -> list[str]:
         return sorted({name for trace in self.traces if trace.observed for name in trace.observed.unknown})
 
@@ -71,6 +78,7 @@ class Proof:
             "steps": self.steps,
             "errors": {a.dtype: a.errors for a in self.agreements},
             "first_break": first,
+            "collectives_compared": self.collectives,
             "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
             "memory": [
                 {"rank": t.rank, "peak_bytes": t.observed.peak_bytes, "predicted_bytes": t.predicted_bytes}

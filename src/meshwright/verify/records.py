@@ -64,6 +64,10 @@ class Row:
     explained: list[str] = field(default_factory=list)
     unexplained: bool = False
 
+    @property
+    def equal(self) -> bool:
+        return not self.explained and not self.unexplained
+
 
 @dataclass
 class Trace:

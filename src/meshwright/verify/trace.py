@@ -2,8 +2,9 @@
 step.
 
 It runs `train`'s own step: nothing here trains. Gradients are taken complete and unclipped, parameters after the
-update. After the recorded steps one more is watched by an `Observer`, which counts collectives and memory; watching
-slows it, not changes it.
+update. The last step is watched by an `Observer`, which counts collectives and memory; watching slows it, not changes
+it. Of a first step nothing would be learnt (states are made in it, pipeline neighbours greet each other), so a single
+one is followed by another for the watch.
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     trace = recorded(trainer, context.rank, dtype)
     if job.plan.lossy:
         trace.summed = told(parallel.reductions, parallel.pieces)
-    trainer.train(job.steps)
-    if job.watch and dtype == job.dtypes[-1]:
-        trainer.after_gradients.clear()
-        trainer.after_step.clear()
+    watch = job.watch and dtype == job.dtypes[-1]
+    trainer.train(max(job.steps - watch, 1))
+    if watch:
+        if job.steps == 1:
+            trainer.after_gradients.clear()
+            trainer.after_step.clear()
         with Observer(trainer) as observer:
             trainer.train_step()
         trace.observed = observer.observed()

@@ -154,6 +154,7 @@ def closing_spans(walked: WalkedStep) -> list[Span]:
     """What follows the last action, on every rank: all wait for the slowest."""
     names = {
         "dp": ("comm:dp", "reduce gradients"),
+        "sums": ("comm:tp", "sum what is partial"),
         "optimizer": ("compute", "optimizer"),
         "overhead": ("host", "step overhead"),
     }
