@@ -27,7 +27,9 @@ def linear_parameters(b: Batch, linear: Linear) -> Array:
         columns = np.maximum(linear.d_out / b.tp, min(linear.granule, linear.d_out))
         return linear.copies * (linear.d_in * columns + (columns if linear.bias else 0))
     if linear.split == "row":
-        return linear.copies * (linear.d_in / b.tp * linear.d_out + (linear.d_out if linear.bias else 0))
+        # The all-gather form splits it by columns, and the bias with them.
+        bias = linear.d_out / np.where(b.gather_form, b.tp, 1.0) if linear.bias else 0.0
+        return linear.copies * (linear.d_in / b.tp * linear.d_out + bias)
     return linear.parameters * np.ones(b.n)
 
 
