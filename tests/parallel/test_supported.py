@@ -13,7 +13,7 @@ MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 @pytest.mark.parametrize(
     "plan",
     [{"tp": 3, "tp_form": "all-gather"},
-     {"replicate": 2, "reduce": "microbatch"}],
+     {"replicate": 2, "pp": 2, "reduce": "microbatch"}],
 )  # fmt: skip
 def test_refused_with_a_fix(plan):
     with pytest.raises(MeshwrightError, match="MW-PAR-001") as error:

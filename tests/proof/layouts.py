@@ -124,6 +124,10 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("qwen", {"recompute": "auto", "recompute_budget": 20e3, "microbatch": 2}),
     ("five", {**SP, "recompute": "full", "recompute_every": 3}),
     ("five", {**ZBV, "replicate": 2, "recompute": "full", "recompute_layers": 1}),
+    ("gpt", {"replicate": 2, "reduce": "microbatch"}),
+    ("qwen", {"replicate": 2, "tp": 2, "reduce": "microbatch", "recompute": "selective"}),
+    ("gemma", {**Z3, "wrap": 3, "prefetch": False}),
+    ("qwen", {"shard": 2, "zero": 2, **SP, "wrap": 0}),
     ("llama", {"replicate": 2, "average_every": 2}),
     ("qwen", {"replicate": 2, **SP, "average_every": 1}),
     ("gpt", {"replicate": 2, "pp": 2, "average_every": 2, "recompute": "full"}),
@@ -192,7 +196,9 @@ class Layout(NamedTuple):
         more += [f"stages {'-'.join(map(str, p.layers_per_stage))}"] if p.layers_per_stage else []
         more += [word for word, said in (("order", p.order), ("overlap", p.overlap), ("frozen", self.prepare)) if said]
         more += ["kept"] if not p.reshard else []
-        more += ["reduced once"] if p.reduce == "step" else []
+        more += [f"reduced each {p.reduce}"] if p.reduce != "auto" else []
+        more += [f"wrapped by {p.wrap}"] if p.wrap != 1 else []
+        more += [f"sent as {p.wire}"] if p.wire != "none" else []
         more += [f"expert tp {p.expert_tp}"] if p.expert_tp else []
         more += ["gathers"] if p.tp_form == "all-gather" else []
         more += [f"offload {p.offload}"] if p.offload != "none" else []

@@ -42,7 +42,9 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
         shard = b.size("shard_cp" if group == "dense" else "expert_shard")
         out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)
         out["gradients"] += count * b.grad_bytes / np.where((b.zero >= 2) & b.reduce_each, shard, 1.0)
-        out["gradients"] += count * (beside + late * (b.size("dp_cp") > 1))
+        # Reduced after each micro-batch, whole gradients need a second buffer for those that were summed before.
+        twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
+        out["gradients"] += count * (beside + (late + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes
         out["optimizer"] += on_device * count * states / np.where(b.zero >= 1, shard, 1.0)
     return out
@@ -96,7 +98,8 @@ def gathered_memory(program: StepProgram, holding: Holding) -> Array:
     largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in here.values()])
     copies = np.where(b.prefetch, 2.0, 1.0)
     grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
-    whole = sum(holding.counts[block] * size for block, size in program.gathered.items())
+    whole = sum(holding.counts[block] * size / (b.wrap if block in ("dense", "moe") else 1.0)
+                for block, size in program.gathered.items())  # fmt: skip
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 

@@ -70,6 +70,7 @@ class Plan(Described):
         default=True, description="ZeRO-3: free gathered weights after forward, gather again in backward"
     )
     prefetch: bool = Field(default=True, description="ZeRO-3: gather the next layer during this one")
+    wrap: Whole = Field(default=1, description="ZeRO: layers gathered and reduced together; 0: all of a stage")
     reduce: Literal["auto", "step", "microbatch"] = Field(
         default="auto",
         description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step",

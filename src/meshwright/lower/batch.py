@@ -52,6 +52,7 @@ class Batch:
         self.partly: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
         self.average_every: np.ndarray | float = 0.0
         self.compression_threshold: np.ndarray | float = 2.0
+        self.wrap: np.ndarray | float = 1.0  # layers of a unit of ZeRO, at most a stage's
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
@@ -138,6 +139,8 @@ class Batch:
         overlaps = [stack.overlap if p.overlap is None else p.overlap for p in plans]
         fields["overlap"] = {a: np.array([float(a in o) for o in overlaps]) for a in OVERLAP_AXES}
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
+        longest = [max(p.stage_layers(model.layers)) if model.kind != "counts" else 1 for p in plans]
+        fields["wrap"] = np.array([float(min(p.wrap or n, n)) for p, n in zip(plans, longest, strict=True)])
         fields["partly"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
 

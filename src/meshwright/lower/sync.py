@@ -126,8 +126,11 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
                message_bytes=n, stream="comm:dp")]  # fmt: skip
 
 
-def sharded_weights(batch: Batch, elements: Array, kind: str, untrained: Array = 0.0) -> dict[str, list[Op]]:
-    """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch."""
+def sharded_weights(
+    batch: Batch, elements: Array, kind: str, untrained: Array = 0.0, together: Array = 1.0
+) -> dict[str, list[Op]]:
+    """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch; as
+    one message with `together` others' like it."""
     shard, replicas = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
     whole = elements * batch.param_bytes
@@ -135,7 +138,8 @@ def sharded_weights(batch: Batch, elements: Array, kind: str, untrained: Array =
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
-        return Op(name, kind, "collective", count, collective=collective, axis=axis, message_bytes=n, stream="comm:dp")
+        return Op(name, kind, "collective", count / together, collective=collective, axis=axis,
+                  message_bytes=n * together, stream="comm:dp")  # fmt: skip
 
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     often = np.where(batch.reshard, 1.0, once)

@@ -42,9 +42,10 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def cast(module: nn.Module, parameters: torch.dtype, buffers: torch.dtype | None = None) -> nn.Module:
-    """A module's floating-point parameters and buffers, each in a dtype of its own."""
-    module.to(parameters)
+def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None = None) -> nn.Module:
+    """A module's floating-point parameters and buffers, each in a dtype of its own; unsaid: as they are."""
+    if parameters is not None:
+        module.to(parameters)
     for owner in module.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_floating_point() and buffers is not None:

@@ -14,10 +14,12 @@ last parameter that touches it is done, so nothing is copied and the last messag
 torch's own DDP does the same in C++, but averages, and stops at pipelines with several stages a rank. Of its options,
 *bucket size* is `plan.bucket`; *overlap* is off where `plan.overlap` leaves out dp; frozen parameters have no place in
 the buffer; *unused* parameters cost nothing to allow (their place stays zero and leaves at the end of backward); the
-graph may change from step to step or be *static*, since messages leave in their own order, not in the gradients'; and
-of several micro-batches only the last sends. A `compressor` sends less (`compress`).
+graph may change from step to step, since messages leave in their own order, not in the gradients', and where it is
+*static* the unused hold no message back from the second step on; of several micro-batches only the last sends, or
+*each* of them does (`reduce = "microbatch"`: more bytes and one more buffer, for nothing but to see what that
+costs). A `compressor` sends less (`compress`).
 
-ZeRO 1 to 3 are torch's `fully_shard`, a unit a layer and one for each end of the model.
+ZeRO 1 to 3 are torch's `fully_shard`, a unit so many layers (`plan.wrap`) and one for each end (`gathering`).
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.compress import Compressor, Layout, Running, compressor_of
 from meshwright.parallel.expert import experts_of
+from meshwright.parallel.gathering import Gathering, Unit, grouped, shard_units
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES, narrow
 from meshwright.parallel.scatter import CompressedScatter, managed
@@ -47,9 +51,10 @@ class Buckets:
     def __init__(
         self, module: nn.Module, group: ProcessGroup | None, bucket_bytes: float, *,
         compressor: Compressor | None = None, overlap: bool = True, dtype: torch.dtype | None = None,
-        only: set[nn.Parameter] | None = None,
+        only: set[nn.Parameter] | None = None, static: bool = False, each: bool = False,
     ) -> None:  # fmt: skip
         self.group, self.compressor, self.overlap = group, compressor, overlap
+        self.static, self.each = static, each
         wanted = set(module.parameters()) if only is None else only
         parameters = [p for p in module.parameters() if p.requires_grad and p in wanted][::-1]
         starts = [0, *accumulate(p.numel() for p in parameters)]
@@ -80,13 +85,28 @@ class Buckets:
         self._missing: list[int] = []
         self._work: list[Any] = []
         self._started = 0
+        self._used: set[torch.Tensor] = set()
+        self._known = False  # whether `_used` are all that a static graph uses
+        self._total: torch.Tensor | None = None  # of the micro-batches that were summed each by itself
+        self._begun = False
 
     def begin(self, last: bool) -> None:
         """Before a micro-batch: gradients are complete after the backward of the `last` one."""
-        self._missing = list(self._touching) if last and self.overlap and self.group is not None else []
+        if self.each and self._begun:
+            self._complete()
+            self._total = self.flat.clone() if self._total is None else self._total.add_(self.flat)
+            self.flat.zero_()
+        self._begun = True
+        sends = (last or self.each) and self.overlap and self.group is not None
+        self._missing = list(self._touching) if sends else []
         self._started = 0
 
     def _done(self, parameter: torch.Tensor) -> None:
+        if self.static and not self._known:
+            self._used.add(parameter)
+        elif self.static and parameter not in self._used:
+            raise MeshwrightError("MW-ZERO-002", "a parameter has a gradient that had none in the first step",
+                                  why="The graph was said to be static, and its message may have left", fix="static=False")  # fmt: skip
         if not self._missing:
             return
         for i in self._touched[parameter]:
@@ -110,6 +130,17 @@ class Buckets:
             self._send()
 
     def finish(self) -> None:
+        self._complete()
+        if self._total is not None:
+            self.flat.add_(self._total)
+        self._total, self._begun = None, False
+        if self.static and not self._known and self._used:
+            for p, messages in self._touched.items():
+                for i in messages if p not in self._used else ():
+                    self._touching[i] -= 1
+            self._known = True
+
+    def _complete(self) -> None:
         self.start()
         if self.compressor is None:
             for work in self._work:
@@ -175,41 +206,40 @@ class Shards:
                 p.grad = None
 
 
-def units(module: nn.Module) -> list[nn.Module | list[nn.Module]]:
-    """What is gathered together: each layer, and each end; the two ends are one unit where they share a weight."""
-    layers: list[nn.Module | list[nn.Module]] = []
-    ends: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, nn.ModuleDict):
-            layers += child.values()
-        else:
-            ends.append(child)
+def units(module: nn.Module, layers: int = 1) -> list[Unit]:
+    """What is gathered together, in the order it runs: so many layers, and each end; the two ends are one unit where
+    they share a weight. With 0 layers a unit, the whole module is the one unit there is."""
+    children = list(module.children())
+    ends = [child for child in children if not isinstance(child, nn.ModuleDict)]
     owners = [{id(p) for p in end.parameters()} for end in ends]
     shared = len(ends) == 2 and bool(owners[0] & owners[1])
-    return [*([ends] if shared else ends), *layers]
+    out = [ends] if shared else []
+    for child in children if layers else ():
+        if isinstance(child, nn.ModuleDict):
+            out += grouped(list(child.values()), layers)
+        elif not shared:
+            out.append([child])
+    return out if layers else []
 
 
 def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
-    """Put `fully_shard` on a module still on the meta device.
+    """Put `fully_shard` on a stage still on the meta device.
 
     A pipeline stage is gathered once a step, before its first action, and freed after its last, whatever the plan
     says of resharding: freed between forward and a *split* backward, torch would silently lose the gradients of W
     actions.
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
-    options: dict[str, Any] = {"mesh": mesh.sharding(), "reshard_after_forward": frees, "mp_policy": mixed(plan, dtype)}
+    ahead = None if plan.prefetch else 0
+    sent = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # what is sent narrower is narrowed by us
+    how = Gathering(forward=ahead, backward=ahead, reshard=frees, param_dtype=dtype if narrow(dtype) else None,
+                    reduce_dtype=DTYPES.get(sent) if narrow(dtype) else None)  # fmt: skip
     apart, over = experts_of(module), mesh.expert_sharding
-    if apart and over is None:
-        options["ignored_params"] = {p for experts in apart for p in experts.parameters()}
-    for experts in apart if over is not None else ():
-        fully_shard(experts, mesh=over, reshard_after_forward=frees, mp_policy=options["mp_policy"])
-    for unit in units(module):
-        fully_shard(unit, **options)
-    fully_shard(module, **options)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # else the factor 1 would ask for PREMUL_SUM, which gloo lacks
+    ignored = {p for experts in apart for p in experts.parameters()} if over is None else None
+    if over is not None:
+        for experts in apart:
+            shard_units(experts, [], over, how)
+    shard_units(module, units(module, plan.wrap), mesh.sharding(), how, ignored)
 
 
 class Several:
@@ -235,13 +265,6 @@ class Several:
             part.zero()
 
 
-def mixed(plan: Plan, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gathered and multiplied in `dtype`, and where that is 16 bits wide reduced in the plan's."""
-    sent = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # what is sent narrower is narrowed by us
-    said = DTYPES.get(sent) if narrow(dtype) else None
-    return MixedPrecisionPolicy(param_dtype=dtype if narrow(dtype) else None, reduce_dtype=said)
-
-
 Reduction = Buckets | Shards | Alone | Several
 
 
@@ -250,7 +273,8 @@ def reduction(
 ) -> Reduction:
     """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums. Where gradients are
     compressed, those of `exact` parameters are not."""
-    options: dict[str, Any] = {"overlap": plan.overlap is None or "dp" in plan.overlap}
+    options: dict[str, Any] = {"overlap": plan.overlap is None or "dp" in plan.overlap,
+                               "each": plan.reduce == "microbatch" and plan.pp == 1}  # fmt: skip
     if narrow(dtype):
         options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
@@ -277,10 +301,9 @@ def scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.Parameter]
     if plan.wire == "none":
         return []
     experts = [part for part in experts_of(module) if isinstance(part, FSDPModule)]
-    sizes: list[tuple[Any, str]] = [(unit, "shard_cp") for unit in [*units(module), module]]
+    sizes: list[tuple[list[Any], str]] = [(unit, "shard_cp") for unit in [*units(module, plan.wrap), [module]]]
     out = []
-    for unit, axis in [*sizes, *((part, "expert_shard") for part in experts)]:
-        parts = unit if isinstance(unit, list) else [unit]
+    for parts, axis in [*sizes, *(([part], "expert_shard") for part in experts)]:
         parameters = list(dict.fromkeys(p for part in parts for p in managed(part) if isinstance(p, DTensor)))
         compressor = compressor_of(plan)
         if parameters and compressor is not None:

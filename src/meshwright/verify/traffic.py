@@ -143,15 +143,17 @@ def bucketed(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list
     buckets = [r for r in buckets_of(parallel.reductions) if r.group is not None and r.group is group]
     if not buckets:
         return
-    yield Explanation(MESSAGES, *key, sum(len(r.messages) for r in buckets) - low.get(key, (0.0, 0.0))[0])
-    yield Explanation(FROZEN, *key, 0, -sum(p.local.nbytes for p in pieces if frozen(p)))
-    yield Explanation(PADDING, *key, 0, unevenness(parallel) if kind == "dense" else 0.0)
+    rounds = parallel.plan.microbatches(parallel.workload) if buckets[0].each else 1
+    yield Explanation(MESSAGES, *key, rounds * sum(len(r.messages) for r in buckets) - low.get(key, (0.0, 0.0))[0])
+    yield Explanation(FROZEN, *key, 0, -rounds * sum(p.local.nbytes for p in pieces if frozen(p)))
+    yield Explanation(PADDING, *key, 0, rounds * unevenness(parallel) if kind == "dense" else 0.0)
     said: list[tuple[str, int]] = []
     for r in buckets if any(r.compressor is not None for r in buckets) else ():
         for i, (message, layout) in enumerate(zip(r.messages, r.layouts, strict=True)):
             args = message.numel(), message.element_size(), layout, r.group.size() if r.group is not None else 1
             as_it_is = [("all_reduce", message.nbytes)]
-            said += r.compressor.traffic(*args, index=i) if r.compressor is not None else as_it_is
+            for back in range(rounds):
+                said += r.compressor.traffic(*args, index=i, back=back) if r.compressor is not None else as_it_is
     yield from compressed(said, low, key[0])
 
 
@@ -172,7 +174,8 @@ def sharded(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list[
     plan, mesh, dense = parallel.plan, parallel.mesh, kind == "dense"
     over, copied = ("shard_cp", "replicate") if dense else ("expert_shard", "expert_replicate")
     ranks = mesh.size(over)
-    parts = [part for module in parallel.stages.values() for part in (units(module) if dense else experts_of(module))]
+    parts = [part for module in parallel.stages.values()
+             for part in (units(module, plan.wrap) or [module] if dense else experts_of(module))]  # fmt: skip
     rounds = plan.microbatches(parallel.workload) if plan.pp == 1 else 1
     gathers = 2 * rounds if plan.zero == 3 and plan.reshard and plan.pp == 1 else 1
     reductions = rounds if plan.reduces_each else 1

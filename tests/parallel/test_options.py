@@ -1,0 +1,210 @@
+"""Options of data parallelism on a user's own module: what is gathered when, in which dtype, and what waits for what."""
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from meshwright.cost.memory import gathered_memory, state_memory
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.stages import holding
+from meshwright.lower.step import step_program
+from meshwright.verify.prove import prove
+
+LAYERS = 6
+
+
+class Own(nn.Module):
+    """Somebody's network: a body of layers, a buffer, and an end."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(LAYERS))
+        self.end = nn.Linear(8, 3, dtype=torch.float64)
+        self.register_buffer("shift", torch.full((8,), 0.1, dtype=torch.float64))
+
+    def forward(self, x):
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        return self.end(x + self.shift.to(x.dtype))
+
+
+def batch(rank):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+class Gathers:
+    """In the place of torch's all-gather: counts."""
+
+    def __init__(self):
+        self.count = 0
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        from meshwright.parallel import exchange
+
+        self.count += 1
+        return exchange._all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def sharded(context, options):
+    """Gradients, the dtypes seen inside, and how many units were gathered or under way when each one worked, forward
+    and backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from meshwright.parallel.gathering import Gathering, shard
+
+    module = Own()
+    units = shard(module, init_device_mesh("cpu", (context.world,)), list(module.body), Gathering(**options))
+    gathers, ahead, seen = Gathers(), {"forward": [], "backward": []}, set()
+
+    def look(which):
+        """Those asked for, less those that are through with their work."""
+        return lambda *_: ahead[which].append(gathers.count - len(ahead[which]))
+
+    for unit in units:
+        unit[0].set_custom_all_gather(gathers)
+        unit[0].register_forward_hook(lambda m, args, out: seen.add((args[0].dtype, module.shift.dtype)))
+        unit[0].register_forward_pre_hook(look("forward"))
+        unit[0].register_full_backward_hook(look("backward"))
+    for _ in range(2):  # in the first, torch learns the order
+        module.zero_grad()
+        ahead["forward"].clear()
+        gathers.count = 0
+        loss = module(batch(context.rank)).sum()
+        ahead["backward"].clear()
+        gathers.count = 0
+        loss.backward()
+    gradients = [p.grad.full_tensor().numpy() for p in module.parameters()]
+    return [len(unit) for unit in units], ahead, seen, gradients
+
+
+def alone(world):
+    module = Own()
+    sum(module(batch(rank)).sum() for rank in range(world)).backward()
+    return [p.grad.numpy() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [({}, [1] * 6), ({"layers": 4}, [4, 2]), ({"layers": 0}, []), ({"reshard": False}, [1] * 6),
+     ({"forward": 2, "backward": 3}, [1] * 6), ({"forward": 0, "backward": 0}, [1] * 6)],
+)  # fmt: skip
+def test_units_are_wrapped_and_gathered_ahead_as_asked(options, sizes):
+    for made, ahead, _, gradients in ranks.run(2, sharded, options):
+        assert made == sizes
+        for got, expected in zip(gradients, alone(2), strict=True):
+            assert abs(got - expected).max() < 1e-13
+        if not options.get("reshard", True):
+            assert set(ahead["backward"]) <= {0, -1, -2, -3, -4, -5}  # nothing is gathered again
+        elif made == [1] * 6:
+            assert max(ahead["forward"]) == 1 + (options.get("forward") or 0)
+            assert max(ahead["backward"]) == 1 + options.get("backward", 1)  # torch by itself: one ahead
+
+
+def test_no_more_is_gathered_at_once_than_the_limit():
+    unit = 72 * 8
+    for _, ahead, _, _ in ranks.run(2, sharded, {"forward": 5, "backward": 5, "limit": 2.5 * unit}):
+        assert max(ahead["forward"]) == max(ahead["backward"]) == 2
+    with pytest.raises(MeshwrightError, match="MW-ZERO-001"):
+        ranks.run(1, sharded, {"limit": unit - 1})
+
+
+def test_parameters_reductions_and_buffers_have_dtypes_of_their_own():
+    options = {"param_dtype": torch.float32, "reduce_dtype": torch.float64, "buffer_dtype": torch.bfloat16}
+    for _, _, seen, gradients in ranks.run(2, sharded, options):
+        assert seen == {(torch.float32, torch.bfloat16)}
+        assert gradients[0].dtype == "float64"
+        assert 1e-9 < abs(gradients[0] - alone(2)[0]).max() < 1e-2
+
+
+def replicated(context, options, orders, used):
+    """Flat gradients of each step; how many messages had left before backward was through."""
+    from torch import distributed
+
+    from meshwright.parallel.zero import Buckets
+
+    module = Own()
+    buckets = Buckets(module, distributed.group.WORLD, 600.0, **options)
+    out = []
+    for step, order in enumerate(orders):
+        for microbatch in range(2):
+            buckets.begin(last=microbatch == 1)
+            x = batch(context.rank)
+            for i in order[context.rank]:
+                x = torch.tanh(module.body[i](x))
+            (module.end(x) if used[step] else x).sum().backward()
+        early = buckets._started
+        buckets.finish()
+        out.append((buckets.flat.numpy().copy(), early, len(buckets.messages)))
+        buckets.zero()
+    return out
+
+
+def test_ranks_may_use_their_layers_in_any_order_and_in_another_every_step():
+    orders = [([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]), ([2, 3], [4, 0, 1])]
+    one, other = ranks.run(2, replicated, {}, orders, (True, True))
+    for (a, _, _), (b, _, _) in zip(one, other, strict=True):
+        assert (a == b).all()
+        assert (a != 0).any()
+
+
+def test_a_static_graph_waits_for_no_unused_parameter_and_tells_if_it_was_not_static():
+    order = ([0, 1, 2, 3, 4, 5],) * 2
+    plain, static = (ranks.run(2, replicated, {"static": s}, [order] * 2, (False, False))[0] for s in (False, True))
+    assert plain[1][1] == 0  # the unused end stands first in the buffer and holds all back
+    assert static[1][1] > static[0][1] == 0
+    assert (plain[1][0] == static[1][0]).all()
+    with pytest.raises(MeshwrightError, match="MW-ZERO-002"):
+        ranks.run(2, replicated, {"static": True}, [order] * 2, (False, True))
+
+
+def test_summed_after_each_micro_batch_it_is_the_same_sum():
+    order = ([0, 1, 2, 3, 4, 5],) * 2
+    once, each = (ranks.run(2, replicated, {"each": e}, [order] * 2, (True, True))[0] for e in (False, True))
+    for (a, _, _), (b, _, _) in zip(once, each, strict=True):
+        assert abs(a - b).max() < 1e-12
+
+
+MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
+PROVED = [
+    {"replicate": 2, "reduce": "microbatch"},
+    {"replicate": 2, "reduce": "microbatch", "compression": "threshold", "tp": 2},
+    {"shard": 2, "zero": 3, "wrap": 2, "prefetch": False},
+    {"shard": 2, "zero": 3, "wrap": 0, "recompute": "full", "tp": 2},
+    {"shard": 2, "zero": 2, "wrap": 2, "pp": 2, "compression": "int8"},
+]
+
+
+@pytest.mark.parametrize("plan", PROVED, ids=str)
+def test_a_plan_says_them_and_is_proved(plan):
+    config = Config.from_parts(MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
+                               plan={**plan, "bucket": 4e3})  # fmt: skip
+    proof = prove(config, ranks=4, steps=2)
+    assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
+
+
+def test_wider_units_are_fewer_messages_and_more_memory():
+    plans = [Plan(shard=4, zero=3, wrap=n) for n in (1, 2, 0)]
+    program = step_program(MODEL, plans, Workload(batch=8, seq=8))
+    (gather,) = [op for op in program.blocks["dense", "F"] if op.name == "gather-weights" and op.part == "dense"]
+    assert (gather.count * gather.message_bytes).tolist() == [gather.message_bytes[0]] * 3
+    assert (gather.count * 4).tolist() == [4, 2, 1]
+    memory = gathered_memory(program, holding(program.batch, plans_zero(plans)))
+    assert memory[0] < memory[1] <= memory[2]
+    many = step_program(MODEL, [Plan(replicate=2), Plan(replicate=2, reduce="microbatch")], Workload(batch=8, seq=8))
+    once, each = state_memory(many, holding(many.batch, plans_zero([1, 2])))["gradients"]
+    assert each > once
+
+
+def plans_zero(plans):
+    import numpy as np
+
+    return np.zeros(len(plans))
