@@ -31,7 +31,9 @@ from meshwright.planner.space import Space
 from meshwright.planner.table import Table
 from meshwright.planner.walking import walk
 
-CALCULON_S = 35 * 3600.0  # core-seconds of Calculon's full search of GPT-3 175B on 512 GPUs
+# Calculon's full search of GPT-3 175B on 512 GPUs: core-seconds, and executions by the loops of its search at batch 1,536, without offloading and
+# with a second memory to offload to.
+CALCULON_S, CALCULON_PLANS = 35 * 3600.0, (1_905_552, 13_165_632)
 CASES = {  # model, cluster, devices, batch, sequence, target in seconds
     "GPT-3 175B on 512 A100": ("gpt3-175b", "dgx-a100", 512, 1536, 2048, 5.0),
     "Llama-3 405B on 16,384 H100": ("llama3.1-405b", "dgx-h100", 16384, 2048, 8192, 10.0),
@@ -64,20 +66,54 @@ def speed() -> None:
         figures = f"{int(plans):>18,}{int(costed):>11,}{float(cpu):>8.2f}{float(wall):>8.2f}{target:>8}{rate:>14,.0f}{float(peak):>6.2f}"
         print(f"{name:<30}{figures}  {title}")
         if name.startswith("GPT-3"):
-            print(
-                f"{'':<30}Calculon: {CALCULON_S:,.0f} core-seconds for this problem, {CALCULON_S / float(cpu):,.0f} times as long"
-            )
+            against_calculon(int(plans), int(costed), float(cpu))
+
+
+def against_calculon(plans: int, costed: int, cpu: float) -> None:
+    """Plans per CPU-second: settled by the search, and costed one by one as Calculon does."""
+    fewest, most = (n / CALCULON_S for n in CALCULON_PLANS)
+    print(f"{'':<10}Calculon, the same problem: {CALCULON_S:,.0f} core-seconds, {CALCULON_S / cpu:,.0f} times as long, for "
+          f"{CALCULON_PLANS[0]:,} executions ({CALCULON_PLANS[1]:,} with offloading): {fewest:.0f} to {most:.0f} a CPU-second")  # fmt: skip
+    for what, rate in (
+        ("settled by the search (costed, or proved slower or too large)", plans / cpu),
+        ("costed by the search, all else it does included", costed / cpu),
+        ("costed in plain batches, every one: time, bracket and memory", costing()),
+    ):
+        print(
+            f"{'':<10}{rate:>12,.0f} plans a CPU-second {what}: {rate / most:,.0f} to {rate / fewest:,.0f} times Calculon's"
+        )
+
+
+def costing(count: int = 100_000) -> float:
+    """Plans per CPU-second where nothing is left out."""
+    model, cluster, gpus, batch, seq, _ = CASES["GPT-3 175B on 512 A100"]
+    space = Space(catalog.load("models", model), catalog.load("clusters", cluster).with_gpus(gpus), Workload(batch=batch, seq=seq),
+                  catalog.load("stacks", "default"))  # fmt: skip
+    parts, total = [], 0
+    for part in space.plans(4096):
+        parts.append(part)
+        total += len(part)
+        if total >= count:
+            break
+    search, start = Search(space, np.inf), time.process_time()
+    for part in parts:
+        search.cost(part)
+    return total / (time.process_time() - start)
 
 
 def growth() -> None:
     print(f"\n{'Llama-3 70B':<16}{'legal plans':>18}{'costed':>12}{'CPU s':>8}{'costed/CPU s':>14}")
+    seen = []
     for gpus in (64, 128, 256, 512, 1024, 2048):
         start = time.process_time()
         result = planner.plan("llama3-70b", "dgx-h100", gpus=gpus, batch=2048, seq=8192)
         cpu = time.process_time() - start
+        seen.append((result.searched, cpu))
         print(
             f"{gpus:>6} GPUs     {result.searched:>18,}{result.found.costed:>12,}{cpu:>8.2f}{result.found.costed / cpu:>14,.0f}"
         )
+    plans, seconds = np.log(np.array(seen)).T
+    print(f"CPU seconds grow as (legal plans)^{np.polyfit(plans, seconds, 1)[0]:.2f}; linear would be 1")
 
 
 def ranking(cases: int = 60, plans: int = 160) -> None:
