@@ -4,7 +4,8 @@
 
 Each rank parses the module's source, changes one node, compiles it and swaps the function's code object: `changes:tensor_17`
 is what a job's `prepare` calls for the 17th mutant of `tensor`. Left alone are texts, assertions and whatever only refuses
-(an `if` that raises, a strict `zip`, the functions in `REFUSALS`): they compute nothing that is trained.
+(an `if` that raises, a strict `zip`, the functions in `REFUSALS` and calls of them): they compute nothing that is trained;
+and statements about CUDA, which `tests/gpu` runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULES = ("tensor", "vocabulary", "exchange", "regather", "zero", "apply", "pieces", "pipeline", "expert", "context", "ring",
+MODULES = ("tensor", "vocabulary", "exchange", "regather", "keep", "zero", "apply", "pieces", "pipeline", "expert", "context", "ring",
            "blocks", "ulysses", "recompute", "mesh", "order")  # fmt: skip
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
@@ -27,7 +28,7 @@ SWAPS: dict[type, type] = {
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
     ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-REFUSALS = ("_check", "check_adapter", "fit", "_fewest")
+REFUSALS = ("_check", "check_adapter", "check_supported", "fit", "_fewest")
 # Run on a user's own module only, and held to one device by tests of their own (`test_tensor_hf`).
 OWN_MODULES = ("sum_gradients", "norm", "whole", "neighbours", "_tell_groups")
 
@@ -74,6 +75,10 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.keyword) and node.arg == "strict":
         return
     if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
+        return
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in REFUSALS:
+        return
+    if isinstance(node, ast.Expr | ast.Assign) and "cuda" in ast.unparse(node):
         return
     yield node
     for field, value in ast.iter_fields(node):

@@ -2,10 +2,10 @@
 
     python tests/proof/mutate.py --sample 300 --jobs 14 --seed 0 --minutes 9 --out mutants.txt
 
-A mutant is *killed* when training fails or hangs, or when the comparison with one device finds a difference. What lives is
-listed with its line and its change, to be judged: a gap to be closed, or a change that computes the same (`EQUIVALENT` in
-`equivalent`, each with its reason; those are counted apart). Controls, ranks in which nothing was changed, must live: a
-machine so busy that they hang tells nothing.
+A mutant is *killed* when training fails or hangs, when the comparison with one device finds a difference, or when ranks
+send what was not lowered. What lives is listed with its line and its change, to be judged: a gap to be closed, or a change
+that computes the same (`equivalent`, each with its reason; those are counted apart). Controls, ranks in which nothing was
+changed, must live: a machine so busy that they hang tells nothing.
 
 Sources are copied once and the jobs run on the copy, so that files may be edited meanwhile. Each job is a process that is
 asked for one mutant after the other; killers stand in the order of what they cost.
@@ -78,7 +78,11 @@ def noticed(prepare: str, trials: list[Trial]) -> str:
             raise  # the mutant itself could not be put in place
         return "hang" if "hung" in str(error) or "Timed out" in str(error) else "error"
     agreements = [compare(one, [rank[i] for rank in by_rank]) for i, one in enumerate(expected)]
-    return "difference" if any(agreement.breaks for agreement in agreements) else ""
+    if any(agreement.breaks for agreement in agreements):
+        return "difference"
+    traces = [trace for rank in by_rank for trace in rank]
+    unknown = any(trace.observed.unknown for trace in traces if trace.observed)
+    return "traffic" if unknown or any(row.unexplained for trace in traces for row in trace.traffic) else ""
 
 
 @cache
