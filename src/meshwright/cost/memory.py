@@ -37,7 +37,7 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
         else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
     )
     # What compression did not send yet stays beside the gradients, whole even under ZeRO; casts forget it.
-    late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0)
+    late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
     for group, count in elements(program, holding).items():
         shard = b.size("shard_cp" if group == "dense" else "expert_shard")
         out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)

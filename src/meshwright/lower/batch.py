@@ -73,6 +73,7 @@ class Batch:
             (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
         ]
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
+        self.compresses = bool(np.any(self.compression))
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._lay_out()
 

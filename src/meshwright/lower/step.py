@@ -70,7 +70,8 @@ def _add_weight_gathers(program: StepProgram, kind: str) -> None:
         return
     program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
     together = batch.wrap if kind in ("dense", "moe") else 1.0
-    program.gathered[kind] = program.gathered[kind] * together
+    if np.ndim(together):
+        program.gathered[kind] = program.gathered[kind] * together
     for group, elements in program.parameters[kind].items():
         still = program.sums.get(kind, {}).get("untrained", 0.0) if group == "dense" else 0.0
         for phase, ops in sync.sharded_weights(batch, elements, group, still, together).items():

@@ -32,6 +32,8 @@ from meshwright.lower.op import Array, Op, present
 
 def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
     """Bytes each rank contributes per reduction of `elements` gradients, and the extra memory passes it costs (γ)."""
+    if not batch.compresses:
+        return elements * batch.comm_bytes, 0.0
     wire = {"none": batch.comm_bytes, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0}
     passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0,
               "fp8": 3.0, "random-k": 4.0, "threshold": 5.0}  # fmt: skip
@@ -64,10 +66,13 @@ def above(threshold: Array) -> Array:
     return np.vectorize(math.erfc)(np.asarray(threshold) / math.sqrt(2.0))
 
 
-def to_owners(batch: Batch) -> Array:
-    """Where ZeRO's shards of compressed gradients cannot be summed on the wire: they go to their owners and are summed
-    there."""
-    return np.isin(batch.compression, [COMPRESSIONS.index(n) for n in ("int8", "int4", "fp8", "top-k", "threshold")])
+def sent_as(batch: Batch, *names: str) -> Array:
+    """Where gradients are sent in one of these ways."""
+    return np.isin(batch.compression, [COMPRESSIONS.index(n) for n in names]) if batch.compresses else np.False_
+
+
+# What cannot be summed on the wire: every rank hears of all, or under ZeRO the owner of a shard.
+QUANTISED, SPARSE = ("int8", "int4", "fp8"), ("top-k", "threshold")
 
 
 def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
@@ -77,30 +82,31 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
-    on = on * (batch.average_every == 0)
-    topk = np.isin(batch.compression, [COMPRESSIONS.index(name) for name in ("top-k", "threshold")])
-    owners = to_owners(batch)
-    quantised = owners & ~topk
-    factors = np.where(batch.compression == COMPRESSIONS.index("powersgd"), 2.0, 1.0)
+    if np.any(batch.average_every):
+        on = on * (batch.average_every == 0)
+    sparse, quantised = sent_as(batch, *SPARSE), sent_as(batch, *QUANTISED)
+    owners = sparse | quantised
+    factors = np.where(sent_as(batch, "powersgd"), 2.0, 1.0)
     replicas = "replicate" if kind == "dense" else "expert_replicate"
     hybrid = sharded & (batch.size(replicas) > 1)
     each = batch.reduce_each & (sharded | (batch.zero == 0))
     times = np.where(each, np.maximum(batch.microbatches, 1), 1.0)
-    buckets = np.maximum(1.0, np.ceil(np.where(extra > 0, elements * batch.grad_bytes, n) / batch.bucket))
+    cut = np.where(extra > 0, elements * batch.grad_bytes, n) if batch.compresses else n
+    buckets = np.maximum(1.0, np.ceil(cut / batch.bucket))
     ops = []
 
     def reduce(name: str, collective: str, axis: str, total: Array, count: Array) -> None:
         ops.append(Op(name, kind, "collective", on * count * buckets, collective=collective, axis=axis,
                       message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
 
-    reduce("reduce-gradients", "all_reduce", whole, n / factors, (~sharded & ~topk & ~quantised) * times * factors)
-    reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
-    reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
-    reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & topk) * times)
+    reduce("reduce-gradients", "all_reduce", whole, n / factors, (~sharded & ~owners) * times * factors)
     reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners) * times)
-    reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
     reduce("reduce-shards", "all_reduce", replicas, elements * batch.comm_bytes / batch.size(shard), hybrid * times)
-    if np.any(extra):
+    if batch.compresses:
+        reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
+        reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
+        reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & sparse) * times)
+        reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
 
@@ -138,20 +144,21 @@ def sharded_weights(
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
-        return Op(name, kind, "collective", count / together, collective=collective, axis=axis,
-                  message_bytes=n * together, stream="comm:dp")  # fmt: skip
+        if np.ndim(together):  # a number alone is 1
+            n, count = n * together, count / together
+        return Op(name, kind, "collective", count, collective=collective, axis=axis, message_bytes=n, stream="comm:dp")
 
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     often = np.where(batch.reshard, 1.0, once)
     reduces = on * np.where(batch.reduce_each, 1.0, once)
-    owners = to_owners(batch)
+    owners = sent_as(batch, *SPARSE, *QUANTISED)
     sums = (elements - untrained) * batch.comm_bytes / batch.size(shard)
     scatter = [
         op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * ~owners),
-        op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners),
         op("reduce-shards", "all_reduce", replicas, sums, reduces * (batch.size(replicas) > 1)),
     ]
-    if np.any(extra):
+    if batch.compresses:
+        scatter.append(op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners))
         scatter.append(Op("compress", "optimizer", "memory", reduces * (extra > 0), bytes=extra, launches=4.0))
     return {
         "F": [op("gather-weights", "all_gather", shard, whole, on * often)],

@@ -175,7 +175,7 @@ def sharded(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list[
     over, copied = ("shard_cp", "replicate") if dense else ("expert_shard", "expert_replicate")
     ranks = mesh.size(over)
     parts = [part for module in parallel.stages.values()
-             for part in (units(module, plan.wrap) or [module] if dense else experts_of(module))]  # fmt: skip
+             for part in (units(module, plan.wrap) or [[module]] if dense else experts_of(module))]  # fmt: skip
     rounds = plan.microbatches(parallel.workload) if plan.pp == 1 else 1
     gathers = 2 * rounds if plan.zero == 3 and plan.reshard and plan.pp == 1 else 1
     reductions = rounds if plan.reduces_each else 1
