@@ -81,12 +81,12 @@ def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
     assert proof.small.plan.average_every == 2
     assert proof.passed, (proof.agreements[0].breaks[:3], [row for _, row in proof.rows if row.unexplained])
     assert proof.agreements[0].errors["parameter"] < 1e-12
-    assert any("parameters are averaged in this step" in row.explained for _, row in proof.rows)
+    assert any("replicas average in some steps" in row.explained for _, row in proof.rows)
 
 
 def test_bytes_fall_by_the_steps_between_averages():
     plans = [Plan(replicate=8, bucket=1e12), *(Plan(replicate=8, average_every=n) for n in (1, 10))]
     cost = step_cost(step_program(MODEL, plans, Workload(batch=8, seq=8)), catalog.load("clusters", "laptop"))
-    assert cost.traffic["dp"][1] == pytest.approx(cost.traffic["dp"][0])
-    assert cost.traffic["dp"][2] == pytest.approx(cost.traffic["dp"][0] / 10)
+    assert cost.traffic["dp"][1] == pytest.approx(cost.traffic["dp"][0], rel=1e-3)  # and one number more
+    assert cost.traffic["dp"][2] == pytest.approx(cost.traffic["dp"][1] / 10)
     assert cost.exposed["dp"][2] < cost.exposed["dp"][1]
