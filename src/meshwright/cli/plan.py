@@ -56,6 +56,7 @@ def command(
     restart: str = typer.Option("", "--restart", metavar="TIME", help="From a failure to training on, such as 5min."),
     sites: int = typer.Option(0, "--sites", help="So many such clusters, joined by --line.", min=0, max=10**6),
     line: str = typer.Option("", "--line", metavar="RATE", help="Between sites, such as 100Gb/s."),
+    guides: bool = typer.Option(False, "--guides", help="Why each decision guide says what it says, with its source."),
     top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
     out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, reasons in comments."),
     html: str = typer.Option("", "--html", help="Write the answer as a page."),
@@ -120,7 +121,7 @@ def command(
             view.notes(result),
         )
     else:
-        show(view.page(result), beside_the_guides(result), findings(result))
+        show(view.page(result), beside_the_guides(result, guides), findings(result))
     for where, what in ((out, "plan file"), (html, "page")):
         if where:
             show(f"[dim]{what} written to[/] {where}")
@@ -157,13 +158,19 @@ def show_case(name: str) -> None:
     show(shown(cases.evaluate(name)))
 
 
-def beside_the_guides(result: Any) -> Any:
+def beside_the_guides(result: Any, why: bool = False) -> Any:
     """What the decision guides would have chosen, and what following them costs."""
+    from rich.console import Group
+
     from meshwright.planner import textbook
-    from meshwright.view.textbook import table
+    from meshwright.view.textbook import reasons, table
 
     e = result.estimate
-    return table(textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e), e)
+    compared = textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e)
+    # Guides without a plan for this training still have something to say: of inference, say.
+    return Group(
+        table(compared, e), reasons(compared if why else [c for c in compared if c.estimate is None], sources=why)
+    )
 
 
 def findings(result: Any) -> Any:

@@ -21,7 +21,7 @@ from meshwright.planner.space import Space
 from meshwright.planner.table import Table
 from meshwright.programs import pipelines
 
-ACTIONS = 6_000  # a longer walk is done at two lengths and continued
+ACTIONS = 2_000  # a longer walk is done at two lengths and continued
 
 
 def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

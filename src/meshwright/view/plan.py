@@ -114,8 +114,11 @@ def leaders(r: Result) -> Table:
         style = "bold" if k == 1 else ""
         table.add_row(str(k), Text(short(c.plan), style), Text(format_seconds(p.step_time_s, 4), style), f"{100 * (p.step_time_s / best - 1):+.1f}%",
                       f"{100 * (p.mfu or 0):.1f}%", f"{p.memory_gib:.1f}")  # fmt: skip
+    low, high = (100 * x / best - 100 for x in (r.prediction.step_time_low_s, r.prediction.step_time_high_s))
+    memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
+    table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
     if any(p.step_time_s < best for _, p in r.leaders):
-        table.caption, table.caption_justify = "of plans within half a percent the simplest leads", "left"
+        table.caption += "; of plans within half a percent the simplest leads"
     return table
 
 

@@ -100,7 +100,7 @@ def head(r: Result) -> str:
         (
             "tokens/s" if e.model.kind == "transformer" else "samples/s",
             format_count(p.tokens_per_s or 0),
-            r.explanation.batch,
+            f"batch {e.workload.batch:,}",
         ),
     ]
     shown = "".join(
