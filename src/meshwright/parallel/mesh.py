@@ -1,9 +1,10 @@
 """One mesh for everything: the ranks of `describe.Layout` as a torch `DeviceMesh`, and a process group for every axis.
 
-The mesh has a dimension for each axis of more than one rank, slowest first, so its groups are the layout's groups. Two
+The mesh has a dimension for each axis of more than one rank, slowest first, so its groups are the layout's groups. A few
 more are made where they are needed: `dp` (shard and replicate together, when both are there), over which plain data
 parallelism reduces and tokens are counted, and `ends` (the first and the last stage of each pipeline), over which tied
-embeddings sum their gradient. Under context parallelism gradients are reduced over `dp_cp` and shards lie on
+embeddings sum their gradient; `kv_copies`, runs of tp ranks that hold the same KV head, where there are fewer heads than
+ranks. Under context parallelism gradients are reduced over `dp_cp` and shards lie on
 `shard_cp`: communicators of their own, even where their ranks are those of `cp`, so that gradients in flight never
 queue before the keys and values that backward waits for. The mesh is passed as an argument; nothing here is global.
 """
