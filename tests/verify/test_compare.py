@@ -88,3 +88,18 @@ def test_bounds_follow_one_devices_rounding():
     wrong.pieces[1].gradients[0] = wrong.pieces[1].gradients[0] * 1.01
     found = compare(double, [wrong], bounds)
     assert (found.dtype, found.breaks[0].name, found.breaks[0].dtype) == ("fp32", "layer.0", "fp32")
+
+
+def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
+    one, other = trace(steps=1), trace("fp32", steps=1)
+    bounds = bounds_from_rounding(trace("fp32", steps=1, noise=1e-7), one)
+    where = (1, 2)
+    for size, allowed in ((1e-9, True), (1.0, False)):  # a step of Adam is 1e-3 whatever the size of the gradient
+        for t in (one, other):
+            t.pieces[1].gradients[0][where] = size
+        moved = copy.deepcopy(other)
+        moved.pieces[1].parameters[0][where] += 1e-3
+        assert (compare(one, [moved], bounds).breaks == []) == allowed
+    moved.pieces[1].gradients[0][where] = one.pieces[1].gradients[0][where] = 1e-9
+    moved.pieces[1].parameters[0][where] += 4e-3
+    assert compare(one, [moved], bounds).breaks != []

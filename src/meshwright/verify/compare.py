@@ -6,8 +6,8 @@ gradient).
 
 In float32 the bound is derived from one device itself: its own float32 run differs from its float64 run by e, for
 rounding alone, and a parallel run that rounds elsewhere may differ from float64 by a small multiple of e. AdamW
-divides a gradient by its own size, so noise in a tiny gradient is a visible step in its parameter; e grows with it in
-the same way.
+divides a gradient by its own size, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step:
+this much more is allowed, element by element, with the δ that gradients are held to.
 
 Of several differences the first is named: the earliest step; in it the loss before gradients, gradients before their
 norm and the parameters; and of gradients the last layer's first, since backward begins there.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.train.records import Settings
 from meshwright.verify.records import Trace
 
 FP64_BOUND = 1e-9
@@ -89,13 +90,30 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
                     ("gradient", piece.gradients[step], full.gradients[step]),
                     ("parameter", piece.parameters[step], full.parameters[step]),
                 ):
-                    box = expected[tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))]
-                    judge(step, what, piece.name, trace.rank, *tensor_error(got, box, expected, floors[what][step]))
+                    here = tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))
+                    error, ratio = tensor_error(got, expected[here], expected, floors[what][step])
+                    if what == "parameter" and bounds is not None and bounds[what, step] < error < np.inf:
+                        moved = moved_by_noise(full.gradients[: step + 1], floors["gradient"], bounds)[here]
+                        beyond = np.maximum(np.abs(got - expected[here]) - moved, 0.0)
+                        error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
+                    judge(step, what, piece.name, trace.rank, error, ratio)
     return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
 
 
 def number_error(got: float, expected: float) -> tuple[float, float]:
     return abs(got - expected) / max(abs(expected), 1e-300), got / expected if expected else float("nan")
+
+
+def moved_by_noise(
+    gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]
+) -> np.ndarray:
+    """How far each element of a parameter may have moved, after these steps, for the noise its gradients may have."""
+    moved = np.zeros(gradients[0].shape)
+    for step, gradient in enumerate(gradients):
+        size = np.abs(gradient)
+        noise = bounds["gradient", step] * max(float(size.max(initial=0.0)), floors[step])
+        moved += Settings().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
+    return moved
 
 
 def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: float) -> tuple[float, float]:
