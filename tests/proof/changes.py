@@ -29,8 +29,6 @@ SWAPS: dict[type, type] = {
     ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 REFUSALS = ("_check", "check_adapter", "check_supported", "fit", "_fewest")
-# Run on a user's own module only, and held to one device by tests of their own (`test_tensor_hf`).
-OWN_MODULES = ("sum_gradients", "norm", "whole", "neighbours", "_tell_groups")
 
 
 class Mutant(NamedTuple):
@@ -63,7 +61,7 @@ def bodies(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         owners = [(f"{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else [("", [node])]
         for prefix, statements in owners:
             for function in statements:
-                if isinstance(function, ast.FunctionDef) and function.name not in (*REFUSALS, *OWN_MODULES):
+                if isinstance(function, ast.FunctionDef) and function.name not in REFUSALS:
                     for statement in function.body:
                         yield prefix + function.name, statement
 
@@ -130,14 +128,25 @@ def mutants(module: str) -> list[Mutant]:
     return found
 
 
-def mutated(module: str, wanted: int) -> tuple[str, types.CodeType]:
-    """The function that is changed, by name, and its new code."""
+def changed(module: str, wanted: int) -> tuple[str, ast.Module]:
+    """The function that is changed, by name, and the module's tree with the change."""
     tree = ast.parse(source(module))
     for number, (function, _, node, change) in enumerate(places(tree)):
         if number == wanted:
             change(node)
-            return function, code_of(compile(ast.fix_missing_locations(tree), module, "exec"), function)
+            return function, ast.fix_missing_locations(tree)
     raise IndexError(wanted)
+
+
+def text(module: str, wanted: int) -> str:
+    """The module's source with the change."""
+    return ast.unparse(changed(module, wanted)[1])
+
+
+def mutated(module: str, wanted: int) -> tuple[str, types.CodeType]:
+    """The function that is changed, by name, and its new code."""
+    function, tree = changed(module, wanted)
+    return function, code_of(compile(tree, module, "exec"), function)
 
 
 def code_of(code: types.CodeType, name: str) -> types.CodeType:

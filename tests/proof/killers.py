@@ -10,34 +10,46 @@ from typing import Any
 
 Z3, SP, ZB = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}, {"pp": 2, "schedule": "zb-h1"}
 ZBV, DP = {"pp": 2, "schedule": "zbv", "virtual": 2}, {"replicate": 2, "bucket": 2000}
+LOCAL = ("llama", {"replicate": 2, "average_every": 2})
+LOSSY = ("qwen", {"replicate": 2, "tp": 2, "compression": "int8"})
 OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tensor": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2}), ("one-kv", {"tp": 2}), ("drops", SP),
                ("gpt", {"tp": 2, "tp_form": "all-gather"})],
     "vocabulary": [("llama", {"tp": 2}), ("gpt", SP)],
     "exchange": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2})],
-    "regather": [("gpt", SP), ("gpt", {**SP, "recompute": "full"}), ("gpt", {**SP, "offload": "activations"})],
+    "regather": [("gpt", SP), ("llama", SP), ("gpt", {**SP, "recompute": "full"}), ("gpt", {**SP, "offload": "activations"})],
     "keep": [("gpt", {**SP, "offload": "activations"})],
-    "zero": [("llama", {**DP, "microbatch": 2}), ("gpt", {**Z3, "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2}),
-             ("llama", {"shard": 2, "zero": 1, "microbatch": 2})],
-    "apply": [("qwen", {"pp": 2}), ("qwen", {"tp": 2, "microbatch": 2}), ("five", ZBV), ("gpt", {"cp": 2}), ("mlp", {"pp": 2})],
-    "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("one-kv", {"tp": 2}), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2})],
-    "pipeline": [("qwen", {"pp": 2}), ("five", ZBV)],
+    "zero": [("llama", {"microbatch": 2}), ("llama", {**DP, "microbatch": 2}), ("gpt", {**Z3, "microbatch": 2}),
+             ("qwen-moe", {**Z3, "ep": 2}), ("llama", {"shard": 2, "zero": 1, "microbatch": 2}), LOCAL,
+             ("mixtral", {"shard": 2, "zero": 1, "ep": 2, "microbatch": 2}),
+             ("gpt", {**DP, "reduce": "microbatch", "overlap": ("tp",)}), ("llama", {**DP, "compression": "powersgd"}),
+             ("gemma", {**Z3, "wrap": 3, "compression": "int8"}), LOSSY],
+    "apply": [("drops", {"pp": 2, "microbatch": 2}), ("qwen", {"pp": 2}), ("one-kv", {"tp": 2, "microbatch": 2}), ("five", ZBV),
+              ("gpt", {"cp": 2}), ("mlp", {"pp": 2}), ("deepseek", {"replicate": 2, "ep": 2}),
+              ("llama", {"shard": 2, "zero": 1, "microbatch": 2}), LOCAL, ("five", {"pp": 4}),
+              LOSSY],
+    "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("one-kv", {"tp": 2}), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2}), LOCAL,
+               ("qwen-moe", {"replicate": 2, **Z3})],
+    "pipeline": [("qwen", {"pp": 2}), ("five", ZBV), ("drops", {"pp": 2, "microbatch": 2}), ("mixtral", {**Z3, "pp": 2, "ep": 2})],
     "expert": [("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}), ("qwen-moe", {"tp": 2}),
-               ("mixtral", {**SP, "expert_tp": 1, "ep": 2})],
+               ("mixtral", {**SP, "expert_tp": 1, "ep": 2}), ("deepseek", {"replicate": 2, "ep": 2})],
     "context": [("llama", {"cp": 2}), ("gpt", {"cp": 2, "cp_kind": "all-gather"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "ring": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("llama", {"cp": 4})],
     "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2})],
     "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
-    "recompute": [("gpt", {**SP, "recompute": "full"}), ("llama", {"cp": 2, "recompute": "selective"})],
-    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}), ("qwen-moe", {"replicate": 2, "ep": 2})],
+    "recompute": [("gemma", {"recompute": "selective"}), ("gpt", {**SP, "recompute": "full"}),
+                  ("llama", {"cp": 2, "recompute": "selective"}), ("mixtral", {"replicate": 2, "ep": 2, "recompute": "full"})],
+    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}), ("qwen-moe", {"replicate": 2, "ep": 2}),
+             ("llama", {"replicate": 2, "cp": 2, "zero": 3}), ("qwen-moe", {"replicate": 2, **Z3})],
     "order": [],
 }  # fmt: skip
 # With options of the router: statistics of the whole batch.
 ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
-    "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, {"aux": 0.1, "z": 0.01})],
+    "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "z": 0.01})],
     "order": [("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
               ("qwen-moe", {"cp": 2, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
-              ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0})],
+              ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0}),
+              ("mixtral", {"replicate": 2, **Z3, "microbatch": 2}, {"choice": "expert"})],
 }  # fmt: skip
 KILLERS = {
     module: [*((model, said, {}) for model, said in own), *ROUTED.get(module, [])] for module, own in OWN.items()

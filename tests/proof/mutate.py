@@ -2,10 +2,10 @@
 
     python tests/proof/mutate.py --sample 300 --jobs 14 --seed 0 --minutes 9 --out mutants.txt
 
-A mutant is *killed* when training fails or hangs, when the comparison with one device finds a difference, or when ranks
-send what was not lowered. What lives is listed with its line and its change, to be judged: a gap to be closed, or a change
-that computes the same (`equivalent`, each with its reason; those are counted apart). Controls, ranks in which nothing was
-changed, must live: a machine so busy that they hang tells nothing.
+A mutant is *killed* when training fails or hangs, when the comparison with one device finds a difference, when ranks send
+what was not lowered, or when a test of the module fails (`unit_killers`). What lives is listed with its line and its change,
+to be judged: a gap to be closed, or a change that computes the same (`equivalent`, each with its reason; those are counted
+apart). Controls, ranks in which nothing was changed, must live: a machine so busy that they hang tells nothing.
 
 Sources are copied once and the jobs run on the copy, so that files may be edited meanwhile. Each job is a process that is
 asked for one mutant after the other; killers stand in the order of what they cost.
@@ -34,6 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import changes  # noqa: E402
 from equivalent import reason_of  # noqa: E402
 from killers import JURY, KILLERS  # noqa: E402
+from unit_killers import failing  # noqa: E402
 
 CONTROLS = 3
 SILENCE_S = 60.0
@@ -53,11 +54,22 @@ def work() -> None:
 
 def verdict(prepare: str, module: str) -> tuple[str, str]:
     """Which layouts noticed, and how; nothing where none did."""
-    for trials in [*([killer] for killer in KILLERS[module]), *JURY]:
+    for trials in [[killer] for killer in KILLERS[module]]:
         how = noticed(prepare, trials)
         if how:
-            return " | ".join(f"{model} {said}" for model, said, _ in trials), how
+            return told_of(trials), how
+    by = failing(prepare, module)
+    if by:
+        return by, "test"
+    for trials in JURY:
+        how = noticed(prepare, trials)
+        if how:
+            return told_of(trials), how
     return "", ""
+
+
+def told_of(trials: list[Trial]) -> str:
+    return " | ".join(f"{model} {said}" for model, said, _ in trials)
 
 
 def noticed(prepare: str, trials: list[Trial]) -> str:
@@ -69,7 +81,9 @@ def noticed(prepare: str, trials: list[Trial]) -> str:
     from meshwright.verify.compare import compare
 
     these = [layouts.Layout(model, Plan(**said), prepare, tuple(router.items())) for model, said, router in trials]
-    expected = [reference(layout._replace(prepare="").reference) for layout in these]
+    for layout in these:
+        if not layout.plan.lossy:
+            reference(layout._replace(prepare="").reference)  # before the mutant: no fault of its own
     try:
         by_rank = ranks.run(these[0].plan.world, layouts.train_all, [layout.job() for layout in these],
                             silence=SILENCE_S * len(these) ** 0.5, group_timeout=SILENCE_S / 2)  # fmt: skip
@@ -77,21 +91,38 @@ def noticed(prepare: str, trials: list[Trial]) -> str:
         if ", in put\n" in str(error):
             raise  # the mutant itself could not be put in place
         return "hang" if "hung" in str(error) or "Timed out" in str(error) else "error"
-    agreements = [compare(one, [rank[i] for rank in by_rank]) for i, one in enumerate(expected)]
-    if any(agreement.breaks for agreement in agreements):
+    traces = [[rank[i] for rank in by_rank] for i in range(len(these))]
+    try:
+        references = [expected(layout, many) for layout, many in zip(these, traces, strict=True)]
+    except MeshwrightError:
+        return "error"  # ranks that told one device what it cannot lose
+    if any(compare(*pair).breaks for pair in zip(references, traces, strict=True)):
         return "difference"
-    traces = [trace for rank in by_rank for trace in rank]
-    unknown = any(trace.observed.unknown for trace in traces if trace.observed)
-    return "traffic" if unknown or any(row.unexplained for trace in traces for row in trace.traffic) else ""
+    every = [trace for many in traces for trace in many]
+    unknown = any(trace.observed.unknown for trace in every if trace.observed)
+    return "traffic" if unknown or any(row.unexplained for trace in every for row in trace.traffic) else ""
+
+
+def expected(layout: Any, many: list[Any]) -> Any:
+    """One device's training; of lossy sums the ranks tell it what they lose."""
+    from meshwright.verify.prove import one_device
+
+    if layout.plan.lossy:
+        return alone(one_device(layout.job(), [{"fp64": trace} for trace in many]))
+    return reference(layout._replace(prepare="").reference)
 
 
 @cache
 def reference(layout: Any) -> Any:
+    return alone(layout.job())
+
+
+def alone(job: Any) -> Any:
     import layouts
 
     import ranks
 
-    return ranks.run(1, layouts.train_all, [layout.job()], silence=SILENCE_S)[0][0]
+    return ranks.run(1, layouts.train_all, [job], silence=SILENCE_S)[0][0]
 
 
 # The parent: a queue, the jobs, and what they found
@@ -196,9 +227,10 @@ def main() -> None:
     campaign = Campaign(chosen, home)
     try:
         root = HERE.parent.parent
-        for folder in ("src", "tests/proof"):
+        for folder in ("src", "tests/proof", "tests/parallel"):
             shutil.copytree(root / folder, home / folder, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(root / "tests" / "ranks.py", home / "tests" / "ranks.py")
+        for file in ("tests/ranks.py", "tests/conftest.py", "pyproject.toml"):
+            shutil.copy(root / file, home / file)
         campaign.run(said.jobs, 60 * said.minutes)
     finally:
         shutil.rmtree(home, ignore_errors=True)

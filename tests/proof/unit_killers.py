@@ -1,0 +1,90 @@
+"""Tests of single parts as killers: what a plan of the proof never asks for (kernels, tiles, 16 bits, modules of users' own,
+messages that leave early) is held by tests of `tests/parallel`. A mutant they fail on is killed.
+
+The mutant is put in their way as a file: a package of links to the true sources, with one module changed. Nothing in it knows
+that it is a mutant, and neither do the ranks that a test starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import changes
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIMEOUT_S = 150.0
+FAILED, BROKEN = 1, 2  # pytest's exit codes: a test failed; it could not be imported
+ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
+# module → (file of tests/parallel, which of its tests: pytest's -k)
+UNITS: dict[str, list[tuple[str, str]]] = {
+    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries")],
+    "vocabulary": [("test_tensor.py", "vocabulary")],
+    "exchange": [("test_tensor.py", "exchange")],
+    "regather": [("test_tensor.py", "gathering_again"), ("test_offload.py", "sequence_parallel")],
+    "keep": [("test_offload.py", "sequence_parallel or activations")],
+    "zero": [("test_zero.py", "buckets or bucket or one_rank"), ("test_options.py", "order or static or summed"),
+             ("test_compress.py", "frozen"), ("test_precision.py", "two_ranks_in_16")],
+    "recompute": [("test_recompute.py", "gradients or saved_bytes_fall or nth or dropout")],
+    "expert": [("test_expert.py", "uneven or shared")],
+    "blocks": [ATTENTION],
+    "context": [ATTENTION],
+    "ring": [ATTENTION],
+    "ulysses": [ATTENTION],
+    "mesh": [("test_mesh.py", "groups")],
+    "pieces": [("test_zero.py", "pieces or share")],
+    "pipeline": [("test_pipeline.py", "action_by_action")],
+}  # fmt: skip
+
+
+def failing(prepare: str, module: str) -> str:
+    """The first of the module's tests that fails with the mutant in place; nothing where none does."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-mutant-") as folder:
+        if UNITS.get(module):
+            link(Path(folder), prepare)
+        for file, which in UNITS.get(module, []):
+            if fails(Path(folder), file, which):
+                return f"{file} -k '{which}'"
+    return ""
+
+
+def fails(folder: Path, file: str, which: str) -> bool:
+    asked = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"tests/parallel/{file}",
+        "-k",
+        which,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return True
+    if done.returncode not in (0, FAILED, BROKEN):
+        raise RuntimeError(f"{' '.join(asked)}: {done.stdout[-2000:]}")
+    return done.returncode != 0
+
+
+def link(folder: Path, prepare: str) -> None:
+    """A package `meshwright` whose files are links, but for the one that is changed."""
+    source = ROOT / "src" / "meshwright"
+    package = folder / "meshwright"
+    (package / "parallel").mkdir(parents=True)
+    for path in [*source.iterdir(), *(source / "parallel").iterdir()]:
+        place = package / path.relative_to(source)
+        if path.name not in ("__pycache__", "parallel"):
+            place.symlink_to(path)
+    if prepare:
+        module, _, number = prepare.partition(":")[2].rpartition("_")
+        changed = package / "parallel" / f"{module}.py"
+        changed.unlink()
+        changed.write_text(changes.text(module, int(number)), "utf-8")
