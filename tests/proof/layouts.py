@@ -150,7 +150,14 @@ DROPPED = [("drops", said) for said in (
     {**SP, "pp": 2, "schedule": "zb-h1"}, ONE_KIND,
 )]  # fmt: skip
 DROPPED += [("moe-drops", {"replicate": 2, **SP, "ep": 2}), ("mlp-drops", {"tp": 2, "pp": 2}), ("mlp-drops", Z3)]
-AWAY = [("gpt", {**SP, "offload": "activations"}), ("qwen", {**SP, **ZBV, "offload": "activations"})]
+# On the host meanwhile: states, what layers save for backward, or both.
+AWAY = [(model, {**said, "offload": where}) for model, said, where in (
+    ("gpt", SP, "activations"), ("qwen", {**SP, **ZBV}, "activations"), ("llama", {}, "states"), ("gpt", {}, "both"),
+    ("llama", {"replicate": 2, "bucket": 2000}, "activations"), ("qwen", {"shard": 2, "zero": 1}, "states"), ("gpt", Z3, "both"),
+    ("gemma", {"tp": 2}, "both"), ("llama", CP, "activations"), ("qwen", {"pp": 2}, "both"), ("mlp", ZBV, "activations"),
+    ("mixtral", {"replicate": 2, "ep": 2}, "both"), ("gpt", {**CP, "recompute": "full"}, "both"),
+    ("llama", {"recompute": "selective"}, "activations"),
+)]  # fmt: skip
 EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
 FROZEN: list[dict[str, Any]] = [
     {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
@@ -182,12 +189,32 @@ LOSSY: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+# fp8 products: one device takes the same micro-batches, so that each tensor has the same scale. Not beside tp and cp, where a
+# rank scales its own part of a tensor.
+FP8: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"microbatch": 2}), ("llama", {"replicate": 2, "bucket": 2000}), ("gpt", {"shard": 2, "zero": 1, "microbatch": 2}),
+    ("qwen", {**Z3, "microbatch": 2}), ("gemma", {"pp": 2}), ("qwen", {**ZBV, "microbatch": 2}), ("mlp", {"replicate": 2}),
+    ("mixtral", {"replicate": 2, "ep": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
+    ("llama", {"replicate": 2, **Z3}), ("five", {**Z3, "pp": 2, "recompute": "full"}),
+]  # fmt: skip
+# Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
+NARROW: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"replicate": 2, "bucket": 2000}, "bf16"), ("gpt", Z3, "bf16"), ("qwen", SP, "bf16"), ("gemma", CP, "bf16"),
+    ("qwen", ZBV, "bf16"), ("mixtral", {"replicate": 2, "ep": 2}, "bf16"), ("llama", {"tp": 2, "recompute": "full"}, "bf16"),
+    ("llama", {**Z3, "pp": 2}, "bf16"), ("gpt", {"replicate": 2, "offload": "states"}, "bf16"),
+    ("llama", {"shard": 2, "zero": 1, "master": False, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2}, "fp16"), ("gpt", {**SP}, "fp16"),
+    ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"),
+]  # fmt: skip
+
+
 class Layout(NamedTuple):
     model: str
     plan: Plan
     prepare: str = ""
     router: tuple[tuple[str, Any], ...] = ()
     emulated: Plan | None = None  # whose ranks one device stands for, where they do not do what one device would
+    precision: str = "bf16"  # of the workload: fp8 changes the products
+    dtype: str = "fp64"  # of the arithmetic
 
     @property
     def title(self) -> str:
@@ -203,11 +230,13 @@ class Layout(NamedTuple):
         more += ["gathers"] if p.tp_form == "all-gather" else []
         more += [f"offload {p.offload}"] if p.offload != "none" else []
         more += [f"{name} {value}" for name, value in self.router]
+        more += [self.precision] if self.precision == "fp8" or self.dtype != "fp64" else []
         return " · ".join([self.model, p.title(), *more])
 
     def job(self) -> Job:
         model = MODELS[self.model].but(router=dict(self.router))
-        return Job(model, self.plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=self.prepare,
+        workload = WORKLOAD.but(precision=self.precision)
+        return Job(model, self.plan, workload, steps=STEPS, dtypes=(self.dtype,), prepare=self.prepare,
                    emulated=self.emulated, watch=self.plan.world > 1)  # fmt: skip
 
     @property
@@ -265,7 +294,14 @@ def all_layouts() -> list[Layout]:
     out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
     out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
+    out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in FP8]
     return list(dict.fromkeys(out))
+
+
+def narrow_layouts() -> list[Layout]:
+    return [
+        Layout(model, Plan(**{"microbatch": 2, **plan}), precision=dtype, dtype=dtype) for model, plan, dtype in NARROW
+    ]
 
 
 def lossy_layouts() -> list[Layout]:
@@ -303,7 +339,7 @@ def train_all(context: Any, jobs: list[Job]) -> list[Any]:
         resolve(jobs[0].prepare)()
     out = []
     for job in jobs:
-        out.append(record_one(context, job, "fp64"))
+        out.append(record_one(context, job, job.dtypes[-1]))
         distributed.barrier()
         for group in list(distributed.distributed_c10d._world.pg_map):
             if group is not distributed.group.WORLD:

@@ -10,7 +10,7 @@ import ranks
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.verify import expert_traffic, traffic
 from meshwright.verify import prove as proof
-from meshwright.verify.compare import compare
+from meshwright.verify.compare import bounds_from_rounding, compare
 
 ALL = layouts.all_layouts()
 TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes
@@ -108,6 +108,37 @@ def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
     one, many = (by[layout] for by in lossy())
     agreement = compare(one, many)
     assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
+    assert_issues_what_is_lowered(layout, many)
+
+
+@cache
+def narrow():
+    """Traces by layout, and by layout one device's in the same 16 bits and in float64."""
+    every = layouts.narrow_layouts()
+    traces = {}
+    for world in {layout.plan.world for layout in every}:
+        alike = [layout for layout in every if layout.plan.world == world]
+        by_rank = train(world, [layout.job() for layout in alike])
+        traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(alike)}
+    ones = {layout: [on_one_device(layout, dtype) for dtype in (layout.dtype, "fp64")] for layout in every}
+    wanted = list(dict.fromkeys(one for pair in ones.values() for one in pair))
+    found = dict(zip(wanted, train(1, [one.job() for one in wanted])[0], strict=True))
+    return {layout: [found[one] for one in pair] for layout, pair in ones.items()}, traces
+
+
+def on_one_device(layout, dtype):
+    plan = layout.plan
+    same = {"master": plan.master, "grad_dtype": plan.grad_dtype, "microbatch": layouts.WORKLOAD.batch}
+    return layout._replace(plan=layouts.Plan(**same), dtype=dtype)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", [marked(layout) for layout in layouts.narrow_layouts()])
+def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
+    (single, double), many = (by[layout] for by in narrow())
+    agreement = compare(double, many, bounds_from_rounding(single, double))
+    assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
+    assert agreement.errors["gradient"] > 1e-6  # it was computed in 16 bits
     assert_issues_what_is_lowered(layout, many)
 
 

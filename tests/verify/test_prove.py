@@ -101,3 +101,27 @@ def test_the_command(tmp_path):
     assert told["passed"]
     assert told["ranks"] == 4
     assert told["errors"]["fp64"]["gradient"] < 1e-11
+
+
+@pytest.mark.parametrize(("plan", "work"), [
+    ({"replicate": 2, "compression": "int4"}, {}), ({"replicate": 2}, {"precision": "fp8"}),
+], ids=["int4", "fp8"])  # fmt: skip
+def test_what_a_loss_costs_is_told_beside_the_exact_run(plan, work):
+    model = {"hidden": 24, "layers": 2, "heads": 3, "ffn": 36, "vocab": 33}
+    config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, **work}, plan=plan)
+    proof = prove(config, ranks=2, steps=3)
+    assert proof.passed
+    told = proof.convergence
+    assert 1e-9 < abs(told["difference"]) < 0.05
+    assert told["difference"] == pytest.approx(told["loss"] / told["exact_loss"] - 1)
+    with (out := console()).capture() as text:
+        out.print(page(proof))
+    assert "Loss of step 3" in text.get()
+    counted = proof.collectives
+    assert f"{counted['equal']} equal" in text.get()
+    assert counted["unexplained"] == 0
+
+
+def test_an_exact_plan_has_nothing_to_tell_of_its_loss():
+    config = Config.from_parts("tiny", "laptop", workload={"batch": 4, "seq": 8}, plan={"replicate": 2})
+    assert prove(config, ranks=2, steps=1).convergence == {}

@@ -8,6 +8,8 @@ In float32 the bound is derived from one device itself: its own float32 run diff
 rounding alone, and a parallel run that rounds elsewhere may differ from float64 by a small multiple of e. AdamW
 divides a gradient by its own size, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step:
 this much more is allowed, element by element, with the δ that gradients are held to.
+16-bit runs are held in the same manner to one device's own in 16 bits: what is off by a factor shows, what is off by a
+rounding does not.
 
 Of several differences the first is named: the earliest step; in it the loss before gradients, gradients before their
 norm and the parameters; and of gradients the last layer's first, since backward begins there.
@@ -15,7 +17,7 @@ norm and the parameters; and of gradients the last layer's first, since backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,9 +26,9 @@ from meshwright.verify.records import Trace
 
 FP64_BOUND = 1e-9
 # A tensor below this share of the model's largest is measured against that share: below it is rounding's noise.
-NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1}
-MARGIN = 30.0  # float32: how much more than one device's own rounding
-FP32_FLOOR = 32 * 2.0**-24
+NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1, "fp16": 0.1, "bf16": 0.1}
+MARGIN = {"fp32": 30.0, "fp16": 6.0, "bf16": 6.0}  # how much more than one device's own rounding
+FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 4 * 2.0**-11, "bf16": 4 * 2.0**-8}
 ORDER = ("loss", "gradient", "norm", "parameter")
 
 
@@ -57,6 +59,7 @@ class Agreement:
     dtype: str
     errors: dict[str, float]
     breaks: list[Break]
+    losses: list[float] = field(default_factory=list)  # of the ranks, step by step
 
 
 def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None) -> Agreement:
@@ -65,7 +68,8 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
         alone = [[trace for trace in many if trace.coordinates["replicate"] == i] for i in range(len(one.replicas))]
         parts = [compare(*pair, bounds) for pair in zip(one.replicas, alone, strict=True)]
         worst = {what: max(part.errors[what] for part in parts) for what in ORDER}
-        return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks])
+        losses = np.mean([part.losses for part in parts], axis=0).tolist()
+        return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks], losses)
     dtype = many[0].dtype
     position = {piece.name: i for i, piece in enumerate(one.pieces)}
     whole = {piece.name: piece for piece in one.pieces}
@@ -97,7 +101,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
                         beyond = np.maximum(np.abs(got - expected[here]) - moved, 0.0)
                         error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
                     judge(step, what, piece.name, trace.rank, error, ratio)
-    return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])])
+    return Agreement(dtype, errors, [b for _, b in sorted(breaks, key=lambda pair: pair[0])], many[0].losses)
 
 
 def number_error(got: float, expected: float) -> tuple[float, float]:
@@ -136,7 +140,7 @@ def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
 
 
 def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], float]:
-    """Bounds for float32, from one device's float32 run against its float64 run."""
+    """Bounds for a narrower dtype, from one device's run in it against its float64 run."""
     if single.replicas:
         parts = [bounds_from_rounding(*pair) for pair in zip(single.replicas, double.replicas, strict=True)]
         return {key: max(part[key] for part in parts) for key in parts[0]}
@@ -155,4 +159,5 @@ def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], 
             ]
             worst[what].append(max(tensor_error(s, d, d, floor)[0] for s, d in pairs))
     # Rounding only accumulates: a step's bound is never below an earlier one's.
-    return {(what, s): MARGIN * max(worst[what][: s + 1]) + FP32_FLOOR for what in ORDER for s in steps}
+    margin, floor = MARGIN[single.dtype], FLOOR[single.dtype]
+    return {(what, s): margin * max(worst[what][: s + 1]) + floor for what in ORDER for s in steps}

@@ -15,7 +15,7 @@ SHOWN_BREAKS = 5
 
 
 def page(proof: Proof) -> RenderableType:
-    parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof)]
+    parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
         parts.append(breaks(proof))
     return Group(*parts, collectives(proof), memory(proof))
@@ -51,6 +51,16 @@ def agreement(proof: Proof) -> RenderableType:
         rows.append([a.dtype, *cells])
     columns = ("dtype", ">loss", ">gradient norm", ">gradients", ">parameters")
     return filled(columns, rows, title="Largest relative difference from one device in float64")
+
+
+def convergence(proof: Proof) -> list[Text]:
+    """What the plan's own loss costs, which both sides of the comparison have."""
+    told = proof.convergence
+    if not told:
+        return []
+    line = (f"  Loss of step {proof.steps}: {told['loss']:.6g} as the plan trains, {told['exact_loss']:.6g} exactly "
+            f"({told['difference']:+.2e})")  # fmt: skip
+    return [Text(line)]
 
 
 def breaks(proof: Proof) -> RenderableType:

@@ -3,7 +3,8 @@
     1  fold      the plan to the fewest ranks that keep every axis, the model to a small one with the same flags
     2  train     both through `train`'s own step, in float64 and float32, from the same weights on the same batches
     3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one watched step
-    4  blame     should they differ: train again with each axis alone; the one that differs alone is the broken one
+    4  converge  where gradients or products are made with loss: the loss after the steps, beside the exact run's
+    5  blame     should they differ: train again with each axis alone; the one that differs alone is the broken one
 
 A proof is worth what it would catch, so weights start where no bias is zero, padding differs from rank to rank, and
 gradients are large enough to be clipped.
@@ -37,6 +38,7 @@ class Proof:
     traces: list[Trace]  # of the ranks, in the dtype that was watched
     blamed: str = ""
     seconds: float = 0.0
+    exact_losses: tuple[float, ...] = ()  # of one device without the plan's loss, where it has one
 
     @property
     def parity(self) -> bool:
@@ -62,6 +64,14 @@ class Proof:
                 "unexplained": sum(row.unexplained for row in rows)}  # fmt: skip
 
     @property
+    def convergence(self) -> dict[str, float]:
+        """The loss of the last step as this plan trains, as one device trains exactly, and their relative difference."""
+        if not self.exact_losses:
+            return {}
+        lossy, exact = self.agreements[0].losses[-1], self.exact_losses[-1]
+        return {"loss": lossy, "exact_loss": exact, "difference": (lossy - exact) / exact}
+
+    @property
     def unknown(self) -> list[str]:
         return sorted({name for trace in self.traces if trace.observed for name in trace.observed.unknown})
 
@@ -78,6 +88,7 @@ class Proof:
             "steps": self.steps,
             "errors": {a.dtype: a.errors for a in self.agreements},
             "first_break": first,
+            "convergence": self.convergence,
             "collectives_compared": self.collectives,
             "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
             "memory": [
@@ -102,8 +113,14 @@ def prove(
     double = compare(one["fp64"], [rank["fp64"] for rank in many])
     bounds = bounds_from_rounding(one["fp32"], one["fp64"])
     # A lossy sum rounds to a neighbour where float32 and float64 differ: its float32 is held to one device's float32.
-    single = compare(one["fp32" if small.plan.lossy else "fp64"], [rank["fp32"] for rank in many], bounds)
+    single = compare(
+        one["fp32" if small.plan.lossy or small.workload.precision == "fp8" else "fp64"],
+        [rank["fp32"] for rank in many],
+        bounds,
+    )
     proof = Proof(small, steps, [double, single], [rank["fp32"] for rank in many])
+    if inexact(job):
+        proof.exact_losses = tuple(run(exact(job), device)[0]["fp64"].losses)
     if not proof.parity:
         proof.blamed = blame(job, one["fp64"], device)
     proof.seconds = time.perf_counter() - started
@@ -129,8 +146,23 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
         first = {dtype: [rank[dtype] for rank in many if rank[dtype].first_of_data] for dtype in job.dtypes}
         summed = {dtype: [trace.summed for trace in traces] for dtype, traces in first.items()}
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan, summed=summed)
-    plan = Plan(microbatch=job.workload.batch, param_dtype="fp32", master=False)
+    together = (
+        job.workload.batch if job.workload.precision != "fp8" else job.plan.microbatch
+    )  # each has a scale of its own
+    plan = Plan(microbatch=together, param_dtype="fp32", master=False)
     return Job(job.model, plan, job.workload, job.order, job.steps, job.seed, job.dtypes)
+
+
+def inexact(job: Job) -> bool:
+    """Whether the plan trains with a loss of its own, that the exact run has not."""
+    return job.plan.lossy or job.plan.average_every > 0 or job.workload.precision == "fp8"
+
+
+def exact(job: Job) -> Job:
+    """One device without the plan's loss."""
+    plan = job.plan.but(compression="none", comm_dtype=None, average_every=0)
+    workload = job.workload.but(precision="fp32")
+    return one_device(replace(job, plan=plan, workload=workload, watch=False, prepare="", dtypes=("fp64",)))
 
 
 def blame(job: Job, one: Trace, device: str) -> str:

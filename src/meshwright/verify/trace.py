@@ -16,6 +16,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.emulation import Emulated, told
+from meshwright.parallel.precision import at_least_single
 from meshwright.train.data import RandomSamples
 from meshwright.train.loop import Trainer
 from meshwright.train.observe import Observer
@@ -24,7 +25,7 @@ from meshwright.train.records import StepRecord
 from meshwright.verify.records import Job, PieceTrace, Trace
 from meshwright.verify.traffic import compare_traffic, predicted_memory
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def record(context: RankContext, job: Job) -> dict[str, Trace]:
@@ -75,7 +76,7 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
 
     def take_gradients(step: int) -> None:
         for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
-            kept.gradients.append(as_array(piece.gradient))
+            kept.gradients.append(as_array(piece.gradient) / trainer.scale.value)
 
     def take_parameters(step: StepRecord) -> None:
         trace.losses.append(step.loss)
@@ -123,4 +124,4 @@ def average(trainers: list[Trainer], tokens: list[int]) -> None:
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().cpu().numpy().copy()
+    return tensor.detach().cpu().to(at_least_single(tensor.dtype)).numpy().copy()

@@ -122,21 +122,22 @@ def explanations(parallel: Parallel, program: StepProgram) -> Iterator[Explanati
     yield from expert_parallel(parallel)
     yield from split_backward(parallel)
     yield from spared_gathers(parallel)
-    yield from small_sums(parallel, lowered(parallel, program, "closing"))
+    yield from small_sums(parallel, program)
     if parallel.local is not None:
         key = canonical(parallel.mesh, "replicate"), "all_reduce"
         count, total = lowered(parallel, program, "dense")[key]
         times = number(program.batch.average_every) - 1 if parallel.local.since == 0 else -1
         yield Explanation(AVERAGED, *key, times * count, times * total)
-        yield Explanation(PADDING, *key, 0, unevenness(parallel))
+        yield Explanation(PADDING, *key, 0, unevenness(parallel) * number(program.batch.param_bytes))
     for kind in ("dense", "expert") if parallel.model.experts else ("dense",):
         pieces = [p for p in parallel.pieces if is_expert(p.name) == (kind == "expert")]
         explain_kind = sharded if any(isinstance(p.parameter, DTensor) for p in pieces) else bucketed
-        yield from explain_kind(parallel, lowered(parallel, program, kind), kind, pieces)
+        yield from explain_kind(parallel, program, kind, pieces)
 
 
-def bucketed(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list[Piece]) -> Iterator[Explanation]:
-    """Gradients in buckets; `low` is what was lowered of this kind of parameters."""
+def bucketed(parallel: Parallel, program: StepProgram, kind: str, pieces: list[Piece]) -> Iterator[Explanation]:
+    """Gradients of one kind of parameters in buckets."""
+    low, width = lowered(parallel, program, kind), number(program.batch.comm_bytes)
     axis = "dp_cp" if kind == "dense" else "expert_dp"
     key = canonical(parallel.mesh, axis), "all_reduce"
     group = parallel.mesh.group(axis)
@@ -145,8 +146,8 @@ def bucketed(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list
         return
     rounds = parallel.plan.microbatches(parallel.workload) if buckets[0].each else 1
     yield Explanation(MESSAGES, *key, rounds * sum(len(r.messages) for r in buckets) - low.get(key, (0.0, 0.0))[0])
-    yield Explanation(FROZEN, *key, 0, -rounds * sum(p.local.nbytes for p in pieces if frozen(p)))
-    yield Explanation(PADDING, *key, 0, rounds * unevenness(parallel) if kind == "dense" else 0.0)
+    yield Explanation(FROZEN, *key, 0, -rounds * width * sum(p.local.numel() for p in pieces if frozen(p)))
+    yield Explanation(PADDING, *key, 0, rounds * width * unevenness(parallel) if kind == "dense" else 0.0)
     said: list[tuple[str, int]] = []
     for r in buckets if any(r.compressor is not None for r in buckets) else ():
         for i, (message, layout) in enumerate(zip(r.messages, r.layouts, strict=True)):
@@ -169,8 +170,9 @@ def compressed(
         yield Explanation(COMPRESSED, axis, operation, len(sizes) - count, sum(sizes) - total)
 
 
-def sharded(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list[Piece]) -> Iterator[Explanation]:
+def sharded(parallel: Parallel, program: StepProgram, kind: str, pieces: list[Piece]) -> Iterator[Explanation]:
     """`fully_shard` works unit by unit and pads rows to a multiple of the ranks."""
+    low, batch = lowered(parallel, program, kind), program.batch
     plan, mesh, dense = parallel.plan, parallel.mesh, kind == "dense"
     over, copied = ("shard_cp", "replicate") if dense else ("expert_shard", "expert_replicate")
     ranks = mesh.size(over)
@@ -195,9 +197,10 @@ def sharded(parallel: Parallel, low: dict[Key, Amount], kind: str, pieces: list[
         learns = operation != "all_gather"
         here = [part for part in parts if trains(part)] if learns else parts
         yield Explanation(MESSAGES, *key, len(here) * times - low[key][0])
-        yield Explanation(PADDING, *key, 0, times / share * (padded(moved if learns else pieces, ranks) + uneven))
+        each = times / share * number(batch.comm_bytes if learns else batch.param_bytes)
+        yield Explanation(PADDING, *key, 0, each * (padded(moved if learns else pieces, ranks) + uneven))
         if learns:
-            yield Explanation(FROZEN, *key, 0, -times / share * sum(whole_bytes(p) for p in still))
+            yield Explanation(FROZEN, *key, 0, -each * sum(p.parameter.numel() for p in still))
 
 
 def frozen(piece: Piece) -> bool:
@@ -209,35 +212,39 @@ def trains(unit: Any) -> bool:
     return any(p.requires_grad for part in (unit if isinstance(unit, list) else [unit]) for p in part.parameters())
 
 
-def whole_bytes(piece: Piece) -> int:
-    """Bytes on all ranks of a shard group together."""
-    return int(np.prod(piece.parameter.shape)) * piece.local.element_size()
-
-
 def padded(pieces: list[Piece], ranks: int) -> int:
-    rows = [(p, -p.parameter.shape[0] % ranks) for p in pieces]
-    return sum(more * int(np.prod(p.parameter.shape[1:])) * p.local.element_size() for p, more in rows)
+    """Elements of the rows that make each parameter's a multiple of the ranks."""
+    return sum(-p.parameter.shape[0] % ranks * int(np.prod(p.parameter.shape[1:])) for p in pieces)
 
 
 def unevenness(parallel: Parallel) -> float:
-    """Bytes of parameters above (or below) an even share of the vocabulary."""
+    """Elements of this rank above (or below) an even share of the vocabulary."""
     tp, vocabulary = parallel.plan.tp, parallel.model.padded_vocab
     cut = [p.parameter for p in parallel.pieces if tp > 1 and p.name in VOCABULARY]
-    return sum((p.shape[0] - vocabulary / tp) * p.shape[1] * p.element_size() for p in cut)
+    return sum((p.shape[0] - vocabulary / tp) * p.shape[1] for p in cut)
 
 
-def small_sums(parallel: Parallel, low: dict[Key, Amount]) -> Iterator[Explanation]:
+def small_sums(parallel: Parallel, program: StepProgram) -> Iterator[Explanation]:
     """Sums of single pieces: where a shard has no equal share of the rows, and where a user froze some."""
-    mesh = parallel.mesh
+    mesh, low, width = parallel.mesh, lowered(parallel, program, "closing"), number(program.batch.grad_bytes)
     tied = [p for p in parallel.pieces if p.tied]
     summed = {canonical(mesh, "pp"): [tied if len(tied) == 1 else []]}
     for over, axis in (("tp", "tp"), ("kv_copies", "tp"), ("expert_tp", "expert_tp")):
         summed.setdefault(canonical(mesh, axis), []).append([p for p in parallel.pieces if p.partial == over])
     for name, groups in summed.items():
         count, total = low.get((name, "all_reduce"), (0.0, 0.0))
-        bytes_ = sum(p.local.nbytes for pieces in groups for p in pieces)
-        reason = FROZEN if any(frozen(p) for p in parallel.pieces) else PADDING
-        yield Explanation(reason, name, "all_reduce", sum(bool(pieces) for pieces in groups) - count, bytes_ - total)
+        summed_here = [p for pieces in groups for p in pieces]
+        bytes_ = width * sum(p.local.numel() for p in summed_here)
+        if any(frozen(p) for p in parallel.pieces):
+            yield Explanation(FROZEN, name, "all_reduce", sum(map(bool, groups)) - count, bytes_ - total)
+        elif unevenness(parallel) or any(p.local.numel() * ranks_of(p) != p.parameter.numel() for p in summed_here):
+            yield Explanation(PADDING, name, "all_reduce", 0, bytes_ - total)
+
+
+def ranks_of(piece: Piece) -> int:
+    """Ranks that share a parameter out."""
+    placed = piece.parameter
+    return int(placed.device_mesh.size(-1)) if isinstance(placed, DTensor) else 1
 
 
 def split_backward(parallel: Parallel) -> Iterator[Explanation]:
