@@ -66,8 +66,7 @@ def placement(where: Space, plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 def name(where: Space, plan: Plan) -> tuple[object, ...]:
     """A plan without what makes no difference: twins have one name."""
-    spread = plan.cp * max(1, plan.tp // (plan.etp * plan.ep))
-    zero = plan.zero if plan.shard * spread > 1 else 0
+    zero = plan.zero if plan.shard * plan.cp > 1 else 0
     if zero == 2 and not plan.reduces_each:
         zero = 1
     looped = {"looped-bfs": "gpipe", "interleaved-zb": "zb-h1"}

@@ -40,7 +40,7 @@ WORLDS = {gpus: space(DENSE, gpus, 24) for gpus in (4, 6, 8)} | {-gpus: space(MO
 
 def fixed(plan) -> list[str]:
     """Constraints that leave just this plan, or its twin."""
-    shards = plan.shard * plan.cp * max(1, plan.tp // (plan.etp * plan.ep)) > 1
+    shards = plan.shard * plan.cp > 1
     zero = (1 if plan.zero == 2 and not plan.reduces_each else plan.zero) if shards else 0
     replicate, shard = (plan.replicate, plan.shard) if zero else (plan.dp, 1)
     out = [f"{field}={getattr(plan, field)}" for field in ("tp", "cp", "pp", "ep", "microbatch", "recompute")]

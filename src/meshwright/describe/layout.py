@@ -10,7 +10,8 @@ gives tp groups {0,1} {2,3} …, pp groups {0,2} {1,3} …, dp groups {0,4} {1,5
 `dp` is shard and replicate together; `dp_cp` is what gradients are summed over, since ranks of one context-parallel group
 hold the same weights and different tokens, and `shard_cp` what ZeRO shards over, for the same reason. Experts re-factorise
 the ranks of one stage (`stage`), taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards experts over
-`expert_shard`, the part of expert_dp that lies inside one shard group, and repeats that over `expert_replicate`.
+`expert_shard`, the part of expert_dp that lies inside one shard group, and repeats that over `expert_replicate`; where a
+shard group is one rank it shards nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Layout:
     def size(self, axis: str) -> int:
         p = self.plan
         expert_dp = p.tp * p.cp * p.dp // (p.etp * p.ep)
-        shards, rest = divmod(p.tp * p.cp * p.shard, p.etp * p.ep)
+        shards, rest = divmod(p.tp * p.cp * p.shard, p.etp * p.ep) if p.cp * p.shard > 1 else (1, 0)
         expert_shard = 1 if rest else shards
         sizes = {"dp": p.dp, "dp_cp": p.dp * p.cp, "shard_cp": p.shard * p.cp, "expert_tp": p.etp, "ep": p.ep,
                  "expert_dp": expert_dp, "expert_shard": expert_shard, "expert_replicate": expert_dp // expert_shard,

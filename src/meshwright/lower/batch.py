@@ -157,8 +157,9 @@ class Batch:
             case "expert_tp":
                 return self.etp
             case "expert_shard":  # none, where an expert's copies are not as many in every shard group
-                inside = self.shard * self.cp * self.tp / (self.etp * self.ep)
-                return np.where(inside == np.floor(inside), np.maximum(inside, 1.0), 1.0)
+                shards = self.shard * self.cp
+                inside = shards * self.tp / (self.etp * self.ep)
+                return np.where((shards > 1) & (inside == np.floor(inside)), np.maximum(inside, 1.0), 1.0)
             case "expert_replicate":
                 return self.expert_dp / self.size("expert_shard")
             case "kv_copies":  # neighbours on tp that hold the same KV head

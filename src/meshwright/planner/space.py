@@ -213,8 +213,7 @@ class Space:
         return rows.crossed((rows.pp, self.microbatches(rows)), self.schedules)
 
     def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, np.ndarray]:
-        # Context-parallel ranks hold the same weights, and experts with less tensor parallelism are repeated over tp ranks.
-        return rows.dp, rows.cp * np.maximum(1, rows.tp // (rows.etp * rows.ep)) > 1
+        return rows.dp, rows.cp > 1  # context-parallel ranks hold the same weights
 
     @cache  # noqa: B019
     def shardings(self, dp: int, repeated: int) -> Table:
