@@ -127,9 +127,16 @@ def test_a_gpu_trains_narrow(precision):
     assert narrow[-1] < narrow[0]
 
 
-def test_dropout_drops_the_same_on_any_device():
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 256), (torch.bfloat16, 1030), (torch.float64, 33)])
+def test_dropout_drops_the_same_on_any_device(dtype, width):
     from meshwright.models.dropout import Dropout, Moment, drawing
 
-    layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, 256)
-    with drawing(Moment(1, 2, range(4, 8))):
-        assert torch.equal(layer(x), layer(x.cuda()).cpu())
+    layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, width).to(dtype)
+    told = []
+    for device in ("cpu", "cuda"):
+        y = x.to(device, copy=True).requires_grad_()
+        with drawing(Moment(1, 2, range(4, 8))):
+            out = layer(y)
+        out.backward(torch.ones_like(out))
+        told.append((out.detach().cpu(), y.grad.cpu()))
+    assert all(torch.equal(here, there) for here, there in zip(*told, strict=True))

@@ -6,14 +6,14 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
-from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed
+from meshwright.models.dropout import GOLDEN, Dropout, Moment, drawing, kept, mixed, tokens
 
 MOMENT = Moment(seed=5, step=3, samples=range(8))
 PLACES = torch.arange(64)
 
 
 def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
-    return kept(Moment(**{**vars(MOMENT), **changes}), site, rate, places, width)
+    return kept(tokens(Moment(**{**vars(MOMENT), **changes}), site, places), rate, width)
 
 
 def test_the_hash_is_splitmix64():
@@ -62,11 +62,12 @@ def test_a_share_of_the_sequence_drops_what_the_whole_would():
         assert torch.equal(whole(x), torch.cat(shares, 1))
 
 
-def test_backward_drops_what_forward_dropped_and_nothing_was_kept():
+def test_backward_drops_what_forward_dropped_and_no_mask_was_kept():
     layer, saved = Dropout(0.4, "a"), []
     x = torch.ones(8, 64, 16, dtype=torch.float64, requires_grad=True)
     with drawing(MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
         y = layer(x)
+    assert y.grad_fn.token_BS.nbytes == 8 * 8 * 64
     y.backward(torch.ones_like(y))  # at no moment at all: it remembers its own
     assert torch.equal(x.grad, y)
     assert y.unique().tolist() == pytest.approx([0.0, 1 / (1 - 0.4)], rel=2**-15)

@@ -1,13 +1,13 @@
 """Dropout that drops the same elements under every plan: masks are computed, not drawn.
 
-    y = x · keep / (1 − r),     keep = hash(seed, step, site, sample, position, feature) ≥ r · 2¹⁶
+    y = x · keep / (1 − r),     keep: hash(seed, step, site, sample, position, feature) ≥ r · 2¹⁶
 
 A random generator gives the n-th caller the n-th number, so a mask depends on who computed what before: on another
 number of ranks, another micro-batch or another order it is another mask, and no two layouts train alike. Here every
 number is a function of *what* is dropped: the sample by its place in the global batch, the token by its place in the
 whole sequence, the feature by its place in the whole width. Any rank computes the part of the mask it needs, alike in
-forward, in a layer made again, and in backward, which computes it again: no mask is kept, where other stacks keep a byte
-an element (`Model.dropout` counts those).
+forward, in a layer made again, and in backward, which computes it again: kept are eight bytes a token, where other
+stacks keep a mask of one byte an element (`Model.dropout` counts those).
 
 **Why one seed for all tensor-parallel ranks is right, and wrong.** Between the products all of them hold the same
 tensor: seeded apart they would drop different elements of it, and their copies would drift away from each other. Inside
@@ -17,9 +17,9 @@ independent noise is correlated. Stacks that draw keep two generators, one seede
 rightly at each site. A hash of global places has nothing to choose.
 
 The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), for the token and then for four features at a
-time, 16 bits each: the rate is a whole number of 65,536ths. Dropped are the embedding's output and what attention and the feed-forward network add to
-the residual stream. Attention's probabilities are not: they never exist as a tensor in the kernels that run here, nor
-between the ranks of a ring.
+time, 16 bits each: the rate is a whole number of 65,536ths. Dropped are the embedding's output and what attention and
+the feed-forward network add to the residual stream. Attention's probabilities are not: they never exist as a tensor in
+the kernels that run here, nor between the ranks of a ring.
 
 Legend: B batch, S sequence, H hidden.
 """
@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -83,31 +84,56 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
 def parts_of(rate: float) -> int:
     """Of 65,536: how many are dropped."""
-    return round(rate * 2**16)
+    return min(round(rate * 2**16), 2**16 - 1)
 
 
-def kept(moment: Moment, site: str, rate: float, places_S: torch.Tensor, width: int) -> torch.Tensor:
-    """[B, S, H]: which elements stay."""
+def tokens(moment: Moment, site: str, places_S: torch.Tensor) -> torch.Tensor:
+    """[B, S]: a number for each token, of which those of its features are made."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
-    key, device = int.from_bytes(digest, "little", signed=True), places_S.device
-    samples_B = torch.tensor(list(moment.samples), device=device)
+    key = int.from_bytes(digest, "little", signed=True)
+    s, device = moment.samples, places_S.device
+    if isinstance(s, range):  # as most are: made on the device, without waiting for the host
+        samples_B = torch.arange(s.start, s.stop, s.step, device=device)
+    else:
+        samples_B = torch.tensor(list(s), device=device)
     row_B = mixed(samples_B * GOLDEN + key)
-    token_BS = mixed(row_B[:, None] + places_S * GOLDEN)
-    number_BSG = mixed(token_BS[..., None] + torch.arange(-(-width // EACH), device=device) * GOLDEN)
+    return mixed(row_B[:, None] + places_S * GOLDEN)
+
+
+def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
+    """[B, S, H]: which elements stay."""
+    group_G = torch.arange(-(-width // EACH), device=token_BS.device)
+    number_BSG = mixed(token_BS[..., None] + group_G * GOLDEN)
     return number_BSG.view(torch.int16)[..., :width] >= LEAST + parts_of(rate)
 
 
-class _Drop(torch.autograd.Function):
-    """`keep` computes the mask, `scale` makes up for what is gone."""
+def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
+    """x without what is dropped, the rest scaled to make up for it."""
+    scale = 1 / (1 - parts_of(rate) / 2**16)
+    if x.is_cuda and kernel() is not None and x.dtype in kernel().DTYPES:
+        return kernel().drop(x, token_BS, parts_of(rate), scale)
+    return (x * scale).masked_fill_(~kept(token_BS, rate, x.shape[-1]).reshape(x.shape), 0.0)
 
+
+@cache
+def kernel() -> Any:
+    """All of it in one pass, where Triton is: it comes with torch for GPUs."""
+    try:
+        from meshwright.models import dropout_kernel
+    except ImportError:
+        return None
+    return dropout_kernel
+
+
+class _Drop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: Callable[[], torch.Tensor], scale: float) -> torch.Tensor:
-        ctx.keep, ctx.scale = keep, scale
-        return (x * scale).masked_fill_(~keep(), 0.0)
+    def forward(ctx: Any, x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
+        ctx.token_BS, ctx.rate = token_BS, rate
+        return drop(x, token_BS, rate)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (gradient * ctx.scale).masked_fill_(~ctx.keep(), 0.0), None, None
+        return drop(gradient, ctx.token_BS, ctx.rate), None, None
 
 
 class Dropout(nn.Module):
@@ -127,18 +153,13 @@ class Dropout(nn.Module):
             raise MeshwrightError("MW-BUILD-004", f"dropout at {self.site} of {len(x)} samples, at {moment}",
                                   why="What is dropped depends on the step and the samples",
                                   fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
-        places_S, shape = self.places(x), x.shape
-
-        def keep() -> torch.Tensor:
-            return kept(moment, self.site, self.rate, places_S, shape[-1]).reshape(shape)
-
-        return _Drop.apply(x, keep, 1 / (1 - parts_of(self.rate) / 2**16))
+        return _Drop.apply(x, tokens(moment, self.site, self.places(x)), self.rate)
 
     def places(self, x: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""
         length, (index, parts) = x.shape[1] if x.ndim > 2 else 1, self.share
         known = self.geometry.places if self.geometry is not None else None
-        whole = torch.arange(length * parts) if known is None else known
+        whole = torch.arange(length * parts, device=x.device) if known is None else known
         return whole[index * length : (index + 1) * length].to(x.device)
 
 
