@@ -24,6 +24,7 @@ F, I and W depend on what happens inside a layer, not on pp, dp or the batch: fe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -165,7 +166,7 @@ def best_schedule(
             v = deepest if rule.most_virtual > 2 else np.full_like(some.pp, rule.virtual)
             seconds, size = span(name, some.pp, some.m, v, some.f, some.i, some.w), memory(name, some, v)
             size = np.where(some.pp * v <= space.model.layers, size, np.inf)
-        seconds = seconds + (some.folded if rule.placement == "v" else some.looped)
+        seconds = seconds + (some.folded if regroups(space, name) else some.looped)
         time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
         least[piped] = np.minimum(least[piped], size)
     return time, least
@@ -185,8 +186,8 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
     rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
     the ranks that tell (first, last, the longest) the bytes with one micro-batch in flight and what one more adds. Looped schedules
-    cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones deal out layers
-    otherwise; for them only the mean is a bound.
+    cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones, and looped ones of layers of
+    two kinds, deal out layers otherwise; for them only the mean is a bound.
     """
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
@@ -200,17 +201,23 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
                     **telling(program, cost), **brackets.ends(program, cost))  # fmt: skip
     work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
-    time, least = best_schedule(space, work, in_flight_bytes, limit)
+    time, least = best_schedule(space, work, partial(in_flight_bytes, space), limit)
     alone = rows.pp == 1
     return rows.but(time=np.where(alone, cost.time, time), memory=np.where(alone, cost.peak_memory, least))
 
 
-def in_flight_bytes(schedule: str, rows: Table, virtual: np.ndarray) -> np.ndarray:
-    """Bytes of the fullest rank under a schedule, or what it has at least: looped from the ranks that tell, V-shaped from the mean rank."""
-    if RULES[schedule].placement != "v":
+def regroups(space: Space, schedule: str) -> bool:
+    """Whether a schedule puts other layers together than one stage a rank does: V-shaped ones, and looped ones of layers of two kinds."""
+    rule = RULES[schedule]
+    return rule.placement == "v" or (space.mixed and rule.most_virtual > 2)
+
+
+def in_flight_bytes(space: Space, schedule: str, rows: Table, virtual: np.ndarray) -> np.ndarray:
+    """Bytes of the fullest rank under a schedule, or what it has at least: from the ranks that tell, or from the mean rank."""
+    if not regroups(space, schedule):
         return held(rows, schedule, rows.m, virtual)
-    flying = formulas.in_flight(schedule, rows.pp, rows.m, virtual, 0) / virtual  # the first rank has the fewest
-    return rows.bytes + (flying - 1) * rows.saved / rows.pp
+    ends = [formulas.in_flight(schedule, rows.pp, rows.m, virtual, rank) / virtual for rank in (0, rows.pp - 1)]
+    return rows.bytes + (np.minimum(*ends) - 1) * rows.saved / rows.pp
 
 
 def telling(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
@@ -252,10 +259,9 @@ def of_schedules(space: Space, plans: Table) -> Table:
         if name == "auto":
             continue
         looped, v = RULES[name].placement == "looped", rows.virtual
-        memory[at] = in_flight_bytes(name, rows, v)
-        time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + (
-            rows.closing if looped else space.stack.step_overhead
-        )
+        memory[at] = in_flight_bytes(space, name, rows, v)
+        closing = space.stack.step_overhead if regroups(space, name) else rows.closing
+        time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + closing
         if (
             looped and not space.stack.blocking_p2p
         ):  # blocking messages are part of every stage's time, more of them with more stages
