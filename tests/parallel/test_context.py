@@ -99,6 +99,7 @@ def plain_forward(q, k, v, triangle):
 
 def plain_backward(slope, q, k, v, output, total, triangle):
     """Of Σ slope ∘ exp(s − ℓ) v, less what ℓ itself moves: as kernels do it, the final ℓ and output given."""
+    assert slope.stride(-1) == 1  # kernels read rows
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -127,7 +128,8 @@ def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
         for source in (me, me - 1, me - 2):
             mine.meet(k[:, :, at[source]], v[:, :, at[source]], runs[source])
         torch.testing.assert_close(mine.output_BNSD, expected[:, :, at[me]], rtol=0, atol=1e-12)
-        back = blocks.Gradients(slope[:, :, at[me]], q[:, :, at[me]], mine.output_BNSD, mine.total_BNS, runs[me], sight)
+        sloping = slope[:, :, at[me]].mT.contiguous().mT
+        back = blocks.Gradients(sloping, q[:, :, at[me]], mine.output_BNSD, mine.total_BNS, runs[me], sight)
         for source in (me, me - 1, me - 2):
             added = torch.zeros(2, 1, 2, SEQ // 3, 8, dtype=torch.float64)
             back.meet(k[:, :, at[source]], v[:, :, at[source]], runs[source], *added)

@@ -70,7 +70,8 @@ def test_buckets_are_views_sent_in_order_while_backward_runs():
 
 
 def test_bucket_sums_are_sums_and_not_means():
-    alone, together = ranks.run(1, buckets, 1e9)[0][1], ranks.run(2, buckets, 1e9)[0][1]
+    (_, alone, *_), (_, together, sizes, *_) = ranks.run(1, buckets, 1e9)[0], ranks.run(2, buckets, 1e9)[0]
+    assert sizes == [80]  # all in one message
     assert (together[-1] == 2 * alone[-1]).all()  # the last bias sees ones, whatever the input
 
 

@@ -21,7 +21,8 @@ FAILED, BROKEN = 1, 2  # pytest's exit codes: a test failed; it could not be imp
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
-    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries")],
+    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries"),
+               ("test_told.py", "share")],
     "vocabulary": [("test_tensor.py", "vocabulary")],
     "exchange": [("test_tensor.py", "exchange")],
     "regather": [("test_tensor.py", "gathering_again"), ("test_offload.py", "sequence_parallel")],
@@ -29,7 +30,9 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "zero": [("test_zero.py", "buckets or bucket or one_rank"), ("test_options.py", "order or static or summed"),
              ("test_compress.py", "frozen"), ("test_precision.py", "two_ranks_in_16")],
     "recompute": [("test_recompute.py", "gradients or saved_bytes_fall or nth or dropout")],
-    "expert": [("test_expert.py", "uneven or shared")],
+    "apply": [("test_told.py", "load"), ("test_precision.py", "two_ranks_in_16 or fp8_on_two")],
+    "expert": [("test_expert.py", "uneven or shared"), ("test_told.py", "share or load")],
+    "order": [("test_told.py", "order")],
     "blocks": [ATTENTION],
     "context": [ATTENTION],
     "ring": [ATTENTION],

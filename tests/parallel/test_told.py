@@ -1,0 +1,73 @@
+"""What a rank tells beside what it trains: which gradients are parts of a sum, how even the load of experts was, what a
+router's own losses weigh, where its tokens stand. Most training goes on with any of them wrong: the proof does not see them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.parallel.order import token_order
+
+WORKLOAD = Workload(batch=4, seq=8)
+MODEL = Model(hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, vocab=33, experts=4, top_k=2, expert_ffn=12, dense_layers=1,
+              ffn_bias=True, activation="gelu")  # fmt: skip
+
+
+def partial(context, plans):
+    """(kind, name) of the gradients that are parts of a sum, under each plan."""
+    from meshwright.parallel.apply import apply
+
+    made = [apply(MODEL, plan, WORKLOAD, context.rank) for plan in plans]
+    return [{(p.partial, p.name.rpartition(".")[2]) for p in one.pieces if p.partial} for one in made]
+
+
+def test_a_gradient_is_a_part_only_where_ranks_share_its_parameter():
+    plans = [Plan(replicate=2, ep=2), Plan(tp=2, expert_tp=1), Plan(tp=2)]
+    for alone, whole, cut in ranks.run(2, partial, plans):
+        assert not alone
+        assert {kind for kind, _ in whole} == {kind for kind, _ in cut} - {"expert_tp"} == {"tp"}
+        assert {name for kind, name in cut if kind == "expert_tp"} == {"bias"}
+
+
+def load(context, plan, scale):
+    """The first step's metrics of the routers, and what their losses weigh where every loss is scaled."""
+    from meshwright.models.moe import MixtureOfExperts
+    from meshwright.parallel.apply import apply
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64, scatter=True)
+    metrics = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0)).train_step().router
+    parallel.set_tokens(torch.tensor(8.0), scale)
+    layers = [
+        part for stage in parallel.stages.values() for part in stage.modules() if isinstance(part, MixtureOfExperts)
+    ]
+    return metrics, [part.place.share for part in layers], float(parallel.tokens)
+
+
+def test_the_load_is_of_all_stages_and_a_router_scales_its_losses_as_the_step_does():
+    """The first stage has no experts: it must tell what the second has seen."""
+    ((one, shares, tokens),) = ranks.run(1, load, Plan(microbatch=4), 4.0)
+    assert (shares, tokens) == ([4.0], 2.0)
+    assert 0 < one["entropy"] < 1 < one["peak"]
+    assert one["idle"] < 1
+    for metrics, shares, _ in ranks.run(2, load, Plan(pp=2), 4.0):
+        assert metrics == pytest.approx(one)
+        assert shares in ([], [4.0 / 4])
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(replicate=2), Plan(cp=3, cp_kind="all-gather"), Plan(tp=3, sp=True)], ids=str
+)
+def test_the_order_of_tokens_is_one_devices_also_of_an_odd_sequence(plan):
+    rows, seq = 2, 9
+    mesh = SimpleNamespace(layout=Layout(plan), rank=0)
+    order = token_order(mesh, plan, MODEL, rows, seq // plan.cp // plan.tp)
+    assert order.shape == (plan.world, rows * seq // plan.cp // plan.tp)
+    assert torch.equal(order.flatten().sort().values, torch.arange(plan.dp * rows * seq))
+    assert torch.equal(order[0, : seq // plan.cp // plan.tp], torch.arange(seq // plan.cp // plan.tp))
