@@ -10,6 +10,10 @@ parameters before its first action and frees them after its last. Private names 
     PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
     PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
 
+Two slips of the lecture's own 1F1B that a program cannot make: backward sends the gradient of a stage's *input* to the
+stage before (its output's is what came in), and whether there is a stage before is asked as `is not None`, since rank 0
+is a rank and false.
+
 `check_adapter` names the missing one if torch moves any. Shapes between stages are told in advance, since torch would
 otherwise run a whole forward and backward in the first step to find them out.
 """

@@ -4,8 +4,9 @@ A pair of products Y = σ(X A), Z = Y B is divided by giving each of the P ranks
 
     Z = Σ_p σ(X A_p) B_p        one all-reduce forward (of Z), one backward (of X's gradient)
 
-Attention is the same pair, with whole heads as the blocks. The bias of B is added **after** the sum: added on every
-rank before it, it would count P times. A bias of A is split with A's columns. With K KV heads for more than K ranks
+Attention is the same pair, with whole heads as the blocks. The bias of B is added **after** the sum, on **every** rank:
+before it, it would count P times; on one rank only, as the lecture's code has it, ranks would go on with different
+outputs. A bias of A is split with A's columns. With K KV heads for more than K ranks
 each of them is on P/K neighbours: every copy sees the queries of its own rank only, so its gradient is a part, and the
 sum over the copies, once a step, is the head's (`copied`); the global norm counts one of them.
 
