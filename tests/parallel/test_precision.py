@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 import ranks
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel import fp8
 from meshwright.parallel.precision import LossScale, cast
+from meshwright.verify.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32, ffn_bias=True)
 WORKLOAD = Workload(batch=4, seq=4, precision="fp32", optimizer="momentum")
@@ -148,3 +150,23 @@ def test_fp8_on_two_ranks_is_fp8_on_one_device():
         assert same(rank["masters"], one["masters"])
     for a, b in zip(one["losses"], wide["losses"], strict=True):
         assert 1e-6 < abs(a - b) < 0.05 * abs(b)
+
+
+FP8 = [
+    {"tp": 2, "microbatch": 2},
+    {"tp": 2, "sp": True, "recompute": "full"},
+    {"cp": 2, "replicate": 2},
+    {"shard": 2, "zero": 3, "tp": 2, "comm_dtype": "fp8"},
+    {"pp": 2, "tp": 2, "schedule": "zb-h1"},
+]
+
+
+@pytest.mark.parametrize("plan", FP8, ids=str)
+def test_fp8_divided_is_fp8_on_one_device(plan):
+    """A scale a shard would round otherwise: ranks agree on the largest of what they hold parts of."""
+    config = Config.from_parts(MODEL.but(layers=4, kv_heads=2), "laptop", plan=plan,
+                               workload={"batch": 4, "seq": 8, "precision": "fp8"})  # fmt: skip
+    proof = prove(config, ranks=4, steps=2)
+    assert proof.small.workload.precision == "fp8"
+    assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
+    assert proof.agreements[0].errors["gradient"] < 1e-9

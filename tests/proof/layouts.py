@@ -189,13 +189,13 @@ LOSSY: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# fp8 products: one device takes the same micro-batches, so that each tensor has the same scale. Not beside tp and cp, where a
-# rank scales its own part of a tensor.
+# Products in fp8: one device takes the same micro-batches, and ranks that hold parts of a tensor scale it as it does.
 FP8: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"microbatch": 2}), ("llama", {"replicate": 2, "bucket": 2000}), ("gpt", {"shard": 2, "zero": 1, "microbatch": 2}),
     ("qwen", {**Z3, "microbatch": 2}), ("gemma", {"pp": 2}), ("qwen", {**ZBV, "microbatch": 2}), ("mlp", {"replicate": 2}),
     ("mixtral", {"replicate": 2, "ep": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
-    ("llama", {"replicate": 2, **Z3}), ("five", {**Z3, "pp": 2, "recompute": "full"}),
+    ("llama", {"replicate": 2, **Z3}), ("five", {**Z3, "pp": 2, "recompute": "full"}), ("llama", {"tp": 2, "microbatch": 2}),
+    ("qwen", {**SP, "pp": 2, "recompute": "full"}), ("mixtral", {**Z3, "tp": 2, "ep": 2}),
 ]  # fmt: skip
 # Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
 NARROW: list[tuple[str, dict[str, Any], str]] = [

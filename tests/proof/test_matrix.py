@@ -82,6 +82,7 @@ def reasons_of(layout):
     plan, model = layout.plan, layouts.MODELS[layout.model]
     allowed = {traffic.MESSAGES, traffic.PADDING}
     allowed |= {expert_traffic.UNEVEN} if model.experts and plan.world > 1 else set()
+    allowed |= {traffic.SCALES} if layout.precision == "fp8" else set()
     allowed |= {traffic.FROZEN} if layout.prepare else set()
     allowed |= {traffic.IN_BOTH} if plan.sp and plan.pp > 1 else set()
     allowed |= {traffic.COMPRESSED} if plan.lossy else set()

@@ -78,7 +78,9 @@ def test_what_is_issued_is_what_is_lowered(plan, tied):
 
 
 def test_what_cannot_run_is_refused_before_ranks_start():
-    config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"tp": 2, "tp_form": "all-gather"})
+    config = Config.from_parts(
+        "llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"replicate": 2, "pp": 2, "reduce": "microbatch"}
+    )
     with pytest.raises(MeshwrightError, match="MW-PAR-001"):
         prove(config)
 

@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.describe.router import RouterOptions
@@ -72,8 +71,9 @@ class Router(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
-        bias = None if self.bias is None else self.bias.to(wide)
-        logits_TE = F.linear(x_TH.to(wide), self.weight.to(wide), bias)
+        logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()  # wide whatever the layer's products are
+        if self.bias is not None:
+            logits_TE = logits_TE + self.bias.to(wide)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         with torch.no_grad():
             chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)

@@ -173,7 +173,7 @@ def apply(
         if ring is not None:
             places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
         if workload.precision == "fp8":
-            fp8.put_on(module.layers.values())  # type: ignore[operator]
+            fp8.put_on(module.layers.values(), [g for g in (group, ring) if g is not None])  # type: ignore[operator]
         recompute_plan(module, plan)
         if plan.offload in ("activations", "both"):
             offload.put_on(module.layers.values())  # type: ignore[operator]

@@ -42,10 +42,10 @@ def small_copy(config: Config, ranks: int) -> Small:
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
+    if config.workload.precision == "fp8" and workload.precision != "fp8":
+        changes.append("fp8 products not exercised: one device cannot scale apart what its router counts together")
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
-    if config.workload.precision == "fp8" and not scales_alike(plan):
-        changes.append("fp8 products not exercised: a rank scales its own part of a tensor, which one device has not")
     tiny = tiny.but(dropout=False)
     plan = plan.but(bucket=small_bucket(config, tiny, plan))
     order = config.plan.order or config.stack.order
@@ -173,15 +173,15 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         count = 2 * plan.pp * max(1, plan.virtual // 2)
     else:
         count = 2 if config.plan.microbatches(config.workload) > 1 else 1
-    precision = "fp8" if config.workload.precision == "fp8" and scales_alike(plan) else "fp32"
+    precision = "fp8" if config.workload.precision == "fp8" and not scales_differ(config.model, plan) else "fp32"
     return config.workload.but(
         batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
     )
 
 
-def scales_alike(plan: Plan) -> bool:
-    """Whether a rank's fp8 products have the scales that one device's have: not where it holds a part of a tensor."""
-    return plan.tp == plan.cp == 1
+def scales_differ(model: Model, plan: Plan) -> bool:
+    """Routers that count tokens of several ranks want them together on one device, fp8's scales want them apart."""
+    return bool(model.experts) and model.router.counts_together and plan.dp > 1
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:

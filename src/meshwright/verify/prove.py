@@ -113,12 +113,10 @@ def prove(
     double = compare(one["fp64"], [rank["fp64"] for rank in many])
     bounds = bounds_from_rounding(one["fp32"], one["fp64"])
     # A lossy sum rounds to a neighbour where float32 and float64 differ: its float32 is held to one device's float32.
-    single = compare(
-        one["fp32" if small.plan.lossy or small.workload.precision == "fp8" else "fp64"],
-        [rank["fp32"] for rank in many],
-        bounds,
-    )
-    proof = Proof(small, steps, [double, single], [rank["fp32"] for rank in many])
+    single = compare(one["fp32" if small.plan.lossy else "fp64"], [rank["fp32"] for rank in many], bounds)
+    # Where float32 rounds, fp8 may round to a neighbour: there float64 alone is judged.
+    agreements = [double] if small.workload.precision == "fp8" else [double, single]
+    proof = Proof(small, steps, agreements, [rank["fp32"] for rank in many])
     if inexact(job):
         proof.exact_losses = tuple(run(exact(job), device)[0]["fp64"].losses)
     if not proof.parity:
@@ -134,8 +132,10 @@ def run(job: Job, device: str) -> list[dict[str, Trace]]:
 def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     """The same model and global batch on one device, all of the batch at once, and no fault injected. Where ranks do
     what no single device would, it does so in their place; of lossy sums `many` tell what they sum."""
+    apart = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
     if job.plan.average_every:
-        plan = Plan(microbatch=job.workload.batch // job.plan.dp, param_dtype="fp32", master=False)
+        size = job.plan.microbatch if apart else job.workload.batch // job.plan.dp
+        plan = Plan(microbatch=size, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
     rounds = job.plan.microbatches(job.workload)
     if job.model.experts and job.model.router.counts_together and rounds > 1:
@@ -146,10 +146,8 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
         first = {dtype: [rank[dtype] for rank in many if rank[dtype].first_of_data] for dtype in job.dtypes}
         summed = {dtype: [trace.summed for trace in traces] for dtype, traces in first.items()}
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan, summed=summed)
-    together = (
-        job.workload.batch if job.workload.precision != "fp8" else job.plan.microbatch
-    )  # each has a scale of its own
-    plan = Plan(microbatch=together, param_dtype="fp32", master=False)
+    size = job.plan.microbatch if apart else job.workload.batch
+    plan = Plan(microbatch=size, param_dtype="fp32", master=False)
     return Job(job.model, plan, job.workload, job.order, job.steps, job.seed, job.dtypes)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.cost.memory import memory
@@ -43,6 +44,7 @@ from meshwright.verify.records import Amount, Explanation, Row
 
 VOCABULARY = (TIED_SOURCE, TIED_COPY)
 MESSAGES, PADDING, COMPRESSED = "the same bytes in other messages", "sizes that do not divide", "compressed to the byte"
+SCALES = "fp8 operands have one scale on all ranks"
 AVERAGED = "replicas average in some steps"
 FROZEN, IN_BOTH = "frozen parameters have no gradient", "a saved input is gathered for I and for W"
 Key = tuple[str, str]
@@ -121,6 +123,7 @@ def number(value: Any) -> float:
 def explanations(parallel: Parallel, program: StepProgram) -> Iterator[Explanation]:
     yield from expert_parallel(parallel)
     yield from split_backward(parallel)
+    yield from fp8_scales(parallel)
     yield from spared_gathers(parallel)
     yield from small_sums(parallel, program)
     if parallel.local is not None:
@@ -255,6 +258,25 @@ def split_backward(parallel: Parallel) -> Iterator[Explanation]:
     inputs = [a.stage for a in program.actions(parallel.mesh.index("pp")) if a.kind == "I" and a.stage > 0]
     again = [width for s in inputs for width in regions(parallel.stages[s], parallel.model, plan)]
     yield Explanation(IN_BOTH, canonical(parallel.mesh, "tp"), "all_gather", len(again), sum(again) * n)
+
+
+def fp8_scales(parallel: Parallel) -> Iterator[Explanation]:
+    """Ranks that hold parts of a product's operands agree on their largest: two numbers forward, and one backward."""
+    if parallel.workload.precision != "fp8":
+        return
+    plan, rounds = parallel.plan, parallel.plan.microbatches(parallel.workload)
+    program = program_of(plan, parallel.workload)
+    forward = backward = 0
+    for index, stage in parallel.stages.items():
+        layers: list[Any] = list(stage.layers.values())  # type: ignore[operator]
+        products = [sum(isinstance(part, nn.Linear) for part in layer.modules()) for layer in layers]
+        forward += rounds * (sum(products) + sum(products[i] for i in plan.made_again(range(len(layers)))))
+        twice = program is not None and program.splits_backward and index > 0  # the gradients' largest in I and in W
+        backward += rounds * sum(products) * (2 if twice else 1)
+    for axis in ("tp", "cp"):
+        if parallel.mesh.size(axis) > 1:
+            key = canonical(parallel.mesh, axis), "all_reduce"
+            yield Explanation(SCALES, *key, forward + backward, 8 * forward + 4 * backward)
 
 
 def spared_gathers(parallel: Parallel) -> Iterator[Explanation]:
