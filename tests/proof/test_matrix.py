@@ -53,7 +53,8 @@ def traces_of(layout):
 
 
 def marked(layout):
-    marks = [pytest.mark.slow] if layout.plan.world > 4 else []
+    axes = [layout.plan.tp, layout.plan.cp, layout.plan.pp, layout.plan.ep, 1 + layout.plan.zero]
+    marks = [pytest.mark.slow] if layout.plan.world > 4 and min(axes) == 1 else []  # all five at once is always tried
     return pytest.param(layout, id=layout.title, marks=marks)
 
 

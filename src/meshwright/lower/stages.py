@@ -29,7 +29,6 @@ class Holding:
 
     rank: Array
     counts: dict[str, Array]
-    tied_copy: Array  # 1 where the head's weights are a copy of the embedding's on another rank
     again: dict[str, Array] | None = None  # of these, made again in backward; unsaid: all, where the plan recomputes
 
     def times(self, block: str, phase: str) -> Array:
@@ -67,9 +66,7 @@ def holding(batch: Batch, rank: Array) -> Holding:
     stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
     parts = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
     counts = {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.counts.items()}
-    # A V-shaped rank holds both ends: its head reads the embedding it already has.
-    tied = np.broadcast_to(parts.tied_copy, stage.shape).max(axis=0) * (counts["embedding"] == 0)
-    return _with_again(batch, Holding(rank, counts, tied), stages_of_rank)
+    return _with_again(batch, Holding(rank, counts), stages_of_rank)
 
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:
@@ -107,18 +104,17 @@ def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> Holding:
     layers = batch.virtual * least + np.where(v_shaped, folded, looped)
     first, zero = (rank == 0) * 1.0, np.zeros(batch.n)
     last = np.where(v_shaped, rank == 0, rank == pp - 1) * 1.0
-    tied = last * (stages > 1) * (1 - first) if model.tied else zero
     kind = model.layer_kinds[0]
-    return Holding(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last}, tied)
+    return Holding(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last})
 
 
 def mean_holding(batch: Batch) -> Holding:
     """What a rank holds on the average of its pipeline: fractions of blocks."""
     model, zero = batch.model, np.zeros(batch.n)
     if model.kind == "counts":
-        return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero}, zero)
+        return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
     layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
-    held = Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp}, zero)
+    held = Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
     held = _with_again(batch, held, lambda plan, _: range(plan.stages))
     if held.again is not None:
         here = list(batch.partly)
@@ -133,7 +129,7 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
     zero = np.zeros(batch.n)
     exists = (stage >= 0) * 1.0
     if model.kind == "counts":
-        return Holding(rank, {"embedding": zero, "dense": exists, "moe": zero, "head": zero}, zero)
+        return Holding(rank, {"embedding": zero, "dense": exists, "moe": zero, "head": zero})
     stages = batch.pp * batch.virtual
     start, end = bounds(batch, np.maximum(stage, 0).astype(int), stages)
     if model.experts:
@@ -143,8 +139,7 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
         moe = zero
     counts = {"dense": exists * (end - start) - moe, "moe": moe}
     first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
-    tied = last * (stages > 1) if model.tied else zero
-    held = Holding(rank, {"embedding": first, **counts, "head": last}, tied)
+    held = Holding(rank, {"embedding": first, **counts, "head": last})
     return _with_again(batch, held, lambda _, s: [s], stage) if np.ndim(stage) == 1 else held
 
 

@@ -89,7 +89,7 @@ def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
 
     def one(*blocks: str) -> Array:
         counts = {kind: zero + (kind in blocks) for kind in ("embedding", "dense", "moe", "head")}
-        return np.broadcast_to(rank_time(program, cost.times, Holding(zero, counts, zero), zero).total, b.n)
+        return np.broadcast_to(rank_time(program, cost.times, Holding(zero, counts), zero).total, b.n)
 
     kinds = set(b.model.layer_kinds) if b.model.kind != "counts" else {"dense"}
     return {"ends": one("embedding") + one("head"), "longest": np.maximum.reduce([one(kind) for kind in kinds])}
