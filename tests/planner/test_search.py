@@ -48,7 +48,7 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
     rows = rows.take(rows.memory <= limit)
     family = families.family(rows)
     found = searched(name)
-    assert found.legal == one.costed > 2 * found.costed
+    assert found.legal == one.costed > 1.5 * found.costed
     assert not found.unproved
     assert found.rows.time.min() == pytest.approx(rows.time.min(), rel=1e-12)
     for code in np.unique(family):
@@ -92,7 +92,11 @@ def test_no_plan_beats_the_bounds_above_it(seed):
     clusters = ["dgx-a100", "gb200-nvl72", "dgx-h100", "aws-p4d", "ethernet-cluster", "h100-two-sites", "dgx-a100"]
     stacks = ["default", "megatron-lm", "megatron-core", "nanotron", "nemo-megatron", "default", "default"]
     # The last has a few large layers among small ones.
-    model = catalog.load("models", models[seed]) if seed < 6 else MOE.but(layers=8, dense_layers=6, top_k=4)
+    model = (
+        catalog.load("models", models[seed])
+        if seed < 6
+        else MOE.but(hidden=1024, expert_ffn=4096, layers=8, dense_layers=6, top_k=4)
+    )
     cluster, stack = catalog.load("clusters", clusters[seed]), catalog.load("stacks", stacks[seed])
     gpus = [64, 96, 48, 128, 24, 16, 8][seed]
     where = Space(model, cluster.with_gpus(gpus), Workload(batch=4 * gpus, seq=2048), stack)
@@ -119,6 +123,13 @@ def test_no_plan_beats_the_bounds_above_it(seed):
         assert (rows.columns[f"t{k}"] <= least).all(), f"time, layer {k}"
         assert (rows.columns[f"m{k}"] <= exact.memory * (1 + 1e-9)).all(), f"memory, layer {k}"
     assert (rows.time <= least).all()
+    # Under a memory limit the schedules that do not keep to it are left out of the bounds, and never one that does.
+    limit = float(np.median(exact.memory)) * (1 + 1e-9)
+    frame = ("tp", "cp", "pp", "dp", "sp", "cp_kind", "etp", "ep", "recompute", "dtype", "lap", "microbatch", "order")
+    sharding = rows.only("replicate", "shard", "zero", "reshard", "reduce_each").columns
+    sharded = bounds.of_kernels(where, bounds.kernels(where, rows.only(*frame)).but(**sharding), limit)
+    for some in (bounds.of_shapes(where, rows.only(*frame), limit), sharded, bounds.of_sharded(where, sharded, limit)):
+        assert (some.time <= np.where(exact.memory <= limit, least, np.inf)).all()
     assert (rows.memory <= exact.memory * (1 + 1e-9)).all()
     assert rows.exact.any() != where.stack.blocking_p2p
     for name in ("time", "low", "closed", "high", "estimate"):

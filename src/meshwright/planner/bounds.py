@@ -24,7 +24,7 @@ F, I and W depend on what happens inside a layer, not on pp, dp or the batch: fe
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from meshwright.planner.table import Table, codes, grouped, join
 from meshwright.programs.pipelines import formulas
 from meshwright.programs.pipelines.rules import RULES
 
+Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages a rank may have: one, or the fewest and the most
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
 TELLING = 5  # ranks of a pipeline that a batch looks at, at most
@@ -103,11 +104,12 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
     before they are costed: of most only the naive schedule fits."""
     m, alone = space.microbatches(rows), least_memory(space, rows)
 
-    def memory(name: str, some: Table, v: np.ndarray) -> np.ndarray:
-        """The mean rank keeps what its layers save, times the micro-batches in flight: those of the first and last rank halved, since they
-        fall (or rise, and then stop) from one to the other. Smaller layers may be where most are in flight."""
-        ends = [formulas.in_flight(name, some.pp, some.m, v, rank) / v for rank in (0, some.pp - 1)]
-        kept = v * (space.model.layers // (some.pp * v)) * some.layer * (ends[0] + ends[1]) / 2
+    def memory(name: str, some: Table, virtuals: Virtuals, fewest: np.ndarray) -> np.ndarray:
+        """The mean rank keeps what its layers save, times the micro-batches in flight: of the fewest layers that a rank has those of the first and
+        last rank halved, since they fall (or rise, and then stop) from one to the other; of the rest, and of smaller layers, the least and most."""
+        ends = [least_in_flight(name, some, virtuals, rank) for rank in (0, some.pp - 1)]
+        rest = space.model.layers / some.pp - fewest
+        kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + rest * np.minimum(*ends))
         return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
     over = np.full(len(rows), space.stack.step_overhead)
@@ -148,28 +150,36 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
 
 
 def best_schedule(
-    space: Space, work: Table, memory: Callable[[str, Table, np.ndarray], np.ndarray], limit: float
+    space: Space, work: Table, memory: Callable[[str, Table, Virtuals, np.ndarray], np.ndarray], limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Least seconds and bytes of rows under the schedules that keep to a memory limit, each with as many virtual stages as there can be: that
-    is the least bubble and the fewest micro-batches in flight. `work` has pp, m and f, i, w of a mean rank; `looped` and `folded` are the
-    seconds to add for either placement."""
+    """Least seconds and bytes of rows under the schedules that keep to a memory limit. Most virtual stages have the least bubble; what is in
+    flight rises or falls with them, so that the fewest or the most have the least. `work` has pp, m and f, i, w of a mean rank; `looped` and
+    `folded` are the seconds to add for ranks that keep their layers together, and for others."""
     time, least = np.full(len(work), np.inf), np.full(len(work), np.inf)
     piped = np.flatnonzero(work.pp > 1)
-    some = work.take(piped)
+    some, layers = work.take(piped), space.model.layers
     distinct, which = np.unique(some.pp, return_inverse=True)
-    deepest = np.array([max(space.virtuals(int(p)), default=2) for p in distinct], np.int64)[which]
+    legal = [space.virtuals(int(p)) or [layers + 1] for p in distinct]
+    fewest = [min(v * (layers // (int(p) * v)) for v in vs) for p, vs in zip(distinct, legal, strict=True)]
+    looped = [np.array(x, np.int64)[which] for x in ([min(vs) for vs in legal], [max(vs) for vs in legal], fewest)]
     for name in space.choices.words["schedule"] if len(piped) else ():
         rule = RULES[name]
         if name == "auto":  # found by search: it may have no bubble, and one micro-batch in flight
             seconds, size = some.m * (some.f + some.i + some.w), some.alone
         else:
-            v = deepest if rule.most_virtual > 2 else np.full_like(some.pp, rule.virtual)
-            seconds, size = span(name, some.pp, some.m, v, some.f, some.i, some.w), memory(name, some, v)
-            size = np.where(some.pp * v <= space.model.layers, size, np.inf)
+            v = np.full_like(some.pp, rule.virtual)
+            low, high, kept = looped if rule.most_virtual > 2 else (v, v, v * (layers // (some.pp * v)))
+            seconds = span(name, some.pp, some.m, high, some.f, some.i, some.w)
+            size = np.where(some.pp * low <= layers, memory(name, some, (low, high), kept), np.inf)
         seconds = seconds + (some.folded if regroups(space, name) else some.looped)
         time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
         least[piped] = np.minimum(least[piped], size)
     return time, least
+
+
+def least_in_flight(schedule: str, rows: Table, virtuals: Virtuals, rank: np.ndarray | int) -> np.ndarray:
+    """Micro-batches in flight on a rank, counted in the rank's own, with whichever number of virtual stages has fewer."""
+    return reduce(np.minimum, (formulas.in_flight(schedule, rows.pp, rows.m, v, rank) / v for v in virtuals))
 
 
 def span(
@@ -212,11 +222,13 @@ def regroups(space: Space, schedule: str) -> bool:
     return rule.placement == "v" or (space.mixed and rule.most_virtual > 2)
 
 
-def in_flight_bytes(space: Space, schedule: str, rows: Table, virtual: np.ndarray) -> np.ndarray:
+def in_flight_bytes(
+    space: Space, schedule: str, rows: Table, virtuals: Virtuals, fewest: np.ndarray | None = None
+) -> np.ndarray:
     """Bytes of the fullest rank under a schedule, or what it has at least: from the ranks that tell, or from the mean rank."""
     if not regroups(space, schedule):
-        return held(rows, schedule, rows.m, virtual)
-    ends = [formulas.in_flight(schedule, rows.pp, rows.m, virtual, rank) / virtual for rank in (0, rows.pp - 1)]
+        return held(rows, schedule, virtuals)
+    ends = [least_in_flight(schedule, rows, virtuals, rank) for rank in (0, rows.pp - 1)]
     return rows.bytes + (np.minimum(*ends) - 1) * rows.saved / rows.pp
 
 
@@ -259,7 +271,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
         if name == "auto":
             continue
         looped, v = RULES[name].placement == "looped", rows.virtual
-        memory[at] = in_flight_bytes(space, name, rows, v)
+        memory[at] = in_flight_bytes(space, name, rows, (v,))
         closing = space.stack.step_overhead if regroups(space, name) else rows.closing
         time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + closing
         if (
@@ -275,10 +287,10 @@ def of_schedules(space: Space, plans: Table) -> Table:
     return plans.but(time=np.where(exact, found.low, time), memory=memory, exact=exact, **found.columns)
 
 
-def held(rows: Table, schedule: str, m: np.ndarray, virtual: np.ndarray) -> np.ndarray:
+def held(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
     """Bytes of the fullest of the ranks that tell, with the micro-batches in flight that a looped schedule has there."""
     by_rank = []
     for k in range(TELLING):
-        flying = formulas.in_flight(schedule, rows.pp, m, virtual, rows.columns[f"r{k}"]) / virtual
+        flying = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
         by_rank.append(rows.columns[f"b{k}"] + (flying - 1) * rows.columns[f"o{k}"])
     return np.maximum.reduce(by_rank)
