@@ -160,12 +160,9 @@ MODEL = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab
 Z = {"replicate": 1, "shard": 2}
 PROVED = [
     {"compression": "int4"},
-    {"compression": "top-k", "compression_ratio": 0.1},
-    {"compression": "random-k", "compression_ratio": 0.1},
     {"compression": "threshold", "compression_threshold": 1.5},
-    {"compression": "powersgd", "compression_rank": 2},
-    {"comm_dtype": "bf16"},
     {"comm_dtype": "fp8", "tp": 2, "sp": True},
+    {"compression": "int8", "tp": 2},
     {"compression": "powersgd", "compression_rank": 2, "tp": 2},
     {"compression": "int8", "pp": 2, "schedule": "zbv", "virtual": 2},
     {"compression": "int4", **Z, "zero": 1},
@@ -173,7 +170,6 @@ PROVED = [
     {"compression": "top-k", "compression_ratio": 0.1, **Z, "zero": 3, "tp": 2, "sp": True},
     {"compression": "random-k", "compression_ratio": 0.1, **Z, "zero": 3, "pp": 2},
     {"compression": "bf16", "shard": 2, "zero": 3},
-    {"comm_dtype": "fp8", **Z, "zero": 3},
 ]
 
 

@@ -153,10 +153,8 @@ def test_fp8_on_two_ranks_is_fp8_on_one_device():
 
 
 FP8 = [
-    {"tp": 2, "microbatch": 2},
     {"tp": 2, "sp": True, "recompute": "full"},
     {"cp": 2, "replicate": 2},
-    {"shard": 2, "zero": 3, "tp": 2, "comm_dtype": "fp8"},
     {"pp": 2, "tp": 2, "schedule": "zb-h1"},
 ]
 

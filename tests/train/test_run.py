@@ -64,6 +64,13 @@ def test_the_load_of_experts_is_told_step_by_step(tmp_path):
     assert load(tmp_path / "plan.toml").model.router.capacity == 0.5
 
 
+def test_replicas_that_average_now_and_then_send_as_much_less():
+    traffic = [run_training(config(replicate=2, average_every=n), 3) for n in (1, 4)]
+    each, fourth = (training.measurement.traffic_bytes["dp"] for training in traffic)
+    assert each == pytest.approx(4 * fourth)
+    assert traffic[1].prediction.traffic_bytes["dp"] == pytest.approx(fourth, rel=0.01)
+
+
 def test_every_plan_learns_the_same():
     losses = [
         run_training(config(**plan), 4).measurement.loss for plan in ({}, {"replicate": 2}, {"pp": 2, "microbatch": 2})

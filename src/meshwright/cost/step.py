@@ -39,6 +39,7 @@ from meshwright.lower.traffic import boundary_messages, boundary_ops
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
            "expert_dp": "dp", "replicate": "dp", "expert_replicate": "dp", "stage": "ep", "world": "dp", "pp": "pp",
            "ends": "pp", "kv_copies": "tp"}  # fmt: skip
+TOLD_AS = {"stage": "dp"}  # bytes between the ranks of a stage; their time is the experts' own
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
@@ -283,7 +284,7 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
     for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
-                row = by_block.setdefault(AXIS_OF[op.axis], {})
+                row = by_block.setdefault(TOLD_AS.get(op.axis, AXIS_OF[op.axis]), {})
                 row[key] = row.get(key, 0.0) + m * bytes_of(op)
     out = {
         axis: np.maximum.reduce([np.broadcast_to(sum(h.times(*key) * x for key, x in row.items()), b.n) for h in held])
@@ -291,7 +292,8 @@ def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict
     }
     for op in syncs:
         if op.axis not in ("", "ends") and op.part != "optimizer":
-            out[AXIS_OF[op.axis]] = out.get(AXIS_OF[op.axis], 0.0) + bytes_of(op)
+            axis = TOLD_AS.get(op.axis, AXIS_OF[op.axis])
+            out[axis] = out.get(axis, 0.0) + bytes_of(op)
     if np.any(b.pp > 1):
         message = m * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations
         tied = sum((bytes_of(op) for op in syncs if op.axis == "ends"), np.zeros(b.n))

@@ -20,7 +20,7 @@ from meshwright.train.observe import Observer
 from meshwright.train.rank import RankContext
 from meshwright.train.records import RankReport, Settings, StepRecord
 
-DATA_AXES = ("shard", "replicate", "dp", "dp_cp", "shard_cp", "world")  # told together as dp
+DATA_AXES = ("shard", "replicate", "dp", "dp_cp", "shard_cp", "world", "stage")  # told together as dp
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
@@ -35,6 +35,8 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     trainer.after_step.append(tell)
     trainer.train(steps)
     trainer.after_step.clear()
+    if parallel.local is not None:
+        parallel.local.since = parallel.local.every - 1  # the step that is watched is the one that averages
     with Observer(trainer) as observer:
         trainer.train_step()
     seen = observer.observed()
@@ -55,4 +57,6 @@ def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int,
     for (axis, operation), (_, size) in collectives.items():
         told = "dp" if axis in DATA_AXES else axis
         out[told] = out.get(told, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(axis)))
+    if trainer.parallel.local is not None and "dp" in out:
+        out["dp"] /= trainer.parallel.local.every
     return out
