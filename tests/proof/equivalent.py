@@ -21,6 +21,7 @@ OF_ONE = "a group of one rank: what it sums is what it had"
 OF_ITS_OWN = "another communicator of the same ranks"
 NOT_READ = "nobody reads it before it is set"
 LEAVES = "these modules have no modules inside"
+FROM_2_13 = "torch before 2.13, which this is, does not read it; a later one does, and there it is noticed"
 IN_TIME = (
     "the groups are made when they are first needed, by those who need them, which gloo allows, or made and not used"
 )
@@ -63,9 +64,11 @@ ANY_CHANGE: dict[tuple[str, str, str], str] = {
     ("pipeline", "Stage.perform_reduce_grad", "self.reduction.start()"): WHEN,
     ("pipeline", "Stage._get_init_p2p_neighbors_ops", ""): "greetings of torch before 2.12",
     ("pipeline", "Stage._post_metadata_inference_cleanup", "super()."): "shapes are told, so that nothing was inferred and left",
+    ("pipeline", "Stage._post_metadata_inference_cleanup", ""): FROM_2_13,
 }  # fmt: skip
 # module, function, part of the line as changed
 ONE_CHANGE: dict[tuple[str, str, str], str] = {
+    ("apply", "make_pipeline", "requires_grad=False"): FROM_2_13,
     ("blocks", "rectangles", "not sight.causal and queries == keys"): "a shorter way to what the pairs of runs say as well",
     ("blocks", "_relation", "k.stop + 1"): MASKED,
     ("blocks", "_relation", "q.stop + 1 - k.start"): MASKED,

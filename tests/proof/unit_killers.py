@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import changes
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
-FAILED, BROKEN = 1, 2  # pytest's exit codes: a test failed; it could not be imported
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
@@ -49,31 +49,34 @@ def failing(prepare: str, module: str) -> str:
         if UNITS.get(module):
             link(Path(folder), prepare)
         for file, which in UNITS.get(module, []):
-            if fails(Path(folder), file, which):
+            if fails(Path(folder), file, which) and passes(file, which):
                 return f"{file} -k '{which}'"
     return ""
 
 
+@cache
+def passes(file: str, which: str) -> bool:
+    """Whether these tests pass where nothing is changed: what fails for want of a library, or of time, kills nothing."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-control-") as folder:
+        link(Path(folder), "")
+        sound = not fails(Path(folder), file, which)
+    if not sound:
+        print(f"left out, since it fails without a mutant: {file} -k '{which}'", file=sys.stderr, flush=True)
+    return sound
+
+
 def fails(folder: Path, file: str, which: str) -> bool:
-    asked = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"tests/parallel/{file}",
-        "-k",
-        which,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    """Plain pytest: neither the suite's settings nor their plugins, which a borrowed machine may not have."""
+    settings = folder / "pytest.ini"
+    settings.write_text("[pytest]\n", "utf-8")
+    plain = ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
+    asked = [sys.executable, "-m", "pytest", "-x", "-q", *plain, f"tests/parallel/{file}", "-k", which]
+    paths = [folder, ROOT / "tests", ROOT / "tests" / "parallel"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return True
-    if done.returncode not in (0, FAILED, BROKEN):
-        raise RuntimeError(f"{' '.join(asked)}: {done.stdout[-2000:]}")
     return done.returncode != 0
 
 
