@@ -7,7 +7,7 @@ import ranks
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.compress import dequantise, make, quantise
-from meshwright.parallel.emulation import emulate
+from meshwright.parallel.emulation import emulate, run_together
 from meshwright.parallel.powersgd import PowerSGD, orthonormal
 from meshwright.parallel.sparse import kept
 from meshwright.verify.fold import small_copy
@@ -95,6 +95,30 @@ def test_what_is_not_sent_is_kept(name):
     held = torch.cat([sum(c.feedback.errors[i] for c in compressors) for i in range(len(lengths))])
     torch.testing.assert_close(sum(sums) + held, given, rtol=1e-12, atol=1e-12)
     assert held.abs().max() > 1e-6  # it was lossy indeed
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_owners_get_their_rows_of_the_sum_and_what_is_not_sent_is_kept(name):
+    """Three ranks, rows of 7 for each: what came out and what is held back is all that was given, row by row."""
+    compressors = [make(name, **OPTIONS) for _ in range(3)]
+    out, given, first = torch.zeros(3, 7, dtype=torch.float64), 0, None
+    total = torch.zeros_like(out)
+    for step in range(4):
+        rows = [gradient(rank, step)[:21].view(3, 7) for rank in range(3)]
+        run_together([c.scatter(0, rows[r], out[r], r) for r, c in enumerate(compressors)])
+        total, given = total + out, given + sum(rows)
+        first = out.clone() if first is None else first
+        assert [size for _, size in compressors[0].traffic(21, 8, [], 3, scattered=True)]
+    if name in WITH_FEEDBACK:
+        held = sum(c.feedback.errors[0] for c in compressors)
+        torch.testing.assert_close(total + held, given, rtol=1e-12, atol=1e-12)
+        assert held.abs().max() > 1e-6
+    exact = sum(gradient(rank, 0)[:21].view(3, 7) for rank in range(3))
+    loss = {"fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "int4": 1.0, "fp8": 0.5}.get(name)
+    if loss is None:  # sparse: some values are the exact ones, or parts of them, and the others are zero
+        assert 0 < (first != 0).sum() < 21
+    else:
+        assert 0 < (first - exact).abs().max() < loss
 
 
 def alone(name, *gradients, **options):
