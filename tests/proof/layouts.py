@@ -156,6 +156,7 @@ AWAY = [(model, {**said, "offload": where}) for model, said, where in (
     ("llama", {"replicate": 2, "bucket": 2000}, "activations"), ("qwen", {"shard": 2, "zero": 1}, "states"), ("gpt", Z3, "both"),
     ("gemma", {"tp": 2}, "both"), ("llama", CP, "activations"), ("qwen", {"pp": 2}, "both"), ("mlp", ZBV, "activations"),
     ("mixtral", {"replicate": 2, "ep": 2}, "both"), ("gpt", {**CP, "recompute": "full"}, "both"),
+    ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, "activations"),
     ("llama", {"recompute": "selective"}, "activations"),
 )]  # fmt: skip
 EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.parallel.keep import keeping
@@ -44,11 +45,9 @@ class Activations:
 
     def within(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-
             def pack(tensor: torch.Tensor) -> Any:
-                weight = tensor.untyped_storage().data_ptr() in weights
-                return tensor if weight or tensor.nbytes < self.smallest else self.send(tensor)
+                stays = tensor.nbytes < self.smallest or is_weight(tensor, module)
+                return tensor if stays else self.send(tensor)
 
             with keeping(pack, self.fetch):
                 out = forward(*args, **kwargs)
@@ -96,6 +95,13 @@ class Activations:
         current.wait_stream(self._stream)
         back.record_stream(current)
         return back
+
+
+def is_weight(tensor: torch.Tensor, module: nn.Module) -> bool:
+    """Asked at the moment it is saved: ZeRO-3 gathers experts of their own only when they run."""
+    address = tensor.untyped_storage().data_ptr()
+    whole = (p for p in module.parameters() if not isinstance(p, DTensor))
+    return any(p.untyped_storage().data_ptr() == address for p in whole)
 
 
 def put_on(modules: Iterable[nn.Module], smallest: int = 0) -> Activations:
