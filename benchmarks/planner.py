@@ -126,7 +126,7 @@ def ranking(cases: int = 60, plans: int = 160) -> None:
         cluster = catalog.load("clusters", str(rng.choice(clusters))).with_gpus(gpus)
         work = Workload(batch=int(rng.choice([256, 512, 1024])), seq=int(rng.choice([2048, 4096])))
         model, stack = str(rng.choice(models)), str(rng.choice(["default", "megatron-core"]))
-        space = Space(catalog.load("models", model), cluster, work, catalog.load("stacks", stack))
+        space = Space(catalog.load("models", model), cluster, work, catalog.load("stacks", stack), bucket=25e6)
         rows = sample(space, rng, plans)
         if rows is not None:
             seen.append((rows, walk(space, rows)[1], chosen(space, rows)))
@@ -173,7 +173,8 @@ def chosen(space: Space, rows: Table) -> float:
     """Seconds of the plan that the planner would take of these: a few of them walked, in waves."""
     best = Incumbents(space.cluster.accelerator.memory)
     best.offer(rows)
-    return rank(space, Found(best.found(), best, {}, set(), len(rows), len(rows))).best.time
+    ranking = rank(space, Found(best.found(), best, {}, set(), len(rows), len(rows)))
+    return ranking.best.time if ranking else np.inf
 
 
 if __name__ == "__main__":

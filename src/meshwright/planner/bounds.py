@@ -168,9 +168,9 @@ def best_schedule(
             seconds, size = some.m * (some.f + some.i + some.w), some.alone
         else:
             v = np.full_like(some.pp, rule.virtual)
-            low, high, kept = looped if rule.most_virtual > 2 else (v, v, v * (layers // (some.pp * v)))
-            seconds = span(name, some.pp, some.m, high, some.f, some.i, some.w)
-            size = np.where(some.pp * low <= layers, memory(name, some, (low, high), kept), np.inf)
+            *virtuals, kept = looped if rule.most_virtual > 2 else (v, v * (layers // (some.pp * v)))
+            seconds = span(name, some.pp, some.m, virtuals[-1], some.f, some.i, some.w)
+            size = np.where(some.pp * virtuals[0] <= layers, memory(name, some, tuple(virtuals), kept), np.inf)
         seconds = seconds + (some.folded if regroups(space, name) else some.looped)
         time[piped] = np.minimum(time[piped], np.where(size <= limit, seconds, np.inf))
         least[piped] = np.minimum(least[piped], size)
