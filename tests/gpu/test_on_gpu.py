@@ -10,6 +10,7 @@ from meshwright.describe.workload import Workload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MODEL = Model(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=512)
+DRAWN = ("random-k", "powersgd")  # each kind of device draws its own numbers, alike on every rank
 WORKLOAD = Workload(batch=8, seq=128, precision="fp32")
 
 
@@ -75,26 +76,34 @@ def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
     if not has_scaled_product(a, b):
         pytest.skip("no fp8 units")
     ours = scaled_product(a, b, a_dtype, b_dtype).double()
-    emulated = rounded(a.double(), a_dtype) @ rounded(b.double(), b_dtype).T
-    error = (ours - emulated).abs().max() / emulated.abs().max()
-    assert error < 2**-8  # the result is rounded to bfloat16, and scales once more to float32
+    parts = rounded(a, a_dtype).double(), rounded(b, b_dtype).double()
+    emulated = parts[0] @ parts[1].T
+    # The sum is kept to about 14 bits of its largest term, the result rounded to bfloat16.
+    bound = 2**-8 * emulated.abs() + 2**-12 * (parts[0].abs() @ parts[1].abs().T)
+    assert ((ours - emulated).abs() <= bound).all(), float(((ours - emulated).abs() / bound).max())
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
 def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
-    from meshwright.parallel.compress import make, perform
+    from meshwright.parallel.compress import make
+    from meshwright.parallel.emulation import perform
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
     message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))
-    summed = {}
+    told = {}
     for device in ("cpu", "cuda"):
-        compressor, out = make(name), message.to(device, copy=True)
+        compressor, sent = make(name), torch.zeros_like(message)
         for _ in range(2):  # the second has errors fed back
             out = message.to(device, copy=True)
             for asked in compressor.reduce(0, out, layout, 0, 1):
                 perform([asked])
-        summed[device] = out.cpu()
-    torch.testing.assert_close(summed["cuda"], summed["cpu"], rtol=1e-5, atol=1e-5)
+            sent += out.cpu()
+        left = compressor.feedback.errors.get(0, torch.zeros(1)).cpu().flatten()
+        told[device] = sent
+        if compressor.feedback.on:  # nothing is lost, only late
+            torch.testing.assert_close(sent + left[: len(sent)], 2 * message, rtol=1e-5, atol=1e-5)
+    if name not in DRAWN:
+        torch.testing.assert_close(told["cuda"], told["cpu"], rtol=1e-5, atol=1e-5)
 
 
 def losses(context, plan, workload, dtype):
