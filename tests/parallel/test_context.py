@@ -78,7 +78,9 @@ def functions(context):
 
                 compare(f"{name} {tile}", case, *case, call)
     ranks_ = context.world
-    for heads, keys, causal in ((2 * ranks_, 1, True), (ranks_, ranks_, False), (4 * ranks_, 2 * ranks_, True)):
+    many = SEQ * ranks_  # as many heads a rank as tokens
+    for heads, keys, causal in ((2 * ranks_, 1, True), (ranks_, ranks_, False), (4 * ranks_, 2 * ranks_, True),
+                                (many, ranks_, True), (2 * many, many, True)):  # fmt: skip
         call = lambda q, k, v, causal=causal: ulysses_attention(q, k, v, group, causal)  # noqa: E731
         compare("ulysses", (heads, keys, causal), heads, keys, causal, False, 0, call)
     return worst
@@ -87,7 +89,7 @@ def functions(context):
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_kind_is_attention_on_one_device(world):
     for errors in ranks.run(world, functions):
-        assert len(errors) == 3 * len(CASES) + 3
+        assert len(errors) == 3 * len(CASES) + 5
         assert max(errors.values()) < 1e-12, errors
 
 

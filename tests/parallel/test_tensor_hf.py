@@ -104,8 +104,7 @@ def test_a_hugging_face_model_computes_what_one_device_computes(case):
     name, world, _ = CASES[case]
     for rank in by_rank():
         errors, copies = rank[case]
-        worst = max(errors, key=errors.__getitem__)
-        assert errors[worst] < BOUND, (worst, errors[worst])
+        assert not {what: error for what, error in errors.items() if not error < BOUND}  # nor what is no number
         assert copies["model.layers.1.self_attn.k_proj.weight"] == max(1, world // MODELS[name][1])
         assert copies["model.layers.1.self_attn.q_proj.weight"] == 1
 
