@@ -1,6 +1,7 @@
 """Tensor parallelism in its parts: the pairs of exchange, the vocabulary's ends, the table, the count of all-reduces."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
 from meshwright.models.transformer import IGNORED, cross_entropy
+from meshwright.parallel import tensor
 from meshwright.parallel.tables import TABLES
 from meshwright.parallel.tensor import boundaries, matches
 from meshwright.verify.records import Job
@@ -173,6 +175,24 @@ def test_patterns_match_part_by_part():
     assert matches("layers.11.attention.q", "layers.*.attention.[qkv]")
     assert not matches("layers.11.attention.q", "layers.*")
     assert not matches("layers.11.attention.q_norm", "layers.*.attention.[qkv]")
+
+
+def test_an_input_is_the_first_however_it_is_passed():
+    taken = tensor._input_of(lambda x, y, z=0: (x, y, z))
+    for args, kwargs, rest in (((1, 2), {"z": 3}, (2, 3)), ((1,), {"y": 2}, (2, 0)), ((), {"y": 2, "x": 1}, (2, 0))):
+        x, call = taken(args, kwargs)
+        assert (x, call(9)) == (1, (9, *rest))
+
+
+@pytest.mark.parametrize(
+    ("padding", "expected"), [(0, (0, None)), (3, (3, None)), (4, (None, 0)), (6, (None, 2)), (None, (None, None))]
+)
+def test_padding_is_where_its_row_is(padding, expected):
+    for rank in range(2):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        table = torch.nn.Embedding(7, 3, padding_idx=padding)
+        tensor._vocabulary(tensor.Split(group), "table", table)
+        assert (table.padding_idx, table.num_embeddings) == (expected[rank], (4, 3)[rank])
 
 
 def test_boundaries_cover_without_overlap():

@@ -35,7 +35,7 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
                ("mixtral", {**SP, "expert_tp": 1, "ep": 2}), ("deepseek", {"replicate": 2, "ep": 2, "offload": "states"})],
     "context": [("llama", {"cp": 2}), ("gpt", {"cp": 2, "cp_kind": "all-gather"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "ring": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("llama", {"cp": 4})],
-    "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2})],
+    "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2}), ("gemma", {"cp": 4})],
     "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "recompute": [("gemma", {"recompute": "selective"}), ("gpt", {**SP, "recompute": "full"}),
                   ("llama", {"cp": 2, "recompute": "selective"}), ("mixtral", {"replicate": 2, "ep": 2, "recompute": "full"})],

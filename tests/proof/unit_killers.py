@@ -21,7 +21,7 @@ TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
-    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries"),
+    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
                ("test_told.py", "share")],
     "vocabulary": [("test_tensor.py", "vocabulary")],
     "exchange": [("test_tensor.py", "exchange")],
