@@ -16,6 +16,7 @@ from meshwright.parallel import (
     context,
     exchange,
     expert,
+    gathering,
     pipeline,
     recompute,
     tensor,
@@ -291,8 +292,8 @@ def tied_embedding_not_summed():
 
 def shards_freed_between_halves():
     """ZeRO-3 that frees a stage between the halves of a split backward loses the weights' gradients."""
-    plain = zero.fully_shard
-    zero.fully_shard = lambda module, **options: plain(module, **{**options, "reshard_after_forward": True})
+    plain = gathering.fully_shard
+    gathering.fully_shard = lambda module, **options: plain(module, **{**options, "reshard_after_forward": True})
 
 
 # Experts
