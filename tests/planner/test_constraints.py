@@ -38,7 +38,7 @@ WITHOUT = st.sampled_from(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     model=st.sampled_from(sorted(MODELS)),
     gpus=st.sampled_from([1, 2, 3, 4, 5]),

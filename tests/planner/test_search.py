@@ -23,8 +23,8 @@ from planner.spaces import DENSE, MODELS, MOE, TIED, space
 PROBLEMS = {
     "dense": ("dense", 8, 8, "default", ""),
     "tight": ("dense", 8, 16, "megatron-core", "2.2GB"),
-    "blocking": ("tied", 8, 24, "megatron-lm", "2.4GB"),
-    "experts": ("moe", 8, 8, "default", "2.2GB"),
+    "blocking": ("tied", 8, 12, "megatron-lm", "2.4GB"),
+    "experts": ("moe", 8, 2, "default", "2.2GB"),
     "odd": ("dense", 6, 12, "nanotron", ""),
 }
 
