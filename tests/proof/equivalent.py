@@ -87,6 +87,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("blocks", "_reach", "last + 2"): MASKED,
     ("blocks", "Attended.meet", "kernel_for(*parts, r.seen != 'triangle')"): "both kernels there are take both: it asks, and is not told",
     ("blocks", "Gradients.__init__", "stride(-1) == 2"): "a copy of the same numbers",
+    ("context", "put_on", "geometry.window > seq"): "a window as long as the sequence hides nothing",
     ("expert", "Journey._by_expert", "stable=False"): "rows of one expert in another order: each is computed by itself",
     ("expert", "worst", "[[-2.0, 0.0"): "entropy is at most 1, so that any layer's own is the least",
     ("expert", "worst", "[[-1.0, 1.0"): "the busiest expert has the mean at least, so that any layer's own is the most",
