@@ -32,7 +32,9 @@ def rebucketed(space: Space, candidates: Sequence[Candidate], limit: float) -> l
     """Candidates with their best buckets; as they are where a person said the size."""
     if space.bucket or not candidates:
         return list(candidates)
-    sizes = [sorted({float(np.clip(c.plan.bucket * t, *BUCKETS)) for t in TIMES}) for c in candidates]
+    sizes = [
+        sorted({float(np.clip(1e6 * round(c.plan.bucket * t / 1e6), *BUCKETS)) for t in TIMES}) for c in candidates
+    ]
     plans = [c.plan.but(bucket=size) for c, some in zip(candidates, sizes, strict=True) for size in some]
     program = step_program(space.model, plans, space.workload, space.stack)
     times, peaks = step_cost(program, space.cluster).time, fullest(program)

@@ -24,7 +24,7 @@ from meshwright.planner.leaders import Candidate
 from meshwright.planner.search import Found
 from meshwright.planner.sensitivity import Scaling, Sensitivity
 from meshwright.planner.space import Space
-from meshwright.units import format_bytes, format_seconds
+from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
 
 MEMORY_BAND = (0.90, 1.50)
 NAMES = {**COMMUNICATION, "bubble": "bubble", "host": "waiting for the host", "optimizer": "optimizer", "overhead": "step overhead",
@@ -210,6 +210,10 @@ def reasons(e: Estimate) -> dict[str, str]:
         }
         over = f" over {plan.shard} of {plan.dp}" if plan.zero and plan.replicate > 1 else ""
         out["zero" if plan.zero else "replicate"] = f"{what[plan.zero]}{over}; {exposed('dp')}"
+    if plan.dp * plan.cp > 1 and plan.bucket != Plan().bucket:
+        out["bucket"] = (
+            f"gradients in {format_decimal_bytes(plan.bucket)}: small ones cost latency, the last one is never hidden"
+        )
     out["microbatch"] = batch_arithmetic(e)
     if plan.recompute != "none":
         out["recompute"] = (

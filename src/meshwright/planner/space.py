@@ -46,10 +46,10 @@ MOST_UNEVEN = 8  # virtual stages that do not divide the layers, where none does
 
 
 def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
-    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level."""
+    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level, in whole megabytes."""
     top = cluster.level_of_span(cluster.world)
     least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
-    return np.clip(BUCKET_MARGIN * least * np.asarray(ranks, float), *BUCKETS)
+    return np.clip(1e6 * np.ceil(BUCKET_MARGIN * least * np.asarray(ranks, float) / 1e6), *BUCKETS)
 
 
 class Innermost(Batch):
