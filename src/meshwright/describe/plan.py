@@ -145,10 +145,12 @@ class Plan(Described):
                                   "--set plan.recompute_budget=20GiB")  # fmt: skip
 
     def _coherent_averages(self) -> None:
+        if not self.average_every:
+            return
         together = {"zero": self.zero, "cp": self.cp > 1 and self.cp, "ep": self.ep > 1 and self.ep,
                     "compression": self.compression != "none" and self.compression}  # fmt: skip
         said = [f"{field}={value}" for field, value in together.items() if value]
-        if self.average_every and (said or self.replicate == 1):
+        if said or self.replicate == 1:
             field = next((field for field, value in together.items() if value), "average_every")
             raise MeshwrightError("MW-PLAN-015", f"average_every={self.average_every} with {said[0] if said else 'one replica'}",
                                   why="Replicas that train alone must be several and whole: they exchange no gradients",

@@ -74,6 +74,7 @@ class Batch:
         ]
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
         self.compresses = bool(np.any(self.compression))
+        self.wraps = bool(np.any(np.not_equal(self.wrap, 1.0)))
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._lay_out()
 
@@ -140,8 +141,8 @@ class Batch:
         overlaps = [stack.overlap if p.overlap is None else p.overlap for p in plans]
         fields["overlap"] = {a: np.array([float(a in o) for o in overlaps]) for a in OVERLAP_AXES}
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
-        longest = [max(p.stage_layers(model.layers)) if model.kind != "counts" else 1 for p in plans]
-        fields["wrap"] = np.array([float(min(p.wrap or n, n)) for p, n in zip(plans, longest, strict=True)])
+        wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
+        fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
         fields["partly"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
 

@@ -69,8 +69,8 @@ def _add_weight_gathers(program: StepProgram, kind: str) -> None:
         program.gathered[kind] = np.zeros(batch.n)
         return
     program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
-    together = batch.wrap if kind in ("dense", "moe") else 1.0
-    if np.ndim(together):
+    together = batch.wrap if batch.wraps and kind in ("dense", "moe") else 1.0
+    if batch.wraps:
         program.gathered[kind] = program.gathered[kind] * together
     for group, elements in program.parameters[kind].items():
         still = program.sums.get(kind, {}).get("untrained", 0.0) if group == "dense" else 0.0

@@ -144,7 +144,7 @@ def sharded_weights(
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
-        if np.ndim(together):  # a number alone is 1
+        if batch.wraps:
             n, count = n * together, count / together
         return Op(name, kind, "collective", count, collective=collective, axis=axis, message_bytes=n, stream="comm:dp")
 
