@@ -89,7 +89,7 @@ def collectives(proof: Proof) -> RenderableType:
         rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts(row), why])
     columns = ("axis", "collective", "ranks", ">lowered", ">bytes", ">issued", ">bytes", "difference")
     counted = ", ".join(f"{n} {word}" for word, n in proof.collectives.items() if n or word != "unexplained")
-    title = f"Collectives of one step: lowered step program against what was issued ({counted})"
+    title = f"Collectives of one step, lowered against issued: {counted}"
     return filled(columns, rows, title=title)
 
 
