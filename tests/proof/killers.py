@@ -39,8 +39,8 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "recompute": [("gemma", {"recompute": "selective"}), ("gpt", {**SP, "recompute": "full"}),
                   ("llama", {"cp": 2, "recompute": "selective"}), ("mixtral", {"replicate": 2, "ep": 2, "recompute": "full"})],
-    "mesh": [("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}), ("qwen-moe", {"replicate": 2, "ep": 2}),
-             ("llama", {"replicate": 2, "cp": 2, "zero": 3}), ("qwen-moe", {"replicate": 2, **Z3})],
+    "mesh": [("llama", {"zero": 3}), ("qwen", {"pp": 2}), ("llama", Z3), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}),
+             ("qwen-moe", {"replicate": 2, "ep": 2}), ("llama", {"replicate": 2, "cp": 2, "zero": 3}), ("qwen-moe", {"replicate": 2, **Z3})],
     "order": [],
 }  # fmt: skip
 # With options of the router: statistics of the whole batch.
