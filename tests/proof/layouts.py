@@ -204,7 +204,7 @@ NARROW: list[tuple[str, dict[str, Any], str]] = [
     ("qwen", ZBV, "bf16"), ("mixtral", {"replicate": 2, "ep": 2}, "bf16"), ("llama", {"tp": 2, "recompute": "full"}, "bf16"),
     ("llama", {**Z3, "pp": 2}, "bf16"), ("gpt", {"replicate": 2, "offload": "states"}, "bf16"),
     ("llama", {"shard": 2, "zero": 1, "master": False, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2}, "fp16"), ("gpt", {**SP}, "fp16"),
-    ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"),
+    ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2, "master": False}, "bf16"),
 ]  # fmt: skip
 
 

@@ -99,7 +99,9 @@ def masters_of(pieces: list[Piece], plan: Plan) -> Masters | None:
     wide = torch.float32 if narrow(dtype) and plan.master else dtype
     if plan.offload in ("states", "both"):
         return Masters(pieces, wide, "cpu")
-    return Masters(pieces, wide) if wide != dtype else None
+    # Optimizers take gradients of a parameter's own dtype: without masters, wider ones are narrowed for them.
+    wider = any(p.parameter.requires_grad and p.parameter.grad_dtype not in (None, dtype) for p in pieces)
+    return Masters(pieces, wide) if wide != dtype or wider else None
 
 
 @dataclass
