@@ -36,12 +36,11 @@ from meshwright.planner.walking import fullest, walk
 MARGIN = 0.01  # plans this close to the best are all costed …
 FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
 EFFORT = 30_000  # plans costed for one family that lost
-FRONT_EFFORT = 100_000  # plans costed that are slower than the best, for families and the front together
+FRONT_EFFORT = 60_000  # plans costed that are slower than the best, for families and the front together
 FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
-# Rows of each layer opened at once: few until there are incumbents.
-SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))
+SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows opened at once, by layer: few at first
 MOST_WALKS = 24  # plans walked during the search
 FEW, FEW_SIZES = 24, 4  # frames of each family, and micro-batches of theirs, that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
@@ -154,9 +153,8 @@ class Search:
     @property
     def given_up(self) -> set[int]:
         """Families, and the front, that took their effort."""
-        return set(np.flatnonzero(self.spent > EFFORT).tolist()) | (
-            {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
-        )
+        front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
+        return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
 
     def hopeful(self, rows: Table) -> np.ndarray:
         return self.best.hopeful(rows, self.given_up)
@@ -166,12 +164,12 @@ class Search:
         program = lower(self.space.batch(rows))
         cost = step_cost(program, self.space.cluster)
         self.costed += len(rows)
-        found = brackets.of(self.space, program, cost)
         memory = np.array(np.broadcast_to(cost.peak_memory, len(rows)))
         # Where layers of two kinds fall on unequal stages, a rank that a batch does not look at may be the fullest.
         hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
         if hidden.any():
             memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
+        found = brackets.of(self.space, program, cost)
         return rows.only(*PLAN).but(time=found.low, memory=memory, **found.columns)
 
     # Down the layers
