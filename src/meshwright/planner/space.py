@@ -7,7 +7,7 @@
     scheduled  the pipeline's schedule and virtual stages: a whole plan
 
 What a layer offers depends on few numbers of the ones above, so the space is counted without being written down: GPT-3 on 512 GPUs
-has two hundred million plans in some ten thousand frames. `search` goes down the layers only where it can pay.
+has over a hundred million plans in some ten thousand frames. `search` goes down the layers only where it can pay.
 
 **Legal** is what `Plan.check` and the schedule's own rules accept: degrees that multiply to the world, heads, KV heads, FFN, sequence,
 layers and experts that divide, batch = micro-batch × accumulation × dp. Stages may have unequal numbers of layers; unequal *virtual* stages are
