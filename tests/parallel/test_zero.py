@@ -1,6 +1,9 @@
 """Data parallelism in its parts: buckets leave during backward, shards hold their share, pieces cover the model once."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
 
 import ranks
@@ -93,6 +96,26 @@ def test_zero_3_keeps_its_share_only():
     (mine,) = ranks.run(4, boxes, MODEL, [Plan(shard=4, zero=3)], WORKLOAD)[1]
     for _, _, shape, _, full in mine:
         assert shape[0] <= -(-full[0] // 4)
+
+
+@pytest.mark.parametrize(("said", "expected"), [
+    ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
+    ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),
+    ({"zero": 3, "grad_dtype": "bf16", "comm_dtype": "fp32"}, (None, True, torch.bfloat16, torch.float32)),
+    ({"zero": 3, "comm_dtype": "bf16"}, (None, True, torch.bfloat16, torch.float32)),  # narrowed by us when it is sent
+    ({"zero": 2}, (None, False, torch.bfloat16, torch.float32)), ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
+])  # fmt: skip
+def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, monkeypatch):
+    from meshwright.models import build
+    from meshwright.parallel import zero
+
+    asked = []
+    monkeypatch.setattr(zero, "shard_units", lambda module, units, mesh, how, ignored=None: asked.append(how))
+    mesh = SimpleNamespace(expert_sharding=None, sharding=lambda: None)
+    zero.shard(build(MODEL), mesh, Plan(shard=2, **said), torch.bfloat16)
+    (how,) = asked
+    assert (how.forward, how.reshard, how.param_dtype, how.reduce_dtype) == expected
+    assert how.backward == how.forward
 
 
 def test_gradients_of_one_rank_are_made_by_backward_and_given_back():

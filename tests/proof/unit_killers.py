@@ -27,7 +27,7 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "exchange": [("test_tensor.py", "exchange")],
     "regather": [("test_tensor.py", "gathering_again"), ("test_offload.py", "sequence_parallel")],
     "keep": [("test_offload.py", "sequence_parallel or activations")],
-    "zero": [("test_zero.py", "buckets or bucket or one_rank"), ("test_options.py", "order or static or summed"),
+    "zero": [("test_zero.py", "bucket or one_rank or asked"), ("test_options.py", "order or static or summed"),
              ("test_compress.py", "frozen"), ("test_precision.py", "two_ranks_in_16")],
     "recompute": [("test_recompute.py", "gradients or saved_bytes_fall or nth or dropout")],
     "apply": [("test_told.py", "load"), ("test_precision.py", "two_ranks_in_16 or fp8_on_two")],
