@@ -80,7 +80,7 @@ def functions(context):
     ranks_ = context.world
     many = SEQ * ranks_  # as many heads a rank as tokens
     for heads, keys, causal in ((2 * ranks_, 1, True), (ranks_, ranks_, False), (4 * ranks_, 2 * ranks_, True),
-                                (many, ranks_, True), (2 * many, many, True)):  # fmt: skip
+                                (many, 2 * ranks_, True), (2 * many, many, True)):  # fmt: skip
         call = lambda q, k, v, causal=causal: ulysses_attention(q, k, v, group, causal)  # noqa: E731
         compare("ulysses", (heads, keys, causal), heads, keys, causal, False, 0, call)
     return worst
