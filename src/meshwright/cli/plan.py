@@ -68,10 +68,10 @@ def command(
         show_case(case)
         return
     from meshwright import planner
+    from meshwright.cli.output import writable
 
     own = own_plan(compare) if compare else None
-    for path in filter(None, (out, html)):
-        writable(path)
+    writable(out, html)
     problem: dict[str, Any] = {
         "nodes": nodes,
         "gpus": gpus,
@@ -139,14 +139,6 @@ def own_plan(path: str) -> Plan:
             "MW-CONF-002", f"no [plan] is in '{path}'", why="There is nothing to compare", fix="[plan]\ntp = 8"
         )
     return Plan(**draft.opened("plan"))
-
-
-def writable(path: str) -> None:
-    """Refuse, before a search, a file that could not be written after it."""
-    file = Path(path)
-    if file.is_dir() or not file.parent.is_dir():
-        why = "It is a folder" if file.is_dir() else f"There is no folder '{file.parent}'"
-        raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=file.name or "plan.toml")
 
 
 def show_case(name: str) -> None:

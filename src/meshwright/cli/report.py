@@ -13,9 +13,10 @@ def command(
     title: str = typer.Option("Planned, proved, trained, compared", "--title", help="Its heading."),
 ) -> None:
     """Runs as one page: the proof, the loss, and predicted against measured."""
+    from meshwright.cli.output import writable
     from meshwright.view.report import page, read_run
 
     text = page([read_run(folder) for folder in runs], title)
-    html.parent.mkdir(parents=True, exist_ok=True)
+    writable(html, make=True)
     html.write_text(text, "utf-8")
     print(f"written to {html}")

@@ -20,6 +20,7 @@ def command(
     from pathlib import Path
 
     from meshwright.cli.configure import configured
+    from meshwright.cli.output import writable
     from meshwright.cost.estimate import estimate
     from meshwright.cost.walked import walk_step
     from meshwright.errors import unknown
@@ -27,6 +28,7 @@ def command(
 
     if detail and detail not in DETAILS:
         raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
+    writable(trace, html)
     config, assumed = configured(plan=plan, settings=settings)
     result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
     walked = walk_step(result.program, result.cost, config.plan)

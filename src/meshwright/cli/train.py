@@ -20,6 +20,7 @@ def command(
     """Train a plan on local processes, on Python's own sources, and compare with its prediction."""
     import time
 
+    from meshwright.cli.output import writable
     from meshwright.describe.config import load
     from meshwright.train.page import page, showing
     from meshwright.train.records import Settings
@@ -28,6 +29,7 @@ def command(
 
     config = load(plan, settings)
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    writable(folder / "measurement.json", make=True)
     options = Settings(learning_rate=learning_rate)
     if as_json:
         show_json(run_training(config, steps, seed=seed, settings=options, device=device, folder=folder).as_dict())

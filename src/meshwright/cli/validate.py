@@ -21,8 +21,10 @@ def command(
     from rich.progress import Progress
 
     from meshwright.calibrate import rows, validate
+    from meshwright.cli.output import writable
     from meshwright.errors import MeshwrightError, unknown
 
+    writable(html)
     columns = [c.strip() for c in by.split(",") if c.strip()]
     known = (
         "source",

@@ -18,15 +18,16 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
     """Does the plan train what one device would? Losses, gradients, parameters and collectives, compared."""
+    from meshwright.cli.output import writable
     from meshwright.describe.config import load
     from meshwright.verify.prove import prove
     from meshwright.view.tables import show, show_json
 
+    writable(out, make=True)
     proof = prove(load(plan, settings), ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:
         import json
 
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(proof.as_dict(), indent=2), "utf-8")
     if as_json:
         show_json(proof.as_dict())

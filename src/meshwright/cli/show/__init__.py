@@ -46,6 +46,9 @@ def command(
         from meshwright.cli.show.listing import list_topics
 
         return list_topics(as_json)
+    from meshwright.cli.output import writable
+
+    writable(html, trace)
     topic, names, compare = in_order(topic.lower(), names, compare)
     kind = kind_of(topic)
     if kind == LESSON:

@@ -1,0 +1,41 @@
+"""What cannot be written is refused before the work."""
+
+import pytest
+
+from meshwright.cli.output import writable
+from meshwright.errors import MeshwrightError
+
+DEMO = "examples/demo-pp2-shard2.toml"
+
+
+def test_nothing_asked_is_nothing_and_a_file_is_left_as_it_was(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("as it was")
+    writable("", None, kept, tmp_path / "new.txt")
+    assert kept.read_text() == "as it was"
+    assert not (tmp_path / "new.txt").exists()
+    writable(tmp_path / "made" / "new.txt", make=True)
+    assert (tmp_path / "made").is_dir()
+
+
+@pytest.mark.parametrize("path", ["no/such/folder/x.json", "."])
+def test_a_folder_and_a_missing_one_are_refused(path):
+    with pytest.raises(MeshwrightError, match="MW-CLI-004"):
+        writable(path)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", DEMO, "--trace", "no/such/x.json"], ["validate", "--headline", "--html", "no/such/x.html"],
+        ["show", "all-reduce", "--html", "no/such/x.html"], ["verify", DEMO, "--out", "pyproject.toml/x.json"],
+        ["train", DEMO, "--out", "pyproject.toml/run"],
+    ],
+)  # fmt: skip
+def test_commands_refuse_before_they_work(arguments, capsys):
+    from meshwright.cli import main
+
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert leaving.value.code
+    assert "MW-CLI-004" in capsys.readouterr().err
