@@ -163,8 +163,5 @@ def written(path: str, text: str) -> None:
     """The figure in its file."""
     import sys
 
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise MeshwrightError("MW-SHOW-003", f"cannot write {path}", why=str(error.strerror or error)) from None
+    Path(path).write_text(text, "utf-8")
     print(f"written to {path}", file=sys.stderr)
