@@ -131,7 +131,7 @@ def test_words_in_a_figure_cannot_end_its_script():
         (["all-reduce", "--size", "64Mebi"], "MW-UNIT-002", "64Mbit"),
         (["all-reduce", "--cluster", "dgx-h10"], "MW-CAT-002", "dgx-h100"),
         (["all-reduce", "--ranks", "40", "--html", "x.html"], "MW-SHOW-002", "--ranks 8"),
-        (["all-reduce", "--html", "no/such/folder/x.html"], "MW-CLI-004", ""),
+        (["all-reduce", "--html", "no/such/folder/x.html"], "MW-CLI-004", "x.html"),
         (["all-reduce", "--values", "--elements", "5000"], "MW-PROG-006", "--elements 256"),
     ],
 )
