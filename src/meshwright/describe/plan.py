@@ -25,19 +25,8 @@ from meshwright.describe.stack import Axis
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
-Schedule = Literal[
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zbv",
-    "dualpipev",
-    "auto",
-]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1",
+                   "zb-h2", "interleaved-zb", "zbv", "dualpipev", "auto"]  # fmt: skip
 VIRTUAL_SCHEDULES = ("interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev", "auto")
 V_SHAPED = ("zbv", "dualpipev")
 Recompute = Literal["none", "selective", "full", "auto"]

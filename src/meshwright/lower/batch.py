@@ -11,32 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import permutations
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
-from meshwright.describe.plan import AXES, Plan
+from meshwright.describe.plan import AXES, Compression, ContextKind, Plan, Schedule
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 
-SCHEDULES = (
-    "naive",
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zbv",
-    "dualpipev",
-    "auto",
-)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 RECOMPUTE = ("none", "selective", "full")
-CP_KINDS = ("ring", "ulysses", "all-gather")
-COMPRESSIONS = ("none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd", "fp8", "random-k", "threshold")
+CP_KINDS: tuple[str, ...] = get_args(ContextKind)
+COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
 INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank",
             "average_every")  # fmt: skip
