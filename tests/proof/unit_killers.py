@@ -66,7 +66,7 @@ def passes(file: str, which: str) -> bool:
 
 
 def fails(folder: Path, file: str, which: str) -> bool:
-    """Plain pytest: neither the suite's settings nor their plugins, which a borrowed machine may not have."""
+    """Plain pytest: neither the suite's settings nor their plugins, which may not be installed."""
     settings = folder / "pytest.ini"
     settings.write_text("[pytest]\n", "utf-8")
     plain = ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
