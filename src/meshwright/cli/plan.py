@@ -72,22 +72,10 @@ def command(
 
     own = own_plan(compare) if compare else None
     writable(out, html)
-    problem: dict[str, Any] = {
-        "nodes": nodes,
-        "gpus": gpus,
-        "batch": batch,
-        "seq": seq,
-        "tokens": tokens,
-        "stack": stack,
-    }
-    narrowed: dict[str, Any] = {
-        "fix": fix,
-        "most": most,
-        "least": least,
-        "without": without,
-        "allow": allow,
-        "headroom": headroom,
-    }
+    problem: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens,
+                               "stack": stack}  # fmt: skip
+    narrowed: dict[str, Any] = {"fix": fix, "most": most, "least": least, "without": without, "allow": allow,
+                                "headroom": headroom}  # fmt: skip
     beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
     with patient(not as_json and sys.stderr.isatty()) as progress:
         result = planner.plan(
@@ -103,28 +91,25 @@ def command(
     if as_json:
         import json
 
-        print(
-            json.dumps(
-                result.as_dict() | ({"compare": compared.as_dict()} if compared else {}), indent=1, allow_nan=False
-            )
-        )
+        also = {"compare": compared.as_dict()} if compared else {}
+        print(json.dumps(result.as_dict() | also, indent=1, allow_nan=False))
         return
+    show_result(result, compared, Path(compare).name, guides)
+    for where, what in ((out, "plan file"), (html, "page")):
+        if where:
+            print(f"{what} written to {where}")
+
+
+def show_result(result: Any, compared: Any, name: str, guides: bool) -> None:
+    """The page of an answer, or of the answer beside the user's own plan."""
     from meshwright.view import plan as view
     from meshwright.view.tables import show
 
     if compared:
-        show(
-            view.header(result),
-            view.comparison(result, compared, Path(compare).name),
-            view.leaders(result),
-            view.families(result),
-            view.notes(result),
-        )
+        own = view.comparison(result, compared, name)
+        show(view.header(result), own, view.leaders(result), view.families(result), view.notes(result))
     else:
         show(view.page(result), beside_the_guides(result, guides), findings(result))
-    for where, what in ((out, "plan file"), (html, "page")):
-        if where:
-            show(f"[dim]{what} written to[/] {where}")
 
 
 def own_plan(path: str) -> Plan:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import typer
 
+COLUMNS = ("source", "file", "model", "gpus", "gpu_type", "stack", "dtype", "tp", "pp", "dp",
+           "cp", "ep", "zero", "schedule", "seq_len", "tier", "task", "recompute_mode")  # fmt: skip
+
 
 def command(
     runs: str = typer.Argument("", help="A CSV with the columns of published runs."),
@@ -26,29 +29,9 @@ def command(
 
     writable(html)
     columns = [c.strip() for c in by.split(",") if c.strip()]
-    known = (
-        "source",
-        "file",
-        "model",
-        "gpus",
-        "gpu_type",
-        "stack",
-        "dtype",
-        "tp",
-        "pp",
-        "dp",
-        "cp",
-        "ep",
-        "zero",
-        "schedule",
-        "seq_len",
-        "tier",
-        "task",
-        "recompute_mode",
-    )
     for column in columns:
-        if column not in known:
-            raise unknown("MW-VAL-004", "column", column, known, "--by {}")
+        if column not in COLUMNS:
+            raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
     if not runs and not headline:
         raise MeshwrightError("MW-VAL-005", "nothing to validate", fix="give RUNS.csv or --headline")
     console = Console(highlight=False)

@@ -71,16 +71,8 @@ class Compressor(Protocol):
         """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`."""
         ...
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         """(operation, bytes of n) of each exchange of a message of `elements` numbers of `size` bytes; where the
         gradient decides, of the last but `back` of that `index` that was sent."""
         ...
@@ -126,16 +118,8 @@ class Cast:
         yield Exchange("reduce_scatter", mine, payload)
         out.copy_(mine)
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         return [("reduce_scatter" if scattered else "all_reduce", elements * self.dtype.itemsize)]
 
 
@@ -178,16 +162,8 @@ class Quantised:
         """Numbers of a rank's share: even, since int4 packs two a byte."""
         return -(-elements // (2 * ranks)) * 2
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         width = self.width(elements, ranks)
         n = ranks * (SCALE_BYTES + (width // 2 if self.kind == "int4" else width))
         return [("all_to_all", n)] + ([] if scattered else [("all_gather", n)])

@@ -46,16 +46,8 @@ class PowerSGD:
     def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
         raise NotImplementedError("factors are of whole matrices: `Plan` refuses PowerSGD under ZeRO")
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         first = second = 0
         for _, shape in layout:
             r = self.width(shape)

@@ -37,16 +37,8 @@ class TopK:
         places = x.abs().topk(kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
         yield from tell_owners(self.feedback, index, out, x, list(places))
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         if scattered:
             return [("all_to_all", ranks * kept(elements // ranks, self.ratio) * (size + INDEX_BYTES))]
         return [("all_gather", ranks * kept(elements, self.ratio) * (size + INDEX_BYTES))]
@@ -85,16 +77,8 @@ class Threshold:
         self.told[index] = [*self.told.get(index, [])[-99:], most]
         return most
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         history = self.told.get(index, [0])
         pairs = ranks * history[-1 - back] * (size + INDEX_BYTES)
         return [("all_gather", ranks * COUNT_BYTES), ("all_to_all" if scattered else "all_gather", pairs)]
@@ -171,16 +155,8 @@ class RandomK:
         random = generator(device, self.seed, index, step)
         return torch.randperm(length, generator=random, device=device)[: kept(length, self.ratio)]
 
-    def traffic(
-        self,
-        elements: int,
-        size: int,
-        layout: Layout,
-        ranks: int,
-        scattered: bool = False,
-        index: int = 0,
-        back: int = 0,
-    ) -> list[tuple[str, int]]:
+    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
+                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         if scattered:
             return [("reduce_scatter", ranks * kept(elements // ranks, self.ratio) * size)]
         return [("all_reduce", kept(elements, self.ratio) * size)]
