@@ -1,14 +1,14 @@
 """Our step against plain torch's on the same ranks: time in interleaved pairs, and the operations and bytes both issue.
 
-    python benchmarks/parallel.py [--pairs 40] [--ranks 2] [--only ddp]
+    python benchmarks/parallel.py [--pairs 100] [--ranks 2] [--only ddp] [--memory]
 
 Each case builds both trainings in the same processes and lets them take steps in turn, so that whatever else the
-machine does falls on both. Told is the ratio ours / plain of the median step with a bootstrap 95% interval over
-pairs, and what an independent witness counted of one step of each. Plain torch does the same work: forward, backward,
+machine does falls on both. Told is the median over pairs of the ratio ours / plain with a bootstrap 95% interval, and
+what an independent witness counted of one step of each. Plain torch does the same work: forward, backward,
 gradient reduction, clipping by the global norm, AdamW, and the loss averaged over ranks for the log.
 
-Memory: each side takes its steps in processes of its own, on a larger model, with an allocator that gives large
-tensors back at once; told is the ratio of what the kernel says a rank's processes held at most, less what they held
+Memory (alone: `--memory`): each side takes its steps in processes of its own, on a larger model, with an allocator that
+gives large tensors back at once; told is the ratio of what the kernel says a rank's processes held at most, less what they held
 before there was a model.
 
     ddp   DistributedDataParallel              zero3  fully_shard, a unit a layer
@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -240,38 +242,49 @@ def count_collectives(step: Any, known: dict) -> dict[str, tuple[int, int]]:
 
 
 def interval(ours: np.ndarray, plain: np.ndarray) -> tuple[float, float, float]:
-    """Ratio of medians and its bootstrap 95% interval, resampling pairs."""
-    random = np.random.default_rng(0)
-    draws = random.integers(0, len(ours), (2000, len(ours)))
-    ratios = np.median(ours[draws], axis=1) / np.median(plain[draws], axis=1)
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return float(np.median(ours) / np.median(plain)), float(low), float(high)
+    """Median ratio of the pairs and its bootstrap 95% interval."""
+    ratios = ours / plain
+    draws = np.random.default_rng(0).integers(0, len(ratios), (2000, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), (2.5, 97.5))
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def tell_time(case: str, ranks: int, pairs: int) -> None:
+    results = launch.run("__main__:work", ranks, case, pairs, silence=600)
+    times = {name: np.max([r["times"][name] for r in results], axis=0) for name in SIDES}
+    ratio, low, high = interval(times["ours"], times["plain"])
+    medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in SIDES)
+    print(f"{case:<6} {ratio:.3f}× of the time ({low:.3f} to {high:.3f})  {medians} ms, {pairs} pairs, {ranks} ranks")
+    counts = results[0]["counts"]
+    for operation in sorted({*counts["ours"], *counts["plain"]}):
+        ours, plain = (counts[name].get(operation, (0, 0)) for name in SIDES)
+        print(
+            f"         {operation:<15} ours {ours[0]:>4} of {ours[1]:>9,} B   plain {plain[0]:>4} of {plain[1]:>9,} B"
+        )
+
+
+def tell_memory(case: str, ranks: int) -> None:
+    ours, plain = (max(launch.run("__main__:hold", ranks, case, side, silence=600)) for side in SIDES)
+    print(f"{case:<6} {ours / plain:.3f}× of peak memory, {ours / 1e6:.0f} against {plain / 1e6:.0f} MB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", choices=CASES)
+    parser.add_argument("--memory", action="store_true", help="memory only")
     options = parser.parse_args()
-    os.environ.update(RETURNED_AT_ONCE)  # for the processes that start from here
-    for case in [options.only] if options.only else CASES:
-        results = launch.run("__main__:work", options.ranks, case, options.pairs, silence=600)
-        times = {name: np.max([r["times"][name] for r in results], axis=0) for name in SIDES}
-        ratio, low, high = interval(times["ours"], times["plain"])
-        medians = " against ".join(f"{1e3 * np.median(times[name]):.1f}" for name in SIDES)
-        print(
-            f"{case:<6} {ratio:.3f}× ({low:.3f} to {high:.3f})  {medians} ms, {options.pairs} pairs, {options.ranks} ranks"
-        )
-        held = {side: max(launch.run("__main__:hold", options.ranks, case, side, silence=600)) for side in SIDES}
-        print(
-            f"       {held['ours'] / held['plain']:.3f}× of peak memory, {held['ours'] / 1e6:.0f} against {held['plain'] / 1e6:.0f} MB"
-        )
-        for operation in sorted({*results[0]["counts"]["ours"], *results[0]["counts"]["plain"]}):
-            ours, plain = (results[0]["counts"][name].get(operation, (0, 0)) for name in SIDES)
-            print(
-                f"         {operation:<15} ours {ours[0]:>4} of {ours[1]:>9,} B   plain {plain[0]:>4} of {plain[1]:>9,} B"
-            )
+    cases = [options.only] if options.only else CASES
+    if options.memory:
+        os.environ.update(RETURNED_AT_ONCE)  # for the processes that start from here
+        for case in cases:
+            tell_memory(case, options.ranks)
+        return
+    for case in cases:
+        tell_time(case, options.ranks, options.pairs)
+    sys.stdout.flush()
+    subprocess.run([sys.executable, *sys.argv, "--memory"], check=True)  # another allocator: other processes
 
 
 if __name__ == "__main__":
