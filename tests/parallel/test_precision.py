@@ -10,7 +10,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.parallel import fp8
+from meshwright.parallel import fp8, fp8_grouped
 from meshwright.parallel.precision import LossScale, cast
 from meshwright.verify.prove import prove
 
@@ -157,6 +157,46 @@ FP8 = [
     {"cp": 2, "replicate": 2},
     {"pp": 2, "tp": 2, "schedule": "zb-h1"},
 ]
+
+
+EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 12, "shared_experts": 1, "dense_layers": 1}
+FP8_EXPERTS = [
+    {"replicate": 2, "ep": 2, "recompute": "full"},
+    {"tp": 2, "replicate": 2, "ep": 2, "sp": True, "recompute": "full"},
+    {"tp": 2, "shard": 2, "zero": 3, "expert_tp": 1, "ep": 4},
+]
+
+
+def test_fp8_of_experts_is_within_its_bounds_whoever_is_together():
+    counts = [5, 0, 3]
+    x, w = random(8, 32).requires_grad_(), random(3, 24, 32, seed=1).requires_grad_()
+    x.data[6] *= 1e-6  # scaled with the others of its expert it would be gone
+    gradient = random(8, 24, seed=3) * torch.logspace(-9, 0, 8, dtype=torch.float64)[:, None]
+    y = fp8_grouped.grouped(x, w, counts)
+    y.backward(gradient)
+    start = 0
+    for count, weight, learnt in zip(counts, w.detach(), w.grad, strict=True):
+        rows = slice(start, start := start + count)
+        a, g = x.detach()[rows], gradient[rows]
+        below = 2.0**-17 * a.abs().amax(1, keepdim=True) * weight.abs().max() * 32
+        assert ((y[rows] - a @ weight.T).abs() <= (2**-3 + 2**-8) * (a.abs() @ weight.abs().T) + 2 * below).all()
+        assert ((x.grad[rows] - g @ weight).abs() <= (2**-3 + 2**-4 + 2**-7) * (g.abs() @ weight.abs()) * 1.01).all()
+        below = 2.0**-17 * g.abs().T @ a.abs().amax(1, keepdim=True)
+        assert ((learnt - g.T @ a).abs() <= (2**-3 + 2**-4 + 2**-7) * (g.abs().T @ a.abs()) + 2 * below).all()
+    assert (w.grad[0] - gradient[:5].T @ x[:5]).norm() > 1e-3 * w.grad[0].norm()  # and it was fp8
+    assert not w.grad[1].any()
+    alone = fp8_grouped.grouped(x.detach()[6:7], w.detach(), [0, 0, 1])
+    assert torch.equal(alone[0], y.detach()[6])
+
+
+@pytest.mark.parametrize("plan", FP8_EXPERTS, ids=str)
+def test_fp8_experts_divided_are_fp8_experts_on_one_device(plan):
+    config = Config.from_parts(MODEL.but(layers=4, heads=4, kv_heads=2, **EXPERTS), "laptop", plan=plan,
+                               workload={"batch": 4, "seq": 8, "precision": "fp8"})  # fmt: skip
+    proof = prove(config, ranks=4, steps=2)
+    assert proof.small.workload.precision == "fp8"
+    assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
+    assert proof.agreements[0].errors["gradient"] < 1e-9
 
 
 @pytest.mark.parametrize("plan", FP8, ids=str)

@@ -14,6 +14,7 @@ Legend: B batch, S sequence, T = B·S tokens, H hidden, E experts, F expert widt
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from torch import nn
 from meshwright.describe.model import Model
 from meshwright.models.parts import ACTIVATIONS, FeedForward
 from meshwright.models.router import Router, Tokens
+
+Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
 
 
 class Journey(Protocol):
@@ -81,6 +84,12 @@ class Alone:
         return rows
 
 
+def run_by_run(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Each expert's run of rows times its matrix. An expert without a token takes part with no rows: its gradient is
+    zero, not absent, on every rank alike."""
+    return torch.cat([x @ weight.t() for x, weight in zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)])
+
+
 class GroupedLinear(nn.Module):
     """One matrix an expert, [E, out, in]; rows are sorted by expert."""
 
@@ -89,12 +98,11 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
         self.bias_share = 1.0  # what this device adds of it, where several add up
+        self.product: Product = run_by_run
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        # An expert without a token takes part with no rows: its gradient is zero, not absent, on every rank alike.
         # Weights kept wider than the arithmetic are narrowed here.
-        runs = zip(x_RI.split(counts), self.weight.to(x_RI.dtype).unbind(0), strict=True)
-        y_RO = torch.cat([x @ weight.t() for x, weight in runs])
+        y_RO = self.product(x_RI, self.weight.to(x_RI.dtype), counts)
         if self.bias is None:
             return y_RO
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(

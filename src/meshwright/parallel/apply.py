@@ -33,7 +33,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.fit import settle
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
-from meshwright.parallel import context, exchange, expert, fp8, offload, tensor, vocabulary, zero
+from meshwright.parallel import context, exchange, expert, fp8, fp8_grouped, offload, tensor, vocabulary, zero
 from meshwright.parallel.localsgd import LocalSgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
@@ -174,6 +174,7 @@ def apply(
             places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
         if workload.precision == "fp8":
             fp8.put_on(module.layers.values(), [g for g in (group, ring) if g is not None])  # type: ignore[operator]
+            fp8_grouped.put_on([module], mesh.group("expert_tp") if model.experts else None)
         recompute_plan(module, plan)
         if plan.offload in ("activations", "both"):
             offload.put_on(module.layers.values())  # type: ignore[operator]

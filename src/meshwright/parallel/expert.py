@@ -126,7 +126,7 @@ class Journey:
         incoming = place.exchanged(outgoing)  # [expert_tp, ep, experts here]: what each rank of the block receives
         self.incoming = incoming
         out, into = outgoing.sum(1).tolist(), incoming[place.etp_index].sum(1).tolist()
-        place.count(sum(out), sum(into), int(incoming.sum((1, 2)).max()))
+        place.count(sum(out), sum(into), int(incoming.sum()), int(incoming.sum((1, 2)).max()))
         self.rows = copies_RH
         self.flights = None
         if place.ep is not None:
@@ -179,9 +179,10 @@ class Spread:
         self.ep, self.etp, self.stage = mesh.add("ep"), mesh.add("expert_tp"), mesh.add("stage")
         self.ep_size, self.etp_index = mesh.size("ep"), mesh.index("expert_tp")
         self.overlap = "ep" in (plan.overlap or ())
-        # Of this step: rows sent, received, of the fullest expert_tp rank, and whether a layer made again sent them.
-        self.journeys: list[tuple[int, int, int, bool]] = []
-        self.made: list[tuple[int, int, int, bool]] = []  # of the step before
+        # Of this step: rows sent, received, at the experts here, of the fullest expert_tp rank, and whether a layer made
+        # again sent them.
+        self.journeys: list[tuple[int, int, int, int, bool]] = []
+        self.made: list[tuple[int, int, int, int, bool]] = []  # of the step before
         self._shape = (0, 0)
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -211,8 +212,8 @@ class Spread:
         incoming = incoming[None]
         return incoming if self.etp is None else exchange.all_gather(incoming, self.etp, 0)
 
-    def count(self, sent: int, received: int, fullest: int) -> None:
-        self.journeys.append((sent, received, fullest, recompute.under_way()))
+    def count(self, sent: int, received: int, rows: int, fullest: int) -> None:
+        self.journeys.append((sent, received, rows, fullest, recompute.under_way()))
 
     def end_step(self) -> None:
         if self.journeys:

@@ -10,7 +10,7 @@
 One product is off by at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus what falls below the smallest number;
 errors of many terms have mixed signs and mostly cancel. *Dynamic* scaling reads each tensor once more before its
 product (γ); *delayed* scaling would use the last step's maximum and save that pass, for fear of an overflow. Master
-weights, norms, attention's core, routers, routed experts, embedding and head stay wide.
+weights, norms, attention's core, routers, embedding and head stay wide; routed experts are `fp8_grouped`'s.
 
 A scale is of the whole tensor, whatever ranks hold parts of it: under tensor and context parallelism they agree on the
 largest, two numbers forward and one backward a product, so that every layout rounds as one device does. A scale a shard

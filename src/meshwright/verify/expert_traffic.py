@@ -16,6 +16,7 @@ from meshwright.train.observe import canonical
 from meshwright.verify.records import Explanation
 
 UNEVEN = "real routing is uneven"
+SCALED = "an expert's fp8 operands have one scale on all ranks"
 
 
 def is_expert(name: str) -> bool:
@@ -37,10 +38,14 @@ def expert_parallel(parallel: Parallel) -> Iterator[Explanation]:
     if mesh.size("ep") > 1:
         ep = canonical(mesh, "ep")
         # Forward and backward make the journey; a layer made again makes it once more, and writes that down.
-        more = sum((1 if again else 2) * (sent + received - 2 * copies) for sent, received, _, again in made) * row
+        more = sum((1 if again else 2) * (sent + received - 2 * copies) for sent, received, *_, again in made) * row
         yield Explanation(UNEVEN, ep, "all_to_all", 0, more)
     if mesh.size("expert_tp") > 1:
         etp, ranks = canonical(mesh, "expert_tp"), mesh.size("expert_tp")
         more = sum((1 if again else 2) * (fullest - copies) for *_, fullest, again in made) * row * ranks
         yield Explanation(UNEVEN, etp, "all_gather", 0, more)
         yield Explanation(UNEVEN, etp, "reduce_scatter", 0, more)
+        if parallel.workload.precision == "fp8":  # an expert's scale for each of its weights, a row's before `down`
+            weights = 3 if model.gated else 2
+            scales = sum(weights * model.experts // mesh.size("ep") + rows for _, _, rows, *_ in made)
+            yield Explanation(SCALED, etp, "all_reduce", weights * len(made), 4 * scales)
