@@ -31,6 +31,7 @@ def test_activations_go_and_come_back_unchanged_and_each_once():
     assert away.up_bytes == 0
     y.sum().backward()
     assert away.up_bytes == 3 * 3 * each  # three operations ask
+    assert not away._moved  # the host's copies went with the graph
     z = torch.ones_like(x).requires_grad_()
     plain(z).sum().backward()
     assert torch.equal(x.grad, z.grad)
@@ -57,7 +58,14 @@ def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
     second = away.send(x)
     assert away.fetch(first).tolist() == [1.0] * 4
     assert away.fetch(second).tolist() == [2.0] * 4
-    assert offload.Activations(smallest=100).within(nn.Identity(), lambda y: y * y)(x.requires_grad_()).sum() == 16
+
+
+@pytest.mark.parametrize(("smallest", "moved"), [(0, 16), (16, 16), (17, 0)])
+def test_what_is_smaller_stays(smallest, moved):
+    away, x = offload.Activations(smallest), torch.full((4,), 2.0, requires_grad=True)
+    away.within(nn.Identity(), lambda y: y * y)(x).sum().backward()
+    assert x.grad.tolist() == [4.0] * 4
+    assert (away.down_bytes, away.up_bytes) == (moved, 2 * moved)
 
 
 def bytes_of_a_region(context):

@@ -5,7 +5,7 @@
 Each rank parses the module's source, changes one node, compiles it and swaps the function's code object: `changes:tensor_17`
 is what a job's `prepare` calls for the 17th mutant of `tensor`. Left alone are texts, assertions and whatever only refuses
 (an `if` that raises, a strict `zip`, the functions in `REFUSALS` and calls of them): they compute nothing that is trained;
-and statements about CUDA, which `tests/gpu` runs.
+and what no CPU runs, which `tests/gpu` does: statements about CUDA, the functions `ON_A_GPU`, a module of nothing else.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULES = ("tensor", "vocabulary", "exchange", "regather", "keep", "zero", "apply", "pieces", "pipeline", "expert", "context", "ring",
-           "blocks", "ulysses", "recompute", "mesh", "order")  # fmt: skip
+PARALLEL = Path(importlib.import_module("meshwright.parallel").__file__ or "").parent
+LEFT_OUT = {"__init__", "kernels"}  # nothing in it; CUDA's own attention
+MODULES = tuple(sorted(path.stem for path in PARALLEL.glob("*.py") if path.stem not in LEFT_OUT))
 SWAPS: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
     ast.Div: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or,
     ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
-REFUSALS = ("_check", "check_adapter", "check_supported", "fit", "_fewest")
+REFUSALS = ("_check", "check_adapter", "fit", "_fewest")
+ABOUT_A_GPU = ("cuda", "pin_memory", "_stream", "non_blocking=True")  # in a statement
+ON_A_GPU = ("_send_aside", "has_scaled_product")
 
 
 class Mutant(NamedTuple):
@@ -52,7 +55,7 @@ class Mutant(NamedTuple):
 
 
 def source(module: str) -> str:
-    return Path(importlib.import_module(f"meshwright.parallel.{module}").__file__ or "").read_text("utf-8")
+    return (PARALLEL / f"{module}.py").read_text("utf-8")
 
 
 def bodies(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
@@ -61,7 +64,7 @@ def bodies(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
         owners = [(f"{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else [("", [node])]
         for prefix, statements in owners:
             for function in statements:
-                if isinstance(function, ast.FunctionDef) and function.name not in REFUSALS:
+                if isinstance(function, ast.FunctionDef) and function.name not in (*REFUSALS, *ON_A_GPU):
                     for statement in function.body:
                         yield prefix + function.name, statement
 
@@ -74,9 +77,9 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
         return
     if isinstance(node, ast.If) and isinstance(node.body[0], ast.Raise):
         return
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in REFUSALS:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and refuses(node.value):
         return
-    if isinstance(node, ast.Expr | ast.Assign) and "cuda" in ast.unparse(node):
+    if isinstance(node, ast.Expr | ast.Assign) and any(word in ast.unparse(node) for word in ABOUT_A_GPU):
         return
     yield node
     for field, value in ast.iter_fields(node):
@@ -84,6 +87,10 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
                     yield from nodes(child)
+
+
+def refuses(call: ast.Call) -> bool:
+    return ast.unparse(call.func) in (*REFUSALS, "check_supported")
 
 
 def changes(node: ast.AST) -> Iterator[Callable[[Any], None]]:

@@ -12,6 +12,8 @@ Z3, SP, ZB = {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}, {"pp": 2, "schedule
 ZBV, DP = {"pp": 2, "schedule": "zbv", "virtual": 2}, {"replicate": 2, "bucket": 2000}
 LOCAL = ("llama", {"replicate": 2, "average_every": 2})
 LOSSY = ("qwen", {"replicate": 2, "tp": 2, "compression": "int8"})
+KEPT = {"compression_ratio": 0.1}
+OFF: list[tuple[str, dict[str, Any]]] = [("gpt", {"offload": "both"}), ("gpt", {**SP, "offload": "activations"})]
 OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "tensor": [("gpt", SP), ("qwen", {"tp": 2}), ("mlp", {"tp": 2}), ("one-kv", {"tp": 2}), ("drops", SP),
                ("gpt", {"tp": 2, "tp_form": "all-gather"})],
@@ -42,18 +44,52 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "mesh": [("llama", {"zero": 3}), ("qwen", {"pp": 2}), ("llama", {"shard": 2, "zero": 1}), ("gpt", {"cp": 2}), ("qwen", {"tp": 4}),
              ("qwen-moe", {"replicate": 2, "ep": 2}), ("llama", {"replicate": 2, "cp": 2, "zero": 3}), ("qwen-moe", {"replicate": 2, **Z3})],
     "order": [],
+    "compress": [("llama", {**DP, "compression": "int8"}), ("gemma", {**Z3, "compression": "int4", "microbatch": 2}),
+                 ("gpt", {**DP, "comm_dtype": "fp8"}), ("llama", {**DP, "compression": "fp16"}), ("llama", {**Z3, "compression": "bf16"}),
+                 ("gpt", {**DP, "compression": "random-k", **KEPT}), ("llama", {**DP, "compression": "powersgd", "compression_rank": 2})],
+    "sparse": [(model, {**axes, "compression": name, **KEPT}) for model, axes in (("llama", DP), ("qwen", Z3))
+               for name in ("top-k", "threshold", "random-k")],
+    "powersgd": [("llama", {**DP, "compression": "powersgd", "compression_rank": 2}),
+                 ("gpt", {"replicate": 2, "compression": "powersgd", "compression_rank": 4, "microbatch": 2})],
+    "scatter": [("gemma", {**Z3, "compression": "int4", "microbatch": 2}), ("gpt", {**Z3, **SP, "compression": "int8"}),
+                ("llama", {"shard": 2, "zero": 2, **SP, "compression": "threshold", "recompute": "full"})],
+    "emulation": [("llama", {**DP, "compression": "int8"}), ("gemma", {**Z3, "compression": "int4", "microbatch": 2}),
+                  ("gpt", {**DP, "compression": "fp16", "reduce": "microbatch"}), ("llama", {**Z3, "compression": "bf16"}),
+                  ("llama", {"replicate": 2, "tp": 2, "compression": "powersgd", "compression_rank": 2}),
+                  ("llama", {"replicate": 2, **Z3, "compression": "int8"}), ("qwen", {**Z3, "pp": 2, "compression": "top-k", **KEPT})],
+    "precision": [("gpt", {"offload": "states"}), ("llama", {**Z3, "offload": "states"})],
+    "fp8": [],
+    "localsgd": [LOCAL, ("qwen", {"replicate": 2, **SP, "average_every": 1}), ("gpt", {"replicate": 2, "pp": 2, "average_every": 2})],
+    "offload": OFF,
+    "gathering": [("gemma", {**Z3, "wrap": 3, "prefetch": False, "microbatch": 2}), ("llama", {**Z3, "wrap": 0})],
+    "tables": [("llama", {"tp": 2}), ("deepseek", {"tp": 2}), ("mlp", {"tp": 2})],
+    "supported": [],
 }  # fmt: skip
-# With options of the router: statistics of the whole batch.
+# With options of the router, whose statistics are the whole batch's, or of the precision.
 ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "z": 0.01})],
     "order": [("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
               ("qwen-moe", {"cp": 2, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
               ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0}),
               ("mixtral", {"replicate": 2, **Z3, "microbatch": 2}, {"choice": "expert"})],
+    "fp8": [(model, said, {"precision": "fp8"}) for model, said in (
+        ("gpt", {"microbatch": 2}), ("llama", {"tp": 2, "microbatch": 2}), ("qwen", {**SP, "recompute": "full"}))],
 }  # fmt: skip
 KILLERS = {
     module: [*((model, said, {}) for model, said in own), *ROUTED.get(module, [])] for module, own in OWN.items()
 }
+# What no layout of the jury asks for.
+NOT_BEFORE_THE_JURY = (
+    "compress",
+    "sparse",
+    "powersgd",
+    "scatter",
+    "emulation",
+    "fp8",
+    "localsgd",
+    "offload",
+    "supported",
+)
 JURY: list[list[tuple[str, dict[str, Any], dict[str, Any]]]] = [
     [("gemma", {**Z3, "cp": 2, "microbatch": 2}, {}), ("qwen", {**SP, "pp": 2}, {}),
      ("five", {"replicate": 2, **ZB, "bucket": 2000}, {}), ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, {}),

@@ -24,7 +24,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import changes  # noqa: E402
 from equivalent import reason_of  # noqa: E402
-from killers import JURY, KILLERS  # noqa: E402
-from unit_killers import failing  # noqa: E402
+from killers import JURY, KILLERS, NOT_BEFORE_THE_JURY  # noqa: E402
+from unit_killers import TESTS_FIRST, failing  # noqa: E402
 
 CONTROLS = 3
 SILENCE_S = 60.0
-Trial = tuple[str, dict[str, Any], dict[str, Any]]  # model, plan, options of the router
+Trial = tuple[str, dict[str, Any], dict[str, Any]]  # model, plan, options of the router or the precision
 
 
 # A job: one mutant after the other
@@ -53,19 +54,26 @@ def work() -> None:
 
 
 def verdict(prepare: str, module: str) -> tuple[str, str]:
-    """Which layouts noticed, and how; nothing where none did."""
-    for trials in [[killer] for killer in KILLERS[module]]:
-        how = noticed(prepare, trials)
+    """Which layouts or tests noticed, and how; nothing where none did."""
+    judges = [partial(by_layouts, trials=[[killer] for killer in KILLERS[module]]), by_tests]
+    if module in TESTS_FIRST:
+        judges.reverse()
+    if module not in NOT_BEFORE_THE_JURY:
+        judges.append(partial(by_layouts, trials=JURY))
+    return next((found for judge in judges if (found := judge(prepare, module))[0]), ("", ""))
+
+
+def by_layouts(prepare: str, module: str, trials: list[list[Trial]]) -> tuple[str, str]:
+    for together in trials:
+        how = noticed(prepare, together)
         if how:
-            return told_of(trials), how
-    by = failing(prepare, module)
-    if by:
-        return by, "test"
-    for trials in JURY:
-        how = noticed(prepare, trials)
-        if how:
-            return told_of(trials), how
+            return told_of(together), how
     return "", ""
+
+
+def by_tests(prepare: str, module: str) -> tuple[str, str]:
+    by = failing(prepare, module)
+    return by, "test" if by else ""
 
 
 def told_of(trials: list[Trial]) -> str:
@@ -76,11 +84,10 @@ def noticed(prepare: str, trials: list[Trial]) -> str:
     import layouts
 
     import ranks
-    from meshwright.describe.plan import Plan
     from meshwright.errors import MeshwrightError
     from meshwright.verify.compare import compare
 
-    these = [layouts.Layout(model, Plan(**said), prepare, tuple(router.items())) for model, said, router in trials]
+    these = [layout_of(layouts, trial, prepare) for trial in trials]
     for layout in these:
         if not layout.plan.lossy:
             reference(layout._replace(prepare="").reference)  # before the mutant: no fault of its own
@@ -103,12 +110,22 @@ def noticed(prepare: str, trials: list[Trial]) -> str:
     return "traffic" if unknown or any(row.unexplained for trace in every for row in trace.traffic) else ""
 
 
+def layout_of(layouts: Any, trial: Trial, prepare: str) -> Any:
+    from meshwright.describe.plan import Plan
+
+    model, said, options = trial
+    router = tuple((name, value) for name, value in options.items() if name != "precision")
+    return layouts.Layout(model, Plan(**said), prepare, router, precision=options.get("precision", "bf16"))
+
+
 def expected(layout: Any, many: list[Any]) -> Any:
-    """One device's training; of lossy sums the ranks tell it what they lose."""
+    """One device's training; of lossy sums the ranks tell it what they lose. It is as it was, but for a mutant of what one
+    device runs in their place."""
     from meshwright.verify.prove import one_device
 
     if layout.plan.lossy:
-        return alone(one_device(layout.job(), [{"fp64": trace} for trace in many]))
+        prepare = layout.prepare if layout.prepare.startswith("changes:emulation_") else ""
+        return alone(replace(one_device(layout.job(), [{"fp64": trace} for trace in many]), prepare=prepare))
     return reference(layout._replace(prepare="").reference)
 
 
@@ -189,6 +206,10 @@ class Campaign:
             f"killed {counted - len(gaps)} of {counted} that change results: {(counted - len(gaps)) / max(counted, 1):.1%}"
             f" ({', '.join(f'{n} by {how}' for how, n in ways.most_common())})",
             f"{len(same)} compute the same, each for its reason",
+            "",
+            f"{'module':<12}{'mutants':>8}{'tried':>8}{'killed':>8}{'lived':>8}{'same':>8}",
+            *(row_of(module, tried) for module in KILLERS),
+            "",
             f"controls: {sum(not row[1] for row in controls)} of {len(controls)} lived",
             *(f"CONTROL DIED ({how}) of {by}" for _, by, how, _ in controls if by),
             f"mean {sum(s for *_, s in found) / max(len(found), 1):.1f} s a mutant, at most {max([0.0, *(s for *_, s in found)]):.0f}",
@@ -200,6 +221,15 @@ class Campaign:
             *(f"hang {m.place}  {by}" for m, by, how, _ in tried if how == "hang"),
         ]  # fmt: skip
         return "\n".join(lines)
+
+
+def row_of(module: str, tried: list[tuple[changes.Mutant, str, str, float]]) -> str:
+    """Of one module: how many there are, were tried, killed, lived as a gap, lived since they compute the same."""
+    here = [(mutant, by) for mutant, by, _, _ in tried if mutant.module == module]
+    lives = [mutant for mutant, by in here if not by]
+    same = sum(bool(reason_of(mutant)) for mutant in lives)
+    counts = len(changes.mutants(module)), len(here), len(here) - len(lives), len(lives) - same, same
+    return f"{module:<12}" + "".join(f"{n:>8}" for n in counts)
 
 
 def told(mutant: changes.Mutant) -> str:

@@ -19,6 +19,7 @@ import changes
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
+SUMS = "over_ranks or kept or owners or definition or survive or powersgd"
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
     "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
@@ -40,7 +41,22 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "mesh": [("test_mesh.py", "groups")],
     "pieces": [("test_zero.py", "pieces or share")],
     "pipeline": [("test_pipeline.py", "action_by_action")],
+    "compress": [("test_compress.py", SUMS)],
+    "sparse": [("test_compress.py", SUMS)],
+    "powersgd": [("test_compress.py", SUMS)],
+    "scatter": [("test_compress.py", SUMS)],
+    "emulation": [("test_compress.py", SUMS)],
+    "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
+    "fp8": [("test_precision.py", "fp8 and not divided")],
+    "localsgd": [("test_localsgd.py", "between or averaging")],
+    "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or sequence_parallel")],
+    "gathering": [("test_options.py", "units or limit or dtypes")],
+    "tables": [("test_tensor_hf.py", "computes")],
+    "supported": [("test_supported.py", "refused or accepted or mlp")],
 }  # fmt: skip
+
+# Where layouts see little of a module they come after its tests.
+TESTS_FIRST = ("offload", "gathering", "precision", "supported")
 
 
 def failing(prepare: str, module: str) -> str:

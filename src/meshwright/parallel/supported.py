@@ -5,16 +5,14 @@ from __future__ import annotations
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines import SCHEDULES
 
 
 def check_supported(model: Model, plan: Plan) -> None:
-    gathered = plan.tp_form == "all-gather" and plan.tp > 1 and model.kind == "transformer"
+    gathered = plan.tp_form == "all-gather" and model.kind == "transformer"
     refused = {
         "tp_form": (gathered and model.hidden % plan.tp > 0,
                     f"Each rank makes hidden/tp columns of a layer's output, and {plan.tp} does not divide {model.hidden}"),
         "sp": (plan.sp and plan.tp > 1 and model.kind == "mlp", "A row of an mlp is one sample: it has no sequence"),
-        "schedule": (plan.pp > 1 and plan.schedule not in SCHEDULES, "No program of that name"),
         "reduce": (plan.reduce == "microbatch" and plan.pp > 1 and (not plan.zero or plan.shard * plan.cp == 1)
                    and plan.dp * plan.cp > 1, "A pipeline's gradients are complete, and sum, at its end"),
     }  # fmt: skip
