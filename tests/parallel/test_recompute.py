@@ -1,13 +1,19 @@
 """Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is
 lowered."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-import ranks  # noqa: F401  preloads what ranks need
+import ranks
+from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import activation_memory
+from meshwright.cost.predict import predict
+from meshwright.cost.settle import SPARE, peak
+from meshwright.cost.settle import settle as settled
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -21,6 +27,8 @@ from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import recompute, recompute_plan
+from meshwright.planner import lint
+from meshwright.verify.fold import small_copy
 from meshwright.verify.prove import prove
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)
@@ -193,3 +201,43 @@ def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan
     assert proof.small.plan.recompute_every == plan.get("recompute_every", 1)
     assert proof.agreements[0].errors["gradient"] < 1e-13
     assert proof.passed, [row for _, row in proof.rows if row.unexplained]
+
+
+def test_without_a_budget_auto_is_what_the_device_has_room_for():
+    """The fewest layers with which the plan fits, by the memory that `estimate` prints; every command alike."""
+    model = MODEL.but(layers=8, hidden=256, ffn=1024, vocab=512)
+    laptop, stack = catalog.load("clusters", "laptop"), Stack()
+    plan, workload = Plan(recompute="auto", pp=2, microbatch=4), Workload(batch=16, seq=512)
+    whole, bare = (peak(model, plan.but(recompute=r), workload, stack) for r in ("none", "full"))
+    assert settled(model, plan, workload, stack, 1.1 * whole).recompute == "none"
+    device = 0.5 * (whole + bare) / SPARE
+    chosen = settled(model, plan, workload, stack, device)
+    assert 0 < chosen.recompute_layers < 4
+    fewer = chosen.but(recompute_layers=chosen.recompute_layers - 1)
+    assert peak(model, chosen, workload, stack) <= SPARE * device < peak(model, fewer, workload, stack)
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* a device with every layer recomputed, more than"):
+        settled(model, plan, workload, stack, bare)
+    said = plan.but(recompute_budget=fit(model, plan, workload, 1e12).bytes)
+    assert settled(model, said, workload, stack, 1.0).recompute == "none"  # a budget that is said goes first
+    with pytest.raises(MeshwrightError, match="MW-PAR-004"):
+        step_program(model, plan, workload)
+
+    cluster, tight = (laptop.with_gpus(2).but(accelerator=laptop.accelerator.but(memory=m)) for m in (device, bare))
+    config = Config(model, cluster, stack, workload, plan)
+    assert estimate(model, cluster, plan, workload, stack).plan == chosen
+    assert predict(model, cluster, plan, workload, stack) == predict(model, cluster, chosen, workload, stack)
+    small = small_copy(config, 8).plan
+    assert (small.recompute, small.recompute_layers) == ("full", 1)
+    with pytest.raises(MeshwrightError, match="MW-PAR-003"):
+        lint.check(replace(config, cluster=tight))
+
+
+def settled_on_two_ranks(context):
+    from meshwright.parallel.apply import apply
+
+    plan = Plan(recompute="auto", tp=2, param_dtype="fp32", master=False)
+    return apply(MODEL, plan, WORKLOAD, context.rank).plan.recompute
+
+
+def test_alone_a_rank_fits_its_share_of_the_host():
+    assert ranks.run(2, settled_on_two_ranks) == ["none", "none"]

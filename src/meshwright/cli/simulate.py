@@ -31,7 +31,7 @@ def command(
     writable(trace, html)
     config, assumed = configured(plan=plan, settings=settings)
     result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
-    walked = walk_step(result.program, result.cost, config.plan)
+    walked = walk_step(result.program, result.cost, result.plan)
     if trace:
         from meshwright.view.trace import trace_events
 
@@ -39,7 +39,7 @@ def command(
     if html:
         from meshwright.view.pipelines_html import write_pipelines_html
 
-        write_pipelines_html([walked.walk], html, f"{config.model.name}: {config.plan.title()}", seconds=True)
+        write_pipelines_html([walked.walk], html, f"{config.model.name}: {result.plan.title()}", seconds=True)
     closed = result.prediction.step_time_s
     if as_json:
         ranks = walked.walk
@@ -56,7 +56,7 @@ def command(
 
     console = Console(highlight=False)
     console.print(
-        f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {config.plan.title()}"
+        f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {result.plan.title()}"
     )
     show_pipelines([walked.walk], console, seconds=True)
     closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)

@@ -13,6 +13,7 @@ import numpy as np
 
 from meshwright.cost import advice, roofline
 from meshwright.cost.predict import COMMUNICATION, prediction
+from meshwright.cost.settle import SPARE, settle
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -20,7 +21,6 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.fit import settle
 from meshwright.lower.op import StepProgram
 from meshwright.lower.step import step_program
 
@@ -79,7 +79,7 @@ def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
     """Check, lower, cost and judge one configuration."""
-    plan = settle(model, plan.check(model, workload, cluster), workload, stack)
+    plan = settle(model, plan.check(model, workload, cluster), workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)
@@ -108,7 +108,7 @@ def verdicts(cost: StepCost, result: Prediction, plan: Plan) -> tuple[Verdict, .
         out.append(Verdict("communication hidden", hidden, "above 80%", hidden > 0.80))
         out.append(Verdict("communication exposed", exposed / step, "below 20% of the step", exposed / step < 0.20))
     out.append(Verdict("memory", (result.memory_gib or 0) / result.memory_limit_gib, "fits, with 5% to spare",
-                       (result.memory_gib or 0) < 0.95 * result.memory_limit_gib))  # fmt: skip
+                       (result.memory_gib or 0) <= SPARE * result.memory_limit_gib))  # fmt: skip
     return tuple(out)
 
 

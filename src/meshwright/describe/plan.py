@@ -72,7 +72,8 @@ class Plan(Described):
     recompute_every: Size = Field(default=1, description="full: every n-th layer of a stage")
     recompute_layers: Whole = Field(default=0, description="full: so many layers of a stage at most; 0: all")
     recompute_budget: Bytes = Field(
-        default=0.0, description="auto: bytes a rank's layers may keep for backward; the fewest layers are recomputed"
+        default=0.0,
+        description="auto: bytes a rank's layers may keep for backward, the fewest are recomputed; 0: what the device has",
     )
     param_dtype: Dtype = "bf16"
     grad_dtype: Dtype = "fp32"
@@ -126,12 +127,11 @@ class Plan(Described):
         if (self.recompute_every > 1 or self.recompute_layers) and self.recompute != "full":
             raise MeshwrightError("MW-PLAN-014", f"layers to recompute are chosen, yet recompute={self.recompute}",
                                   why="Of whole layers alone some can be chosen", fix="--set plan.recompute=full")  # fmt: skip
-        if (self.recompute == "auto") != (self.recompute_budget > 0):
+        if self.recompute_budget > 0 and self.recompute != "auto":
             raise MeshwrightError("MW-PLAN-014", f"recompute={self.recompute} with recompute_budget="
                                   f"{self.recompute_budget:g}", why="auto fits a budget, and nothing else has one",
                                   valid=["recompute=auto with recompute_budget=20GiB"],
-                                  fix="--set plan.recompute=auto" if self.recompute_budget > 0 else
-                                  "--set plan.recompute_budget=20GiB")  # fmt: skip
+                                  fix="--set plan.recompute=auto")  # fmt: skip
 
     def _coherent_averages(self) -> None:
         if not self.average_every:

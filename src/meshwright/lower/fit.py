@@ -67,5 +67,9 @@ def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = N
     """The plan with `recompute=auto` replaced by what it comes to."""
     if plan.recompute != "auto":
         return plan
+    if not plan.recompute_budget:
+        raise MeshwrightError("MW-PAR-004", "recompute=auto without a budget, and no device to fit",
+                              why="Without one it is what the plan leaves of a device's memory (`cost.settle`)",
+                              fix="--set plan.recompute_budget=20GiB")  # fmt: skip
     count = fit(model, plan, workload, plan.recompute_budget, stack).layers
     return plan.but(recompute="full" if count else "none", recompute_layers=count, recompute_budget=0.0)

@@ -26,11 +26,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import distributed, nn
 
+from meshwright.cost.settle import settle
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.fit import settle
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import context, exchange, expert, fp8, fp8_grouped, offload, tensor, vocabulary, zero
@@ -39,7 +40,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage
 from meshwright.parallel.precision import Masters, at_least_single, masters_of
-from meshwright.parallel.recompute import recompute_plan
+from meshwright.parallel.recompute import memory_of, recompute_plan
 from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tables import table_of
 from meshwright.programs.pipelines import SCHEDULES
@@ -152,7 +153,8 @@ def apply(
 ) -> Parallel:  # fmt: skip
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
-    plan = settle(model, plan.check(model, workload), workload)
+    unsaid = plan.recompute == "auto" and not plan.recompute_budget
+    plan = settle(model, plan.check(model, workload), workload, Stack(), memory_of(device) if unsaid else 0.0)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
     # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.

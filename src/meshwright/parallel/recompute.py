@@ -4,7 +4,8 @@
     selective   attention's core, softmax(QKᵀ)V, is made again    S less the core's own, a little work
     full        a layer keeps its input only, T·h elements        T·h a layer and S once, a forward more: 4/3 the work
     every n-th  full, on layers 0, n, 2n, … of a stage            between none and full
-    auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.fit`)
+    auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.fit`), or what
+                                                                  the plan leaves of the device (`cost.settle`)
 
 Beside a kernel that stores the softmax, `selective` is the best trade there is (Korthikanti et al. 2022): the core
 holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes an element and little of its work. A flash kernel makes the softmax again
@@ -24,13 +25,14 @@ every group of parameters in W.) The input itself is saved through autograd, so 
 from __future__ import annotations
 
 import contextvars
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.describe.plan import Plan
@@ -162,6 +164,21 @@ def core_again(geometry: Any) -> None:
     geometry.attend_whole = again(geometry.attend_whole)
     if undivided:
         geometry.attend = geometry.attend_whole
+
+
+def memory_of(device: str) -> float:
+    """Bytes for what one rank holds, of all ranks the least, so that all decide alike: a GPU's, or an equal share of
+    the host's."""
+    ranks = distributed.get_world_size() if distributed.is_initialized() else 1
+    if torch.device(device).type == "cuda":
+        own = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        own = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks
+    if ranks == 1:
+        return own
+    least = torch.tensor(own, dtype=torch.float64, device=device)
+    distributed.all_reduce(least, distributed.ReduceOp.MIN)
+    return float(least)
 
 
 def recompute_plan(module: nn.Module, plan: Plan) -> None:

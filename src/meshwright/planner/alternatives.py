@@ -18,14 +18,13 @@ from itertools import permutations
 from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.settle import SPARE as SPARE
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-
-SPARE = 0.95  # share of a device's memory a safe plan fills at most
 
 
 @dataclass

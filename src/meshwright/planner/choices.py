@@ -124,6 +124,8 @@ def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choic
         case "fix" if name in NUMBERS:
             most = value if name == "virtual" else min(value, c.most.get(name, MOST))
             return replace(c, least={**c.least, name: max(value, c.least.get(name, 0))}, most={**c.most, name: most})
+        case "fix" if (name, value) == ("recompute", "auto"):
+            return c  # what fits is what a search finds
         case "fix":
             free_words = name in DTYPES or name == "overlap" or value == "auto"
             return replace(c, words={**c.words, name: (value,) if free_words or value in c.words[name] else ()})

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.cost.estimate import Estimate
+from meshwright.cost.settle import settle
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
@@ -86,6 +87,7 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     trial = Trial(config.model, config.cluster, config.workload, config.stack)
     try:
         config.check()
+        settle(config.model, config.plan, config.workload, config.stack, config.cluster.accelerator.memory)
     except MeshwrightError as error:
         return [illegal(config, trial, error)]
     now = estimate or trial.of(config.plan)

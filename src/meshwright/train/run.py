@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.predict import predict
+from meshwright.cost.settle import settle
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError
-from meshwright.lower.fit import settle
 from meshwright.parallel.supported import check_supported
 from meshwright.train import launch
 from meshwright.train.records import RankReport, Settings, StepRecord
@@ -57,7 +57,8 @@ def run_training(
     folder: Path | None = None, listen: Callable[[StepRecord], None] | None = None,
 ) -> Training:  # fmt: skip
     check(config, steps)
-    config = replace(config, plan=settle(config.model, config.plan, config.workload, config.stack))
+    memory = config.cluster.accelerator.memory
+    config = replace(config, plan=settle(config.model, config.plan, config.workload, config.stack, memory))
     records: list[StepRecord] = []
 
     def hear(rank: int, message: dict[str, Any]) -> None:

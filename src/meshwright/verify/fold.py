@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshwright.cost.settle import settle
 from meshwright.describe.config import Config
 from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.fit import settle
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 HEAD = 8
@@ -35,7 +35,8 @@ class Small:
 
 
 def small_copy(config: Config, ranks: int) -> Small:
-    settled = settle(config.model, config.plan, config.workload, config.stack)
+    memory = config.cluster.accelerator.memory
+    settled = settle(config.model, config.plan, config.workload, config.stack, memory)
     plan, changes = fold(settled, ranks)
     plan, model = emulable(plan, config.model, changes)
     tiny = shrink(model, plan, config.plan)

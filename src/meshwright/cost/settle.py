@@ -1,0 +1,56 @@
+"""`recompute = "auto"` without a budget: the fewest layers made again for the whole plan to fit its device.
+
+    states + gradients + (1 + slack) · (activations(c) + gathered + working) + context  ≤  0.95 · memory
+
+with c layers of a stage recomputed, by the memory model that `estimate` prints: what it then says fits. Making one layer
+again costs that layer's tensors once more, so c = 1 may hold more than c = 0; from there on each saves. A budget that is
+said (`recompute_budget`, of what layers keep alone) goes before all this, and is `lower.fit`'s.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+
+from meshwright.cost.memory import memory
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower import fit
+from meshwright.lower.stages import holding
+from meshwright.lower.step import step_program
+from meshwright.units import format_bytes
+
+SPARE = 0.95  # share of a device's memory a safe plan fills at most
+
+
+def settle(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
+    """The plan with `recompute=auto` replaced by what it comes to on devices of this much memory."""
+    if plan.recompute != "auto" or plan.recompute_budget:
+        return fit.settle(model, plan, workload, stack)
+    none = plan.but(recompute="none")
+    if peak(model, none, workload, stack) <= SPARE * device_memory:
+        return none
+
+    def again(count: int) -> Plan:
+        return plan.but(recompute="full", recompute_layers=count)
+
+    counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # of a model without a shape: none
+    found = bisect_left(counts, True, key=lambda c: peak(model, again(c), workload, stack) <= SPARE * device_memory)
+    if found == len(counts):
+        least = peak(model, again(counts[-1]) if counts else none, workload, stack)
+        raise MeshwrightError("MW-PAR-003", f"{format_bytes(least)} a device with every layer recomputed, more than "
+                              f"{format_bytes(SPARE * device_memory)}", why=f"recompute=auto fills {SPARE:.0%} of a device's "
+                              f"{format_bytes(device_memory)} at most", valid=["smaller micro-batches", "more ranks for the states"],
+                              fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}")  # fmt: skip
+    return again(counts[found])
+
+
+def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:
+    """Bytes of the fullest rank."""
+    program = step_program(model, plan, workload, stack)
+    parts = [memory(program, holding(program.batch, np.full(1, float(rank)))) for rank in range(plan.pp)]
+    return max(sum(float(np.broadcast_to(size, 1)[0]) for size in rank.values()) for rank in parts)
