@@ -212,7 +212,9 @@ def test_a_plan_with_it_is_proved_against_its_emulation_and_sends_what_is_lowere
 
 def test_what_one_device_cannot_emulate_is_told():
     changes = small_copy(said({"compression": "fp16", "cp": 2}), 4).changes
-    assert any("not exercised" in change for change in changes)
+    assert any("a 16-bit sum of more than two ranks" in change for change in changes)
+    assert small_copy(said({"compression": "fp16", "cp": 2, "replicate": 1}), 4).plan.wire == "fp16"
+    assert small_copy(said({"compression": "int8", "cp": 2}), 4).plan.wire == "int8"
     with pytest.raises(MeshwrightError, match="MW-PLAN-016"):
         said({"compression": "powersgd", **Z, "zero": 1})
 

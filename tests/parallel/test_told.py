@@ -1,8 +1,6 @@
 """What a rank tells beside what it trains: which gradients are parts of a sum, how even the load of experts was, what a
 router's own losses weigh, where its tokens stand. Most training goes on with any of them wrong: the proof does not see them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -66,8 +64,7 @@ def test_the_load_is_of_all_stages_and_a_router_scales_its_losses_as_the_step_do
 )
 def test_the_order_of_tokens_is_one_devices_also_of_an_odd_sequence(plan):
     rows, seq = 2, 9
-    mesh = SimpleNamespace(layout=Layout(plan), rank=0)
-    order = token_order(mesh, plan, MODEL, rows, seq // plan.cp // plan.tp)
+    order = token_order(Layout(plan), 0, MODEL, rows, seq // plan.cp // plan.tp)
     assert order.shape == (plan.world, rows * seq // plan.cp // plan.tp)
     assert torch.equal(order.flatten().sort().values, torch.arange(plan.dp * rows * seq))
     assert torch.equal(order[0, : seq // plan.cp // plan.tp], torch.arange(seq // plan.cp // plan.tp))

@@ -180,8 +180,9 @@ class Plan(Described):
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients are summed with loss, so that one device must emulate the ranks and their loss."""
-        return self.wire != "none" and self.dp * self.cp > 1
+        """Whether gradients are summed with loss, so that one device must emulate the ranks and their loss; copies of
+        an expert may be on tensor-parallel ranks too."""
+        return self.wire != "none" and (self.dp * self.cp > 1 or self.tp > self.etp * self.ep)
 
     def microbatches(self, workload: Workload) -> int:
         return workload.batch // (self.microbatch * self.dp)

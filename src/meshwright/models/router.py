@@ -70,10 +70,7 @@ class Router(nn.Module):
         self.load: torch.Tensor | None = None  # [2, E] of this step so far: copies chosen, copies dropped
 
     def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
-        wide = torch.promote_types(x_TH.dtype, torch.float32)
-        logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()  # wide whatever the layer's products are
-        if self.bias is not None:
-            logits_TE = logits_TE + self.bias.to(wide)
+        logits_TE = self.logits(x_TH)
         scores_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         with torch.no_grad():
             chosen_TE, kept_TE = self.choose(scores_TE.detach(), tokens)
@@ -86,6 +83,12 @@ class Router(nn.Module):
             weights_TE = add_loss(weights_TE, self.losses(logits_TE, scores_TE, chosen_TE, tokens), tokens.share)
         expert_R, token_R = kept_TE.t().nonzero(as_tuple=True)
         return Routing(token_R, weights_TE[token_R, expert_R].to(x_TH.dtype), kept_TE.sum(0))
+
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Wide, whatever the layer's products are."""
+        wide = torch.promote_types(x_TH.dtype, torch.float32)
+        logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(wide)
 
     def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks of what is chosen, and of that what is kept."""

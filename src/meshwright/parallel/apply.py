@@ -186,7 +186,9 @@ def apply(
 
     pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model, parted[i])]
     initialise(pieces, model, seed, scatter)
-    exact = {p.parameter for p in pieces if p.partial or (group is not None and p.full_shape == p.parameter.shape)}
+    alike = {p.parameter for p in pieces if group is not None and p.full_shape == p.parameter.shape}
+    alike -= {p for module in stages.values() for part in expert.experts_of(module) for p in part.parameters()}
+    exact = alike | {p.parameter for p in pieces if p.partial}
     reductions = [zero.reduction(module, mesh, plan, dtype, exact & set(module.parameters()))
                   for module in stages.values()]  # fmt: skip
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:

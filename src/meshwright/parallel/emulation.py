@@ -1,15 +1,16 @@
 """One device in the place of many: the proof of a lossy sum is that ranks and their emulation agree.
 
-Every rank loses other parts of its gradient, so one device must make each data-parallel rank's gradient by itself, cut
-it as the ranks of each tensor and pipeline place cut theirs, and lose the same. The ranks tell how they cut (`told`),
-as names and boxes; what they leave out of that is summed exactly. The steps of one device are then
+Every rank loses other parts of its gradient, so one device must have each rank's gradient by itself (`apart`), cut it as
+that rank cuts it, and lose the same. The ranks tell who sums what with whom (`told`), as names, boxes and whose tokens
+each has the gradient of; what they leave out of that is summed exactly. The steps of one device are then
 
-    gradient of rank 1, of rank 2, …        micro-batches come rank by rank
-    for each tensor and pipeline place      the boxes that place holds, put together as it does
+    one backward of all ranks' tokens       a gradient for each rank's
+    for each group that sums lossily        the boxes its ranks hold, put together as they do
         compress, exchange, decompress      one compressor for each rank, as there
     put the boxes back
 
-It cannot stand for context-parallel ranks: each has a gradient of its own that no part of the loss belongs to.
+So a rank of dp or cp compresses the gradient of its own tokens; a rank that holds experts that of its block's; and each
+of two stages that share an embedding that of its own use of it.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import nn
 
+from meshwright.describe.layout import Layout as RankLayout
 from meshwright.describe.plan import Plan
+from meshwright.parallel.apart import Apart, Source, source
+from meshwright.parallel.apply import Parallel
 from meshwright.parallel.compress import Compressor, Exchange, Layout, compressor_of
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.scatter import chunked, put_together
 from meshwright.parallel.zero import Buckets, Reduction, Shards, parts_of
 
+Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
+
 
 @dataclass(frozen=True)
 class Portion:
-    """A box of a whole parameter, as a rank holds it before ZeRO cuts it."""
+    """A box of a whole parameter, as a rank holds it before ZeRO cuts it; `uses` are where its gradient comes from."""
 
-    name: str
+    uses: tuple[str, ...]
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -42,12 +48,13 @@ class Portion:
 
 @dataclass(frozen=True)
 class Summed:
-    """What the data-parallel ranks of one place sum lossily, in their order: cut into messages at `edges`, or into the
-    rows of `owners`."""
+    """What the ranks of one group sum lossily, in their order: cut into messages at `edges`, or into the rows of their
+    owners. `members` are the ranks whose tokens each of them has the gradient of; `each`: micro-batch by itself."""
 
     portions: tuple[Portion, ...]
+    members: tuple[tuple[Source, ...], ...]
+    each: bool
     edges: tuple[int, ...] = ()
-    owners: int = 0
 
     def layouts(self) -> list[Layout]:
         out: list[Layout] = [[] for _ in self.edges[1:]]
@@ -60,59 +67,86 @@ class Summed:
         return out
 
 
-def told(reductions: list[Reduction], pieces: list[Piece]) -> list[Summed]:
-    """What this rank sums lossily; of a rank that is the first of its data-parallel group."""
-    by_parameter = {piece.parameter: Portion(piece.name, piece.start, tuple(piece.parameter.shape)) for piece in pieces}
+def told(reductions: list[Reduction], pieces: list[Piece], mesh: Mesh) -> list[Summed]:
+    """What this rank sums lossily with others, of whom it is the first."""
+    plan = mesh.layout.plan
+    by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in pieces}
     out = []
     for part in parts_of(reductions):
         if isinstance(part, Buckets) and part.compressor is not None and part.group is not None:
-            out.append(Summed(tuple(by_parameter[p] for p in part.parameters), tuple(part.edges)))
+            axis = "expert_dp" if part.group is mesh.group("expert_dp") else "dp_cp"
+            portions = tuple(by_parameter[p] for p in part.parameters)
+            out.append((axis, Summed(portions, members(mesh, axis), part.each, tuple(part.edges))))
         for scatter in part.scatters if isinstance(part, Shards) else ():
-            out.append(Summed(tuple(by_parameter[p] for p in scatter.lossy), owners=scatter.ranks))
-    return out
+            portions = tuple(by_parameter[p] for p in scatter.lossy)
+            each = plan.reduces_each and plan.pp == 1
+            out.append((scatter.axis, Summed(portions, members(mesh, scatter.axis), each)))
+    return [summed for axis, summed in out if summed.portions and mesh.index(axis) == 0]
+
+
+def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
+    """Of each rank of this rank's group those whose tokens it has the gradient of: its own tp group's, and of experts
+    those of its ep × expert_tp block."""
+    layout, group = mesh.layout, mesh.layout.group_of(axis, mesh.rank)
+    if axis in ("dp_cp", "shard_cp"):
+        return tuple((source(layout, rank, tp=False),) for rank in group)
+    blocks = [
+        [r for other in layout.group_of("ep", rank) for r in layout.group_of("expert_tp", other)] for rank in group
+    ]
+    return tuple(tuple(source(layout, r, tp=True) for r in block) for block in blocks)
 
 
 class Emulated:
-    """A `Reduction` of one device that stands for the ranks of a plan. `places` is what each place told."""
+    """A `Reduction` of one device that stands for the ranks of a plan, which told what they sum lossily."""
 
-    def __init__(self, module: nn.Module, plan: Plan, share: int, places: list[list[Summed]]) -> None:
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.summed = [summed for place in places for summed in place]
-        self.compressors = [[one_of(plan) for _ in range(plan.dp)] for _ in self.summed]
-        self.rounds = share if plan.reduces_each and plan.pp == 1 else 1
-        self.each, self.begun = share // self.rounds, 0
-        self.gradients: list[dict[str, torch.Tensor]] = []
+    def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed]) -> None:
+        (module,) = parallel.stages.values()
+        self.parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.apart = Apart(module, layout, parallel.model, parallel.workload.seq, parallel.mesh.device)
+        self.summed = summed
+        self.compressors = [[one_of(layout.plan) for _ in s.members] for s in summed]
+        self.taken: list[Gradients] = []  # of every micro-batch
+        self.begun = False
 
     def begin(self, last: bool) -> None:
-        if self.begun and self.begun % self.each == 0:
-            self._take()
-        self.begun += 1
-
-    def _take(self) -> None:
-        self.gradients.append({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
-        self.zero()
+        if self.begun:
+            self.taken.append(self.apart.taken())
+        self.begun = True
 
     def start(self) -> None:
         """Nothing is sent."""
 
     @torch.no_grad()
     def finish(self) -> None:
-        self._take()
-        total = {name: torch.stack([g[name] for g in self.gradients]).sum(0) for name in self.gradients[0]}
-        for summed, compressors in zip(self.summed, self.compressors, strict=True):
+        self.taken.append(self.apart.taken())
+        whole = added(self.taken)
+        total = {name: sum_of([mine[name] for mine in whole.values() if name in mine]) for name in self.parameters}
+        for summed in self.summed:
             for portion in summed.portions:
-                portion.of(total[portion.name]).zero_()
-            for round_ in range(self.rounds):
-                lossy = emulate_owners if summed.owners else emulate_messages
-                for portion, values in lossy(summed, compressors, self.gradients[round_ :: self.rounds]):
-                    portion.of(total[portion.name]).add_(values)
-        for name, gradient in total.items():
-            self.parameters[name].grad = gradient
-        self.gradients, self.begun = [], 0
+                for use in portion.uses:
+                    portion.of(total[use]).zero_()
+        for summed, compressors in zip(self.summed, self.compressors, strict=True):
+            for gradients in self.taken if summed.each else [whole]:
+                for portion, values in emulate_sum(summed, compressors, gradients):
+                    portion.of(total[portion.uses[0]]).add_(values)
+        for p in self.parameters.values():
+            p.grad = None
+        for name, p in self.parameters.items():  # a tied weight has two names
+            p.grad = total[name] if p.grad is None else p.grad + total[name]
+        self.taken, self.begun = [], False
 
     def zero(self) -> None:
         for p in self.parameters.values():
             p.grad = None
+
+
+def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(tensors).sum(0)
+
+
+def added(several: list[Gradients]) -> Gradients:
+    """The sum of several micro-batches."""
+    return {s: {name: sum_of([one[s][name] for one in several]) for name in mine} for s, mine in several[0].items()}
 
 
 def one_of(plan: Plan) -> Compressor:
@@ -121,32 +155,42 @@ def one_of(plan: Plan) -> Compressor:
     return made
 
 
-def emulate_messages(
-    summed: Summed, compressors: list[Compressor], gradients: list[dict[str, torch.Tensor]]
+def emulate_sum(
+    summed: Summed, compressors: list[Compressor], gradients: Gradients
 ) -> Iterator[tuple[Portion, torch.Tensor]]:
-    flats = [torch.cat([p.of(g[p.name]).flatten() for p in summed.portions]) for g in gradients]
+    """What each portion becomes in the sum of all members."""
+
+    def portion_of(portion: Portion, sources: tuple[Source, ...]) -> torch.Tensor:
+        return sum_of([portion.of(gradients[s][use]) for s in sources for use in portion.uses])
+
+    parts = [[portion_of(portion, sources) for portion in summed.portions] for sources in summed.members]
+    lossy = emulate_messages if summed.edges else emulate_owners
+    yield from zip(summed.portions, lossy(summed, compressors, parts), strict=True)
+
+
+def emulate_messages(
+    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]]
+) -> Iterator[torch.Tensor]:
+    flats = [torch.cat([g.flatten() for g in mine]) for mine in parts]
     cut = [
         emulate(compressors, i, [flat[a:b] for flat in flats], layout)[0]
         for i, ((a, b), layout) in enumerate(zip(pairwise(summed.edges), summed.layouts(), strict=True))
     ]
-    sizes = [torch.Size(p.shape).numel() for p in summed.portions]
+    sizes = [g.numel() for g in parts[0]]
     for portion, values in zip(summed.portions, torch.cat(cut).split(sizes), strict=True):
-        yield portion, values.view(portion.shape)
+        yield values.view(portion.shape)
 
 
 def emulate_owners(
-    summed: Summed, compressors: list[Compressor], gradients: list[dict[str, torch.Tensor]]
-) -> Iterator[tuple[Portion, torch.Tensor]]:
-    """Each run of `owners` ranks sums by itself; what several such groups have is then summed exactly."""
-    size = summed.owners
-    for first in range(0, len(gradients), size):
-        members = gradients[first : first + size]
-        rows = [torch.cat([chunked(p.of(g[p.name]), size) for p in summed.portions], 1) for g in members]
-        out = torch.stack([row[0] for row in rows])
-        run_together([c.scatter(0, rows[r], out[r], r) for r, c in enumerate(compressors[first : first + size])])
-        widths = [chunked(torch.empty(p.shape, device="meta"), size).shape[1] for p in summed.portions]
-        for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
-            yield portion, put_together(columns, portion.shape)
+    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]]
+) -> Iterator[torch.Tensor]:
+    size = len(parts)
+    rows = [torch.cat([chunked(g, size) for g in mine], 1) for mine in parts]
+    out = torch.stack([row[0] for row in rows])
+    run_together([c.scatter(0, rows[r], out[r], r) for r, c in enumerate(compressors)])
+    widths = [chunked(g, size).shape[1] for g in parts[0]]
+    for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
+        yield put_together(columns, portion.shape)
 
 
 def emulate(

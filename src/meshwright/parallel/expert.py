@@ -232,8 +232,9 @@ class Spread:
         return rows if self.stage is None else rows[self._order(rows.device)[self.mesh.index("stage")]]
 
     def _order(self, device: torch.device) -> torch.Tensor:
+        mesh = self.mesh
         if self._shape not in self._orders:
-            self._orders[self._shape] = token_order(self.mesh, self.plan, self.model, *self._shape).to(device)
+            self._orders[self._shape] = token_order(mesh.layout, mesh.rank, self.model, *self._shape).to(device)
         return self._orders[self._shape]
 
 

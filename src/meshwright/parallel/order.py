@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan
 from meshwright.parallel.blocks import places
 from meshwright.parallel.context import is_zigzag, runs_of
-from meshwright.parallel.mesh import Mesh
 
 
-def token_order(mesh: Mesh, plan: Plan, model: Model, rows: int, length: int) -> torch.Tensor:
-    """[rank of the stage, own token] → place in one device's micro-batch; a layer sees [rows, length] tokens here."""
+def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int) -> torch.Tensor:
+    """[rank of a rank's stage, own token] → place in one device's micro-batch; a layer sees [rows, length] tokens on
+    each."""
+    plan = layout.plan
     shared = length * (plan.tp if plan.sp else 1)  # positions of one tp group
     seq = shared * plan.cp
     runs = runs_of(seq, plan.cp, is_zigzag(model, plan.cp_kind, seq, plan.cp)) if plan.cp > 1 else ((range(seq),),)
     out = []
-    for rank in mesh.layout.group_of("stage", mesh.rank):
-        at = mesh.layout.coordinates(rank)
+    for other in layout.group_of("stage", rank):
+        at = layout.coordinates(other)
         if plan.sp:
             flat = (torch.arange(rows)[:, None] * shared + at["tp"] * length + torch.arange(length)).flatten()
         else:

@@ -35,6 +35,7 @@ class Piece:
     partial: str = ""  # the axis, tp, kv_copies or expert_tp, over which the gradient is a partial sum until summed
     tied: bool = False  # one of the two copies of a tied embedding that live on different stages
     tied_copy: bool = False  # the second of them, the head's
+    uses: tuple[str, ...] = ()  # under which names of the whole model it is used here; a tied embedding may have two
 
     @property
     def local(self) -> torch.Tensor:
@@ -85,6 +86,7 @@ def pieces_of(
             partial=_partial_over(name, split),
             tied=apart and (tied_copy or name == TIED_SOURCE),
             tied_copy=tied_copy,
+            uses=(name, TIED_COPY) if model.tied and not apart and name == TIED_SOURCE else (name,),
         )  # fmt: skip
 
 
@@ -108,6 +110,7 @@ def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parte
         name, parameter, tuple(shape), tuple(start),
         counted=all(mesh.index(axis) == 0 for axis in axes_of_copies),
         partial="expert_tp" if name in experts.partial else "",
+        uses=(name,),
     )  # fmt: skip
 
 

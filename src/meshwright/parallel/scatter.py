@@ -54,9 +54,10 @@ class CompressedScatter:
     """In the place of torch's reduce-scatter of one unit. `exact` parameters are not compressed."""
 
     def __init__(
-        self, compressor: Compressor, parameters: Sequence[nn.Parameter], ranks: int, exact: set[nn.Parameter]
-    ) -> None:
-        self.compressor, self.ranks = compressor, ranks
+        self, compressor: Compressor, parameters: Sequence[nn.Parameter], axis: str, ranks: int,
+        exact: set[nn.Parameter],
+    ) -> None:  # fmt: skip
+        self.compressor, self.axis, self.ranks = compressor, axis, ranks
         self.lossy = [p for p in parameters if p not in exact]
         widths = [-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in parameters]
         kinds = torch.tensor([p in exact for p in parameters]).repeat_interleave(torch.tensor(widths))

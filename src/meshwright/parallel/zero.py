@@ -279,20 +279,22 @@ def reduction(
         options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
     apart = set(exact) if plan.wire != "none" else set()
-    dense = set(module.parameters()) - experts - apart
+    dense = set(module.parameters()) - experts
     parts: list[Buckets | Shards | Alone] = []
     if isinstance(module, FSDPModule):
         parts.append(Shards(module, plan, scatters(module, mesh, plan, apart)))
     elif mesh.group("dp_cp") is None and plan.pp == 1:
         parts.append(Alone(dense, options.get("dtype")))
     else:
-        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan), only=dense,
-                             **options))  # fmt: skip
+        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan),
+                             only=dense - apart, **options))  # fmt: skip
     if experts:
         parts.append(Buckets(module, mesh.group("expert_dp"), plan.bucket, compressor=compressor_of(plan),
-                             only=experts, **options))  # fmt: skip
-    if apart and isinstance(parts[0], Buckets):
-        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, only=apart - experts, **options))
+                             only=experts - apart, **options))  # fmt: skip
+    if apart & experts:
+        parts.append(Buckets(module, mesh.group("expert_dp"), plan.bucket, only=apart & experts, **options))
+    if apart & dense and isinstance(parts[0], Buckets):
+        parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, only=apart & dense, **options))
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
@@ -307,7 +309,7 @@ def scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.Parameter]
         parameters = list(dict.fromkeys(p for part in parts for p in managed(part) if isinstance(p, DTensor)))
         compressor = compressor_of(plan)
         if parameters and compressor is not None:
-            out.append(CompressedScatter(compressor, parameters, mesh.size(axis), exact))
+            out.append(CompressedScatter(compressor, parameters, axis, mesh.size(axis), exact))
             parts[0].set_custom_reduce_scatter(out[-1])
     return out
 

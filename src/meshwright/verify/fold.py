@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.cost.settle import settle
 from meshwright.describe.config import Config
+from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -21,6 +22,7 @@ from meshwright.errors import MeshwrightError
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 HEAD = 8
 MOST_BUCKETS = 8
+SUMMED_ROUNDED = ("fp16", "bf16")  # on the wire
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,14 @@ def small_copy(config: Config, ranks: int) -> Small:
     memory = config.cluster.accelerator.memory
     settled = settle(config.model, config.plan, config.workload, config.stack, memory)
     plan, changes = fold(settled, ranks)
-    plan, model = emulable(plan, config.model, changes)
-    tiny = shrink(model, plan, config.plan)
+    plan = emulable(plan, changes)
+    tiny = shrink(config.model, plan, config.plan)
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     if config.workload.precision == "fp8" and workload.precision != "fp8":
-        changes.append("fp8 products not exercised: one device cannot scale apart what its router counts together")
+        changes.append("fp8 products not exercised: one device takes the gradients of context-parallel ranks apart, and "
+                       "cannot scale them together")  # fmt: skip
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)
@@ -93,21 +96,26 @@ def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int
     return out
 
 
-def emulable(plan: Plan, model: Model, changes: list[str]) -> tuple[Plan, Model]:
-    """One device emulates the lossy sums of data-parallel ranks whatever their tensor and pipeline place; not where
-    ranks have gradients of a part of the sequence, or of some experts."""
+def emulable(plan: Plan, changes: list[str]) -> Plan:
+    """One device emulates the lossy sums of all ranks, but a 16-bit sum on the wire of no more than two."""
     if not plan.lossy:
-        return plan.but(compression="none", comm_dtype=None), model
-    if plan.cp > 1 or plan.ep > 1 or (model.experts and (plan.zero or plan.expert_tp or model.router.counts_together)):
-        why = "context-parallel ranks" if plan.cp > 1 else "experts that several ranks hold or count together"
-        changes.append(f"gradients sent as {plan.wire} not exercised: one device has no gradient of its own for {why}")
-        return plan.but(compression="none", comm_dtype=None), model
-    if max(plan.replicate, plan.shard) > 2:
-        changes.append("two ranks on an axis: of more, a 16-bit sum depends on the order it is made in")
-    if model.tied and plan.pp > 1:
-        changes.append("untied: the two stages that share an embedding compress their parts of its gradient apart")
-        model = model.but(tied=False)
-    return plan.but(replicate=min(plan.replicate, 2), shard=min(plan.shard, 2)), model
+        return plan.but(compression="none", comm_dtype=None)
+    if plan.wire in SUMMED_ROUNDED:
+        if plan.ep == 1 and max(plan.replicate, plan.shard) > 2:
+            changes.append("two ranks on an axis: of more, a 16-bit sum depends on the order it is made in")
+            plan = plan.but(replicate=min(plan.replicate, 2), shard=min(plan.shard, 2))
+        if max(Layout(plan).size(axis) for axis in summing(plan)) > 2:
+            changes.append(f"gradients sent as {plan.wire} not exercised: a 16-bit sum of more than two ranks depends on "
+                           "the order it is made in")  # fmt: skip
+            return plan.but(compression="none", comm_dtype=None)
+    return plan
+
+
+def summing(plan: Plan) -> tuple[str, ...]:
+    """The axes over which gradients are summed lossily."""
+    sharded = plan.zero > 0 and plan.shard * plan.cp > 1
+    copied = sharded and Layout(plan).size("expert_shard") > 1
+    return "shard_cp" if sharded else "dp_cp", "expert_shard" if copied else "expert_dp"
 
 
 def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
@@ -181,8 +189,10 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
 
 
 def scales_differ(model: Model, plan: Plan) -> bool:
-    """Routers that count tokens of several ranks want them together on one device, fp8's scales want them apart."""
-    return bool(model.experts) and model.router.counts_together and plan.dp > 1
+    """Where one device takes the tokens of every rank apart, it scales them apart: those of context-parallel ranks too,
+    whose products have one scale."""
+    counted = bool(model.experts) and model.router.counts_together and plan.dp > 1
+    return plan.cp > 1 and (plan.lossy or counted)
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:

@@ -138,13 +138,10 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
         plan = Plan(microbatch=size, param_dtype="fp32", master=False)
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
     rounds = job.plan.microbatches(job.workload)
-    if job.model.experts and job.model.router.counts_together and rounds > 1:
+    counted = bool(job.model.experts) and job.model.router.counts_together
+    if job.plan.lossy or (counted and (rounds > 1 or apart)):
         plan = Plan(microbatch=job.workload.batch // rounds, param_dtype="fp32", master=False)
-        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
-    if job.plan.lossy:
-        plan = Plan(microbatch=job.plan.microbatch, param_dtype="fp32", master=False)
-        first = {dtype: [rank[dtype] for rank in many if rank[dtype].first_of_data] for dtype in job.dtypes}
-        summed = {dtype: [trace.summed for trace in traces] for dtype, traces in first.items()}
+        summed = {dtype: [summed for rank in many for summed in rank[dtype].summed] for dtype in job.dtypes}
         return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan, summed=summed)
     size = job.plan.microbatch if apart else job.workload.batch
     plan = Plan(microbatch=size, param_dtype="fp32", master=False)

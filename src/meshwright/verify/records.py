@@ -29,7 +29,7 @@ class Job:
     watch: bool = False
     prepare: str = ""
     emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
-    summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what each place told of those sums
+    summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,3 @@ class Trace:
     predicted_bytes: float = 0.0
     summed: list[Any] = field(default_factory=list)  # what this rank sums lossily with others (`emulation.Summed`)
     replicas: list[Trace] = field(default_factory=list)  # of one device in the place of several that train alone
-
-    @property
-    def first_of_data(self) -> bool:
-        """Whether this rank is the first of those that hold the same place of the model."""
-        return all(self.coordinates[axis] == 0 for axis in ("replicate", "shard"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
@@ -40,15 +41,15 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = put_on(context, job, dtype)
     trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
-    if job.emulated is not None and job.emulated.lossy:
-        (module,) = parallel.stages.values()
-        share = job.emulated.microbatches(job.workload)
-        parallel.reductions = [Emulated(module, job.emulated, share, job.summed[dtype])]  # type: ignore[list-item]
-    elif job.emulated is not None:
+    if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
+        scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
+        if job.emulated.lossy or scaled:  # each rank loses, or scales, what its own tokens make
+            layout = Layout(job.emulated, job.order)
+            parallel.reductions = [Emulated(parallel, layout, job.summed.get(dtype, []))]  # type: ignore[list-item]
     trace = recorded(trainer, context.rank, dtype)
     if job.plan.lossy:
-        trace.summed = told(parallel.reductions, parallel.pieces)
+        trace.summed = told(parallel.reductions, parallel.pieces, parallel.mesh)
     watch = job.watch and dtype == job.dtypes[-1]
     trainer.train(max(job.steps - watch, 1))
     if watch:
