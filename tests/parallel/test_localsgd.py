@@ -81,7 +81,10 @@ def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
     assert proof.small.plan.average_every == 2
     assert proof.passed, (proof.agreements[0].breaks[:3], [row for _, row in proof.rows if row.unexplained])
     assert proof.agreements[0].errors["parameter"] < 1e-12
-    assert any("replicas average in some steps" in row.explained for _, row in proof.rows)
+    assert all(row.equal for _, row in proof.rows)
+    assert not [
+        row for _, row in proof.rows if (row.axis, row.operation) == ("replicate", "all_reduce")
+    ]  # of the third step
 
 
 def test_bytes_fall_by_the_steps_between_averages():

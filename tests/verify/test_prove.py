@@ -12,7 +12,6 @@ from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.verify.page import page
 from meshwright.verify.prove import prove
-from meshwright.verify.traffic import Explanation, explain
 from meshwright.view.tables import console
 
 PLAN = """
@@ -71,7 +70,7 @@ def test_what_is_issued_is_what_is_lowered(plan, tied):
     config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
     proof = prove(config, ranks=4, steps=1)
     assert proof.parity
-    assert [row for _, row in proof.rows if row.unexplained] == []
+    assert [row for _, row in proof.rows if not row.equal] == []
     assert proof.unknown == []
     for trace in proof.traces:
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
@@ -83,14 +82,6 @@ def test_what_cannot_run_is_refused_before_ranks_start():
     )
     with pytest.raises(MeshwrightError, match="MW-PAR-001"):
         prove(config)
-
-
-def test_a_difference_is_the_fewest_reasons_that_add_up():
-    reasons = [Explanation("a", "tp", "x", 1, 8), Explanation("b", "tp", "x", 0, 4), Explanation("c", "tp", "x", 1, 12)]
-    assert explain((0, 0), reasons) == []
-    assert explain((1, 12), reasons) == ["c"]
-    assert explain((2, 24), reasons) == ["a", "b", "c"]
-    assert explain((1, 9), reasons) is None
 
 
 def test_the_command(tmp_path):

@@ -33,6 +33,10 @@ class Stack(Described):
     early_stop: bool = Field(
         default=True, description="a layer made again is rerun only until backward has what it needs, as torch does"
     )
+    shared_scales: bool = Field(
+        default=False,
+        description="fp8: ranks that hold parts of a tensor agree on one scale, a small message a product",
+    )
     blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")

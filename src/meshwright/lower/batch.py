@@ -54,6 +54,8 @@ class Batch:
         # between they would be gathered for every micro-batch of every stage, and a split backward has nowhere to.
         self.reshard = self.reshard & (self.pp == 1)
         self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
+        # Gradients that ZeRO does not shard are kept whole: each micro-batch reduces them only where the plan says so itself.
+        self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
         self.uneven = [
             i for i, said in enumerate(self.layers_per_stage) if said
         ]  # plans that say their layers per stage
@@ -116,6 +118,7 @@ class Batch:
         fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])
         fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
         fields["reduce_each"] = np.array([p.reduces_each for p in plans])
+        fields["reduce_said"] = np.array([p.reduce == "microbatch" for p in plans])
         fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
         fields["grad_bytes"] = np.array([DTYPE_BYTES[p.grad_dtype] for p in plans])
         fields["state_bytes"] = np.array([DTYPE_BYTES[p.state_dtype] for p in plans])

@@ -245,6 +245,24 @@ class LayerLowering:
             1 if fused else 2 * inputs + 1,
         )
 
+    def shared_scales(self) -> None:
+        """fp8, where ranks agree on one scale for a tensor of which each holds a part: the largest of a product's two operands
+        forward, of its gradient backward. Experts scale each token by itself; ranks that split one agree on its weights' scales, and
+        on those of the rows that `down` reads."""
+        if self.b.workload.precision != "fp8" or not self.b.stack.shared_scales:
+            return
+        products = sum(linear.part not in ("router", "experts") for linear in self.block.linears)
+        for axis in ("tp", "cp"):
+            on = (self.b.size(axis) > 1) * float(products)
+            self.collective("F", "fp8-operands", "norm", "all_reduce", axis, 8.0, on)
+            self.collective("I", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on)
+        if self.block.kind == "moe":
+            experts, split = self.m.experts / self.b.ep, (self.b.etp > 1) * 1.0
+            rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp
+            self.collective("F", "fp8-expert-weights", "experts", "all_reduce", "expert_tp", 4.0 * experts,
+                            split * (2.0 if self.m.gated else 1.0))  # fmt: skip
+            self.collective("F", "fp8-expert-rows", "experts", "all_reduce", "expert_tp", 4.0 * (experts + rows), split)
+
     # Whole layers
 
     def dense(self) -> dict[str, list[Op]]:
@@ -256,6 +274,7 @@ class LayerLowering:
         if self.m.norms_per_layer == 4:
             self.norm("norm-4")
         self.residual("ffn-residual")
+        self.shared_scales()
         self.recomputed()
         return self.phases
 
@@ -269,6 +288,7 @@ class LayerLowering:
         self.memory("I", "gelu-grad", "ffn", tokens * h / b.tp * self.element, 3, 1)
         self.collective("F", "gather", "ffn", "all_gather", "tp", n, self.with_tp)
         self.collective("I", "reduce", "ffn", "reduce_scatter", "tp", n, self.with_tp)
+        self.shared_scales()
         self.recomputed()
         return self.phases
 

@@ -64,6 +64,7 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.collective("F", "experts-out", "experts", "all_gather", "tp", n, split_without_sp)
     low.collective("I", "experts-out-grad", "experts", "all_gather", "tp", n, split_without_sp)
     low.residual("ffn-residual")
+    low.shared_scales()
     low.recomputed()
     return low.phases
 

@@ -23,16 +23,17 @@ from meshwright.lower.op import Array, Op, StepProgram, present
 
 
 def step_program(
-    model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None
+    model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None, element: float = 0.0
 ) -> StepProgram:
-    """Lower one plan or many. Plans are taken as legal: `Plan.check` says so."""
+    """Lower one plan or many. Plans are taken as legal: `Plan.check` says so. An activation has the bytes of the workload's
+    precision, or those of an `element` that is said."""
     plans = [plans] if isinstance(plans, Plan) else plans
     plans = [settle(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans]
-    return lower(Batch.of(plans, model, workload, stack or Stack()))
+    return lower(Batch.of(plans, model, workload, stack or Stack()), element)
 
 
-def lower(batch: Batch) -> StepProgram:
-    element = activation_bytes(batch.workload)
+def lower(batch: Batch, element: float = 0.0) -> StepProgram:
+    element = element or activation_bytes(batch.workload)
     program = StepProgram(batch, element=element)
     model = batch.model
     if model.kind == "counts":

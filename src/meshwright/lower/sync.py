@@ -17,7 +17,8 @@ an all-to-all and an all-gather (sums would overflow on the wire), together what
 of the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens), threshold as many
 as a normal distribution has above τ; random-k sends a share r and no indices; PowerSGD sends two factors of rank r.
 Buckets are cut before they are compressed. Under ZeRO each rank wants its shard of the sum: what can be summed on the wire
-is reduce-scattered, the rest goes to its owner in one all-to-all, and hybrid sharding then sums shards as they are.
+is reduce-scattered, PowerSGD's factors are all-reduced just the same, the rest goes to its owner in one all-to-all, and
+hybrid sharding then sums shards as they are.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
         on = on * (batch.average_every == 0)
     sparse, quantised = sent_as(batch, *SPARSE), sent_as(batch, *QUANTISED)
     owners = sparse | quantised
-    factors = np.where(sent_as(batch, "powersgd"), 2.0, 1.0)
+    thin = sent_as(batch, "powersgd")
+    factors = np.where(thin, 2.0, 1.0)
     replicas = "replicate" if kind == "dense" else "expert_replicate"
     hybrid = sharded & (batch.size(replicas) > 1)
-    each = batch.reduce_each & (sharded | (batch.zero == 0))
-    times = np.where(each, np.maximum(batch.microbatches, 1), 1.0)
+    times = np.where(np.where(sharded, batch.reduce_each, batch.reduce_whole), np.maximum(batch.microbatches, 1), 1.0)
     cut = np.where(extra > 0, elements * batch.grad_bytes, n) if batch.compresses else n
     buckets = np.maximum(1.0, np.ceil(cut / batch.bucket))
     ops = []
@@ -100,13 +101,14 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
                       message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
 
     reduce("reduce-gradients", "all_reduce", whole, n / factors, (~sharded & ~owners) * times * factors)
-    reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners) * times)
+    reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners & ~thin) * times)
     reduce("reduce-shards", "all_reduce", replicas, elements * batch.comm_bytes / batch.size(shard), hybrid * times)
     if batch.compresses:
         reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
         reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
         reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & sparse) * times)
         reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
+        reduce("reduce-factors", "all_reduce", shard, n / factors, (sharded & thin) * times * factors)
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
 
@@ -121,12 +123,17 @@ def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
                message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
 
 
+def kept_bytes(batch: Batch) -> Array:
+    """Of a parameter as it is updated: its wide master's, where it has one."""
+    return np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
+
+
 def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Local SGD: every n-th step replicas average their parameters, masters where there are any."""
     if not np.any(batch.average_every):
         return []
     # Each replica's parameters, and by how many tokens they count.
-    n = (elements + 1) * np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
+    n = (elements + 1) * kept_bytes(batch)
     count = (batch.average_every > 0) / np.maximum(batch.average_every, 1.0)
     return [Op("average-parameters", kind, "collective", count, collective="all_reduce", axis="replicate",
                message_bytes=n, stream="comm:dp")]  # fmt: skip
@@ -151,14 +158,15 @@ def sharded_weights(
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     often = np.where(batch.reshard, 1.0, once)
     reduces = on * np.where(batch.reduce_each, 1.0, once)
-    owners = sent_as(batch, *SPARSE, *QUANTISED)
+    owners, thin = sent_as(batch, *SPARSE, *QUANTISED), sent_as(batch, "powersgd")
     sums = (elements - untrained) * batch.comm_bytes / batch.size(shard)
     scatter = [
-        op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * ~owners),
+        op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * (~owners & ~thin)),
         op("reduce-shards", "all_reduce", replicas, sums, reduces * (batch.size(replicas) > 1)),
     ]
     if batch.compresses:
         scatter.append(op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners))
+        scatter.append(op("reduce-factors", "all_reduce", shard, gradient / 2, 2.0 * reduces * thin))
         scatter.append(Op("compress", "optimizer", "memory", reduces * (extra > 0), bytes=extra, launches=4.0))
     return {
         "F": [op("gather-weights", "all_gather", shard, whole, on * often)],
@@ -203,10 +211,14 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
             ops.append(Op(name, part, "collective", on * 1.0, collective="all_reduce", axis=axis, message_bytes=n,
                           stream="comm:dp"))  # fmt: skip
 
-    reduce("sum-partial", "tp", counts.get("partial", 0.0) * batch.grad_bytes / sharded)
-    reduce("sum-copies", "kv_copies", counts.get("kv_copies", 0.0) * batch.grad_bytes / sharded)
-    reduce("sum-partial", "expert_tp", counts.get("expert_partial", 0.0) * batch.grad_bytes / of_experts)
-    reduce("sum-tied", "ends", counts.get("tied", 0.0) * batch.grad_bytes / sharded)
+    # A shard's gradient is as wide as the shard, which is its own master.
+    wide = np.where(sharded > 1, kept_bytes(batch), batch.grad_bytes) / sharded
+    reduce("sum-partial", "tp", counts.get("partial", 0.0) * wide)
+    reduce("sum-copies", "kv_copies", counts.get("kv_copies", 0.0) * wide)
+    if "expert_partial" in counts:
+        wide_experts = np.where(of_experts > 1, kept_bytes(batch), batch.grad_bytes) / of_experts
+        reduce("sum-partial", "expert_tp", counts["expert_partial"] * wide_experts)
+    reduce("sum-tied", "ends", counts.get("tied", 0.0) * wide)
     reduce("sum-loads", "stage", counts.get("loads", 0.0) * 8.0)
     reduce("worst-load", "pp", 32.0 * bool(batch.model.experts), "optimizer")
     together = np.equal(batch.average_every, 0)

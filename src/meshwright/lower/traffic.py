@@ -6,6 +6,7 @@ buffers in all. A tensor-parallel layer without sequence parallelism, for instan
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,18 +29,18 @@ class Record:
     names: tuple[str, ...]
 
 
-def traffic(program: StepProgram, rank: int = 0, part: str = "") -> list[Record]:
-    """Everything one pipeline rank of one plan issues in a step, or what belongs to one part of the program."""
+def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
+    """Everything one pipeline rank of one plan issues in a step."""
     b = program.batch
     m = max(1.0, float(b.microbatches[0]))
     held = holding(b, np.array([float(rank)]))
-    found: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+    found: list[tuple[str, str, str, float, float]] = []
 
     def add(op: Op, times: float) -> None:
         count = times * float(np.broadcast_to(op.count, 1)[0])
-        if count and part in ("", op.part):
+        if count:
             n = float(np.broadcast_to(op.message_bytes, 1)[0])
-            found.setdefault((op.axis, op.collective), []).append((op.name, count, count * n))
+            found.append((op.name, op.axis, op.collective, count, count * n))
 
     for key, ops in program.blocks.items():
         for op in ops:
@@ -50,8 +51,16 @@ def traffic(program: StepProgram, rank: int = 0, part: str = "") -> list[Record]
             add(op, 1.0)
     for (_, op), messages in zip(boundary_ops(program), boundary_messages(b, held.rank), strict=False):
         add(op, m * float(messages[0]))
+    return recorded(found)
+
+
+def recorded(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
+    """One record an axis and collective of many (name, axis, collective, count, bytes)."""
+    by: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+    for name, axis, kind, count, n in found:
+        by.setdefault((axis, kind), []).append((name, count, n))
     return [Record(axis, kind, sum(c for _, c, _ in rows), sum(x for *_, x in rows), tuple(dict.fromkeys(n for n, *_ in rows)))
-            for (axis, kind), rows in found.items()]  # fmt: skip
+            for (axis, kind), rows in by.items()]  # fmt: skip
 
 
 def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:

@@ -1,0 +1,166 @@
+"""The messages of data parallelism, one by one, as one rank sends them: buckets, and the units of ZeRO.
+
+`sync` has the closed form: the bytes of a rank's elements in ⌈bytes/bucket⌉ messages, or block by block. A real rank sends
+
+    buckets   of each of its stages by itself, ⌈elements / ⌈n/bucket⌉⌉ long: one flat buffer for what dp·cp sums, one for
+              experts, and one for what must not be compressed where the rest is
+    units     under ZeRO: so many layers (`plan.wrap`), each end by itself, both together where they share a weight, and the
+              experts of each layer; every parameter's rows padded to a multiple of the ranks
+
+and nothing of what is not trained. The two agree where sizes divide, a unit is a layer and a stage is one bucket.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.lower.compressed import exchanges
+from meshwright.lower.inventory import Share, padded
+
+Sent = tuple[str, str, str, float]  # name, axis, collective, bytes of the full buffer
+Told = Iterator[Sequence[int]]  # of each compressed message what a threshold let pass, round by round
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How one rank of a plan sums gradients and gathers parameters."""
+
+    model: Model
+    plan: Plan
+    layout: Layout
+    microbatches: int
+
+    @property
+    def sharded(self) -> bool:
+        return self.plan.zero > 0 and self.layout.size("shard_cp") > 1
+
+    def shards(self, expert: bool) -> bool:
+        """Whether ZeRO shards parameters of this kind: experts only where a shard group has several copies of one."""
+        return self.sharded and (not expert or self.layout.size("expert_shard") > 1)
+
+    @property
+    def gradient_bytes(self) -> int:
+        return int(DTYPE_BYTES[self.plan.grad_dtype])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of a parameter as it is updated: its wide master's, where it has one."""
+        narrow = int(DTYPE_BYTES[self.plan.param_dtype])
+        return max(4, narrow) if self.plan.master else narrow
+
+    def messages(self, layers: range, held: list[Share], told: Told | None) -> Iterator[Sent]:
+        """Of one stage in one step."""
+        if self.sharded:
+            yield from self._units(layers, [s for s in held if self.shards(s.expert)], told)
+        elif self.plan.average_every:
+            return
+        yield from self._buckets([s for s in held if not self.shards(s.expert)], told)
+
+    # Buckets
+
+    def _buckets(self, held: list[Share], told: Told | None) -> Iterator[Sent]:
+        lossy = self.plan.wire != "none"
+        for axis, kind in (("dp_cp", [s for s in held if not s.expert]), ("expert_dp", [s for s in held if s.expert])):
+            exact = [s for s in kind if lossy and self._goes_exactly(s)]
+            if kind:
+                yield from self._flat(axis, [s for s in kind if s not in exact], lossy, told)
+            if exact:
+                yield from self._flat(axis, exact, False, told)
+
+    def _goes_exactly(self, share: Share) -> bool:
+        """What is still to be summed over another axis, and what the ranks of a tp group hold alike, is not compressed."""
+        return bool(share.partial) or (self.plan.tp > 1 and share.whole and not share.expert)
+
+    def _flat(self, axis: str, held: list[Share], lossy: bool, told: Told | None) -> Iterator[Sent]:
+        ranks, plan = self.layout.size(axis), self.plan
+        if ranks == 1:
+            return
+        rounds = self.microbatches if plan.reduce == "microbatch" and plan.pp == 1 else 1
+        for shapes, elements in self._cut([s for s in held if s.learns][::-1], lossy and plan.wire == "powersgd"):
+            for count in self._passed(told, lossy, rounds):
+                said = exchanges(plan, elements, self.gradient_bytes, shapes, ranks, told=count) if lossy else \
+                    [("all_reduce", elements * self.gradient_bytes)]  # fmt: skip
+                yield from (("reduce-gradients", axis, operation, n) for operation, n in said)
+
+    def _passed(self, told: Told | None, lossy: bool, rounds: int) -> Sequence[int | None]:
+        """Of one message's reductions what a threshold lets pass, where that was told."""
+        return next(told) if told is not None and lossy and self.plan.wire == "threshold" else [None] * rounds
+
+    def _cut(self, held: list[Share], aligned: bool) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+        """Messages of one flat buffer, in the order backward fills it: the parameters that begin in each, and its elements."""
+        width = self.gradient_bytes
+        starts = [0, *accumulate(s.size for s in held)]
+        total = starts[-1]
+        count = max(1, -(-total * width // max(int(self.plan.bucket), width)))
+        edges = [*range(0, max(total, 1), max(1, -(-total // count))), total]
+        if aligned:
+            edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
+        for start, stop in pairwise(edges):
+            here = [s.shape for s, at in zip(held, starts, strict=False) if start <= at < stop]
+            yield here, stop - start
+
+    # Units of ZeRO
+
+    def _units(self, layers: range, held: list[Share], told: Told | None) -> Iterator[Sent]:
+        plan, m = self.plan, self.microbatches if self.plan.pp == 1 else 1
+        frees = plan.zero == 3 and plan.reshard and plan.pp == 1
+        gathers, reductions = 2 * m if frees else 1, m if plan.reduces_each else 1
+        for unit in self._parted(layers, held):
+            kind = "expert" if unit[0].expert else "dense"
+            over, copied = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
+            ranks = self.layout.size(over)
+            n = sum(padded(s.shape, ranks) for s in unit) * int(DTYPE_BYTES[plan.param_dtype])
+            yield from [("gather-weights", over, "all_gather", n)] * gathers
+            learns = [s for s in unit if s.learns]
+            if not learns:
+                continue
+            sums = sum(padded(s.shape, ranks) for s in learns) // ranks * self._reduced_bytes
+            lossy = not all(map(self._goes_exactly, learns))
+            for count in self._passed(told, lossy, reductions):
+                yield from (
+                    ("scatter-gradients", over, operation, n) for operation, n in self._scatter(learns, ranks, count)
+                )
+                if self.layout.size(copied) > 1:
+                    yield "reduce-shards", copied, "all_reduce", sums
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """What is sent narrower than gradients are is narrowed by the compression, not before."""
+        plan = self.plan
+        return int(DTYPE_BYTES[plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype])
+
+    def _scatter(self, learns: list[Share], ranks: int, told: int | None) -> list[tuple[str, float]]:
+        width, plan = self._reduced_bytes, self.plan
+        if plan.wire == "none":
+            return [("reduce_scatter", sum(padded(s.shape, ranks) for s in learns) * width)]
+        exact = sum(padded(s.shape, ranks) for s in learns if self._goes_exactly(s))
+        lossy = sum(padded(s.shape, ranks) for s in learns) - exact
+        shapes = [s.shape for s in learns if not self._goes_exactly(s)]
+        said = exchanges(plan, lossy, width, shapes, ranks, True, told) if lossy else []
+        return said + ([("reduce_scatter", exact * width)] if exact else [])
+
+    def _parted(self, layers: range, held: list[Share]) -> Iterator[list[Share]]:
+        """The units of one stage: what is gathered and reduced together."""
+        dense = [s for s in held if not s.expert]
+        if not self.plan.wrap:
+            groups = [dense]
+        else:
+            at = range(0, len(layers), self.plan.wrap)
+            of_layer = {f"{layer}": i for i, layer in enumerate(layers)}
+            first = [s for s in dense if s.name.startswith("embedding.")]
+            last = [s for s in dense if s.name.startswith("head.")]
+            ends = [first + last, []] if self.model.tied and first and last else [first, last]
+            runs: list[list[Share]] = [[] for _ in at]
+            for s in dense:
+                if s.name.startswith("layers."):
+                    runs[of_layer[s.name.split(".")[1]] // self.plan.wrap].append(s)
+            groups = [ends[0], *runs, ends[1]]
+        groups += [[s for s in held if s.expert and s.name.split(".")[1] == f"{layer}"] for layer in layers]
+        yield from (group for group in groups if group)

@@ -1,0 +1,200 @@
+"""What one rank issues, to the byte: by hand, and against the closed form of the step program where that rounds nothing."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lower.cases import GPT, GQA, MLP, MOE, plans
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.lower.compressed import exchanges
+from meshwright.lower.inventory import Parameter, padded, parameters, rows_of, share_of, shares
+from meshwright.lower.issued import Given, Routed, issued
+from meshwright.lower.step import step_program
+from meshwright.lower.traffic import traffic
+from meshwright.programs.pipelines import refusal
+
+ODD = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
+WORK = Workload(batch=16, seq=32)
+LAYER = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the gated network, two norms
+FEW = Workload(batch=32, seq=64)
+EVEN = {"gpt": GPT.but(vocab=1024), "gqa": GQA, "mlp": MLP, "moe": MOE}
+
+
+def said(plan, rank=0, model=ODD, work=WORK, **more):
+    found = issued(model, Plan(param_dtype="fp32", master=False, **plan).check(model, work), work, rank, **more)
+    return {(r.axis, r.collective): (r.count, r.bytes) for r in found}
+
+
+# By hand
+
+
+def test_a_vocabulary_that_does_not_divide_gives_the_first_ranks_a_row_more():
+    embedding, head = 17 * 16, 17 * 16 + 16  # of 33 rows; and the final norm
+    layer = 8 * 16 * 2 + 2 * 4 * 16 + 3 * 12 * 16 + 2 * 16
+    for rank, less in ((0, 0), (1, 2 * 16)):
+        rows = said({"replicate": 2, "tp": 2}, rank)
+        assert rows["dp_cp", "all_reduce"] == (
+            1 + 1,
+            (4 * layer + embedding + head - less) * 4 + 8,
+        )  # and the tokens' count
+
+
+def test_buckets_are_each_stages_own():
+    first = 33 * 16 + LAYER
+    for stages, per_stage in (({}, [first, LAYER]), ({"schedule": "interleaved", "virtual": 2}, None)):
+        rows = said({"replicate": 2, "pp": 4 if not stages else 2, "bucket": 5000, **stages}, 0)
+        sizes = [4 * (33 * 16 + LAYER)] if per_stage else [4 * (33 * 16 + LAYER), 4 * LAYER]
+        assert rows["dp_cp", "all_reduce"] == (sum(-(-n // 5000) for n in sizes) + 1, sum(sizes) + 8)
+
+
+def test_units_of_zero_pad_each_parameter_to_its_ranks():
+    work = Workload(batch=9, seq=32)
+    rows = said({"shard": 3, "zero": 3}, work=work)
+    rounded = [18 * 16 * 2, 2 * 9 * 16, 2 * 24 * 16, 18 * 24, 2 * 18]  # q and o; k and v; gate and up; down; norms
+    n = 4 * sum(rounded) + 2 * 33 * 16 + 18
+    assert rows["shard_cp", "all_gather"] == (
+        6 * 2 * 3,
+        4 * n * 2 * 3,
+    )  # six units, twice in each of three micro-batches
+    assert rows["shard_cp", "reduce_scatter"] == (6 * 3, 4 * n * 3)
+    wrapped = said({"shard": 3, "zero": 3, "wrap": 3}, work=work)
+    assert wrapped["shard_cp", "all_gather"] == (4 * 2 * 3, 4 * n * 2 * 3)  # three layers, one, and the ends
+    tied = said({"shard": 3, "zero": 1}, work=work, model=ODD.but(tied=True))
+    assert tied["shard_cp", "all_gather"] == (5, 4 * (n - 33 * 16))  # both ends are one
+
+
+def test_shards_of_what_is_partial_are_this_ranks_rows():
+    rows = [
+        said({"shard": 3, "zero": 1, "tp": 2, "sp": True}, rank, work=Workload(batch=9, seq=32)) for rank in (0, 2, 4)
+    ]
+    found = [n["tp", "all_reduce"][1] for n in rows]
+    tokens = found[0] - 9 * 6 * 4  # nine norms of 16 in shares of 6, 6 and 4, and what the loss sums
+    assert [n - tokens for n in found] == [9 * 6 * 4, 9 * 6 * 4, 9 * 4 * 4]
+
+
+def test_what_is_not_trained_is_gathered_and_not_reduced():
+    frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith("layers.1."))
+    every, some = (said({"shard": 2, "zero": 3}, given=Given(frozen=names)) for names in (frozenset(), frozen))
+    assert some["shard_cp", "all_gather"] == every["shard_cp", "all_gather"]
+    count, n = every["shard_cp", "reduce_scatter"]
+    assert some["shard_cp", "reduce_scatter"] == (count - 8, n - 8 * 4 * LAYER)
+    gathers = [
+        said({"tp": 2, "sp": True}, given=Given(frozen=names))["tp", "all_gather"] for names in (frozenset(), frozen)
+    ]
+    assert gathers[0][0] - gathers[1][0] == 2 * 16  # nobody's gradient wants the input of that layer's two regions
+
+
+def test_replicas_average_in_the_step_that_says_so():
+    plan = {"replicate": 2, "average_every": 3}
+    assert ("replicate", "all_reduce") not in said(plan, given=Given(step=2))
+    total = int(ODD.total)
+    assert said(plan, given=Given(step=3))["replicate", "all_reduce"] == (1, 4 * (total + 1))
+
+
+def test_a_split_backward_gathers_what_it_saved_twice_on_all_stages_but_the_first():
+    plain, split = ([said({"tp": 2, "sp": True, "pp": 2, "schedule": s}, rank)["tp", "all_gather"] for rank in (0, 2)]
+                    for s in ("1f1b", "zb-h1"))  # fmt: skip
+    assert split[0] == plain[0]
+    assert split[1][0] - plain[1][0] == 16 * (2 * 2 + 1)  # two regions of two layers, and the head's
+
+
+def test_routing_is_even_unless_given():
+    plan, n = {"replicate": 2, "ep": 2}, 4 * MOE.hidden
+    layers = range(MOE.layers)
+    even = said(plan, model=MOE)["ep", "all_to_all"]
+    copies = 32 * MOE.top_k
+    same = {layer: [Routed(copies, copies, copies, copies)] * 8 for layer in layers}
+    assert said(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"] == \
+        said(plan, model=MOE, element=4.0)["ep", "all_to_all"]  # fmt: skip
+    more = {**same, 0: [Routed(copies, copies + 3, copies, copies)] * 8}
+    got = said(plan, model=MOE, given=Given(routed=more), element=4.0)["ep", "all_to_all"]
+    assert got == (even[0], said(plan, model=MOE, element=4.0)["ep", "all_to_all"][1] + 2 * 8 * 3 * n)  # there and back
+
+
+def test_ranks_that_hold_parts_of_an_operand_agree_on_its_scale():
+    work = WORK.but(precision="fp8")
+    wide, fp8 = (said({"tp": 2, "cp": 2}, work=w, element=2.0)["tp", "all_reduce"] for w in (WORK, work))
+    assert fp8[0] - wide[0] == 16 * 4 * 7 * 2  # seven products a layer, forward and backward
+    assert fp8[1] - wide[1] == 16 * 4 * 7 * (8 + 4)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("bf16", {"all_reduce": 200}), ("int8", {"all_to_all": 4 * (26 + 4), "all_gather": 4 * (26 + 4)}),
+    ("int4", {"all_to_all": 4 * (13 + 4), "all_gather": 4 * (13 + 4)}), ("top-k", {"all_gather": 4 * 1 * 8}),
+    ("random-k", {"all_reduce": 4}), ("powersgd", {"all_reduce": 4 * (2 * 10 + 2 * 10)}),
+])  # fmt: skip
+def test_compressed_messages_to_the_byte(name, sizes):
+    plan = Plan(replicate=4, compression=name, compression_ratio=0.005, compression_rank=2)
+    found: dict[str, float] = {}
+    for operation, n in exchanges(plan, 100, 4, [(10, 10)], 4):
+        found[operation] = found.get(operation, 0.0) + n
+    assert found == sizes
+
+
+# Shares
+
+
+@given(st.integers(1, 100), st.integers(1, 9))
+def test_shares_and_shards_cover_a_dimension(length, parts):
+    assert sum(share_of(length, parts, i) for i in range(parts)) == length
+    assert sum(rows_of(length, parts, i) for i in range(parts)) == length
+    assert padded((length, 3), parts) == 3 * parts * rows_of(length, parts, 0) >= 3 * length
+
+
+def test_ranks_together_hold_every_parameter():
+    plan = Plan(tp=2, ep=2, replicate=2)
+    layout = Layout(plan)
+    for p in parameters(MOE, range(MOE.layers)):
+        held = [
+            next(s for s in shares(MOE, plan, layout, r, range(MOE.layers), frozenset()) if s.name == p.name)
+            for r in range(4)
+        ]
+        copies = 1 if p.expert else 2 if p.style != "inside" and not held[0].whole else 4
+        assert sum(s.size for s in held) == copies * int(np.prod(p.shape)), p
+    assert Parameter("layers.0.moe.experts.up.weight", (8, 4, 4), "experts").expert
+
+
+# Against the closed form
+
+
+@pytest.mark.parametrize("name", EVEN)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_closed_form_is_exact_where_sizes_divide(name, data):
+    """Bytes always; messages too where a stage is one bucket, or ZeRO-3 goes layer by layer."""
+    model = EVEN[name]
+    plan = data.draw(plans(model, FEW)).but(compression="none", bucket=1e12)
+    assume(plan.pp == 1 or refusal(plan.schedule, plan.pp, plan.microbatches(FEW), plan.virtual) is None)
+    assume(not (plan.sp and plan.tp > 1 and splits_backward(plan)))  # a split backward gathers twice
+    assume(plan.reduce != "microbatch" or plan.pp == 1)  # not run: a pipeline sums at its end
+    rank = data.draw(st.integers(0, plan.world - 1))
+    program = step_program(model, plan, FEW)
+    low = {(r.axis, r.collective): r for r in traffic(program, Layout(plan).coordinates(rank)["pp"])
+           if program.batch.size(r.axis)[0] > 1 and r.count}  # fmt: skip
+    found = {(r.axis, r.collective): r for r in issued(model, plan, FEW, rank)}
+    if not divides(
+        model, plan, rank
+    ):  # rows are padded to a multiple of the ranks, and the last ranks' shards are short
+        assert set(found) == set(low)
+        assert all(
+            found[key].bytes >= low[key].bytes * (1 - 1e-9) for key in found if key[0] in ("shard_cp", "expert_shard")
+        )
+        return
+    assert {key: r.bytes for key, r in found.items()} == pytest.approx({key: r.bytes for key, r in low.items()})
+    if plan.virtual == 1 and (plan.zero == 0 or (plan.zero == 3 and not model.tied)):
+        assert {key: r.count for key, r in found.items()} == pytest.approx({key: r.count for key, r in low.items()})
+
+
+def divides(model, plan, rank):
+    layout = Layout(plan)
+    sizes = {False: layout.size("shard_cp"), True: layout.size("expert_shard")}
+    held = shares(model, plan, layout, rank, range(model.layers), frozenset())
+    return plan.zero == 0 or all(share.shape[0] % sizes[share.expert] == 0 for share in held)
+
+
+def splits_backward(plan):
+    return plan.pp > 1 and plan.schedule in ("zb-h1", "zb-h2", "interleaved-zb", "zbv", "dualpipev")
