@@ -106,10 +106,6 @@ class Plan(Described):
         if self.sp and self.tp_form == "all-gather":
             raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
                                   why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
-        if self.compression == "powersgd" and self.zero:
-            raise MeshwrightError("MW-PLAN-016", f"compression=powersgd with zero={self.zero}", fix="--set plan.zero=0",
-                                  why="Its factors are of whole matrices, of which a rank of ZeRO wants some rows only",
-                                  valid=["another compression", "zero=0"])  # fmt: skip
         self._coherent_recompute()
         self._coherent_averages()
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:

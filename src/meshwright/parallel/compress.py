@@ -15,7 +15,7 @@ all ranks' numbers (all-to-all) and telling the rounded sum (all-gather), which 
 Under ZeRO a rank wants its own 1/P of the sum only, so nothing is told to all: casts and random-k are reduce-scattered,
 quantised and sparse values go to their owner in one all-to-all (`scatter`), whose sum is wide and exact. The other way,
 an all-reduce of which each rank takes its shard, would send twice as much, and round the sum once more. PowerSGD has no
-such form: its factors are of whole matrices, and an owner has some rows of each.
+such form: its factors are of whole matrices, so all ranks hear them, and each makes its own rows of their product.
 
 Error feedback: what a rank did not send it adds to its next gradient, so nothing is lost, only late:
 
@@ -67,8 +67,11 @@ class Compressor(Protocol):
         self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int
     ) -> Iterator[Exchange]: ...
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
-        """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`."""
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
+        """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`. The layout is of columns: where each
+        parameter's part of a row starts, and its shape before it was cut."""
         ...
 
     def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
@@ -109,7 +112,9 @@ class Cast:
         yield Exchange("all_reduce", payload, payload)
         message.copy_(payload)
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows) if self.feedback.on else rows
         payload = x.to(self.dtype)
         if self.feedback.on:
@@ -149,7 +154,9 @@ class Quantised:
         yield Exchange("all_gather", whole, mine)
         message.copy_(dequantise(whole, self.kind, x.dtype).flatten()[: x.numel()])
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         length = x.shape[1]
         payload = quantise(torch.nn.functional.pad(x, (0, length % 2)), self.kind)

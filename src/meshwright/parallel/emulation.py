@@ -28,7 +28,7 @@ from meshwright.parallel.apply import Parallel
 from meshwright.parallel.compress import Compressor, Exchange, Layout, compressor_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece
-from meshwright.parallel.scatter import chunked, put_together
+from meshwright.parallel.scatter import chunked, columns_of, put_together
 from meshwright.parallel.zero import Buckets, Reduction, Shards, parts_of
 
 Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
@@ -187,7 +187,8 @@ def emulate_owners(
     size = len(parts)
     rows = [torch.cat([chunked(g, size) for g in mine], 1) for mine in parts]
     out = torch.stack([row[0] for row in rows])
-    run_together([c.scatter(0, rows[r], out[r], r) for r, c in enumerate(compressors)])
+    layout = columns_of([portion.shape for portion in summed.portions], size)
+    run_together([c.scatter(0, rows[r], layout, r, out[r]) for r, c in enumerate(compressors)])
     widths = [chunked(g, size).shape[1] for g in parts[0]]
     for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
         yield put_together(columns, portion.shape)

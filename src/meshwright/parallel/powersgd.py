@@ -11,6 +11,9 @@ Both are sums, so a ring carries them: (m + n)·r numbers instead of m·n, whate
 the next step (*warm start*): gradients change slowly, and after a few steps P spans their leading directions. What is
 outside the span, e_w = (I − P Pᵀ) M_w, is fed back into the rank's next gradient.
 
+Under ZeRO the factors are summed for all ranks just the same, they are small, and each makes only the rows of P Qᵀ that
+it owns: (m + n)·r numbers all-reduced instead of m·n reduce-scattered.
+
 All matrices of a message share one all-reduce for their P's and one for their Q's; vectors, and matrices that would
 not shrink, ride along whole with the P's. Messages are cut at parameters and each has its own two exchanges, issued
 in the same order on every rank: any number of messages runs on gloo and NCCL alike. A column of Q that is zero (a
@@ -20,7 +23,8 @@ gradient that was) is drawn anew, else it would stay zero for good.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import accumulate
 
 import torch
 
@@ -43,9 +47,6 @@ class PowerSGD:
         r = min(self.rank, m, n)
         return r if r * (m + n) < m * n else 0
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
-        raise NotImplementedError("factors are of whole matrices: `Plan` refuses PowerSGD under ZeRO")
-
     def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
                 index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
         first = second = 0
@@ -56,34 +57,51 @@ class PowerSGD:
         return [("all_reduce", n * size) for n in (first, second) if n]
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+        sums = yield from self._sum(index, message, layout)
+        for (start, shape), (left, right) in zip(layout, sums, strict=True):
+            message[start : start + shape.numel()] = product(left, right).flatten()
+
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
+        """Of the product each rank makes the rows it owns."""
+        stops = [*(start for start, _ in layout[1:]), rows.shape[1]]
+        whole = [
+            rows[:, start:stop].flatten()[: shape.numel()] for (start, shape), stop in zip(layout, stops, strict=True)
+        ]
+        starts = accumulate((w.numel() for w in whole), initial=0)
+        flat = [(at, shape) for at, (_, shape) in zip(starts, layout, strict=False)]
+        sums = yield from self._sum(index, torch.cat(whole), flat)
+        out.zero_()
+        for (start, shape), (left, right) in zip(layout, sums, strict=True):
+            each = -(-shape[0] // len(rows))
+            mine = product(left[rank * each : (rank + 1) * each], right).flatten()
+            out[start : start + mine.numel()] = mine
+
+    def _sum(
+        self, index: int, message: torch.Tensor, layout: Layout
+    ) -> Generator[Exchange, None, list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """The sum of each parameter over ranks, as its two factors, or whole."""
         x = self.feedback.corrected(index, message)
         step = self.steps[index] = self.steps.get(index, -1) + 1
-        thin = [(start, shape) for start, shape in layout if self.width(shape)]
-        whole = [slice(start, start + shape.numel()) for start, shape in layout if not self.width(shape)]
-        matrices = [x[start : start + shape.numel()].view(shape[0], -1) for start, shape in thin]
-        starts = [self._start(index, start, m, step) for (start, _), m in zip(thin, matrices, strict=True)]
+        matrices = [x[start : start + shape.numel()].view(shape[0], -1) for start, shape in layout]
+        thin = [i for i, (_, shape) in enumerate(layout) if self.width(shape)]
+        starts = {i: self._start(index, layout[i][0], matrices[i], step) for i in thin}
 
-        first = [(m @ q).flatten() for m, q in zip(matrices, starts, strict=True)]
-        payload = torch.cat([*first, *(x[part] for part in whole)]) if layout else x.new_empty(0)
-        yield Exchange("all_reduce", payload, payload)
-        sizes = [f.numel() for f in first]
-        *sums, rest = payload.split([*sizes, payload.numel() - sum(sizes)])
-        bases = [orthonormal(s.view(m.shape[0], -1)) for s, m in zip(sums, matrices, strict=True)]
+        first = [m @ starts[i] if i in starts else m for i, m in enumerate(matrices)]
+        first = yield from summed_together(first)
+        bases = {i: orthonormal(first[i]) for i in thin}
 
-        own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
+        own = [matrices[i].T @ bases[i] for i in thin]
         error = torch.zeros_like(x)
-        for (start, _), m, p, q in zip(thin, matrices, bases, own, strict=True):
-            error[start : start + m.numel()] = (m - p @ q.T).flatten()
+        for i, q in zip(thin, own, strict=True):
+            start, shape = layout[i]
+            error[start : start + shape.numel()] = (matrices[i] - bases[i] @ q.T).flatten()
         self.feedback.keep(index, error)
-        if own:
-            second = torch.cat([q.flatten() for q in own])
-            yield Exchange("all_reduce", second, second)
-            for (start, _), m, p, q in zip(thin, matrices, bases, second.split([q.numel() for q in own]), strict=True):
-                factor = q.view(m.shape[1], -1)
-                self.bases[index, start] = factor.clone()
-                message[start : start + m.numel()] = (p @ factor.T).flatten()
-        for part, values in zip(whole, rest.split([part.stop - part.start for part in whole]), strict=True):
-            message[part] = values
+        second = dict(zip(thin, (yield from summed_together(own)), strict=True))
+        for i, q in second.items():
+            self.bases[index, layout[i][0]] = q.clone()
+        return [(bases[i], second[i]) if i in second else (whole, None) for i, whole in enumerate(first)]
 
     def _start(self, index: int, at: int, matrix: torch.Tensor, step: int) -> torch.Tensor:
         shape = matrix.shape[1], self.width(matrix.shape)
@@ -93,6 +111,19 @@ class PowerSGD:
         random = generator(matrix.device, self.seed, index, at, step)
         fresh = torch.randn(shape, generator=random, device=matrix.device, dtype=torch.float32).to(matrix.dtype)
         return fresh if kept is None else torch.where(kept.abs().amax(0) > 0, kept, fresh)
+
+
+def product(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+    return left if right is None else left @ right.T
+
+
+def summed_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list[torch.Tensor]]:
+    """All of them in one all-reduce, if there are any."""
+    if not parts:
+        return []
+    payload = torch.cat([part.flatten() for part in parts])
+    yield Exchange("all_reduce", payload, payload)
+    return [s.view_as(part) for part, s in zip(parts, payload.split([p.numel() for p in parts]), strict=True)]
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

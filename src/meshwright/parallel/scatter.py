@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.parallel import exchange
-from meshwright.parallel.compress import Compressor, Running
+from meshwright.parallel.compress import Compressor, Layout, Running
 
 
 def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -39,6 +40,17 @@ def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
 def put_together(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """What `chunked` took apart."""
     return rows.flatten()[: math.prod(shape)].view(shape)
+
+
+def width_of(shape: Sequence[int], ranks: int) -> int:
+    """Numbers of one parameter in a row."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def columns_of(shapes: Sequence[Sequence[int]], ranks: int) -> Layout:
+    """Where each parameter's numbers start in a row, and its shape before it was cut."""
+    starts = accumulate((width_of(shape, ranks) for shape in shapes), initial=0)
+    return [(start, torch.Size(shape)) for start, shape in zip(starts, shapes, strict=False)]
 
 
 def managed(unit: nn.Module) -> list[nn.Parameter]:
@@ -59,7 +71,8 @@ class CompressedScatter:
     ) -> None:  # fmt: skip
         self.compressor, self.axis, self.ranks = compressor, axis, ranks
         self.lossy = [p for p in parameters if p not in exact]
-        widths = [-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in parameters]
+        self.layout = columns_of([p.shape for p in self.lossy], ranks)
+        widths = [width_of(p.shape, ranks) for p in parameters]
         kinds = torch.tensor([p in exact for p in parameters]).repeat_interleave(torch.tensor(widths))
         self.columns = (~kinds).nonzero()[:, 0], kinds.nonzero()[:, 0]
 
@@ -79,7 +92,7 @@ class CompressedScatter:
         if len(lossy):
             out = output_tensor.new_empty(len(lossy)) if len(exact) else output_tensor
             given = rows[:, lossy] if len(exact) else rows
-            running = Running(self.compressor.scatter(0, given, out, group.rank()), group)
+            running = Running(self.compressor.scatter(0, given, self.layout, group.rank(), out), group)
             while running.wait():
                 pass
             if len(exact):
@@ -88,5 +101,5 @@ class CompressedScatter:
     def traffic(self, size: int, back: int = 0) -> list[tuple[str, int]]:
         """(operation, bytes of n) of one reduction of numbers of `size` bytes, the last but `back`."""
         lossy, exact = (self.ranks * len(columns) for columns in self.columns)
-        said = self.compressor.traffic(lossy, size, [], self.ranks, scattered=True, back=back) if lossy else []
+        said = self.compressor.traffic(lossy, size, self.layout, self.ranks, True, back=back) if lossy else []
         return said + ([("reduce_scatter", exact * size)] if exact else [])

@@ -32,7 +32,9 @@ class TopK:
         places = x.abs().topk(kept(x.numel(), self.ratio), sorted=False).indices
         yield from tell_sparse(self.feedback, index, message, x, places, ranks)
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         places = x.abs().topk(kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
         yield from tell_owners(self.feedback, index, out, x, list(places))
@@ -63,7 +65,9 @@ class Threshold:
         # A rank with fewer pads with its own first place and value 0: nothing is added there.
         yield from tell_sparse(self.feedback, index, message, x, places, ranks, most)
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         above = x.abs() >= self.factor * x.square().mean().sqrt()
         count = above.sum(1).max()[None]
@@ -141,7 +145,9 @@ class RandomK:
         yield Exchange("all_reduce", payload, payload)
         message.zero_().index_copy_(0, places, payload)
 
-    def scatter(self, index: int, rows: torch.Tensor, out: torch.Tensor, rank: int) -> Iterator[Exchange]:
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         places = self.places(index, x.shape[1], x.device)
         payload = x[:, places].contiguous()

@@ -67,7 +67,7 @@ def free(base: Plan) -> Choices:
     """Everything but what only the base plan says."""
     return Choices(
         words={
-            "zero": (0,) if base.compression == "powersgd" else (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "recompute": RECOMPUTE,
+            "zero": (0, 1, 2, 3), "sp": (False, True), "cp_kind": CP_KINDS, "recompute": RECOMPUTE,
             "schedule": tuple(s for s in SCHEDULES if s != "auto"),
             "reshard": (True, False), "reduce": ("auto", "step"), "order": ORDERS, "overlap": (base.overlap,),
             **{name: (getattr(base, name),) for name in DTYPES},
