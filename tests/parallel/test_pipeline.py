@@ -8,7 +8,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline import actions_of, check_adapter
+from meshwright.parallel.pipeline import actions_of, check_adapter, received_early
 from meshwright.programs.pipelines import SCHEDULES
 
 MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
@@ -61,6 +61,36 @@ def test_the_adapter_knows_this_torch():
     letters = {"F": "F", "I": "I", "W": "W", "B": "B"}
     first = program.actions(0)[0]
     assert str(actions[0][0]) == f"{first.stage}{letters[first.kind]}{first.microbatch}"
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
+def test_messages_are_asked_for_before_the_computation_that_does_not_need_them(schedule, virtual):
+    program = SCHEDULES[schedule](4, 8, virtual)
+    lists = schedules._add_send_recv(actions_of(program), lambda stage: program.rank_of[stage], 4 * virtual)
+    moved = 0
+    for actions in lists.values():
+        early = received_early(actions)
+        moved += early != actions
+        for kind in (True, False):
+            assert [a for a in early if is_message(a) == kind] == [a for a in actions if is_message(a) == kind]
+        for i, action in enumerate(early):
+            if "RECV" in str(action):
+                assert i < early.index(needs(action, early))
+    assert moved
+    if schedule == "1f1b":
+        last = " ".join(map(str, received_early(lists[0])[-5:]))
+        assert last == "0RECV_B6 0B5 0RECV_B7 0B6 0B7"
+
+
+def is_message(action):
+    return any(word in str(action) for word in ("SEND", "RECV"))
+
+
+def needs(receive, actions):
+    """The computation that a message is for."""
+    kinds = "F" if "RECV_F" in str(receive) else "BI"
+    wanted = {f"{receive.stage_index}{kind}{receive.microbatch_index}" for kind in kinds}
+    return next(action for action in actions if str(action) in wanted)
 
 
 @pytest.mark.parametrize("name", ["_Action", "_PipelineScheduleRuntime", "_ComputationType"])

@@ -7,6 +7,7 @@ parameters before its first action and frees them after its last. Private names 
     _Action, _ComputationType                       the runtime's words for our actions
     _PipelineScheduleRuntime                        walks a rank's list
     ._prepare_schedule_with_comms(actions)          adds sends and receives; learns the placement from the lists
+    .pipeline_order_with_comms                      what it made of them, in which we ask for messages earlier
     PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
     PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
 
@@ -45,7 +46,9 @@ def check_adapter() -> None:
     if not missing:
         runtime = schedules._PipelineScheduleRuntime
         missing += [name for name in ("_prepare_schedule_with_comms",) if not hasattr(runtime, name)]
-        missing += [kind for kind in KINDS.values() if not hasattr(schedules._ComputationType, kind)]
+        missing += [
+            kind for kind in (*KINDS.values(), "RECV_F", "RECV_B") if not hasattr(schedules._ComputationType, kind)
+        ]
     if missing:
         raise MeshwrightError("MW-PIPE-040", f"torch {torch.__version__} has no {', '.join(missing)}",
                               why="Pipeline programs run on torch's private runtime, which this version has changed",
@@ -95,6 +98,8 @@ class Pipeline:
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)
         self.runtime._prepare_schedule_with_comms(actions_of(program))
+        lists = self.runtime.pipeline_order_with_comms
+        self.runtime.pipeline_order_with_comms = {rank: received_early(actions) for rank, actions in lists.items()}
 
     def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """All micro-batches of a step, forward and backward; the summed loss where the last stage is."""
@@ -110,3 +115,15 @@ def actions_of(program: PipelineProgram) -> dict[int, list]:
         rank: [schedules._Action(a.stage, kinds[a.kind], a.microbatch) for a in program.actions(rank)]
         for rank in range(program.ranks)
     }
+
+
+def received_early(actions: list) -> list:
+    """A receive is asked for before the computation that stands in front of it, not after: the message travels meanwhile.
+    Messages keep their order, on which NCCL's ranks must agree."""
+    compute = {getattr(schedules._ComputationType, name) for name in KINDS.values()}
+    receives = {schedules._ComputationType.RECV_F, schedules._ComputationType.RECV_B}
+    out: list = []
+    for action in actions:
+        behind = bool(out) and action.computation_type in receives and out[-1].computation_type in compute
+        out.insert(len(out) - behind, action)
+    return out
