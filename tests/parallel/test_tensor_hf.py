@@ -10,16 +10,44 @@ from torch.nn import functional
 import ranks
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import tables
+from meshwright.parallel.cuts import cut_out
 from meshwright.parallel.tensor import split
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40,
          "max_position_embeddings": 16}  # fmt: skip
+FUSED = {"gpt2": "transformer.h.1.attn.c_attn.weight", "phi3": "model.layers.1.self_attn.qkv_proj.weight",
+         "falcon": "transformer.h.1.self_attention.query_key_value.weight"}  # fmt: skip
+
+
+def falcon(fused, counts, *norms):
+    """A user's own table: several layouts of one fused weight in one class."""
+    layer = "transformer.h.*."
+    return (
+        ("transformer.word_embeddings", "vocabulary"),
+        *((layer + norm, "between") for norm in norms or ("input_layernorm",)),
+        (layer + "self_attention", "region"),
+        (layer + "self_attention", f"counts:{counts}"),
+        (layer + "self_attention.query_key_value", fused),
+        (layer + "self_attention.dense", "row"),
+        (layer + "mlp", "region"),
+        (layer + "mlp.dense_h_to_4h", "column"),
+        (layer + "mlp.dense_4h_to_h", "row"),
+        ("transformer.ln_f", "between"),
+        *((name, style) for name, style in tables.LLAMA if name == "lm_head"),
+    )
+
+
 MODELS = {  # class, KV heads, what else differs, table
     "llama": ("LlamaForCausalLM", 2, {"attention_bias": True, "pad_token_id": 3}, tables.LLAMA),
     "mistral": ("MistralForCausalLM", 1, {"sliding_window": 4}, tables.LLAMA),
     "qwen2": ("Qwen2ForCausalLM", 2, {"tie_word_embeddings": True}, tables.LLAMA),
     "qwen3": ("Qwen3ForCausalLM", 2, {"head_dim": 6}, tables.QWEN3),
-}
+    "gpt2": ("GPT2LMHeadModel", 4, {"vocab_size": 41, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, tables.GPT2),
+    "phi3": ("Phi3ForCausalLM", 2, {"pad_token_id": 3}, tables.phi3(4, 2)),
+    "falcon": ("FalconForCausalLM", 1, {}, falcon("heads:4,1,1", "num_heads")),
+    "falcon grouped": ("FalconForCausalLM", 2, {"new_decoder_architecture": True, "num_kv_heads": 2},
+                       falcon("column", "num_heads,num_kv_heads", "ln_attn", "ln_mlp")),
+}  # fmt: skip
 BOUND = 1e-13
 
 
@@ -28,7 +56,7 @@ def made(name):
 
     kind, kv_heads, more, table = MODELS[name]
     model_class = getattr(transformers, kind)
-    config = model_class.config_class(**SIZES, num_key_value_heads=kv_heads, **more)
+    config = model_class.config_class(**{**SIZES, "num_key_value_heads": kv_heads, **more})
     torch.manual_seed(0)
     model = model_class(config).double()
     for parameter in model.parameters():  # no bias at zero, no norm at one
@@ -72,17 +100,15 @@ def compared(name, group, options):
     whole, names = dict(plain.named_parameters()), [n for n, _ in model.named_parameters()]
     assert names == list(whole)
     for n, p in model.named_parameters():
-        full = whole[n].grad
-        if n in done.cuts:
-            cut = done.cuts[n]
-            full = full.narrow(cut.dim, cut.start, p.shape[cut.dim])
-        errors[n] = error_of(p.grad, full)
+        full, cuts = whole[n].grad, done.cuts_of(n)
+        errors[n] = error_of(p.grad, cut_out(cuts, full) if cuts else full)
         assert torch.equal(done.whole(n, p), whole[n]), n
-    return errors, {n: cut.copies for n, cut in done.cuts.items()}
+    return errors, {n: [cut.copies for cut in done.cuts_of(n)] for n in names}
 
 
 CASES = [("llama", 2, {}), ("mistral", 2, {"form": "all-gather"}), ("llama", 4, {}), ("qwen2", 4, {"sequence": True}),
-         ("qwen3", 4, {})]  # fmt: skip
+         ("qwen3", 4, {}), ("gpt2", 2, {"sequence": True}), ("gpt2", 4, {"form": "all-gather"}), ("phi3", 2, {}),
+         ("phi3", 4, {"sequence": True}), ("falcon", 4, {}), ("falcon grouped", 2, {})]  # fmt: skip
 
 
 def compared_all(context):
@@ -105,8 +131,12 @@ def test_a_hugging_face_model_computes_what_one_device_computes(case):
     for rank in by_rank():
         errors, copies = rank[case]
         assert not {what: error for what, error in errors.items() if not error < BOUND}  # nor what is no number
-        assert copies["model.layers.1.self_attn.k_proj.weight"] == max(1, world // MODELS[name][1])
-        assert copies["model.layers.1.self_attn.q_proj.weight"] == 1
+        shared = max(1, world // MODELS[name][1])
+        if name in FUSED:
+            assert copies[FUSED[name]] == [1, shared, shared]
+        elif "falcon" not in name:
+            assert copies["model.layers.1.self_attn.k_proj.weight"] == [shared]
+            assert copies["model.layers.1.self_attn.q_proj.weight"] == [1]
 
 
 class Ranks:
@@ -127,6 +157,12 @@ def other(pattern, style):
     (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
     (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
     (tables.LLAMA, 2, 0, "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0"),
+    (other("model.layers.*.mlp.up_proj", "column:1,x"), 2, 8, "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns"),
+    (other("model.layers.*.mlp.up_proj", "column:1,4"), 2, 8, "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns"),
+    (other("model.layers.*.self_attn.q_proj", "heads:2,1,1"), 4, 8, "MW-TP-002: a part of 2 heads of 'model.layers.0.self_attn"),
+    (other("model.layers.*.self_attn.q_proj", "column:31,1"), 2, 8, "MW-TP-002: a part of 31 columns of 'model.layers.0.self_attn"),
+    (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'parts:1,1'"),
+    ((*tables.LLAMA, ("model.layers.*.mlp", "counts:width")), 2, 8, "MW-TP-005: 'model.layers.0.mlp' counts width = None"),
     (tables.LLAMA, 3, 8, "MW-TP-002: dimension 0 of 'model.layers.0.self_attn.q_proj.weight', 32, does not divide over tp=3"),
 ])  # fmt: skip
 def test_a_table_that_does_not_fit_is_refused_in_words(table, world, head, words):

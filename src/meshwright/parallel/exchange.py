@@ -86,7 +86,7 @@ class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         distributed.all_reduce(x, group=group)
-        return x.view_as(x)
+        return x.detach()  # no view: a module may go on in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -41,9 +41,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.moe import Experts, GroupedLinear, MixtureOfExperts
 from meshwright.models.router import load_metrics
 from meshwright.parallel import exchange, recompute
+from meshwright.parallel.cuts import Cut, boundaries
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.order import token_order
-from meshwright.parallel.tensor import Cut, boundaries
 
 if TYPE_CHECKING:
     from meshwright.parallel.pieces import Piece
@@ -276,7 +276,7 @@ def _part(done: Parted, linear: GroupedLinear, name: str, mesh: Mesh, columns: b
                                       f"over {axis}={parts}", why="Each rank holds whole experts or columns")  # fmt: skip
             start, stop = boundaries(full, parts, mesh.index(axis))
             parameter = parameter.narrow(dim, start, stop - start)
-            made.append(Cut(dim, start, full))
+            made.append(Cut(dim, start, stop - start, full))
         setattr(linear, field_name, nn.Parameter(torch.empty_like(parameter), requires_grad=whole.requires_grad))
         done.cuts[f"{name}.{field_name}"] = tuple(made)
     if linear.bias is not None and not columns and mesh.size("expert_tp") > 1:

@@ -1,7 +1,11 @@
 """How tensor parallelism divides each model, as data: (pattern of module names, style), read by `tensor.split`.
 
     region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism
+    enter       its output does, where what follows it asks for a whole sequence
     column      weight and bias split by rows of the weight, that is by output; no communication of its own
+    column:1,1  several parts in one weight, in this proportion, each split by itself (`cuts`)
+    heads:4,2,2 several parts of so many heads, none of them cut; of fewer than ranks a head is on several
+    counts:a,b  numbers that the module counts by (its heads, say) become this rank's; `config.a`: in a config of its own
     keys        column by whole heads; where there are fewer heads than ranks, a head is on several
     row         weight split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole bias, once.
                 In the all-gather form split by output, input and output gathered
@@ -19,8 +23,9 @@
 `*` stands for one part of a dotted name.
 
 A module that holds parameters and matches no pattern raises: an omission would train silently wrong. `LLAMA` is for
-Hugging Face's Llama, Mistral and Qwen2, `QWEN3` for what also norms queries and keys. Without its "join" row the head
-leaves each rank its columns of the logits, for `vocabulary.cross_entropy`: T·V/tp numbers instead of T·V.
+Hugging Face's Llama, Mistral and Qwen2, `QWEN3` for what also norms queries and keys, `GPT2` and `phi3(…)` for those
+that fuse their projections. Without its "join" row the head leaves each rank its columns of the logits, for
+`vocabulary.cross_entropy`: T·V/tp numbers instead of T·V.
 """
 
 from __future__ import annotations
@@ -97,6 +102,34 @@ LLAMA: Table = (
     ("lm_head", "join"),
 )
 QWEN3: Table = (*LLAMA, ("model.layers.*.self_attn.[qk]_norm", "inside"))
+GPT2: Table = (
+    ("transformer.wte", "vocabulary"),
+    ("transformer.wpe", "positions"),
+    ("transformer.h.*.ln_[12]", "between"),
+    ("transformer.h.*.attn", "region"),
+    ("transformer.h.*.attn", "counts:split_size,num_heads"),
+    ("transformer.h.*.attn.c_attn", "column:1,1,1"),
+    ("transformer.h.*.attn.c_proj", "row"),
+    ("transformer.h.*.mlp", "region"),
+    ("transformer.h.*.mlp.c_fc", "column"),
+    ("transformer.h.*.mlp.c_proj", "row"),
+    ("transformer.ln_f", "between"),
+    ("transformer.ln_f", "enter"),  # the model gives its output the shape of its input before the head sees it
+    ("lm_head", "logits"),
+    ("lm_head", "join"),
+)
+
+
+def phi3(heads: int, kv_heads: int) -> Table:
+    """Llama's, with queries, keys and values in one weight, and gate and up in another."""
+    fused = ("q_proj", "[kv]_proj", "gate_proj", "up_proj")
+    return (
+        *(row for row in LLAMA if not row[0].endswith(fused)),
+        ("model.layers.*.self_attn", "counts:config.num_attention_heads,num_key_value_heads"),
+        ("model.layers.*.self_attn.qkv_proj", f"heads:{heads},{kv_heads},{kv_heads}"),
+        ("model.layers.*.mlp.gate_up_proj", "column:1,1"),
+    )
+
 
 TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mla": (*ENDS, *LATENT, *FFN, *EXPERTS), "mlp": MLP}
 

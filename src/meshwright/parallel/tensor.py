@@ -29,7 +29,8 @@ On a module of your own, or of Hugging Face, on every rank of `group` alike:
     norm = done.norm(model)                                              # of the whole model: each element once
     state = {n: done.whole(n, p) for n, p in model.named_parameters()}   # as one device would save it
 
-Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does. Under
+Its attention must read the number of heads off its tensors (`view(…, -1, head_dim)`), as Hugging Face's does, or from
+numbers that the table names ("counts"). Projections fused into one weight are told part by part (`cuts`). Under
 sequence parallelism its embedding returns a share of the sequence: pass `position_ids`, which it would count off that.
 """
 
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import copy
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,74 +49,17 @@ from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
+from meshwright.parallel.cuts import Cut, Split, cut_out, fused_cuts
+from meshwright.parallel.cuts import boundaries as boundaries
 from meshwright.parallel.regather import gather_again
 from meshwright.parallel.tables import Table
 from meshwright.parallel.vocabulary import embed
 
 SEQUENCE = 1  # dimension of the sequence in [B, S, H]
 FEATURES = -1
-HOLD_NOTHING = {"region", "gathered", "join", "dropout"}  # styles of a module that say nothing of its parameters
+# Styles that say nothing of a module's parameters.
+HOLD_NOTHING = {"region", "enter", "gathered", "join", "dropout", "counts"}
 GROUPS = "num_key_value_groups"  # where Hugging Face keeps how many query heads share a KV head
-
-
-@dataclass(frozen=True)
-class Cut:
-    """This rank's range of one dimension of a parameter, which `copies` neighbours hold."""
-
-    dim: int
-    start: int
-    full: int
-    copies: int = 1
-
-
-@dataclass
-class Split:
-    """What `split` did: the cuts by parameter name, and the parameters whose gradient is a partial sum: whole ones over
-    tp, copied ones over `copies`."""
-
-    group: ProcessGroup
-    sequence: bool = False
-    form: str = "megatron"
-    head: int = 0
-    copies: ProcessGroup | None = None
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)
-    copied: set[str] = field(default_factory=set)
-    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
-
-    def sum_gradients(self, module: nn.Module) -> None:
-        """After the backward of a step's last micro-batch: complete the gradients that are partial sums."""
-        for names, group in ((self.partial, self.group), (self.copied, self.copies)):
-            gradients = [p.grad for n, p in module.named_parameters() if n in names and p.grad is not None]
-            if gradients and group is not None:
-                exchange.sum_together(gradients, group)
-
-    def norm(self, module: nn.Module) -> torch.Tensor:
-        """Of the whole model's gradient: each rank's own columns and rows, and of what several hold one copy."""
-        squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
-        for name, parameter in module.named_parameters():
-            copies = self.cuts[name].copies if name in self.cuts else self.group.size()
-            if parameter.grad is not None and self.group.rank() % copies == 0:
-                squares += parameter.grad.double().square().sum()
-        return exchange.all_reduce(squares, self.group).sqrt()
-
-    @torch.no_grad()
-    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor, on every rank, of which `part` is this rank's: of a parameter, its gradient or a moment."""
-        cut = self.cuts.get(name)
-        if cut is None:
-            return part.detach().clone()
-        full = part.new_zeros([cut.full if dim == cut.dim else n for dim, n in enumerate(part.shape)])
-        if self.group.rank() % cut.copies == 0:
-            full.narrow(cut.dim, cut.start, part.shape[cut.dim]).copy_(part)
-        return exchange.all_reduce(full, self.group)
-
-
-def boundaries(full: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of the `index`-th of `parts`, as even as can be: the first `full mod parts` are one longer."""
-    base, extra = divmod(full, parts)
-    start = index * base + min(index, extra)
-    return start, start + base + (index < extra)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -141,15 +85,19 @@ def split(
                               why="A pattern that names nothing divides nothing, in silence",
                               valid=[name for name, *_ in parts if name][:20])  # fmt: skip
     for name, part, styles in parts:
-        for style in styles:
-            STYLES[style](done, name, part)
+        for style, _, said in (style.partition(":") for style in styles):
+            if said:
+                FUSED[style](done, name, part, style, said)
+            else:
+                STYLES[style](done, name, part)
     _tell_groups(module, done)
     return done
 
 
 def _tell_groups(module: nn.Module, done: Split) -> None:
     """Attention that was told how many of its query heads share a KV head: a copy serves those of its own rank only."""
-    copies = {name.rpartition(".")[0].rpartition(".")[0]: done.cuts[name].copies for name in done.copied}
+    copies = {name.rpartition(".")[0].rpartition(".")[0]: max(cut.copies for cut in done.cuts_of(name))
+              for name in done.copied}  # fmt: skip
     for owner, count in copies.items():
         attention = module.get_submodule(owner)
         if hasattr(attention, GROUPS):
@@ -163,16 +111,18 @@ def _styles_of(name: str, part: nn.Module, table: Table) -> list[str]:
 
 
 def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
-    holds = [n for n, _ in part.named_parameters(recurse=False)]
-    if holds and not set(styles) - HOLD_NOTHING:
+    holds, words = [n for n, _ in part.named_parameters(recurse=False)], [style.partition(":") for style in styles]
+    if holds and not {word for word, *_ in words} - HOLD_NOTHING:
         raise MeshwrightError("MW-TP-001", f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",
                               why="Every parameter must be said to be split or whole",
                               valid=sorted({pattern for pattern, _ in table}))  # fmt: skip
-    unknown = next((style for style in styles if style not in STYLES), "")
+    unknown = next((style for style, (word, _, said) in zip(styles, words, strict=True)
+                    if word not in (FUSED if said else STYLES)), "")  # fmt: skip
     if unknown:
-        raise MeshwrightError("MW-TP-004", f"'{name}' is said to be '{unknown}'", valid=sorted(STYLES))
-    wanted = KINDS.get(next((style for style in styles if style in KINDS), ""), nn.Module)
-    if not isinstance(part, wanted):
+        raise MeshwrightError("MW-TP-004", f"'{name}' is said to be '{unknown}'",
+                              valid=sorted([*STYLES, *(f"{style}:…" for style in FUSED)]))  # fmt: skip
+    wanted = KINDS.get(next((word for word, *_ in words if word in KINDS), ""), nn.Module)
+    if not isinstance(part, wanted) and not (wanted is nn.Linear and is_transposed(part)):
         raise MeshwrightError("MW-TP-004", f"'{name}' is a {type(part).__name__}, not a {wanted.__name__}",
                               why="How its weight lies is not known; another layout would be cut along the wrong side")  # fmt: skip
 
@@ -187,12 +137,17 @@ def _cut(
         raise MeshwrightError("MW-TP-002", f"dimension {dim} of '{prefix}.{name}', {full}, does not divide over "
                               f"tp={done.group.size()}", why="Each rank holds whole heads or columns")  # fmt: skip
     start, stop = boundaries(full, parts, done.group.rank() // copies)
+    done.cuts[f"{prefix}.{name}"] = cut = Cut(dim, start, stop - start, full, copies)
+    _keep(done, owner, name, (cut,))
+    return start, stop
+
+
+def _keep(done: Split, owner: Any, name: str, cuts: tuple[Cut, ...]) -> None:
+    parameter = getattr(owner, name)
     if parameter not in done.made:
-        part = parameter.detach().narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        part = cut_out(cuts, parameter.detach()).clone(memory_format=torch.contiguous_format)
         done.made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     setattr(owner, name, done.made[parameter])
-    done.cuts[f"{prefix}.{name}"] = Cut(dim, start, full, copies)
-    return start, stop
 
 
 def _partial(done: Split, name: str, part: Any) -> None:
@@ -227,11 +182,72 @@ def _region(done: Split, name: str, part: Any) -> None:
     part.forward = gathered if done.sequence else copied
 
 
+def _enter(done: Split, name: str, part: Any) -> None:
+    forward, group = part.forward, done.group
+    if done.sequence:
+        part.forward = lambda x: exchange.gather_in(forward(x), group, SEQUENCE)
+    else:
+        part.forward = lambda x: exchange.copy_in(forward(x), group)
+
+
+def is_transposed(part: Any) -> bool:
+    """Hugging Face's Conv1D of GPT-2: a linear layer whose weight is [in, out]."""
+    return type(part).__name__ == "Conv1D" and hasattr(part, "nf") and part.weight.ndim == 2
+
+
+def output_dim(part: Any) -> int:
+    """Of a linear layer's weight."""
+    return int(is_transposed(part))
+
+
+def _product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x, part.weight.T if is_transposed(part) else part.weight, bias)
+
+
 def _column(done: Split, name: str, part: Any, even: bool = True, copies: int = 1) -> None:
-    _cut(done, part, name, "weight", 0, even, copies)
+    _cut(done, part, name, "weight", output_dim(part), even, copies)
     if part.bias is not None:
         _cut(done, part, name, "bias", 0, even, copies)
-    part.out_features = part.weight.shape[0]
+    _tell_width(part)
+
+
+def _tell_width(part: Any) -> None:
+    setattr(part, "nf" if is_transposed(part) else "out_features", part.weight.shape[output_dim(part)])
+
+
+def _fused(done: Split, name: str, part: Any, kind: str, said: str) -> None:
+    """Columns of several parts, each cut by itself."""
+    for field_name, dim in (("weight", output_dim(part)), ("bias", 0)):
+        parameter = getattr(part, field_name)
+        if parameter is None:
+            continue
+        full = f"{name}.{field_name}"
+        cuts = fused_cuts(full, dim, parameter.shape[dim], kind, said, done.group.size(), done.group.rank())
+        done.fused[full] = cuts
+        _keep(done, part, field_name, cuts)
+        copies = max(cut.copies for cut in cuts)
+        if copies > 1:
+            done.copies = done.copies or neighbours(done.group, copies)
+            done.copied.update([full] if parameter.requires_grad else [])
+    _tell_width(part)
+
+
+def _counts(done: Split, name: str, part: Any, kind: str, said: str) -> None:
+    """What a module counts by itself, such as its heads, becomes what it has of them here; `config.` before it: in a
+    config of its own."""
+    ranks = done.group.size()
+    for path in said.split(","):
+        owner, field_name = part, path
+        if path.startswith("config."):
+            if not any(part.config is made for made in done.configs):
+                part.config = copy(part.config)
+                done.configs.append(part.config)
+            owner, field_name = part.config, path.removeprefix("config.")
+        count = getattr(owner, field_name, None)
+        if not isinstance(count, int) or (count % ranks and ranks % count):
+            raise MeshwrightError("MW-TP-005", f"'{name}' counts {field_name} = {count!r}, which does not divide over tp={ranks}",
+                                  why="What is counted must be a whole number, and so must each rank's share")  # fmt: skip
+        setattr(owner, field_name, max(1, count // ranks))
 
 
 def _logits(done: Split, name: str, part: Any) -> None:
@@ -270,14 +286,15 @@ def _row(done: Split, name: str, part: Any) -> None:
     if done.form == "all-gather":
         _row_by_columns(done, name, part)
         return
-    _cut(done, part, name, "weight", 1)
-    part.in_features = part.weight.shape[1]
+    inner = 1 - output_dim(part)
+    _cut(done, part, name, "weight", inner)
+    setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[inner])
     group, sequence = done.group, done.sequence
     if sequence and part.bias is not None and part.bias.requires_grad:
         done.partial.add(f"{name}.bias")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        partial_sum = F.linear(x, part.weight)
+        partial_sum = _product(part, x)
         y = exchange.scatter_out(partial_sum, group, SEQUENCE) if sequence else exchange.reduce_out(partial_sum, group)
         return y if part.bias is None else y + part.bias
 
@@ -291,7 +308,7 @@ def _row_by_columns(done: Split, name: str, part: Any) -> None:
     group = done.group
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(exchange.gather_in(x, group, FEATURES), part.weight, part.bias)
+        y = _product(part, exchange.gather_in(x, group, FEATURES), part.bias)
         return exchange.join(y, group, FEATURES)
 
     part.forward = forward
@@ -326,7 +343,7 @@ def _positions(done: Split, name: str, part: Any) -> None:
     if done.sequence:
         _partial(done, name, part)
         forward, group = part.forward, done.group
-        part.forward = lambda n: forward(n).chunk(group.size())[group.rank()]
+        part.forward = lambda n: forward(n).chunk(group.size(), dim=-2)[group.rank()]
 
 
 def _dropout(done: Split, name: str, part: Any) -> None:
@@ -336,7 +353,18 @@ def _dropout(done: Split, name: str, part: Any) -> None:
 
 def _join(done: Split, name: str, part: Any) -> None:
     forward, group = part.forward, done.group
-    part.forward = lambda x: exchange.join(forward(x), group, FEATURES)
+    cut = done.cuts.get(f"{name}.weight")
+    if cut is None or cut.full % group.size() == 0:
+        part.forward = lambda x: exchange.join(forward(x), group, FEATURES)
+        return
+    most, ranges = -(-cut.full // group.size()), [boundaries(cut.full, group.size(), r) for r in range(group.size())]
+
+    def joined(x: torch.Tensor) -> torch.Tensor:  # columns of unequal number are sent as the most of them
+        y = exchange.join(F.pad(forward(x), (0, most - cut.length)), group, FEATURES)
+        runs = y.split(most, dim=FEATURES)
+        return torch.cat([run[..., : stop - start] for run, (start, stop) in zip(runs, ranges, strict=True)], FEATURES)
+
+    part.forward = joined
 
 
 def _gathered(done: Split, name: str, part: Any) -> None:
@@ -348,10 +376,11 @@ def _gathered(done: Split, name: str, part: Any) -> None:
 
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
-    "region": _region, "column": _column, "keys": _keys, "logits": _logits, "row": _row, "vocabulary": _vocabulary,
+    "region": _region, "enter": _enter, "column": _column, "keys": _keys, "logits": _logits, "row": _row, "vocabulary": _vocabulary,
     "between": _between, "inside": _inside, "positions": _positions, "dropout": _dropout, "join": _join,
     "gathered": _gathered, "experts": lambda done, name, part: None,
 }  # fmt: skip
+FUSED: dict[str, Callable[[Split, str, Any, str, str], None]] = {"column": _fused, "heads": _fused, "counts": _counts}
 KINDS: dict[str, type[nn.Module]] = {
-    "column": nn.Linear, "keys": nn.Linear, "logits": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding,
+    "column": nn.Linear, "heads": nn.Linear, "keys": nn.Linear, "logits": nn.Linear, "row": nn.Linear, "vocabulary": nn.Embedding,
 }  # fmt: skip
