@@ -60,6 +60,18 @@ def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
     assert away.fetch(second).tolist() == [2.0] * 4
 
 
+def test_views_of_one_memory_go_once_unless_they_are_turned():
+    away = offload.Activations()
+    x = torch.arange(6.0).view(2, 3)
+    for view in (x, x.view(-1), x.view(1, 2, 3)):
+        assert torch.equal(away.fetch(away.send(view)), view)
+    assert away.down_bytes == x.nbytes
+    wide = torch.arange(16.0).view(4, 4)
+    for view in (x.T, wide[:2, ::2], wide[::2, :2]):  # as many numbers from the same place, and others
+        assert torch.equal(away.fetch(away.send(view)), view)
+    assert away.down_bytes == 2 * x.nbytes + 2 * 4 * 4
+
+
 @pytest.mark.parametrize(("smallest", "moved"), [(0, 16), (16, 16), (17, 0)])
 def test_what_is_smaller_stays(smallest, moved):
     away, x = offload.Activations(smallest), torch.full((4,), 2.0, requires_grad=True)

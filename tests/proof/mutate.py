@@ -35,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import changes  # noqa: E402
 from equivalent import reason_of  # noqa: E402
 from killers import JURY, KILLERS, NOT_BEFORE_THE_JURY  # noqa: E402
-from unit_killers import TESTS_FIRST, failing  # noqa: E402
+from unit_killers import failing, failing_alone  # noqa: E402
 
 CONTROLS = 3
 SILENCE_S = 60.0
@@ -55,9 +55,7 @@ def work() -> None:
 
 def verdict(prepare: str, module: str) -> tuple[str, str]:
     """Which layouts or tests noticed, and how; nothing where none did."""
-    judges = [partial(by_layouts, trials=[[killer] for killer in KILLERS[module]]), by_tests]
-    if module in TESTS_FIRST:
-        judges.reverse()
+    judges = [by_tests_alone, partial(by_layouts, trials=[[killer] for killer in KILLERS[module]]), by_tests]
     if module not in NOT_BEFORE_THE_JURY:
         judges.append(partial(by_layouts, trials=JURY))
     return next((found for judge in judges if (found := judge(prepare, module))[0]), ("", ""))
@@ -69,6 +67,11 @@ def by_layouts(prepare: str, module: str, trials: list[list[Trial]]) -> tuple[st
         if how:
             return told_of(together), how
     return "", ""
+
+
+def by_tests_alone(prepare: str, module: str) -> tuple[str, str]:
+    by = failing_alone(prepare, module)
+    return by, "test" if by else ""
 
 
 def by_tests(prepare: str, module: str) -> tuple[str, str]:

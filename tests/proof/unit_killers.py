@@ -1,16 +1,20 @@
 """Tests of single parts as killers: what a plan of the proof never asks for (kernels, tiles, 16 bits, modules of users' own,
 messages that leave early) is held by tests of `tests/parallel`. A mutant they fail on is killed.
 
-The mutant is put in their way as a file: a package of links to the true sources, with one module changed. Nothing in it knows
-that it is a mutant, and neither do the ranks that a test starts.
+Tests that start no ranks (`ALONE`) run in a copy of this process, which has all imported and in which the mutant is put: tenths
+of a second. For others it is put in their way as a file: a package of links to the true sources, with one module changed.
+Nothing in it knows that it is a mutant, and neither do the ranks that a test starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +23,7 @@ import changes
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
-SUMS = "over_ranks or kept or owners or definition or survive or powersgd"
+SUMS = "kept or owners or definition or survive or powersgd"
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
     "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
@@ -41,22 +45,72 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "mesh": [("test_mesh.py", "groups")],
     "pieces": [("test_zero.py", "pieces or share")],
     "pipeline": [("test_pipeline.py", "action_by_action")],
+    "scatter": [("test_compress.py", "over_ranks")],
+    "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
+    "localsgd": [("test_localsgd.py", "between or averaging")],
+    "offload": [("test_offload.py", "sequence_parallel")],
+    "gathering": [("test_options.py", "units or limit"), ("test_precision.py", "two_ranks_in_16 and bf16")],
+    "tables": [("test_tensor_hf.py", "computes")],
+}  # fmt: skip
+
+# Without ranks. module → names, or parts of names, of files and tests
+ALONE: dict[str, list[tuple[str, str]]] = {
     "compress": [("test_compress.py", SUMS)],
     "sparse": [("test_compress.py", SUMS)],
     "powersgd": [("test_compress.py", SUMS)],
-    "scatter": [("test_compress.py", SUMS)],
     "emulation": [("test_compress.py", SUMS)],
-    "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
-    "fp8": [("test_precision.py", "fp8 and not divided")],
-    "localsgd": [("test_localsgd.py", "between or averaging")],
-    "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or sequence_parallel")],
-    "gathering": [("test_options.py", "units or limit or dtypes")],
-    "tables": [("test_tensor_hf.py", "computes")],
+    "precision": [("test_masters.py", "")],
+    "fp8": [("test_precision.py", "fp8_products or fp8_rounds")],
+    "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or views")],
+    "gathering": [("test_gathering.py", "")],
     "supported": [("test_supported.py", "refused or accepted or mlp")],
-}  # fmt: skip
+}
 
-# Where layouts see little of a module they come after its tests.
-TESTS_FIRST = ("offload", "gathering", "precision", "supported")
+
+def failing_alone(prepare: str, module: str) -> str:
+    """The first of the module's tests without ranks that fails with the mutant in place."""
+    for file, which in ALONE.get(module, []):
+        if fails_alone(prepare, file, which) and passes_alone(file, which):
+            return f"{file} -k '{which}'"
+    return ""
+
+
+@cache
+def passes_alone(file: str, which: str) -> bool:
+    return not fails_alone("", file, which)
+
+
+def fails_alone(prepare: str, file: str, which: str) -> bool:
+    import pytest
+
+    import meshwright.verify.trace  # noqa: F401  and with it torch: once, here, not in every copy
+
+    pid = os.fork()
+    if pid:
+        return not ended_well(pid)
+    code = 1
+    with contextlib.suppress(BaseException), tempfile.TemporaryDirectory() as folder:
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        sys.path[:0] = [str(ROOT / "tests" / "parallel")]
+        if prepare:
+            getattr(changes, prepare.partition(":")[2])()
+        code = int(
+            pytest.main(["-x", "-q", *plain(Path(folder)), str(ROOT / "tests" / "parallel" / file), "-k", which])
+        )
+    os._exit(code)
+
+
+def ended_well(pid: int) -> bool:
+    ends = time.monotonic() + TIMEOUT_S / 3
+    while time.monotonic() < ends:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
 
 
 def failing(prepare: str, module: str) -> str:
@@ -82,11 +136,7 @@ def passes(file: str, which: str) -> bool:
 
 
 def fails(folder: Path, file: str, which: str) -> bool:
-    """Plain pytest: neither the suite's settings nor their plugins, which may not be installed."""
-    settings = folder / "pytest.ini"
-    settings.write_text("[pytest]\n", "utf-8")
-    plain = ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
-    asked = [sys.executable, "-m", "pytest", "-x", "-q", *plain, f"tests/parallel/{file}", "-k", which]
+    asked = [sys.executable, "-m", "pytest", "-x", "-q", *plain(folder), f"tests/parallel/{file}", "-k", which]
     paths = [folder, ROOT / "tests", ROOT / "tests" / "parallel"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     try:
@@ -94,6 +144,13 @@ def fails(folder: Path, file: str, which: str) -> bool:
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != 0
+
+
+def plain(folder: Path) -> list[str]:
+    """Plain pytest: neither the suite's settings nor their plugins, which may not be installed."""
+    settings = folder / "pytest.ini"
+    settings.write_text("[pytest]\n", "utf-8")
+    return ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
 
 
 def link(folder: Path, prepare: str) -> None:

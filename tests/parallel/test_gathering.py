@@ -1,0 +1,65 @@
+"""What is gathered ahead, and what fits: arithmetic on sizes, without ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.gathering import Gathering, fitting, gather_ahead, grouped, size_of
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "most", "limit", "expected"),
+    [(0, 1, 2, 99, [1, 2]), (0, 1, 9, 99, [1, 2, 3]), (0, 1, 0, 99, []), (3, 1, 2, 99, []), (2, 1, 2, 99, [3]),
+     (3, -1, 2, 99, [2, 1]), (1, -1, 3, 99, [0]), (0, -1, 3, 99, []),
+     (0, 1, 3, 9, [1, 2]), (0, 1, 3, 8, [1]), (0, 1, 3, 6, []), (3, -1, 3, 6, [2, 1])],
+)  # fmt: skip
+def test_units_that_fit_beside_the_one_at_work(at, step, most, limit, expected):
+    assert fitting([4, 3, 2, 1], at, step, most, limit) == expected
+
+
+class Unit(nn.Linear):
+    """Remembers whom it was told to gather ahead."""
+
+    def __init__(self, width):
+        super().__init__(width, width, bias=False)
+        self.ahead = {}
+
+    def set_modules_to_forward_prefetch(self, units):
+        self.ahead["forward"] = [unit.in_features for unit in units]
+
+    def set_modules_to_backward_prefetch(self, units):
+        self.ahead["backward"] = [unit.in_features for unit in units]
+
+
+WIDTHS = (4, 3, 2)
+SIZES = [4 * width**2 for width in WIDTHS]
+
+
+@pytest.mark.parametrize(
+    ("said", "forward", "backward"),
+    [({}, None, None), ({"forward": 1}, [[3], [2], []], None), ({"forward": 2}, [[3, 2], [2], []], None),
+     ({"forward": 0}, [[], [], []], None),
+     ({"backward": 1}, None, [[4], [4], [3]]),  # the first has none before it and names itself: nothing is gathered
+     ({"backward": 0}, None, [[4], [3], [2]]), ({"limit": 1e9}, [[], [], []], [[4], [4], [3]]),
+     ({"limit": SIZES[0] + SIZES[1], "forward": 2, "backward": 2}, [[3], [2], []], [[4], [4], [3]]),
+     ({"limit": SIZES[0]}, [[], [], []], [[4], [3], [3]])],
+)  # fmt: skip
+def test_each_unit_is_told_whom_to_gather_ahead_as_far_as_they_fit_beside_it(said, forward, backward):
+    units = [[Unit(width), Unit(1)] for width in WIDTHS]
+    gather_ahead(units, SIZES, Gathering(**said))
+    for which, expected in (("forward", forward), ("backward", backward)):
+        assert [unit[0].ahead.get(which) for unit in units] == (expected or [None] * 3)
+    assert not any(unit[1].ahead for unit in units)
+
+
+def test_a_unit_that_does_not_fit_by_itself_is_told_and_sizes_are_of_what_is_gathered():
+    with pytest.raises(MeshwrightError, match="MW-ZERO-001"):
+        gather_ahead([[Unit(4)]], [SIZES[0]], Gathering(limit=SIZES[0] - 1))
+    gather_ahead([], [], Gathering(limit=0))
+    layers = [nn.Linear(3, 2) for _ in range(5)]
+    assert [len(unit) for unit in grouped(layers, 2)] == [2, 2, 1]
+    assert grouped(layers, 0) == []
+    layers[1].weight = layers[0].weight  # held once
+    assert size_of(layers[:2], None) == 4 * (6 + 2 + 2)
+    assert size_of(layers[:2], torch.bfloat16) == 2 * (6 + 2 + 2)

@@ -1,0 +1,90 @@
+"""Wide copies that an optimizer works on, and scaled losses: to the number, without ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.describe.plan import Plan
+from meshwright.parallel.pieces import Piece
+from meshwright.parallel.precision import LossScale, Masters, at_least_single, cast, masters_of, narrow, unscale
+
+
+def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
+    """A parameter whose gradient is twice itself, summed in `sums`."""
+    parameter = nn.Parameter(torch.tensor(values, dtype=dtype), requires_grad=trained)
+    if trained:
+        parameter.grad_dtype = sums or dtype
+        parameter.grad = (2 * parameter.detach()).to(sums or dtype)
+    return Piece("weight", parameter, tuple(parameter.shape), (0,), True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sums", "said", "wide"),
+    [(torch.bfloat16, torch.float32, {}, torch.float32), (torch.float16, None, {}, torch.float32), (torch.float32, None, {}, None),
+     (torch.bfloat16, None, {"master": False}, None), (torch.bfloat16, torch.float32, {"master": False}, torch.bfloat16),
+     (torch.float64, None, {"offload": "states"}, torch.float64), (torch.bfloat16, None, {"offload": "both"}, torch.float32),
+     (torch.float32, None, {"offload": "activations"}, None)],
+    ids=str,
+)  # fmt: skip
+def test_masters_are_there_where_parameters_are_narrow_or_away(dtype, sums, said, wide):
+    """Or where gradients are wider than an optimizer would take; of a parameter that is not trained it does not matter."""
+    made = masters_of([piece([1.0], dtype, trained=False), piece([1.0], dtype, sums)], Plan(**said))
+    assert ({m.local.dtype for m in made.pieces} if made else {None}) == {wide}
+    assert masters_of([piece([1.0], torch.float32, trained=False)], Plan()) is None
+
+
+def test_masters_take_gradients_and_give_back_roundings():
+    sources = [piece([1.0, 3.0], sums=torch.float32), piece([5.0], trained=False)]
+    masters = Masters(iter(sources), torch.float32)
+    first, still = masters.pieces
+    assert [p.parameter.requires_grad for p in masters.pieces] == [True, False]
+    assert (first.local.tolist(), still.local.tolist()) == ([1.0, 3.0], [5.0])
+    masters.take_gradients()
+    assert (first.gradient.tolist(), still.gradient.tolist()) == ([2.0, 6.0], [0.0])
+    assert masters.moved_bytes == 2 * 4 + 2  # one that is not trained has no gradient but zeros of its own dtype
+    with torch.no_grad():
+        first.local.add_(2.0**-10)
+    assert sources[0].local.tolist() == [1.0, 3.0]
+    masters.give_parameters()
+    assert first.local.tolist() == [1.0 + 2.0**-10, 3.0 + 2.0**-10]
+    assert sources[0].local.tolist() == [1.0, 3.0]  # rounded away
+    with torch.no_grad():
+        first.local.add_(1.0)
+    masters.give_parameters()
+    assert sources[0].local.tolist() == [2.0, 4.0]
+    assert masters.moved_bytes == 10 + 2 * (4 + 2)
+    assert not masters.pinned
+
+
+def test_a_scale_halves_at_an_overflow_and_doubles_after_good_steps():
+    scale = LossScale.of(torch.float16)
+    assert (scale.value, scale.dynamic) == (2.0**16, True)
+    good, bad = torch.tensor(1.0), torch.tensor(float("inf"))
+    scale.growth_interval = 2
+    seen = [(scale.accept(norm), scale.value) for norm in (bad, good, bad, good, good, good)]
+    assert seen == [(False, 2**15), (True, 2**15), (False, 2**14), (True, 2**14), (True, 2**15), (True, 2**15)]
+    assert (scale.skipped, scale.good_steps) == (2, 1)
+    still = LossScale.of(torch.bfloat16)
+    assert [still.accept(norm) for norm in (bad, good)] == [True, True]
+    assert (still.value, still.skipped) == (1.0, 0)
+    for factor in (1.0, 2.0, 8.0):
+        pieces = [piece([4.0]), piece([8.0])]
+        unscale(pieces, factor)
+        assert [p.gradient.item() for p in pieces] == [8.0 / factor, 16.0 / factor]
+
+
+def test_what_is_narrow_and_what_is_cast():
+    assert [narrow(d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [at_least_single(d) for d in (torch.float16, torch.float64)] == [torch.float32, torch.float64]
+    for parameters, buffers, expected in (
+        (None, None, (torch.float32, torch.float32)), (torch.float64, None, (torch.float64, torch.float64)),
+        (None, torch.float64, (torch.float32, torch.float64)), (torch.bfloat16, torch.float32, (torch.bfloat16, torch.float32)),
+    ):  # fmt: skip
+        module = cast(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), parameters, buffers)
+        assert (module[0].weight.dtype, module[1].running_mean.dtype) == expected
+        assert module[1].num_batches_tracked.dtype == torch.int64
