@@ -11,6 +11,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import inexact
+
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -176,38 +178,6 @@ ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-# Gradients sent with loss: one device loses what each rank does, told by the ranks how they cut them.
-LOSSY: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"replicate": 2, "bucket": 2000, "compression": "int8"}),
-    ("qwen", {"replicate": 2, **SP, "compression": "top-k", "compression_ratio": 0.1}),
-    ("gpt", {"replicate": 2, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
-    ("gemma", {**Z3, "compression": "int4", "microbatch": 2}),
-    ("five", {"replicate": 2, "pp": 2, "compression": "random-k", "compression_ratio": 0.1}),
-    ("llama", {"replicate": 2, **Z3, "compression": "bf16"}),
-    ("llama", {"shard": 2, "zero": 2, **SP, "compression": "threshold", "recompute": "full"}),
-    ("mixtral", {"replicate": 2, "tp": 2, "compression": "powersgd", "compression_rank": 2}),
-    ("one-kv", {**Z3, **ZBV, "compression": "int8"}),
-]
-
-
-# Products in fp8: one device takes the same micro-batches, and ranks that hold parts of a tensor scale it as it does.
-FP8: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"microbatch": 2}), ("llama", {"replicate": 2, "bucket": 2000}), ("gpt", {"shard": 2, "zero": 1, "microbatch": 2}),
-    ("qwen", {**Z3, "microbatch": 2}), ("gemma", {"pp": 2}), ("qwen", {**ZBV, "microbatch": 2}), ("mlp", {"replicate": 2}),
-    ("mixtral", {"replicate": 2, "ep": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
-    ("llama", {"replicate": 2, **Z3}), ("five", {**Z3, "pp": 2, "recompute": "full"}), ("llama", {"tp": 2, "microbatch": 2}),
-    ("qwen", {**SP, "pp": 2, "recompute": "full"}), ("mixtral", {**Z3, "tp": 2, "ep": 2}),
-]  # fmt: skip
-# Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
-NARROW: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"replicate": 2, "bucket": 2000}, "bf16"), ("gpt", Z3, "bf16"), ("qwen", SP, "bf16"), ("gemma", CP, "bf16"),
-    ("qwen", ZBV, "bf16"), ("mixtral", {"replicate": 2, "ep": 2}, "bf16"), ("llama", {"tp": 2, "recompute": "full"}, "bf16"),
-    ("llama", {**Z3, "pp": 2}, "bf16"), ("gpt", {"replicate": 2, "offload": "states"}, "bf16"),
-    ("llama", {"shard": 2, "zero": 1, "master": False, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2}, "fp16"), ("gpt", {**SP}, "fp16"),
-    ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2, "master": False}, "bf16"),
-]  # fmt: skip
-
-
 class Layout(NamedTuple):
     model: str
     plan: Plan
@@ -227,6 +197,8 @@ class Layout(NamedTuple):
         more += [f"reduced each {p.reduce}"] if p.reduce != "auto" else []
         more += [f"wrapped by {p.wrap}"] if p.wrap != 1 else []
         more += [f"sent as {p.wire}"] if p.wire != "none" else []
+        more += [f"gradients in {p.grad_dtype}"] if p.grad_dtype != "fp32" else []
+        more += ["no masters"] if not p.master else []
         more += [f"expert tp {p.expert_tp}"] if p.expert_tp else []
         more += ["gathers"] if p.tp_form == "all-gather" else []
         more += [f"offload {p.offload}"] if p.offload != "none" else []
@@ -295,20 +267,23 @@ def all_layouts() -> list[Layout]:
     out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
     out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
-    out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in FP8]
+    out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in inexact.FP8]
+    out += [Layout(model, Plan(**plan), router=tuple(router.items()), precision="fp8")
+            for model, plan, router in inexact.FP8_COUNTED]  # fmt: skip
     return list(dict.fromkeys(out))
 
 
 def narrow_layouts() -> list[Layout]:
     return [
-        Layout(model, Plan(**{"microbatch": 2, **plan}), precision=dtype, dtype=dtype) for model, plan, dtype in NARROW
+        Layout(model, Plan(**{"microbatch": 2, **plan}), precision=dtype, dtype=dtype)
+        for model, plan, dtype in inexact.NARROW
     ]
 
 
 def lossy_layouts() -> list[Layout]:
-    models = {name: name if not MODELS[name].tied or "pp" not in plan else f"{name} untied" for name, plan in LOSSY}
-    MODELS.update({new: MODELS[name].but(tied=False) for name, new in models.items() if name != new})
-    return [Layout(models[name], Plan(**plan)) for name, plan in LOSSY]
+    out = [Layout(model, Plan(**plan)) for model, plan in inexact.COMPRESSED]
+    out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in inexact.COUNTED]
+    return out + [Layout(model, Plan(**plan), precision="fp8") for model, plan in inexact.FP8_COMPRESSED]
 
 
 # In the ranks

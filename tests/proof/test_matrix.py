@@ -1,6 +1,7 @@
 """Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
 issues the collectives that are lowered."""
 
+from dataclasses import replace
 from functools import cache
 
 import layouts
@@ -96,18 +97,24 @@ def data_decides(layout):
     return {traffic.ROUTED: bool(model.experts) and plan.ep * plan.etp > 1, traffic.PASSED: plan.wire == "threshold"}
 
 
+def in_sets(every):
+    """Traces by layout: those of one world size train in the same processes, so many at a time."""
+    traces = {}
+    for world in sorted({layout.plan.world for layout in every}):
+        alike, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
+        for i in range(0, len(alike), size):
+            together = alike[i : i + size]
+            by_rank = train(world, [layout.job() for layout in together])
+            traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
+    return traces
+
+
 @cache
 def lossy():
     """Ranks first: they tell one device how they cut their gradients."""
-    every = layouts.lossy_layouts()
-    traces, jobs = {}, []
-    for world in {layout.plan.world for layout in every}:
-        alike = [layout for layout in every if layout.plan.world == world]
-        by_rank = train(world, [layout.job() for layout in alike])
-        traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(alike)}
-    for layout in every:
-        jobs.append(proof.one_device(layout.job(), [{"fp64": trace} for trace in traces[layout]]))
-    return dict(zip(every, train(1, jobs)[0], strict=True)), traces
+    traces = in_sets(layouts.lossy_layouts())
+    jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
+    return dict(zip(traces, train(1, jobs)[0], strict=True)), traces
 
 
 @pytest.mark.timeout(400)
@@ -122,22 +129,21 @@ def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
 @cache
 def narrow():
     """Traces by layout, and by layout one device's in the same 16 bits and in float64."""
-    every = layouts.narrow_layouts()
-    traces = {}
-    for world in {layout.plan.world for layout in every}:
-        alike = [layout for layout in every if layout.plan.world == world]
-        by_rank = train(world, [layout.job() for layout in alike])
-        traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(alike)}
-    ones = {layout: [on_one_device(layout, dtype) for dtype in (layout.dtype, "fp64")] for layout in every}
-    wanted = list(dict.fromkeys(one for pair in ones.values() for one in pair))
-    found = dict(zip(wanted, train(1, [one.job() for one in wanted])[0], strict=True))
-    return {layout: [found[one] for one in pair] for layout, pair in ones.items()}, traces
+    traces = in_sets(layouts.narrow_layouts())
+    jobs = {
+        layout: [on_one_device(layout, dtype, many) for dtype in (layout.dtype, "fp64")]
+        for layout, many in traces.items()
+    }
+    wanted = list({repr(job): job for pair in jobs.values() for job in pair}.values())
+    found = dict(zip(map(repr, wanted), train(1, wanted)[0], strict=True))
+    return {layout: [found[repr(job)] for job in pair] for layout, pair in jobs.items()}, traces
 
 
-def on_one_device(layout, dtype):
-    plan = layout.plan
-    same = {"master": plan.master, "grad_dtype": plan.grad_dtype, "microbatch": layouts.WORKLOAD.batch}
-    return layout._replace(plan=layouts.Plan(**same), dtype=dtype)
+def on_one_device(layout, dtype, many):
+    """All of the batch at once, or what the ranks do in its place."""
+    plan, job = layout.plan, replace(layout.job(), dtypes=(dtype,))
+    one = proof.one_device(job, [{dtype: trace} for trace in many])
+    return replace(one, plan=one.plan.but(master=plan.master, grad_dtype=plan.grad_dtype))
 
 
 @pytest.mark.timeout(400)

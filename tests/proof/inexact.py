@@ -1,0 +1,87 @@
+"""Layouts that lose something, each loss beside every strategy: gradients compressed, arithmetic in 16 bits, products in fp8.
+
+Of each compression `beside` makes a few layouts that together meet every strategy; what adds no ranks (recompute, offload,
+accumulation) rides along. Of each precision `PLAIN` does. The rest are triples and what has paths of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Said = dict[str, Any]
+DENSE, SPARSE = ("qwen", "gpt", "gemma", "llama"), ("mixtral", "qwen-moe", "deepseek")
+DP, Z3, SP = {"replicate": 2, "bucket": 2000}, {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}
+PP, ZBV = {"pp": 2}, {"pp": 2, "schedule": "zbv", "virtual": 2}
+CP = [{"cp": 2, "cp_kind": kind} for kind in ("ring", "all-gather", "ulysses")]
+
+KINDS: dict[str, Said] = {
+    name: {"compression": name} for name in ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold")
+}
+KINDS["top-k"] |= {"compression_ratio": 0.1}
+KINDS["random-k"] |= {"compression_ratio": 0.1}
+KINDS["powersgd"] = {"compression": "powersgd", "compression_rank": 2}
+
+
+def beside(i: int, kind: Said) -> list[tuple[str, Said]]:
+    """The i-th compression with every strategy; models and what has several forms take turns."""
+    dense = [DENSE[(i + j) % len(DENSE)] for j in range(7)]
+    plans: list[Said] = [
+        CP[i % 3],
+        {**DP, **SP, "recompute": "selective", "microbatch": 2},
+        {**DP, **(ZBV if i % 2 else PP)},
+        {"shard": 2, "zero": 1, "offload": "states"},
+        {**Z3, "recompute": "full", "microbatch": 2},
+        {"replicate": 2, **Z3},
+        {**DP, "reduce": "microbatch", "offload": "activations", "microbatch": 2},
+    ]
+    experts = {"shard": 2, "zero": 2, "tp": 2, "ep": 2, "expert_tp": 1}
+    return [(model, {**said, **kind}) for model, said in zip([*dense, SPARSE[i % 3]], [*plans, experts], strict=True)]
+
+
+COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in beside(i, kind)]
+COMPRESSED += [
+    ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
+    ("one-kv", {**Z3, **ZBV, **KINDS["int8"]}),
+    ("mixtral", {"replicate": 4, "ep": 2, **KINDS["top-k"]}),
+    ("qwen-moe", {**DP, **SP, **KINDS["powersgd"]}),  # an expert's bias is a partial sum
+    ("qwen-moe", {"tp": 2, "expert_tp": 1, **KINDS["int8"]}),  # of data parallelism only the experts'
+    ("mixtral", {"shard": 4, "zero": 3, "ep": 2, **KINDS["int4"]}),
+    ("deepseek", {**CP[0], **DP, "ep": 2, **KINDS["random-k"]}),
+    ("gemma", {**CP[0], **Z3, **KINDS["fp8"], "microbatch": 2}),
+    ("five", {**CP[1], **DP, "reduce": "microbatch", **KINDS["threshold"]}),
+    ("drops", {**CP[0], **DP, **KINDS["int8"]}),
+    ("mlp", {**Z3, "pp": 2, **KINDS["powersgd"]}),
+]  # fmt: skip
+# Routers that count the tokens of all ranks.
+COUNTED: list[tuple[str, Said, Said]] = [
+    ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "expert_tp": 1, "microbatch": 2, **KINDS["int8"]}, {"aux": 0.1, "z": 0.01}),
+    ("qwen-moe", {**Z3, "ep": 2, "microbatch": 2, **KINDS["top-k"]}, {"choice": "expert"}),
+    ("qwen-moe", {**CP[0], "microbatch": 4, **KINDS["int4"]}, {"capacity": 1.0}),
+]  # fmt: skip
+
+# What each precision is tried beside.
+PLAIN: list[tuple[str, Said]] = [
+    ("llama", DP), ("gpt", {"shard": 2, "zero": 1, "offload": "states"}), ("qwen", {"shard": 2, "zero": 2, "recompute": "selective"}),
+    ("gemma", {**Z3, "recompute": "full"}), ("llama", {"replicate": 2, **Z3}), ("qwen", {"tp": 2, "offload": "activations"}),
+    ("gpt", SP), ("gemma", CP[0]), ("llama", CP[1]), ("qwen", CP[2]), ("gpt", PP), ("qwen", ZBV),
+    ("mixtral", {"replicate": 2, "ep": 2}), ("llama", {**DP, "average_every": 2}),
+]  # fmt: skip
+# Products in fp8: one device takes the same micro-batches, and ranks that hold parts of a tensor scale it as it does.
+FP8: list[tuple[str, Said]] = [
+    *((model, {"microbatch": 2, **said}) for model, said in PLAIN),
+    ("llama", {"microbatch": 2}), ("mlp", {"replicate": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
+    ("five", {**Z3, "pp": 2, "recompute": "full"}), ("qwen", {**SP, "pp": 2, "recompute": "full"}),
+    ("mixtral", {**Z3, "tp": 2, "ep": 2}),
+]  # fmt: skip
+FP8_COUNTED: list[tuple[str, Said, Said]] = [
+    ("qwen-moe", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "capacity": 1.0})
+]
+FP8_COMPRESSED = [("llama", {**DP, "microbatch": 2, **KINDS["int8"]}), ("qwen-moe", {**Z3, **KINDS["bf16"]})]
+
+# Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
+NARROW: list[tuple[str, Said, str]] = [
+    *((model, said, dtype) for dtype in ("bf16", "fp16") for model, said in PLAIN),
+    ("llama", {**DP, **KINDS["int8"]}, "bf16"), ("gpt", {**Z3, **KINDS["int8"]}, "fp16"),
+    ("llama", {**Z3, "pp": 2}, "bf16"), ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2, "master": False}, "bf16"),
+    ("llama", {"shard": 2, "zero": 1, "master": False, "grad_dtype": "bf16"}, "bf16"),
+]  # fmt: skip
