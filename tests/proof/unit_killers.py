@@ -23,7 +23,7 @@ import changes
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
-SUMS = "kept or owners or definition or survive or powersgd"
+SUMS = [("test_definitions.py", ""), ("test_compress.py", "kept or owners or definition or survive or powersgd")]
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
     "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
@@ -55,14 +55,15 @@ UNITS: dict[str, list[tuple[str, str]]] = {
 
 # Without ranks. module → names, or parts of names, of files and tests
 ALONE: dict[str, list[tuple[str, str]]] = {
-    "compress": [("test_compress.py", SUMS)],
-    "sparse": [("test_compress.py", SUMS)],
-    "powersgd": [("test_compress.py", SUMS)],
-    "emulation": [("test_compress.py", SUMS)],
+    "compress": SUMS,
+    "sparse": SUMS,
+    "powersgd": SUMS,
+    "emulation": SUMS,
     "precision": [("test_masters.py", "")],
     "fp8": [("test_precision.py", "fp8_products or fp8_rounds")],
     "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or views")],
     "gathering": [("test_gathering.py", "")],
+    "apart": [("test_apart.py", "")],
     "supported": [("test_supported.py", "refused or accepted or mlp")],
 }
 

@@ -1,0 +1,158 @@
+"""Every compressor against its definition, written out by hand, and its bytes against what it asks for. Without ranks."""
+
+import pytest
+import torch
+
+from meshwright.parallel.compress import Cast, Quantised, make
+from meshwright.parallel.emulation import perform, run_together
+from meshwright.parallel.powersgd import PowerSGD
+from meshwright.parallel.sparse import RandomK, Threshold, TopK, kept
+
+RANKS = 3
+NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+OPTIONS = {"ratio": 0.1, "rank": 2, "threshold": 1.5, "seed": 3}
+
+
+def numbers(*shape, seed=0, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+
+def shapes(scattered):
+    """A matrix and a vector: of a message, or of the columns of rows for three owners."""
+    return [(0, torch.Size([5, 6])), (12 if scattered else 30, torch.Size([5]))]
+
+
+def asked_for(compressors, given, scattered, index=0):
+    """What each rank holds at the end, and (operation, bytes of n) of what rank 0 asked for."""
+    layout, seen = shapes(scattered), []
+    out = torch.zeros(RANKS, given[0].shape[-1], dtype=given[0].dtype)
+    messages = [g.clone() for g in given]
+    steps = [c.scatter(index, given[r], layout, r, out[r]) if scattered else c.reduce(index, messages[r], layout, r, RANKS)
+             for r, c in enumerate(compressors)]  # fmt: skip
+    while requests := [asked for step in steps if (asked := next(step, None)) is not None]:
+        seen.append((requests[0].operation, max(requests[0].out.nbytes, requests[0].given.nbytes)))
+        perform(requests)
+    return list(out) if scattered else messages, seen
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_bytes_are_those_of_the_exchanges_it_asks_for(name, dtype, scattered):
+    compressors = [make(name, **OPTIONS) for _ in range(RANKS)]
+    elements, history = 42 if scattered else 35, []
+    for step in range(3):
+        given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r, dtype=dtype) for r in range(RANKS)]
+        history.append(asked_for(compressors, given, scattered, index=4)[1])
+    for back in range(3):
+        told = compressors[0].traffic(elements, dtype.itemsize, shapes(scattered), RANKS, scattered, index=4, back=back)
+        assert told == history[-1 - back]
+
+
+def rounded(x, levels):
+    """Each row to whole multiples of its largest over so many levels."""
+    scale = (x.abs().amax(-1, keepdim=True) / levels).float().double()
+    return (x / scale).round() * scale
+
+
+def largest(x, k):
+    places = x.abs().argsort(-1, descending=True)[..., :k]
+    return torch.zeros_like(x).scatter(-1, places, x.gather(-1, places))
+
+
+def above(x, factor):
+    return torch.where(x.abs() >= factor * x.square().mean().sqrt(), x, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [("bf16", lambda x: x.bfloat16().double()), ("int8", lambda x: rounded(x, 127)), ("int4", lambda x: rounded(x, 7)),
+     ("top-k", lambda x: largest(x, 2)), ("threshold", lambda x: above(x, 1.5))],
+)  # fmt: skip
+def test_an_owner_has_the_sum_of_what_all_sent_it(name, sent):
+    """Of 15 columns, an odd number; and in a second step of what the first has kept back."""
+    compressors, given = [make(name, **OPTIONS) for _ in range(2)], [numbers(2, 15, seed=r) for r in range(2)]
+    held = [torch.zeros_like(g) for g in given]
+    for _ in range(2):
+        out = torch.full((2, 15), 7.0, dtype=torch.float64)
+        run_together([c.scatter(0, given[r], [], r, out[r]) for r, c in enumerate(compressors)])
+        told = [sent(g + e) for g, e in zip(given, held, strict=True)]
+        want = sum(told) if name != "bf16" else sum(t.bfloat16() for t in told).double()
+        torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+        if name != "bf16":
+            held = [g + e - t for g, e, t in zip(given, held, told, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7)])
+def test_a_quantised_sum_is_rounded_by_its_owner_and_told_to_all(kind, levels):
+    """37 numbers over three ranks: shares of 14, the last of them padded with five zeros."""
+    given = [numbers(37, seed=r) for r in range(RANKS)]
+    (got, *others), _ = asked_for([Quantised(kind) for _ in given], given, False)
+    rows = [rounded(torch.nn.functional.pad(g, (0, 5)).view(3, 14), levels) for g in given]
+    torch.testing.assert_close(got, rounded(sum(rows), levels).flatten()[:37], rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(got, other) for other in others)
+    assert [Quantised(kind).width(n, 3) for n in (1, 6, 7, 12, 13)] == [2, 2, 4, 4, 6]
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("make_one", [lambda on: Cast(torch.float16, on), lambda on: Quantised("int8", on), lambda on: TopK(0.1, on),
+                                      lambda on: Threshold(1.5, on), lambda on: RandomK(0.1, 3, on),
+                                      lambda on: PowerSGD(2, 3, on)])  # fmt: skip
+def test_feedback_keeps_what_is_lost_and_without_it_nothing_is_kept(make_one, scattered):
+    shape = (RANKS, 14) if scattered else (35,)
+    for on in (True, False):
+        compressors, total, given = [make_one(on) for _ in range(RANKS)], 0, 0
+        for step in range(2):
+            gradients = [numbers(*shape, seed=9 * step + r) for r in range(RANKS)]
+            if scattered:  # the last owner has one row less of either parameter: what is padded is zero
+                for g in gradients:
+                    g[2, 6:12] = g[2, 13] = 0.0
+            sums, _ = asked_for(compressors, gradients, scattered)
+            total, given = total + (torch.stack(sums) if scattered else sums[0]), given + sum(gradients)
+        errors = [c.feedback.errors for c in compressors]
+        assert [len(e) for e in errors] == [int(on)] * RANKS
+        if on and not (scattered and isinstance(compressors[0], PowerSGD)):  # whose errors are of whole matrices
+            bound = 5e-3 if isinstance(compressors[0], Cast) else 1e-12  # a cast's sum on the wire is rounded too
+            assert (total + sum(e[0] for e in errors) - given).abs().max() < bound
+            assert max(e[0].abs().max() for e in errors) > 1e-6
+
+
+def test_values_above_a_threshold_may_be_none_and_are_counted():
+    """Nothing stands out of equal numbers, and no list is empty: one pair of nothing is sent."""
+    compressors = [Threshold(1.5) for _ in range(RANKS)]
+    for scattered, equal in ((False, torch.ones(35)), (True, torch.ones(RANKS, 14))):
+        held, seen = asked_for(compressors, [equal] * RANKS, scattered, index=int(scattered))
+        assert all((h == 0).all() for h in held)
+        assert seen[1][1] == RANKS * (4 + 4)
+    assert [c.told for c in compressors] == [{0: [1], 1: [1]}] * RANKS
+    at_it = torch.tensor([3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # twice their root mean square to the bit
+    message = at_it.clone()
+    run_together([Threshold(2.0).reduce(0, message, [], 0, 1)])
+    assert torch.equal(message, at_it)
+
+
+def test_places_are_drawn_anew_for_each_message_and_step_and_alike_on_all_ranks():
+    one, other = RandomK(0.1, 3), RandomK(0.1, 3)
+    drawn = [(one.places(i, 200, torch.device("cpu")), other.places(i, 200, torch.device("cpu"))) for i in (0, 0, 1)]
+    assert all(torch.equal(a, b) for a, b in drawn)
+    assert len({tuple(a.tolist()) for a, _ in drawn}) == 3
+    assert all(len(set(a.tolist())) == 20 for a, _ in drawn)
+    assert not torch.equal(drawn[0][0], RandomK(0.1, 4).places(0, 200, torch.device("cpu")))
+
+
+def test_how_many_are_kept_and_which_matrices_shrink():
+    assert [kept(n, r) for n, r in ((188, 0.1), (200, 0.1), (3, 0.01), (10, 1.0), (10, 2.0), (2_000_001, 1e-5))] == [
+        19,
+        20,
+        1,
+        10,
+        10,
+        21,
+    ]
+    widths = [
+        PowerSGD(2).width(torch.Size(s)) for s in ((9,), (), (5, 5), (4, 4), (3, 6), (3, 7), (3, 7, 2), (1, 9), (9, 2))
+    ]
+    assert widths == [0, 0, 2, 0, 0, 2, 2, 0, 0]
+    assert PowerSGD(9).width(torch.Size([30, 5])) == 0
+    assert PowerSGD(3).width(torch.Size([30, 5])) == 3
