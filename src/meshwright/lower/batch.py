@@ -63,6 +63,8 @@ class Batch:
             (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
         ]
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
+        # Of a parameter as it is updated: its wide master's, where it has one.
+        self.kept_bytes = np.where(self.master, np.maximum(self.param_bytes, 4.0), self.param_bytes)
         self.compresses = bool(np.any(self.compression))
         self.wraps = bool(np.any(np.not_equal(self.wrap, 1.0)))
         self._members: dict[tuple[str, float], np.ndarray] = {}

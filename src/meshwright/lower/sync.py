@@ -123,17 +123,12 @@ def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
                message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
 
 
-def kept_bytes(batch: Batch) -> Array:
-    """Of a parameter as it is updated: its wide master's, where it has one."""
-    return np.where(batch.master, np.maximum(batch.param_bytes, 4.0), batch.param_bytes)
-
-
 def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
     """Local SGD: every n-th step replicas average their parameters, masters where there are any."""
     if not np.any(batch.average_every):
         return []
     # Each replica's parameters, and by how many tokens they count.
-    n = (elements + 1) * kept_bytes(batch)
+    n = (elements + 1) * batch.kept_bytes
     count = (batch.average_every > 0) / np.maximum(batch.average_every, 1.0)
     return [Op("average-parameters", kind, "collective", count, collective="all_reduce", axis="replicate",
                message_bytes=n, stream="comm:dp")]  # fmt: skip
@@ -212,11 +207,11 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
                           stream="comm:dp"))  # fmt: skip
 
     # A shard's gradient is as wide as the shard, which is its own master.
-    wide = np.where(sharded > 1, kept_bytes(batch), batch.grad_bytes) / sharded
+    wide = np.where(sharded > 1, batch.kept_bytes, batch.grad_bytes) / sharded
     reduce("sum-partial", "tp", counts.get("partial", 0.0) * wide)
     reduce("sum-copies", "kv_copies", counts.get("kv_copies", 0.0) * wide)
     if "expert_partial" in counts:
-        wide_experts = np.where(of_experts > 1, kept_bytes(batch), batch.grad_bytes) / of_experts
+        wide_experts = np.where(of_experts > 1, batch.kept_bytes, batch.grad_bytes) / of_experts
         reduce("sum-partial", "expert_tp", counts["expert_partial"] * wide_experts)
     reduce("sum-tied", "ends", counts.get("tied", 0.0) * wide)
     reduce("sum-loads", "stage", counts.get("loads", 0.0) * 8.0)
