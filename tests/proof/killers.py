@@ -57,11 +57,15 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
                   ("gpt", {**DP, "compression": "fp16", "reduce": "microbatch"}), ("llama", {**Z3, "compression": "bf16"}),
                   ("llama", {"replicate": 2, "tp": 2, "compression": "powersgd", "compression_rank": 2}),
                   ("llama", {"replicate": 2, **Z3, "compression": "int8"}), ("qwen", {**Z3, "pp": 2, "compression": "top-k", **KEPT})],
+    "apart": [("gpt", {**DP, "compression": "int8", "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2, "compression": "int8"}),
+              ("llama", {"shard": 2, "zero": 1, "cp": 2, "compression": "int4"})],
+    "cuts": [("gpt", SP), ("llama", {"tp": 2}), ("one-kv", {"tp": 2})],
+    "fp8_grouped": [],
     "precision": [("gpt", {"offload": "states"}), ("llama", {**Z3, "offload": "states"})],
     "fp8": [],
     "localsgd": [LOCAL, ("qwen", {"replicate": 2, **SP, "average_every": 1}), ("gpt", {"replicate": 2, "pp": 2, "average_every": 2})],
     "offload": OFF,
-    "gathering": [("gemma", {**Z3, "wrap": 3, "prefetch": False, "microbatch": 2}), ("llama", {**Z3, "wrap": 0})],
+    "gathering": [("gemma", {**Z3, "wrap": 3, "prefetch": False, "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2})],
     "tables": [("llama", {"tp": 2}), ("deepseek", {"tp": 2}), ("mlp", {"tp": 2})],
     "supported": [],
 }  # fmt: skip
@@ -74,6 +78,8 @@ ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
               ("mixtral", {"replicate": 2, **Z3, "microbatch": 2}, {"choice": "expert"})],
     "fp8": [(model, said, {"precision": "fp8"}) for model, said in (
         ("gpt", {"microbatch": 2}), ("llama", {"tp": 2, "microbatch": 2}), ("qwen", {**SP, "recompute": "full"}))],
+    "fp8_grouped": [("mixtral", {**said, "microbatch": 2}, {"precision": "fp8"}) for said in (
+        {}, {"tp": 2}, {"replicate": 2, "ep": 2}, {**SP, "expert_tp": 1, "ep": 2})],
 }  # fmt: skip
 KILLERS = {
     module: [*((model, said, {}) for model, said in own), *ROUTED.get(module, [])] for module, own in OWN.items()

@@ -39,6 +39,7 @@ from unit_killers import failing, failing_alone  # noqa: E402
 
 CONTROLS = 3
 SILENCE_S = 60.0
+IN_THEIR_PLACE = ("changes:emulation_", "changes:apart_")  # what one device runs where ranks lose something
 Trial = tuple[str, dict[str, Any], dict[str, Any]]  # model, plan, options of the router or the precision
 
 
@@ -127,7 +128,7 @@ def expected(layout: Any, many: list[Any]) -> Any:
     from meshwright.verify.prove import one_device
 
     if layout.plan.lossy:
-        prepare = layout.prepare if layout.prepare.startswith("changes:emulation_") else ""
+        prepare = layout.prepare if layout.prepare.startswith(IN_THEIR_PLACE) else ""
         return alone(replace(one_device(layout.job(), [{"fp64": trace} for trace in many]), prepare=prepare))
     return reference(layout._replace(prepare="").reference)
 
@@ -251,6 +252,9 @@ def main() -> None:
     said = parser.parse_args()
     if said.work:
         return work()
+    unjudged = set(changes.MODULES) - set(KILLERS)
+    if unjudged:
+        parser.error(f"no killers for {', '.join(sorted(unjudged))}")
     everything = [mutant for module in said.only for mutant in changes.mutants(module)]
     pick = random.Random(said.seed)
     chosen = pick.sample(everything, min(said.sample or len(everything), len(everything)))

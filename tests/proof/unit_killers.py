@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
 SUMS = [("test_definitions.py", ""), ("test_compress.py", "kept or owners or definition or survive or powersgd")]
+FUSED = ("test_cuts.py", "fused_projections")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
-    "tensor": [("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
+    "tensor": [FUSED, ("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
                ("test_told.py", "share")],
     "vocabulary": [("test_tensor.py", "vocabulary")],
     "exchange": [("test_tensor.py", "exchange")],
@@ -51,9 +52,10 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "offload": [("test_offload.py", "sequence_parallel")],
     "gathering": [("test_options.py", "units or limit"), ("test_precision.py", "two_ranks_in_16 and bf16")],
     "tables": [("test_tensor_hf.py", "computes")],
+    "cuts": [FUSED],
 }  # fmt: skip
 
-# Without ranks. module → names, or parts of names, of files and tests
+# Likewise, of tests without ranks.
 ALONE: dict[str, list[tuple[str, str]]] = {
     "compress": SUMS,
     "sparse": SUMS,
@@ -64,6 +66,8 @@ ALONE: dict[str, list[tuple[str, str]]] = {
     "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or views")],
     "gathering": [("test_gathering.py", "")],
     "apart": [("test_apart.py", "")],
+    "cuts": [("test_cuts.py", "not fused_projections")],
+    "fp8_grouped": [("test_precision.py", "fp8_of_experts")],
     "supported": [("test_supported.py", "refused or accepted or mlp")],
 }
 
