@@ -162,7 +162,7 @@ def test_ranks_together_hold_every_parameter():
 
 
 @pytest.mark.parametrize("name", EVEN)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_the_closed_form_is_exact_where_sizes_divide(name, data):
     """Bytes always; messages too where a stage is one bucket, or ZeRO-3 goes layer by layer."""

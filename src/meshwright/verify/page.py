@@ -83,12 +83,14 @@ def collectives(proof: Proof) -> RenderableType:
     rows = []
     for key, ranks in sorted(same.items(), key=lambda item: (item[0][:2], item[1])):
         row = first[key]
-        why = Text("; ".join(row.explained) or "equal", "dim")
+        why = Text("; ".join(["equal", *row.explained]), "dim")
         if row.unexplained:
             why = Text("unexplained", "bold red")
         rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts(row), why])
     columns = ("axis", "collective", "ranks", ">lowered", ">bytes", ">issued", ">bytes", "difference")
-    counted = ", ".join(f"{n} {word}" for word, n in proof.collectives.items() if n or word != "unexplained")
+    n = proof.collectives
+    counted = f"{n['equal']} equal" + (f", {n['explained']} of them by the step's own data" if n["explained"] else "")
+    counted += f", {n['unexplained']} unexplained" if n["unexplained"] else ""
     title = f"Collectives of one step, lowered against issued: {counted}"
     return filled(columns, rows, title=title)
 

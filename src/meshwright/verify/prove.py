@@ -58,7 +58,8 @@ class Proof:
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How many of the rows, one a rank, axis and collective, are equal, differ for a known reason, or for none."""
+        """How many of the rows, one a rank, axis and collective, are equal, how many of these rest on the step's own data, and how
+        many differ."""
         rows = [row for _, row in self.rows]
         return {"equal": sum(row.equal for row in rows), "explained": sum(bool(row.explained) for row in rows),
                 "unexplained": sum(row.unexplained for row in rows)}  # fmt: skip
@@ -168,10 +169,12 @@ def blame(job: Job, one: Trace, device: str) -> str:
         trial = Job(job.model, alone, job.workload, job.order, job.steps, job.seed, ("fp64",), prepare=job.prepare)
         try:
             alone.check(job.model, job.workload)
-            traces = [rank["fp64"] for rank in run(trial, device)]
+            ranks = run(trial, device)
         except MeshwrightError:
             continue  # this axis cannot stand alone on the small model
-        if compare(one, traces).breaks:
+        # Other ranks lose other parts of their gradients: each trial is held to an emulation of its own.
+        alike = run(one_device(trial, ranks), device)[0]["fp64"] if job.plan.lossy else one
+        if compare(alike, [rank["fp64"] for rank in ranks]).breaks:
             return axis or "micro-batches"
     return " × ".join(wide) if len(wide) != 1 else wide[0]
 

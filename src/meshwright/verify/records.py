@@ -32,17 +32,6 @@ class Job:
     summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Something a real stack sends beside the lowered program (or spares), with its exact count and bytes."""
-
-    name: str
-    axis: str
-    operation: str
-    count: float
-    bytes: float = 0.0
-
-
 @dataclass
 class PieceTrace:
     """One piece on one rank: where it starts in the full tensor, its gradient and its value after each step."""
@@ -55,18 +44,18 @@ class PieceTrace:
 
 @dataclass
 class Row:
-    """One (axis, operation) on one rank: what the lowered step program says and what the witness saw."""
+    """One (axis, operation) on one rank: what is lowered for it and what the witness saw."""
 
     axis: str
     operation: str
     lowered: Amount
     observed: Amount
-    explained: list[str] = field(default_factory=list)
-    unexplained: bool = False
+    explained: list[str] = field(default_factory=list)  # by what of the step's data it is not what the plan alone says
+    unexplained: bool = False  # the two differ
 
     @property
     def equal(self) -> bool:
-        return not self.explained and not self.unexplained
+        return not self.unexplained
 
 
 @dataclass
