@@ -1,6 +1,6 @@
 """Historical bugs, put back one by one into every rank before it trains: each a function that breaks one thing.
 
-Here those of data parallelism and of the update; `bugs_axes` has the others.
+Here those of data parallelism and of the update; `bugs_axes` has those of the other axes, `bugs_lossy` those of compression.
 
 `CORPUS` says on which model and plan each is tried, and what the comparison must find first: what differs (loss,
 gradient, norm or parameter), in which step, and of which tensor. References are to reports of the same mistake in
@@ -314,4 +314,11 @@ CORPUS = [
     Bug("balance_of_each_rank", "mixtral", {**EP, "microbatch": 4}, "gradient", "", router=(("aux", 0.1),)),
     Bug("expert_bias_on_every_rank", "qwen-moe", {"tp": 2}, "loss"),
     Bug("router_not_summed", "mixtral", {"tp": 2}, "gradient", "moe.router"),
-]
+    Bug("error_feedback_forgotten", "llama", {**DP, "compression": "int4"}, "gradient", step=1),
+    Bug("decoded_with_the_first_ranks_scale", "llama", {"cp": 2, "compression": "int8"}, "gradient"),
+    Bug("places_drawn_apart", "llama", {**DP, "compression": "random-k", "compression_ratio": 0.1}, "gradient"),
+    Bug("partial_sums_compressed", "qwen", {**DP, "tp": 2, "sp": True, "compression": "int8"}, "gradient", "norm"),
+    Bug("compressed_experts_summed_over_data_ranks", "mixtral", {"replicate": 4, "ep": 2, "compression": "int8"}, "gradient",
+        "moe.experts"),
+    Bug("owners_rows_by_neighbour", "llama", {**Z3, "compression": "int8"}, "gradient"),
+]  # fmt: skip

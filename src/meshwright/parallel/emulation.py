@@ -26,10 +26,10 @@ from meshwright.describe.plan import Plan
 from meshwright.parallel.apart import Apart, Source, source
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.compress import Compressor, Exchange, Layout, compressor_of
+from meshwright.parallel.expert import experts_of
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pieces import Piece
 from meshwright.parallel.scatter import chunked, columns_of, put_together
-from meshwright.parallel.zero import Buckets, Reduction, Shards, parts_of
+from meshwright.parallel.zero import Buckets, Shards, parts_of
 
 Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
 
@@ -67,14 +67,15 @@ class Summed:
         return out
 
 
-def told(reductions: list[Reduction], pieces: list[Piece], mesh: Mesh) -> list[Summed]:
+def told(parallel: Parallel) -> list[Summed]:
     """What this rank sums lossily with others, of whom it is the first."""
-    plan = mesh.layout.plan
-    by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in pieces}
+    plan, mesh = parallel.plan, parallel.mesh
+    by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in parallel.pieces}
+    experts = {p for module in parallel.stages.values() for part in experts_of(module) for p in part.parameters()}
     out = []
-    for part in parts_of(reductions):
+    for part in parts_of(parallel.reductions):
         if isinstance(part, Buckets) and part.compressor is not None and part.group is not None:
-            axis = "expert_dp" if part.group is mesh.group("expert_dp") else "dp_cp"
+            axis = "expert_dp" if experts.issuperset(part.parameters) else "dp_cp"
             portions = tuple(by_parameter[p] for p in part.parameters)
             out.append((axis, Summed(portions, members(mesh, axis), part.each, tuple(part.edges))))
         for scatter in part.scatters if isinstance(part, Shards) else ():

@@ -49,7 +49,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
             parallel.reductions = [Emulated(parallel, layout, job.summed.get(dtype, []))]  # type: ignore[list-item]
     trace = recorded(trainer, context.rank, dtype)
     if job.plan.lossy:
-        trace.summed = told(parallel.reductions, parallel.pieces, parallel.mesh)
+        trace.summed = told(parallel)
     watch = job.watch and dtype == job.dtypes[-1]
     trainer.train(max(job.steps - watch, 1))
     if watch:

@@ -1,0 +1,58 @@
+"""Bugs of gradients sent with loss, in the manner of `bugs`: what trains on, a little worse, and no exact run would show."""
+
+from __future__ import annotations
+
+from meshwright.parallel import apply, compress, sparse
+from meshwright.parallel.mesh import Mesh
+
+
+def error_feedback_forgotten():
+    """What was not sent is dropped, not added to the next gradient: small values are never heard of."""
+    compress.Feedback.keep = lambda self, index, error: None
+
+
+def decoded_with_the_first_ranks_scale():
+    """Integers of all ranks are multiplied by one rank's scale."""
+    dequantise = compress.dequantise
+
+    def alike(payload, kind, dtype):
+        payload = payload.clone()
+        payload[:, : compress.SCALE_BYTES] = payload[:1, : compress.SCALE_BYTES]
+        return dequantise(payload, kind, dtype)
+
+    compress.dequantise = alike
+
+
+def places_drawn_apart():
+    """Each rank draws its own random places, and values of different places are added up."""
+    places = sparse.RandomK.places
+
+    def own(self, index, length, device):
+        from torch import distributed
+
+        self.seed = distributed.get_rank()
+        return places(self, index, length, device)
+
+    sparse.RandomK.places = own
+
+
+def partial_sums_compressed():
+    """Parts of a sum over the sequence are compressed before they are whole."""
+    reduction = apply.zero.reduction
+    apply.zero.reduction = lambda module, mesh, plan, dtype, exact=(): reduction(module, mesh, plan, dtype)
+
+
+def compressed_experts_summed_over_data_ranks():
+    """Gradients of different experts meet in one compressed sum."""
+    group = Mesh.group
+    Mesh.group = lambda self, axis: group(self, "dp_cp" if axis == "expert_dp" else axis)
+
+
+def owners_rows_by_neighbour():
+    """Each owner adds up the rows its neighbour owns."""
+    scatter = compress.Quantised.scatter
+
+    def shifted(self, index, rows, layout, rank, out):
+        yield from scatter(self, index, rows.roll(1, 0), layout, rank, out)
+
+    compress.Quantised.scatter = shifted
