@@ -1,7 +1,15 @@
-"""What a step sends, collective by collective: the program's side of what `verify` counts at run time.
+"""What a step sends, collective by collective, as the step program says it of a pipeline rank: the closed form.
 
 One record for every axis and collective of one pipeline rank of one plan: how often a step issues it, and the bytes of the full, unsharded
 buffers in all. A tensor-parallel layer without sequence parallelism, for instance, has four all-reduces of T·h a micro-batch.
+
+This is what costs are made of, of thousands of plans at once; `issued` follows one rank to the byte, and a test holds the two
+together. The closed form is exact where sizes divide, and rounds elsewhere:
+
+    bytes      ranks that share a vocabulary have the mean; ZeRO's rows are not padded; compressed messages have no scales; routing
+               is even; everything is trained; replicas average 1/n in every step; a split backward gathers an input once
+    messages   all stages of a rank are cut into buckets as one, and those of ZeRO-1 and 2 too, which go unit by unit; two ends that
+               share a weight are two units
 """
 
 from __future__ import annotations
