@@ -202,6 +202,13 @@ def test_impossible_options_are_refused(bad):
         Model(**SHAPE, router=bad)
 
 
+@pytest.mark.parametrize("router", [{"groups": 2}, {"groups": 5, "groups_kept": 6}, {"groups": 5, "groups_kept": 1},
+                                    {"groups": 5, "choice": "expert"}])  # fmt: skip
+def test_groups_that_hold_too_few_experts_are_refused(router):
+    with pytest.raises(MeshwrightError, match="MW-MODEL-008"):
+        Model(**SHAPE, router=router)
+
+
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla"])
 def test_presets_learn_on_one_device(name):
     model = catalog.load("models", name).but(layers=2, hidden=32, heads=4, kv_heads=0, vocab=32, ffn=48, expert_ffn=16)

@@ -33,7 +33,7 @@ MODELS = {
     "mixtral": Model(**SHAPE),
     "qwen": Model(**SHAPE, shared_experts=1, shared_gate=True, router_bias=True, ffn_bias=True, activation="gelu"),
     "deepseek": Model(**{**SHAPE, **LATENT, "experts": 6, "layers": 3}, q_rank=8, shared_experts=2, dense_layers=1,
-                      balance_bias=True),
+                      balance_bias=True, router={"groups": 3, "groups_kept": 2, "scale": 2.5}),
     "latent": Model(**{**SHAPE, **LATENT}, tied=True, moe_every=2),
 }  # fmt: skip
 Z3 = {"shard": 2, "zero": 3}
@@ -81,7 +81,7 @@ LOWERED = [
 
 @cache
 def one_device(name, router="", microbatch=8, prepare=""):
-    model = MODELS[name].but(router=ROUTERS.get(router, {}))
+    model = MODELS[name].but(router=ROUTERS.get(router, MODELS[name].router))
     job = Job(model, Plan(microbatch=microbatch), WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return ranks.run(1, record, job)[0]["fp64"]
 
@@ -93,7 +93,7 @@ def title(case):
 
 def many(name, said, router="", prepare=""):
     plan = Plan(**said)
-    model = MODELS[name].but(router=ROUTERS.get(router, {}))
+    model = MODELS[name].but(router=ROUTERS.get(router, MODELS[name].router))
     job = Job(model, plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return [result["fp64"] for result in ranks.run(plan.world, record, job)]
 

@@ -8,7 +8,7 @@ each family is one small function below that turns its keys into the fields of a
     model, notes = read_with_notes("config.json")     notes: what was assumed, and the keys nobody here understands
 
 What cannot be held exactly (cross-attention, experts in an irregular pattern of layers) is refused, because a wrong
-count is worse than none. `hf_config` does the reading and its bounds.
+count is worse than none. `hf_config` does the reading and its bounds, `hf_router` reads how experts are chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.hf_config import Config, load, shown
+from meshwright.describe.hf_router import deepseek_router, softmax_router
 from meshwright.describe.model import MOST_LAYERS, Model
 from meshwright.errors import MeshwrightError, unknown
 
@@ -135,9 +136,10 @@ def _qwen_experts(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
     step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
     layers = [bool(experts) and i not in dense and (i + 1) % step == 0 for i in range(fields["layers"])]
     width, top_k = c.number("moe_intermediate_size"), c.number("num_experts_per_tok")
+    router = softmax_router(c, top_k, max(1, sum(layers)), c.flag("norm_topk_prob", False))
     if not any(layers):
         return {}
-    return {"experts": experts, "top_k": top_k, "expert_ffn": width} | _expert_layers(c, layers)
+    return {"experts": experts, "top_k": top_k, "expert_ffn": width} | router | _expert_layers(c, layers)
 
 
 def _qwen2_moe(c: Config) -> dict[str, Any]:
@@ -158,6 +160,7 @@ def _qwen3_moe(c: Config) -> dict[str, Any]:
 def _mixtral(c: Config) -> dict[str, Any]:
     fields = _decoder(c)
     experts = {"experts": c.number("num_local_experts"), "top_k": c.number("num_experts_per_tok")}
+    experts |= softmax_router(c, experts["top_k"], fields["layers"], normalise=True)
     return fields | experts | {"expert_ffn": fields["ffn"], "ffn": 0} | _window(c, [False] * fields["layers"])
 
 
@@ -178,9 +181,10 @@ def _deepseek(c: Config) -> dict[str, Any]:
     shared = c.number("n_shared_experts", 0, least=0)
     if mtp := c.number("num_nextn_predict_layers", 0, least=0):
         c.notes.append(f"{mtp} multi-token-prediction layer{'s' * (mtp > 1)} not counted")
+    router = deepseek_router(c, top_k)
     if not experts or not any(layers):
         return fields
-    fields |= {"experts": experts, "top_k": top_k, "expert_ffn": width, "shared_experts": shared}
+    fields |= router | {"experts": experts, "top_k": top_k, "expert_ffn": width, "shared_experts": shared}
     return fields | {"balance_bias": c.family == "deepseek_v3"} | _expert_layers(c, layers)
 
 
@@ -230,6 +234,7 @@ def _gpt_oss(c: Config) -> dict[str, Any]:
     fields = _decoder(c) | _attention_bias(c, True) | {"sinks": True, "router_bias": True, "ffn_bias": True}
     top_k = c.number("num_experts_per_tok", c.number("experts_per_token", 4))
     experts = {"experts": c.number("num_local_experts"), "top_k": top_k, "expert_ffn": fields["ffn"], "ffn": 0}
+    experts |= softmax_router(c, top_k, fields["layers"], normalise=True)
     return fields | experts | _window(c, _every(2, fields["layers"]))
 
 

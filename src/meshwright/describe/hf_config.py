@@ -30,11 +30,11 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
 }  # fmt: skip
-# Keys that change no count: token ids, rates, precisions, rotary details, routing rules, housekeeping.
+# Keys that change no count: token ids, rates, precisions, rotary details, housekeeping.
 HARMLESS = re.compile(
     r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
     r"dropout|pdrop|^init|dtype$|^use_cache$|^transformers|^tokenizer|^auto_map$|label|^pretraining_tp$|^pad|^bos|^eos|"
-    r"^router_|aux_loss|^seq_aux$|^ep_size$|scaling|^scoring_func$|^topk_|^n_group$|^norm_topk_prob$|softcapping$|"
+    r"^ep_size$|scaling|softcapping$|"
     r"^query_pre_attn_scalar$|^quantization_config$|^cache_impl|^summary_|^task_specific|^output_|^return_dict$|"
     r"^use_parallel_residual$|^gradient_checkpointing$|^scale_attn|^reorder_and|^n_ctx$|^original_max_position|"
     r"^swiglu_|^experts_per_token$|^initial_context_length$|^is_|^chunk_size|^problem_type$|^full_attn_mod$|"
@@ -69,6 +69,15 @@ class Config:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.bad(key, value, f"a whole number from {least} to {most}")
         return value
+
+    def decimal(self, key: str, default: float) -> float:
+        """A number from 0 up."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+            raise self.bad(key, value, f"a number from 0 to {MOST}")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key)

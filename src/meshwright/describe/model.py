@@ -128,6 +128,8 @@ class Model(Described):
             )
         if not self.experts and self.router != RouterOptions():
             raise MeshwrightError("MW-MODEL-005", "a router is described, yet no experts", fix="--set model.experts=8")
+        if self.experts:
+            self.router.check(self.experts, self.top_k)
         if self.dense_layers > self.layers:
             raise MeshwrightError("MW-MODEL-006", f"{self.dense_layers} dense layers of {self.layers} layers")
         if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):

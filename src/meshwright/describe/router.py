@@ -2,6 +2,8 @@
 
     score          softmax over the experts, or sigmoid of each (DeepSeek-V3)
     choice         tokens choose k experts, or experts choose their tokens
+    groups         experts stand in so many groups, and a token chooses among those of the `groups_kept` best: by their
+                   highest score (DeepSeek-V2), or where a bias balances by the sum of their two highest (V3)
     capacity       an expert takes at most c·T·k/E copies, the rest are dropped; 0: as many as come
     aux, z         weights α and β of the balancing and of the logits' loss
     balance_rate   γ of the bias that balances without a loss
@@ -15,7 +17,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.describe.base import Described
+from meshwright.describe.base import Described, Size, Whole
+from meshwright.errors import MeshwrightError
 
 
 class RouterOptions(Described):
@@ -23,6 +26,8 @@ class RouterOptions(Described):
         default="", description="unsaid: sigmoid where the model balances by a bias, else softmax"
     )
     choice: Literal["token", "expert"] = "token"
+    groups: Size = Field(default=1, description="the experts' groups, of which a token visits some")
+    groups_kept: Whole = Field(default=0, description="so many of them; 0: all")
     capacity: float = Field(default=0.0, ge=0, description="as a multiple of the mean load; 0: dropless")
     normalise: bool | None = Field(
         default=None, description="weights of a token sum to one; unsaid: where k > 1 and tokens choose"
@@ -31,6 +36,17 @@ class RouterOptions(Described):
     aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
     z: float = Field(default=0.0, ge=0, description="weight of the squared log-sum of the logits (ST-MoE)")
     balance_rate: float = Field(default=0.001, ge=0, description="step of the balancing bias, where there is one")
+
+    def check(self, experts: int, top_k: int) -> None:
+        """Whether k experts can be chosen within groups."""
+        kept = self.groups_kept or self.groups
+        if experts % self.groups or kept > self.groups or top_k > kept * (experts // self.groups):
+            raise MeshwrightError("MW-MODEL-008", f"top {top_k} of {experts} experts in {kept} of {self.groups} groups",
+                                  why="Groups are equal, and those that are kept must hold as many experts as a token visits",
+                                  fix="--set model.router.groups=1 --set model.router.groups_kept=0")  # fmt: skip
+        if self.groups > 1 and self.choice == "expert":
+            raise MeshwrightError("MW-MODEL-008", f"{self.groups} groups of experts, yet experts choose their tokens",
+                                  why="Groups limit what a token chooses", fix="--set model.router.choice=token")  # fmt: skip
 
     @property
     def compares(self) -> bool:

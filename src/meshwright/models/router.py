@@ -3,6 +3,7 @@
     scores      s = softmax(x W) over the experts, or sigmoid(x W) each by itself (DeepSeek-V3)
     token       each token takes the k experts of highest s + b; the weights are the s chosen, scaled to sum to one
                 where k > 1. The bias b balances: it chooses, and weighs nothing
+    groups      tokens may choose among the experts of their best groups only, so that few nodes are visited (DeepSeek)
     expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by design, but a
                 token's place depends on later tokens: a causal model cannot be sampled as it was trained
     capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped, and
@@ -98,6 +99,8 @@ class Router(nn.Module):
             chosen = tokens.mine(highest(everyone, most))
             return chosen, chosen
         biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
+        if self.options.groups > 1:
+            biased = self.within_groups(biased)
         chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, biased.topk(self.k, dim=1).indices, True)
         if not self.options.capacity:
             return chosen, chosen
@@ -105,6 +108,15 @@ class Router(nn.Module):
         wanted = tokens.gathered(scores_TE.masked_fill(~chosen, -1.0))
         most = min(len(wanted), max(1, self.capacity(len(wanted), self.options.capacity)))
         return chosen, chosen & tokens.mine(highest(wanted, most))
+
+    def within_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The scores, below all others outside each token's best groups."""
+        groups, kept = self.options.groups, self.options.groups_kept or self.options.groups
+        scores_TGN = scores_TE.unflatten(1, (groups, -1))
+        most = min(2, scores_TGN.shape[2]) if self.balance_bias is not None else 1
+        group_TG = scores_TGN.topk(most, dim=2).values.sum(2)
+        best_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, group_TG.topk(kept, dim=1).indices, True)
+        return scores_TGN.masked_fill(~best_TG[:, :, None], -torch.inf).flatten(1)
 
     def capacity(self, tokens: int, factor: float) -> int:
         return math.ceil(factor * tokens * self.k / self.experts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.cost.settle import settle
 from meshwright.describe.config import Config
@@ -139,17 +140,22 @@ def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
     )  # fmt: skip
 
 
-def small_experts(model: Model, plan: Plan) -> dict[str, int]:
-    """Few experts, yet more than a token visits; two or more a rank where there are as many."""
+def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
+    """Few experts, yet more than a token visits; two or more a rank where there are as many. Groups of them become two,
+    each with as many as a token visits."""
     if not model.experts:
         return {}
-    k = min(model.top_k, 2)
+    k, router = min(model.top_k, 2), model.router
     each = min(model.experts // plan.ep, max(2, -(-(k + 1) // plan.ep)))
+    if router.groups > 1:
+        each = max(each, -(-2 * k // plan.ep))
+        each += plan.ep * each % 2
+        router = router.but(groups=2, groups_kept=min(router.groups_kept, 1))
     width = plan.tp * max(1, 12 // plan.tp)
     return {
         "experts": plan.ep * each, "top_k": min(k, plan.ep * each), "expert_ffn": width if model.expert_ffn else 0,
         "shared_experts": min(model.shared_experts, 2), "shared_ffn": width if model.shared_ffn else 0,
-        "dense_layers": min(model.dense_layers, 1), "moe_every": min(model.moe_every, 2),
+        "dense_layers": min(model.dense_layers, 1), "moe_every": min(model.moe_every, 2), "router": router,
     }  # fmt: skip
 
 
