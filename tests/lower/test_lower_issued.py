@@ -189,6 +189,20 @@ def test_the_closed_form_is_exact_where_sizes_divide(name, data):
         assert {key: r.count for key, r in found.items()} == pytest.approx({key: r.count for key, r in low.items()})
 
 
+@pytest.mark.parametrize(
+    "plan", [{"replicate": 4}, {"shard": 4, "zero": 2}, {"shard": 4, "zero": 3}], ids=["0", "2", "3"]
+)
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "top-k", "random-k", "threshold", "powersgd"])
+def test_the_closed_form_of_compression_has_neither_scales_nor_shapes(name, plan):
+    """Off by a scale a part and by whole values; and PowerSGD's matrices are taken as square ones of equal size."""
+    for model in (EVEN["gpt"], MOE):
+        said = Plan(**plan, compression=name, reduce="step").check(model, FEW)
+        low, found = ({(r.axis, r.collective): r.bytes for r in records}
+                      for records in (traffic(step_program(model, said, FEW)), issued(model, said, FEW, 0)))  # fmt: skip
+        for key, n in found.items():
+            assert low[key] == pytest.approx(n, rel=0.3 if name == "powersgd" else 0.003), key
+
+
 def divides(model, plan, rank):
     layout = Layout(plan)
     sizes = {False: layout.size("shard_cp"), True: layout.size("expert_shard")}

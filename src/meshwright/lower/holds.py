@@ -46,6 +46,13 @@ def parameters(b: Batch, block: Block) -> dict[str, Array]:
     return out
 
 
+def matrices(block: Block) -> dict[str, float]:
+    """Tensors of more than one dimension by how they are reduced; of experts, all copies are one."""
+    experts = sum(linear.part == "experts" for linear in block.linears)
+    tables = sum(vector.name in ("tokens", "positions") for vector in block.vectors)
+    return {"dense": float(len(block.linears) - experts + tables), "expert": float(experts)}
+
+
 def untrained(block: Block) -> float:
     """Elements without a gradient: biases that balance experts are moved by the load instead."""
     return float(sum(vector.parameters for vector in block.vectors if vector.name == "balance-bias"))

@@ -61,6 +61,8 @@ def _sums(batch: Batch, block: Block) -> dict[str, Array]:
     """What of a block is summed once a step beside its gradients; nothing that no plan of the batch has."""
     loads = 2.0 * batch.model.experts if block.kind == "moe" else 0.0  # sent to, and kept
     out: dict[str, Array] = {"untrained": holds.untrained(block), "loads": loads, **holds.partial(batch, block)}
+    if batch.compresses:
+        out |= {f"{group}_matrices": count for group, count in holds.matrices(block).items()}
     return {name: count for name, count in out.items() if present(count)}
 
 
@@ -75,7 +77,8 @@ def _add_weight_gathers(program: StepProgram, kind: str) -> None:
         program.gathered[kind] = program.gathered[kind] * together
     for group, elements in program.parameters[kind].items():
         still = program.sums.get(kind, {}).get("untrained", 0.0) if group == "dense" else 0.0
-        for phase, ops in sync.sharded_weights(batch, elements, group, still, together).items():
+        matrices = program.sums.get(kind, {}).get(f"{group}_matrices", 1.0)
+        for phase, ops in sync.sharded_weights(batch, elements, group, still, together, matrices).items():
             program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 

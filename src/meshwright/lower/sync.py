@@ -31,7 +31,7 @@ from meshwright.lower.batch import COMPRESSIONS, Batch
 from meshwright.lower.op import Array, Op, present
 
 
-def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
+def compressed_bytes(batch: Batch, elements: Array, matrices: Array = 1.0, kind: str = "dense") -> tuple[Array, Array]:
     """Bytes each rank contributes per reduction of `elements` gradients, and the extra memory passes it costs (γ)."""
     if not batch.compresses:
         return elements * batch.comm_bytes, 0.0
@@ -51,15 +51,22 @@ def compressed_bytes(batch: Batch, elements: Array) -> tuple[Array, Array]:
         elif name == "threshold":
             value = elements * above(batch.compression_threshold) * (batch.comm_bytes + 4)
         elif name == "powersgd":
-            # A square matrix of `elements` has two factors of √elements × rank; real layers are near enough to square.
-            value = (
-                np.minimum(2 * np.sqrt(np.maximum(elements, 0)) * batch.compression_rank, elements) * batch.comm_bytes
-            )
+            value = np.minimum(factors(batch, elements, matrices, kind), elements) * batch.comm_bytes
         else:
             value = elements * wire[name]
         size = np.where(chosen, value, size)
         extra = np.where(chosen, passes[name] * elements * batch.comm_bytes, extra)
     return size, extra
+
+
+def factors(batch: Batch, elements: Array, matrices: Array, kind: str) -> Array:
+    """Elements of PowerSGD's factors. A square matrix of n has two of √n × rank, k equal ones of n in all 2·√(n·k)·rank; real
+    layers are near enough to square. A tensor of E experts is a matrix of E rows."""
+    n, rank = np.maximum(elements, 0), batch.compression_rank
+    if kind == "dense":
+        return 2 * np.sqrt(n * matrices) * rank
+    experts = np.maximum(batch.model.experts / batch.ep, 1.0)
+    return np.minimum(rank, experts) * (matrices * experts + n / experts)
 
 
 def above(threshold: Array) -> Array:
@@ -76,10 +83,10 @@ def sent_as(batch: Batch, *names: str) -> Array:
 QUANTISED, SPARSE = ("int8", "int4", "fp8"), ("top-k", "threshold")
 
 
-def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
-    """Reduce `elements` gradients of this rank; kind 'dense' over dp·cp, 'expert' over expert_dp."""
+def gradient_reduction(batch: Batch, elements: Array, kind: str, matrices: Array = 1.0) -> list[Op]:
+    """Reduce `elements` gradients of this rank, of so many matrices; kind 'dense' over dp·cp, 'expert' over expert_dp."""
     whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
-    n, extra = compressed_bytes(batch, elements)
+    n, extra = compressed_bytes(batch, elements, matrices, kind)
     on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
     sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
     on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
@@ -88,7 +95,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
     sparse, quantised = sent_as(batch, *SPARSE), sent_as(batch, *QUANTISED)
     owners = sparse | quantised
     thin = sent_as(batch, "powersgd")
-    factors = np.where(thin, 2.0, 1.0)
+    twice = np.where(thin, 2.0, 1.0)
     replicas = "replicate" if kind == "dense" else "expert_replicate"
     hybrid = sharded & (batch.size(replicas) > 1)
     times = np.where(np.where(sharded, batch.reduce_each, batch.reduce_whole), np.maximum(batch.microbatches, 1), 1.0)
@@ -100,7 +107,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
         ops.append(Op(name, kind, "collective", on * count * buckets, collective=collective, axis=axis,
                       message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
 
-    reduce("reduce-gradients", "all_reduce", whole, n / factors, (~sharded & ~owners) * times * factors)
+    reduce("reduce-gradients", "all_reduce", whole, n / twice, (~sharded & ~owners) * times * twice)
     reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners & ~thin) * times)
     reduce("reduce-shards", "all_reduce", replicas, elements * batch.comm_bytes / batch.size(shard), hybrid * times)
     if batch.compresses:
@@ -108,7 +115,7 @@ def gradient_reduction(batch: Batch, elements: Array, kind: str) -> list[Op]:
         reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
         reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & sparse) * times)
         reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
-        reduce("reduce-factors", "all_reduce", shard, n / factors, (sharded & thin) * times * factors)
+        reduce("reduce-factors", "all_reduce", shard, n / twice, (sharded & thin) * times * twice)
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
 
@@ -135,14 +142,14 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
 
 
 def sharded_weights(
-    batch: Batch, elements: Array, kind: str, untrained: Array = 0.0, together: Array = 1.0
+    batch: Batch, elements: Array, kind: str, untrained: Array = 0.0, together: Array = 1.0, matrices: Array = 1.0
 ) -> dict[str, list[Op]]:
     """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch; as
     one message with `together` others' like it."""
     shard, replicas = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
     whole = elements * batch.param_bytes
-    gradient, extra = compressed_bytes(batch, elements - untrained)
+    gradient, extra = compressed_bytes(batch, elements - untrained, matrices, kind)
     once = 1.0 / np.maximum(batch.microbatches, 1)
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
@@ -243,7 +250,8 @@ def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     """Everything a rank that holds `counts` elements does once a step, in order: reduce, clip, update, gather."""
     groups = {g: counts[g] for g in ("dense", "expert") if g == "dense" or batch.model.experts}
     trained = {g: c - counts.get("untrained", 0.0) if g == "dense" else c for g, c in groups.items()}
-    reductions = [op for group, count in trained.items() for op in gradient_reduction(batch, count, group)]
+    reductions = [op for group, count in trained.items()
+                  for op in gradient_reduction(batch, count, group, counts.get(f"{group}_matrices", 1.0))]  # fmt: skip
     updates = optimizer(batch, owned(batch, groups), tensors(batch))
     gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
     gathers += parameter_average(batch, counts["dense"], "dense")
