@@ -7,6 +7,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.models import build, initial_value, loss_function
+from meshwright.parallel import fp8
 from meshwright.parallel.apart import Apart, tokens_of
 from meshwright.parallel.pieces import materialise
 
@@ -89,3 +90,21 @@ def test_an_experts_rank_has_the_tokens_it_routed():
     assert rows[0, 0, 0, 0].tolist() == [0, 1, 8, 9]
     assert rows[0, 0, 0, 1].tolist() == [6, 7, 14, 15]
     assert rows[0, 0, 1, 1].tolist() == [4, 5, 12, 13]
+
+
+def test_places_of_one_data_rank_share_the_scales_of_fp8():
+    """Two places: their gradients add up to that of one product, though each has largest values of its own."""
+    model, plan = MODELS["gpt"], Plan(cp=2, microbatch=2)
+    (x, y), loss = batch(model, plan), loss_function(model)
+    gradients = []
+    for apart in (False, True):
+        module = network(model)
+        fp8.put_on(module.layers.values())
+        made = Apart(module, Layout(plan), model, SEQ, scaled=True) if apart else None
+        loss(module(x), y).backward()
+        of = "layers.1.attention.q"
+        names = [f"{of}.weight", f"{of}.bias", "layers.0.ffn.up.weight", "layers.0.attention_norm.weight"]
+        parts = made.taken().values() if made else [{name: module.get_parameter(name).grad for name in names}]
+        assert len(parts) == 1 + apart
+        gradients.append([sum(mine[name] for mine in parts) for name in names])
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)

@@ -1,6 +1,8 @@
 """Random legal plans, drawn from the planner's own space: each folds to a small copy, and the copy is proved.
 
-A plan is drawn layer by layer of the space, degrees first, so that rare combinations come as often as common ones.
+A plan is drawn layer by layer of the space, degrees first, so that rare combinations come as often as common ones. What the
+space does not search is drawn beside it: the precision of products, and of every second plan a compression or a narrower
+dtype of its gradients on the wire.
 Every legal plan must fold, and every folded one must be proved or be refused for a reason that is known beforehand:
 a failed proof here is either a bug in `parallel` or a false alarm of `verify`, and both are failures.
 
@@ -14,6 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import inexact
 import numpy as np
 import pytest
 
@@ -30,6 +33,8 @@ PROBLEMS = [  # model, GPUs of dgx-h100, batch, sequence
     ("gpt3-13b", 32, 64, 2048), ("bert-large", 8, 32, 512), ("lecture-mlp", 16, 64, 1), ("mixtral-8x7b", 32, 64, 4096),
     ("qwen1.5-moe-a2.7b", 16, 32, 2048), ("deepseek-v2-lite", 32, 64, 4096), ("deepseek-v3", 256, 512, 4096),
 ]  # fmt: skip
+PRECISIONS = ("bf16", "fp16", "fp8")
+WIRES = [*inexact.KINDS.values(), {"comm_dtype": "bf16"}, {"comm_dtype": "fp16"}, {"comm_dtype": "fp8"}]
 TOO_MANY = "MW-VERIFY-001"  # axes at 2 each need more ranks than there are
 NOT_RUN = "MW-PAR-001"  # planned and costed only
 RANKS = 8
@@ -57,7 +62,11 @@ def drawn(i):
     for layer in (lambda rows: rows, space.shaped, space.placed, space.sharded, space.scheduled):
         rows = layer(rows)
         rows = rows.take(np.array([random.integers(len(rows))]))
-    return replace(config, plan=space.plan(rows, 0))
+    plan = space.plan(rows, 0)
+    if random.integers(2):
+        plan = plan.but(**WIRES[random.integers(len(WIRES))])
+    workload = config.workload.but(precision=PRECISIONS[random.integers(len(PRECISIONS))])
+    return replace(config, plan=plan, workload=workload)
 
 
 def test_every_legal_plan_folds():

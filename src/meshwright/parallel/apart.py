@@ -11,6 +11,9 @@ router, the loss) sees all tokens at once, as one device does: one forward and o
 
 Copies of tokens that visit experts are of the rank that routed them: under tensor parallelism its share of the tokens
 that all else is made of by the whole tp group. A weight with two uses, a tied embedding, has copies for each.
+
+fp8 products have one scale for all tokens of a data-parallel rank, those of its context-parallel places together, so these
+are one product; its weight's gradient ĝᵀx̂ comes apart by tokens all the same.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from meshwright.describe.model import Model
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.router import Router
 from meshwright.models.transformer import LearnedPositions
+from meshwright.parallel import fp8
 from meshwright.parallel.order import token_order
 
 Source = tuple[int, ...]  # a rank's place on these axes: whose tokens
@@ -51,7 +55,9 @@ def tokens_of(layout: Layout, model: Model, seq: int) -> Rows:
 class Apart:
     """A network whose parameters each rank's tokens use copies of: `copies[source][name]`, by their owner's name."""
 
-    def __init__(self, module: nn.Module, layout: Layout, model: Model, seq: int, device: str = "cpu") -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, model: Model, seq: int, device: str = "cpu", scaled: bool = False
+    ) -> None:
         self.copies: dict[Source, dict[str, nn.Parameter]] = {}
         length = seq if model.kind == "transformer" else 1
         data = Layout(layout.plan.but(tp=1, sp=False, ep=1, expert_tp=0), layout.order)
@@ -59,6 +65,8 @@ class Apart:
         for path, owner in module.named_modules():
             if isinstance(owner, MixtureOfExperts):
                 self._experts(path, owner, {s: r.to(device) for s, r in tokens_of(layout, model, length).items()})
+            elif scaled and layout.plan.cp > 1 and isinstance(owner, nn.Linear) and path.startswith("layers."):
+                self._put_on_scaled(path, owner, rows)
             elif isinstance(owner, LearnedPositions):
                 self._put_on(path, owner, "forward", lambda x: rows, of_positions)
             elif not isinstance(owner, GroupedLinear):
@@ -95,8 +103,36 @@ class Apart:
                     parts.append(part(use, mine, flat, *more))
             return torch.cat(parts)[order.argsort()].unflatten(0, shape)
 
-        if own:
+        if next(owner.parameters(recurse=False), None) is not None:
             setattr(owner, used, run)
+
+    def _put_on_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
+        """As `_put_on`, of an fp8 product with one scale for all places of a data-parallel rank."""
+        use, order = owner.forward, torch.cat(list(rows.values()))
+        places: dict[Source, list[Source]] = {}
+        for whose in rows:
+            places.setdefault(whose[:2], []).append(whose)
+        whole = {name: nn.Parameter(p.detach(), requires_grad=False) for name, p in owner.named_parameters()}
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            flat, parts = x.flatten(0, 1), []
+            for together in places.values():
+                mine = flat[torch.cat([rows[whose] for whose in together])]
+                with lent(owner, whole):
+                    y = use(mine)
+                seen = fp8.rounded(mine.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
+                copies = [{name: self._copy(whose, f"{path}.{name}", p) for name, p in owner.named_parameters()
+                           if p.requires_grad} for whose in together]  # fmt: skip
+                if owner.weight.requires_grad:
+                    made = torch.cat([x @ copy["weight"].T for x, copy in zip(seen, copies, strict=True)])
+                    y = y + _RoundedBack.apply(made - made.detach())  # nothing but a gradient
+                if owner.bias is not None and owner.bias.requires_grad:
+                    made = torch.cat([copy["bias"].expand(len(x), -1) for x, copy in zip(seen, copies, strict=True)])
+                    y = y + (made - made.detach())
+                parts.append(y)
+            return torch.cat(parts)[order.argsort()].unflatten(0, x.shape[:2])
+
+        setattr(owner, "forward", run)  # noqa: B010  mypy takes it for a method
 
     def _copy(self, whose: Source, name: str, parameter: nn.Parameter) -> nn.Parameter:
         mine = self.copies.setdefault(whose, {})
@@ -112,6 +148,18 @@ class Apart:
             for p in mine.values():
                 p.grad = None
         return out
+
+
+class _RoundedBack(torch.autograd.Function):
+    """Backward rounds the gradient as an fp8 product would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return fp8.rounded(gradient, fp8.E5M2).to(gradient.dtype)
 
 
 def leading(x: torch.Tensor, tokens: int) -> tuple[int, ...]:

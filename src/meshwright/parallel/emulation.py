@@ -103,7 +103,8 @@ class Emulated:
     def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed]) -> None:
         (module,) = parallel.stages.values()
         self.parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-        self.apart = Apart(module, layout, parallel.model, parallel.workload.seq, parallel.mesh.device)
+        work = parallel.workload
+        self.apart = Apart(module, layout, parallel.model, work.seq, parallel.mesh.device, work.precision == "fp8")
         self.summed = summed
         self.compressors = [[one_of(layout.plan) for _ in s.members] for s in summed]
         self.taken: list[Gradients] = []  # of every micro-batch

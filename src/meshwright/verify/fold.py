@@ -46,9 +46,6 @@ def small_copy(config: Config, ranks: int) -> Small:
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
-    if config.workload.precision == "fp8" and workload.precision != "fp8":
-        changes.append("fp8 products not exercised: one device takes the gradients of context-parallel ranks apart, and "
-                       "cannot scale them together")  # fmt: skip
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)
@@ -188,17 +185,10 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         count = 2 * plan.pp * max(1, plan.virtual // 2)
     else:
         count = 2 if config.plan.microbatches(config.workload) > 1 else 1
-    precision = "fp8" if config.workload.precision == "fp8" and not scales_differ(config.model, plan) else "fp32"
+    precision = "fp8" if config.workload.precision == "fp8" else "fp32"
     return config.workload.but(
         batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
     )
-
-
-def scales_differ(model: Model, plan: Plan) -> bool:
-    """Where one device takes the tokens of every rank apart, it scales them apart: those of context-parallel ranks too,
-    whose products have one scale."""
-    counted = bool(model.experts) and model.router.counts_together and plan.dp > 1
-    return plan.cp > 1 and (plan.lossy or counted)
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:
