@@ -23,6 +23,7 @@ from meshwright.cost.advice import compression_break_even
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.lower.compressed import exchanges
 from meshwright.lower.op import sent
 from meshwright.train import launch
 from meshwright.units import format_decimal_bytes
@@ -74,10 +75,8 @@ def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float
         best = min(best, time.perf_counter() - started - exchanged)
     sizes = {}
     for key, p, scattered in (("2", 2, False), ("8", 8, False), ("zero", 8, True)):
-        if not (scattered and name == "powersgd"):  # its factors are of whole matrices
-            traffic = compressor.traffic(elements, 4, layout, p, scattered)
-            spread = p if scattered and name == "threshold" else 1  # what passes is spread over the owners
-            sizes[key] = sum(float(sent(operation, n, p)) for operation, n in traffic) / spread
+        said = exchanges(Plan(replicate=p, compression=name), elements, 4, [(SIDE, SIDE)] * len(layout), p, scattered)
+        sizes[key] = sum(float(sent(operation, n, p)) for operation, n in said)
     return best, sizes
 
 
@@ -105,7 +104,7 @@ def main() -> None:
         if name == "none":
             exact, plain = loss, sizes
         ratio = {key: plain[key] / sizes[key] for key in sizes}
-        shards = f"{ratio['zero']:>6.1f}×" if "zero" in ratio else f"{'—':>7}"
+        shards = f"{ratio['zero']:>6.1f}×"
         even = compression_break_even(4.0 * elements, ratio["2"], gamma, factor=1.0) if gamma else float("inf")
         told = f"{format_decimal_bytes(even)}/s" if gamma else "—"
         print(f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "

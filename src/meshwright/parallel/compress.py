@@ -45,7 +45,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 
 Layout = list[tuple[int, torch.Size]]  # where each parameter of a message starts, and its shape
-SCALE_BYTES = INDEX_BYTES = 4
+SCALE_BYTES = 4
 LEVELS = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # the largest number each holds
 
 
@@ -72,12 +72,6 @@ class Compressor(Protocol):
     ) -> Iterator[Exchange]:
         """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`. The layout is of columns: where each
         parameter's part of a row starts, and its shape before it was cut."""
-        ...
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        """(operation, bytes of n) of each exchange of a message of `elements` numbers of `size` bytes; where the
-        gradient decides, of the last but `back` of that `index` that was sent."""
         ...
 
 
@@ -123,10 +117,6 @@ class Cast:
         yield Exchange("reduce_scatter", mine, payload)
         out.copy_(mine)
 
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        return [("reduce_scatter" if scattered else "all_reduce", elements * self.dtype.itemsize)]
-
 
 class Quantised:
     """int8, int4 or fp8 with one scale for each rank's share of a message, in two rounds."""
@@ -168,12 +158,6 @@ class Quantised:
     def width(self, elements: int, ranks: int) -> int:
         """Numbers of a rank's share: even, since int4 packs two a byte."""
         return -(-elements // (2 * ranks)) * 2
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        width = self.width(elements, ranks)
-        n = ranks * (SCALE_BYTES + (width // 2 if self.kind == "int4" else width))
-        return [("all_to_all", n)] + ([] if scattered else [("all_gather", n)])
 
 
 def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:

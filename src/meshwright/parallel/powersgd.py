@@ -47,15 +47,6 @@ class PowerSGD:
         r = min(self.rank, m, n)
         return r if r * (m + n) < m * n else 0
 
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        first = second = 0
-        for _, shape in layout:
-            r = self.width(shape)
-            first += r * shape[0] if r else shape.numel()
-            second += r * math.prod(shape[1:]) if r else 0
-        return [("all_reduce", n * size) for n in (first, second) if n]
-
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         sums = yield from self._sum(index, message, layout)
         for (start, shape), (left, right) in zip(layout, sums, strict=True):

@@ -69,7 +69,7 @@ class CompressedScatter:
         self, compressor: Compressor, parameters: Sequence[nn.Parameter], axis: str, ranks: int,
         exact: set[nn.Parameter],
     ) -> None:  # fmt: skip
-        self.compressor, self.axis, self.ranks = compressor, axis, ranks
+        self.compressor, self.axis = compressor, axis
         self.lossy = [p for p in parameters if p not in exact]
         self.layout = columns_of([p.shape for p in self.lossy], ranks)
         widths = [width_of(p.shape, ranks) for p in parameters]
@@ -97,9 +97,3 @@ class CompressedScatter:
                 pass
             if len(exact):
                 output_tensor[lossy] = out
-
-    def traffic(self, size: int, back: int = 0) -> list[tuple[str, int]]:
-        """(operation, bytes of n) of one reduction of numbers of `size` bytes, the last but `back`."""
-        lossy, exact = (self.ranks * len(columns) for columns in self.columns)
-        said = self.compressor.traffic(lossy, size, self.layout, self.ranks, True, back=back) if lossy else []
-        return said + ([("reduce_scatter", exact * size)] if exact else [])

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.parallel.compress import INDEX_BYTES, Exchange, Feedback, Layout, generator
-
-COUNT_BYTES = 8
+from meshwright.parallel.compress import Exchange, Feedback, Layout, generator
 
 
 class TopK:
@@ -38,12 +36,6 @@ class TopK:
         x = self.feedback.corrected(index, rows)
         places = x.abs().topk(kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
         yield from tell_owners(self.feedback, index, out, x, list(places))
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        if scattered:
-            return [("all_to_all", ranks * kept(elements // ranks, self.ratio) * (size + INDEX_BYTES))]
-        return [("all_gather", ranks * kept(elements, self.ratio) * (size + INDEX_BYTES))]
 
 
 class Threshold:
@@ -80,12 +72,6 @@ class Threshold:
         most = max(1, int(counts.max()))
         self.told[index] = [*self.told.get(index, [])[-99:], most]
         return most
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        history = self.told.get(index, [0])
-        pairs = ranks * history[-1 - back] * (size + INDEX_BYTES)
-        return [("all_gather", ranks * COUNT_BYTES), ("all_to_all" if scattered else "all_gather", pairs)]
 
 
 def tell_sparse(
@@ -160,12 +146,6 @@ class RandomK:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
         return torch.randperm(length, generator=random, device=device)[: kept(length, self.ratio)]
-
-    def traffic(self, elements: int, size: int, layout: Layout, ranks: int, scattered: bool = False,
-                index: int = 0, back: int = 0) -> list[tuple[str, int]]:  # fmt: skip
-        if scattered:
-            return [("reduce_scatter", ranks * kept(elements // ranks, self.ratio) * size)]
-        return [("all_reduce", kept(elements, self.ratio) * size)]
 
 
 def kept(elements: int, ratio: float) -> int:
