@@ -9,6 +9,9 @@ Nothing in it knows that it is a mutant, and neither do the ranks that a test st
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
+import io
 import os
 import signal
 import subprocess
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import changes
 
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
@@ -85,11 +89,22 @@ def passes_alone(file: str, which: str) -> bool:
     return not fails_alone("", file, which)
 
 
+@cache
+def imported(file: str) -> None:
+    """All that a file of tests needs, pytest's own parts among it: once, here, not in every copy."""
+    import pytest
+
+    sys.path[:0] = [str(ROOT / "tests" / "parallel")]
+    importlib.import_module(file.removesuffix(".py"))
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pytest.main(["--version"])
+    gc.freeze()  # no copy looks through what is here
+
+
 def fails_alone(prepare: str, file: str, which: str) -> bool:
     import pytest
 
-    import meshwright.verify.trace  # noqa: F401  and with it torch: once, here, not in every copy
-
+    imported(file)
     pid = os.fork()
     if pid:
         return not ended_well(pid)
@@ -97,7 +112,6 @@ def fails_alone(prepare: str, file: str, which: str) -> bool:
     with contextlib.suppress(BaseException), tempfile.TemporaryDirectory() as folder:
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        sys.path[:0] = [str(ROOT / "tests" / "parallel")]
         if prepare:
             getattr(changes, prepare.partition(":")[2])()
         code = int(
@@ -155,7 +169,8 @@ def plain(folder: Path) -> list[str]:
     """Plain pytest: neither the suite's settings nor their plugins, which may not be installed."""
     settings = folder / "pytest.ini"
     settings.write_text("[pytest]\n", "utf-8")
-    return ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
+    without = [word for plugin in ("cacheprovider", "unraisableexception") for word in ("-p", f"no:{plugin}")]
+    return ["-c", str(settings), "--rootdir", str(ROOT), "--noconftest", *without]
 
 
 def link(folder: Path, prepare: str) -> None:
