@@ -38,7 +38,11 @@ def beside(i: int, kind: Said) -> list[tuple[str, Said]]:
     return [(model, {**said, **kind}) for model, said in zip([*dense, SPARSE[i % 3]], [*plans, experts], strict=True)]
 
 
-COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in beside(i, kind)]
+# Of kinds that are one class of compressor each strategy meets one, in turn; the others wait for the soak.
+ALIKE = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
+MADE = {name: beside(i, kind) for i, (name, kind) in enumerate(KINDS.items())}
+COMPRESSED = [MADE[names[j % len(names)]][j] for names in ALIKE for j in range(8)]
+TWINS = [layout for layouts in MADE.values() for layout in layouts if layout not in COMPRESSED]
 COMPRESSED += [
     ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
     ("one-kv", {**Z3, **ZBV, **KINDS["int8"]}),

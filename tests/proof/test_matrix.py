@@ -13,7 +13,7 @@ from meshwright.verify import prove as proof
 from meshwright.verify import traffic
 from meshwright.verify.compare import bounds_from_rounding, compare
 
-ALL = layouts.all_layouts()
+ALL, LOSSY, TWINS = layouts.all_layouts(), tuple(layouts.lossy_layouts()), tuple(layouts.twin_layouts())
 TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes
 BOUND = 1e-10
 SILENCE_S = 100.0
@@ -55,7 +55,8 @@ def traces_of(layout):
 
 def marked(layout):
     axes = [layout.plan.tp, layout.plan.cp, layout.plan.pp, layout.plan.ep, 1 + layout.plan.zero]
-    marks = [pytest.mark.slow] if layout.plan.world > 4 and min(axes) == 1 else []  # all five at once is always tried
+    rare = layout in TWINS or (layout.plan.world > 4 and min(axes) == 1)  # all five at once is always tried
+    marks = [pytest.mark.slow] if rare else []
     return pytest.param(layout, id=layout.title, marks=marks)
 
 
@@ -110,17 +111,17 @@ def in_sets(every):
 
 
 @cache
-def lossy():
+def lossy(every):
     """Ranks first: they tell one device how they cut their gradients."""
-    traces = in_sets(layouts.lossy_layouts())
+    traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
     return dict(zip(traces, train(1, jobs)[0], strict=True)), traces
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout) for layout in layouts.lossy_layouts()])
+@pytest.mark.parametrize("layout", [marked(layout) for layout in (*LOSSY, *TWINS)])
 def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
-    one, many = (by[layout] for by in lossy())
+    one, many = (by[layout] for by in lossy(TWINS if layout in TWINS else LOSSY))
     agreement = compare(one, many)
     assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
     assert_issues_what_is_lowered(layout, many)
@@ -164,3 +165,37 @@ def test_the_matrix_is_whole():
     assert len(layouts.TRIPLES) >= 20
     assert {layout.plan.schedule for layout in ALL} == set(SCHEDULES)
     assert {layout.plan.zero for layout in ALL} == {0, 1, 2, 3}
+
+
+STRATEGIES = {
+    "ddp": lambda p: p.replicate > 1 and not p.zero, "zero1": lambda p: p.zero == 1, "zero2": lambda p: p.zero == 2,
+    "zero3": lambda p: p.zero == 3, "hsdp": lambda p: p.replicate > 1 and p.shard > 1, "tp": lambda p: p.tp > 1 and not p.sp,
+    "sp": lambda p: p.sp, "cp": lambda p: p.cp > 1, "pp": lambda p: p.pp > 1, "ep": lambda p: p.ep > 1,
+    "recompute": lambda p: p.recompute != "none", "offload": lambda p: p.offload != "none",
+    "accumulation": lambda p: p.microbatches(layouts.WORKLOAD) > 1,
+}  # fmt: skip
+ONLY_COMPRESSED = {"each micro-batch": lambda p: p.reduce == "microbatch"}
+ONLY_PRECISE = {
+    "averages": lambda p: p.average_every, "compressed": lambda p: p.lossy, "split backward": lambda p: p.schedule == "zbv",
+    "selective": lambda p: p.recompute == "selective", "full": lambda p: p.recompute == "full",
+    **{kind: lambda p, kind=kind: p.cp > 1 and p.cp_kind == kind for kind in ("ring", "all-gather", "ulysses")},
+}  # fmt: skip
+
+
+def lacking(plans, wanted):
+    return [name for name, is_met in wanted.items() if not any(map(is_met, plans))]
+
+
+@pytest.mark.parametrize("kind", layouts.inexact.KINDS)
+def test_every_compression_meets_every_strategy(kind):
+    wanted = {**STRATEGIES, **ONLY_COMPRESSED}
+    assert lacking([layout.plan for layout in (*LOSSY, *TWINS) if layout.plan.wire == kind], wanted) == []
+    alike = next(names for names in layouts.inexact.ALIKE if kind in names)
+    assert lacking([layout.plan for layout in LOSSY if layout.plan.wire in alike], wanted) == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+def test_every_precision_meets_every_strategy(precision):
+    every = (*ALL, *LOSSY) if precision == "fp8" else layouts.narrow_layouts()
+    plans = [layout.plan for layout in every if layout.precision == precision]
+    assert lacking(plans, {**STRATEGIES, **ONLY_PRECISE}) == []
