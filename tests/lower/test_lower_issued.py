@@ -120,6 +120,9 @@ def test_ranks_that_hold_parts_of_an_operand_agree_on_its_scale():
     wide, fp8 = (said({"tp": 2, "cp": 2}, work=w, element=2.0)["tp", "all_reduce"] for w in (WORK, work))
     assert fp8[0] - wide[0] == 16 * 4 * 7 * 2  # seven products a layer, forward and backward
     assert fp8[1] - wide[1] == 16 * 4 * 7 * (8 + 4)
+    plain, split = ([said({"tp": 2, "pp": 2, "schedule": s}, rank, work=work)["tp", "all_reduce"][0] for rank in (0, 2)]
+                    for s in ("1f1b", "zb-h1"))  # fmt: skip
+    assert [b - a for a, b in zip(plain, split, strict=True)] == [0, 16 * 2 * 7]  # of the gradient in I and in W
 
 
 @pytest.mark.parametrize(("name", "sizes"), [

@@ -280,7 +280,8 @@ def _part(done: Parted, linear: GroupedLinear, name: str, mesh: Mesh, columns: b
         setattr(linear, field_name, nn.Parameter(torch.empty_like(parameter), requires_grad=whole.requires_grad))
         done.cuts[f"{name}.{field_name}"] = tuple(made)
     if linear.bias is not None and not columns and mesh.size("expert_tp") > 1:
-        done.partial.add(f"{name}.bias")
+        if linear.bias.requires_grad:
+            done.partial.add(f"{name}.bias")
         # The sum over expert_tp would count the bias once a rank: one of them adds it.
         linear.bias_share = 1.0 if mesh.index("expert_tp") == 0 else 0.0
 
