@@ -9,6 +9,9 @@ each has the gradient of; what they leave out of that is summed exactly. The ste
         compress, exchange, decompress      one compressor for each rank, as there
     put the boxes back
 
+Ranks that sum 16-bit numbers on the wire round after every addition, in an order that is the library's: of two it does not
+matter, of more one device shows by summing `backwards` how much it does.
+
 So a rank of dp or cp compresses the gradient of its own tokens; a rank that holds experts that of its block's; and each
 of two stages that share an embedding that of its own use of it.
 """
@@ -100,12 +103,12 @@ def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
 class Emulated:
     """A `Reduction` of one device that stands for the ranks of a plan, which told what they sum lossily."""
 
-    def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed]) -> None:
+    def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed], backwards: bool = False) -> None:
         (module,) = parallel.stages.values()
         self.parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
         work = parallel.workload
         self.apart = Apart(module, layout, parallel.model, work.seq, parallel.mesh.device, work.precision == "fp8")
-        self.summed = summed
+        self.summed, self.backwards = summed, backwards
         self.compressors = [[one_of(layout.plan) for _ in s.members] for s in summed]
         self.taken: list[Gradients] = []  # of every micro-batch
         self.begun = False
@@ -129,7 +132,7 @@ class Emulated:
                     portion.of(total[use]).zero_()
         for summed, compressors in zip(self.summed, self.compressors, strict=True):
             for gradients in self.taken if summed.each else [whole]:
-                for portion, values in emulate_sum(summed, compressors, gradients):
+                for portion, values in emulate_sum(summed, compressors, gradients, self.backwards):
                     portion.of(total[portion.uses[0]]).add_(values)
         for p in self.parameters.values():
             p.grad = None
@@ -158,7 +161,7 @@ def one_of(plan: Plan) -> Compressor:
 
 
 def emulate_sum(
-    summed: Summed, compressors: list[Compressor], gradients: Gradients
+    summed: Summed, compressors: list[Compressor], gradients: Gradients, backwards: bool
 ) -> Iterator[tuple[Portion, torch.Tensor]]:
     """What each portion becomes in the sum of all members."""
 
@@ -167,15 +170,15 @@ def emulate_sum(
 
     parts = [[portion_of(portion, sources) for portion in summed.portions] for sources in summed.members]
     lossy = emulate_messages if summed.edges else emulate_owners
-    yield from zip(summed.portions, lossy(summed, compressors, parts), strict=True)
+    yield from zip(summed.portions, lossy(summed, compressors, parts, backwards), strict=True)
 
 
 def emulate_messages(
-    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]]
+    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]], backwards: bool
 ) -> Iterator[torch.Tensor]:
     flats = [torch.cat([g.flatten() for g in mine]) for mine in parts]
     cut = [
-        emulate(compressors, i, [flat[a:b] for flat in flats], layout)[0]
+        emulate(compressors, i, [flat[a:b] for flat in flats], layout, backwards)[0]
         for i, ((a, b), layout) in enumerate(zip(pairwise(summed.edges), summed.layouts(), strict=True))
     ]
     sizes = [g.numel() for g in parts[0]]
@@ -184,47 +187,48 @@ def emulate_messages(
 
 
 def emulate_owners(
-    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]]
+    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]], backwards: bool
 ) -> Iterator[torch.Tensor]:
     size = len(parts)
     rows = [torch.cat([chunked(g, size) for g in mine], 1) for mine in parts]
     out = torch.stack([row[0] for row in rows])
     layout = columns_of([portion.shape for portion in summed.portions], size)
-    run_together([c.scatter(0, rows[r], layout, r, out[r]) for r, c in enumerate(compressors)])
+    run_together([c.scatter(0, rows[r], layout, r, out[r]) for r, c in enumerate(compressors)], backwards)
     widths = [chunked(g, size).shape[1] for g in parts[0]]
     for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
         yield put_together(columns, portion.shape)
 
 
 def emulate(
-    compressors: list[Compressor], index: int, messages: list[torch.Tensor], layout: Layout
+    compressors: list[Compressor], index: int, messages: list[torch.Tensor], layout: Layout, backwards: bool = False
 ) -> list[torch.Tensor]:
     """What each rank would hold, computed on one device: `messages` and `compressors` are all ranks', in order."""
     ranks = len(messages)
     messages = [m.clone() for m in messages]
     run_together([c.reduce(index, m, layout, r, ranks)
-                  for r, (c, m) in enumerate(zip(compressors, messages, strict=True))])  # fmt: skip
+                  for r, (c, m) in enumerate(zip(compressors, messages, strict=True))], backwards)  # fmt: skip
     return messages
 
 
-def run_together(steps: list[Iterator[Exchange]]) -> None:
+def run_together(steps: list[Iterator[Exchange]], backwards: bool = False) -> None:
     """All ranks' reductions side by side, to their ends."""
     while requests := [asked for step in steps if (asked := next(step, None)) is not None]:
-        perform(requests)
+        perform(requests, backwards)
 
 
-def perform(asked: list[Exchange]) -> None:
-    """One exchange of all ranks, in this process's memory."""
+def perform(asked: list[Exchange], backwards: bool = False) -> None:
+    """One exchange of all ranks, in this process's memory; sums begin with the first rank, or with the last."""
     given = [a.given.clone() for a in asked]
+    first, *others = given[::-1] if backwards else given
     for rank, a in enumerate(asked):
         if a.operation == "all_reduce":
-            total = given[0].clone()
-            for other in given[1:]:
+            total = first.clone()
+            for other in others:
                 total += other
             a.out.copy_(total)
         elif a.operation == "reduce_scatter":
-            total = given[0][rank].clone()
-            for other in given[1:]:
+            total = first[rank].clone()
+            for other in others:
                 total += other[rank]
             a.out.copy_(total)
         elif a.operation == "all_gather":

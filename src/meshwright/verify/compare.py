@@ -9,7 +9,7 @@ rounding alone, and a parallel run that rounds elsewhere may differ from float64
 divides a gradient by its own size, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step:
 this much more is allowed, element by element, with the δ that gradients are held to.
 16-bit runs are held in the same manner to one device's own in 16 bits: what is off by a factor shows, what is off by a
-rounding does not.
+rounding does not. So are gradients that several ranks add up in 16 bits: to what another order of the sum makes of them.
 
 Of several differences the first is named: the earliest step; in it the loss before gradients, gradients before their
 norm and the parameters; and of gradients the last layer's first, since backward begins there.
@@ -62,11 +62,14 @@ class Agreement:
     losses: list[float] = field(default_factory=list)  # of the ranks, step by step
 
 
-def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None) -> Agreement:
-    """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed."""
+def compare(
+    one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None, rounded: str = ""
+) -> Agreement:
+    """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed, unless what is
+    sent is `rounded` to another dtype on the way."""
     if one.replicas:
         alone = [[trace for trace in many if trace.coordinates["replicate"] == i] for i in range(len(one.replicas))]
-        parts = [compare(*pair, bounds) for pair in zip(one.replicas, alone, strict=True)]
+        parts = [compare(*pair, bounds, rounded) for pair in zip(one.replicas, alone, strict=True)]
         worst = {what: max(part.errors[what] for part in parts) for what in ORDER}
         losses = np.mean([part.losses for part in parts], axis=0).tolist()
         return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks], losses)
@@ -83,7 +86,7 @@ def compare(one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] 
             key = (step, ORDER.index(what), -position.get(name, 0), rank)
             breaks.append((key, Break(step, what, name, rank, error, bound, dtype, ratio)))
 
-    floors = {what: floor_of(one, what, dtype) for what in ("gradient", "parameter")}
+    floors = {what: floor_of(one, what, rounded or dtype) for what in ("gradient", "parameter")}
     for trace in many:
         for step in range(len(one.losses)):
             judge(step, "loss", "", trace.rank, *number_error(trace.losses[step], one.losses[step]))
@@ -114,7 +117,7 @@ def moved_by_noise(
     """How far each element of a parameter may have moved, after these steps, for the noise its gradients may have."""
     moved = np.zeros(gradients[0].shape)
     for step, gradient in enumerate(gradients):
-        size = np.abs(gradient)
+        size = np.abs(gradient.astype(np.float64))
         noise = bounds["gradient", step] * max(float(size.max(initial=0.0)), floors[step])
         moved += Settings().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
     return moved
@@ -139,10 +142,12 @@ def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
     return [NEARLY_ZERO[dtype] * size for size in largest]
 
 
-def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], float]:
-    """Bounds for a narrower dtype, from one device's run in it against its float64 run."""
+def bounds_from_rounding(single: Trace, double: Trace, rounded: str = "") -> dict[tuple[str, int], float]:
+    """Bounds for a narrower dtype, from one device's run in it against its float64 run; or for what is `rounded` to it on
+    the way, from two runs that round in another order."""
+    dtype = rounded or single.dtype
     if single.replicas:
-        parts = [bounds_from_rounding(*pair) for pair in zip(single.replicas, double.replicas, strict=True)]
+        parts = [bounds_from_rounding(*pair, rounded) for pair in zip(single.replicas, double.replicas, strict=True)]
         return {key: max(part[key] for part in parts) for key in parts[0]}
     steps = range(len(double.losses))
     worst: dict[str, list[float]] = {what: [] for what in ORDER}
@@ -150,7 +155,7 @@ def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], 
         worst["loss"].append(number_error(single.losses[step], double.losses[step])[0])
         worst["norm"].append(number_error(single.norms[step], double.norms[step])[0])
         for what in ("gradient", "parameter"):
-            floor = floor_of(double, what, single.dtype)[step]
+            floor = floor_of(double, what, dtype)[step]
             pairs = [
                 (s.gradients[step], d.gradients[step])
                 if what == "gradient"
@@ -159,5 +164,5 @@ def bounds_from_rounding(single: Trace, double: Trace) -> dict[tuple[str, int], 
             ]
             worst[what].append(max(tensor_error(s, d, d, floor)[0] for s, d in pairs))
     # Rounding only accumulates: a step's bound is never below an earlier one's.
-    margin, floor = MARGIN[single.dtype], FLOOR[single.dtype]
+    margin, floor = MARGIN[dtype], FLOOR[dtype]
     return {(what, s): margin * max(worst[what][: s + 1]) + floor for what in ORDER for s in steps}

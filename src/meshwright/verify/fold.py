@@ -23,7 +23,6 @@ from meshwright.errors import MeshwrightError
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 HEAD = 8
 MOST_BUCKETS = 8
-SUMMED_ROUNDED = ("fp16", "bf16")  # on the wire
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ def small_copy(config: Config, ranks: int) -> Small:
     memory = config.cluster.accelerator.memory
     settled = settle(config.model, config.plan, config.workload, config.stack, memory)
     plan, changes = fold(settled, ranks)
-    plan = emulable(plan, changes)
+    if not plan.lossy:
+        plan = plan.but(compression="none", comm_dtype=None)
     tiny = shrink(config.model, plan, config.plan)
     workload = shrink_workload(config, plan)
     if tiny != config.model:
@@ -94,26 +94,14 @@ def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int
     return out
 
 
-def emulable(plan: Plan, changes: list[str]) -> Plan:
-    """One device emulates the lossy sums of all ranks, but a 16-bit sum on the wire of no more than two."""
-    if not plan.lossy:
-        return plan.but(compression="none", comm_dtype=None)
-    if plan.wire in SUMMED_ROUNDED:
-        if plan.ep == 1 and max(plan.replicate, plan.shard) > 2:
-            changes.append("two ranks on an axis: of more, a 16-bit sum depends on the order it is made in")
-            plan = plan.but(replicate=min(plan.replicate, 2), shard=min(plan.shard, 2))
-        if max(Layout(plan).size(axis) for axis in summing(plan)) > 2:
-            changes.append(f"gradients sent as {plan.wire} not exercised: a 16-bit sum of more than two ranks depends on "
-                           "the order it is made in")  # fmt: skip
-            return plan.but(compression="none", comm_dtype=None)
-    return plan
-
-
-def summing(plan: Plan) -> tuple[str, ...]:
-    """The axes over which gradients are summed lossily."""
-    sharded = plan.zero > 0 and plan.shard * plan.cp > 1
-    copied = sharded and Layout(plan).size("expert_shard") > 1
-    return "shard_cp" if sharded else "dp_cp", "expert_shard" if copied else "expert_dp"
+def order_matters(plan: Plan) -> bool:
+    """Whether more than two ranks sum 16-bit numbers on the wire: what they get depends on the order."""
+    if not plan.lossy or plan.wire not in ("fp16", "bf16"):
+        return False
+    layout, sharded = Layout(plan), plan.zero > 0 and plan.shard * plan.cp > 1
+    copied = sharded and layout.size("expert_shard") > 1
+    axes = "shard_cp" if sharded else "dp_cp", "expert_shard" if copied else "expert_dp"
+    return max(layout.size(axis) for axis in axes) > 2
 
 
 def shrink(model: Model, plan: Plan, asked: Plan) -> Model:

@@ -30,6 +30,7 @@ class Job:
     prepare: str = ""
     emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
     summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
+    backwards: bool = False  # those sums in the other order
 
 
 @dataclass

@@ -46,7 +46,8 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
         if job.emulated.lossy or scaled:  # each rank loses, or scales, what its own tokens make
             layout = Layout(job.emulated, job.order)
-            parallel.reductions = [Emulated(parallel, layout, job.summed.get(dtype, []))]  # type: ignore[list-item]
+            emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
+            parallel.reductions = [emulated]  # type: ignore[list-item]
     trace = recorded(trainer, context.rank, dtype)
     if job.plan.lossy:
         trace.summed = told(parallel)
