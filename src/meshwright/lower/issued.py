@@ -162,7 +162,7 @@ def in_blocks(
             elif op.name == "fp8-gradients":
                 times += stage.split * number(op.count)
             n = times * number(op.message_bytes)
-            if given.routed is not None and op.name.removesuffix("-again") in (*JOURNEYS, ROWS):
+            if given.routed is not None and data_decides(op, model):
                 n = routed_bytes(program, op, given.routed[layer])
             yield op.name, op.axis, op.collective, times, n
 
@@ -173,6 +173,12 @@ def region_learns(region: str, layer: int, trained: set[str]) -> bool:
     inside = tuple(f"{prefix}{part}" for part in REGIONS[region])
     tied = region == "head" and "embedding.tokens.weight" in trained
     return tied or any(name.startswith(inside) and name.endswith(INTO) for name in trained)
+
+
+def data_decides(op: Op, model: Model) -> bool:
+    """Whether routing moves the bytes of an operation. Where nothing is dropped, a rank sends t·k copies whoever gets them."""
+    name = op.name.removesuffix("-again")
+    return name == ROWS or (name in JOURNEYS and (JOURNEYS[name] != "sent" or model.router.compares))
 
 
 def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> float:
