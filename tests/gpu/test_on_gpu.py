@@ -203,3 +203,22 @@ def test_dropout_drops_the_same_on_any_device(dtype, width):
         out.backward(torch.ones_like(out))
         told.append((out.detach().cpu(), y.grad.cpu()))
     assert all(torch.equal(here, there) for here, there in zip(*told, strict=True))
+
+
+def test_attention_drops_the_same_probabilities_on_any_device():
+    """In tiles, on a GPU too: a fused kernel would draw numbers of its own."""
+    from meshwright.models.dropout import Dropped
+    from meshwright.parallel.blocks import Sight
+    from meshwright.parallel.ring import here
+
+    generator, told = torch.Generator().manual_seed(0), []
+    parts = [torch.randn(2, n, 96, 32, generator=generator) for n in (4, 2, 2)]
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float64), ("cuda", torch.bfloat16)):
+        dropped = Dropped(torch.tensor([5, 6], device=device), range(4), 0.2)
+        q, k, v = (x.to(device, dtype, copy=True).requires_grad_() for x in parts)
+        output = here(q, k, v, Sight(True), dropped)
+        output.backward(torch.ones_like(output))
+        told.append([x.detach().double().cpu() for x in (output, q.grad, k.grad, v.grad)])
+    for expected, double, narrow in zip(*told, strict=True):
+        torch.testing.assert_close(double, expected, rtol=1e-12, atol=1e-12)
+        assert (narrow - expected).norm() < 0.02 * expected.norm()

@@ -61,6 +61,31 @@ def test_between_averages_replicas_are_quiet_and_drift_and_then_agree():
     assert (operation[1], count, size) == ("all_reduce", 1, 8 * (elements + 1))
 
 
+def averaged(context, every):
+    """A module of one's own: each replica adds a number of its own a step."""
+    from torch import distributed
+
+    from meshwright.parallel.localsgd import Average
+
+    module = torch.nn.Linear(3, 2).double()
+    torch.nn.init.constant_(module.weight, 1.0)
+    average = Average(list(module.parameters()), distributed.group.WORLD, every)
+    told = []
+    for _ in range(4):
+        with torch.no_grad():
+            module.weight += 1.0 + context.rank
+        told.append((average.after_update(10.0 * (1 + 2 * context.rank)), module.weight.detach().numpy().copy()))
+    return told
+
+
+def test_a_module_of_ones_own_is_averaged_by_the_tokens_seen():
+    for rank, told in enumerate(ranks.run(2, averaged, 2)):
+        assert [done for done, _ in told] == [False, True, False, True]
+        drift = 1.0 + rank
+        for (_, found), expected in zip(told, (1 + drift, 4.5, 4.5 + drift, 8.0), strict=True):  # (10·2 + 30·4) / 40
+            np.testing.assert_allclose(found, expected, rtol=1e-15)
+
+
 @pytest.mark.parametrize(
     "plan", [{"shard": 2, "zero": 3}, {"replicate": 2, "cp": 2}, {}, {"replicate": 2, "compression": "int8"}]
 )

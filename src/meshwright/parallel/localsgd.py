@@ -14,10 +14,16 @@ optimizer, as DiLoCo has); Adam's moments and clipping stay each replica's own, 
 training, close to the exact one but not equal. The loss told is the replica's own.
 
 Inside a replica tensor and pipeline parallelism work as ever; only the replicate axis is quiet between averages.
+
+On a module of your own, whose replicas start alike:
+
+    average = Average(list(module.parameters()), group, every=8)
+    optimizer.step(); average.after_update(tokens)                       # the tokens of this replica's step
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,14 +36,39 @@ if TYPE_CHECKING:
     from meshwright.parallel.apply import Parallel
 
 
-class LocalSgd:
+class Average:
+    """Tensors of replicas, weighted by the tokens each has seen, averaged every so many steps. None: no other replica."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup | None, every: int) -> None:
+        self.tensors, self.group, self.every = tensors, group, every
+        self.since, self.tokens = 0, torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+
+    @torch.no_grad()
+    def after_update(self, tokens: torch.Tensor | float) -> bool:
+        """Count the step; average if it is the k-th. True where it averaged."""
+        self.since += 1
+        self.tokens += tokens
+        if self.since < self.every:
+            return False
+        weight = self.tokens.to(self.tensors[0].dtype)
+        flat = torch.cat([*(t.flatten() * weight for t in self.tensors), weight[None]])
+        if self.group is not None:
+            distributed.all_reduce(flat, group=self.group)
+        flat.div_(flat[-1].clone())
+        for tensor, mean in zip(self.tensors, flat[:-1].split([t.numel() for t in self.tensors]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+        self.since = 0
+        self.tokens.zero_()
+        return True
+
+
+class LocalSgd(Average):
     """Put on a `Parallel` whose plan says `average_every`, before its training starts."""
 
     def __init__(self, parallel: Parallel) -> None:
-        mesh = parallel.mesh
-        self.every, self.parallel = parallel.plan.average_every, parallel
-        self.group = mesh.group("replicate")
-        self.since, self.tokens = 0, torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.parallel, masters = parallel, parallel.masters
+        pieces = masters.pieces if masters is not None else parallel.pieces
+        super().__init__([p.local for p in pieces], parallel.mesh.group("replicate"), parallel.plan.average_every)
         for bucket in buckets_of(parallel.reductions):
             bucket.group = None
         parallel.local = self
@@ -47,24 +78,8 @@ class LocalSgd:
         axes = {"world": ("tp", "pp"), "dp": (), "dp_cp": (), "replicate": ()}.get(axis, (axis,))
         return [group for group in map(self.parallel.mesh.group, axes) if group is not None]
 
-    @torch.no_grad()
-    def after_update(self, tokens: torch.Tensor) -> bool:
-        """Count the step; average if it is the k-th. True where it averaged."""
-        self.since += 1
-        self.tokens += tokens
-        if self.since < self.every:
-            return False
-        masters = self.parallel.masters
-        pieces = masters.pieces if masters is not None else self.parallel.pieces
-        weight = self.tokens.to(pieces[0].local.dtype)
-        flat = torch.cat([*(p.local.flatten() * weight for p in pieces), weight[None]])
-        if self.group is not None:
-            distributed.all_reduce(flat, group=self.group)
-        flat.div_(flat[-1].clone())
-        for piece, mean in zip(pieces, flat[:-1].split([p.local.numel() for p in pieces]), strict=True):
-            piece.local.copy_(mean.view_as(piece.local))
-        if masters is not None:
-            masters.give_parameters()
-        self.since = 0
-        self.tokens.zero_()
-        return True
+    def after_update(self, tokens: torch.Tensor | float) -> bool:
+        averaged = super().after_update(tokens)
+        if averaged and self.parallel.masters is not None:
+            self.parallel.masters.give_parameters()
+        return averaged
