@@ -26,7 +26,7 @@ Compressing pays below the bandwidth at which the bytes saved take as long as γ
 
 A compressor is written as a generator that *yields* the exchanges it wants. One driver runs them over a process group
 (`Running`), another over the gradients of many ranks on one device (`emulate`): the proof of a lossy feature is that
-the two agree.
+the two agree. In torch's own DDP they run as a communication hook (`comm_hook`).
 """
 
 from __future__ import annotations
