@@ -81,8 +81,10 @@ FP8_COUNTED: list[tuple[str, Said, Said]] = [
     ("qwen-moe", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "capacity": 1.0}),
     ("qwen-moe", {**CP[0], "replicate": 2, "ep": 2, "microbatch": 2}, {"choice": "expert"}),
 ]
-FP8_COMPRESSED = [("llama", {**DP, "microbatch": 2, **KINDS["int8"]}), ("qwen-moe", {**Z3, **KINDS["bf16"]}),
-                  ("gpt", {**CP[0], **DP, **KINDS["int8"]}), ("gemma", {**CP[2], **Z3, **KINDS["int8"]})]  # fmt: skip
+FP8_COMPRESSED = [
+    ("llama", {**DP, "microbatch": 2, **KINDS["int8"]}), ("qwen-moe", {**Z3, **KINDS["bf16"]}),
+    ("gpt", {**CP[0], **DP, **KINDS["int8"], "order": ("tp", "pp", "dp", "cp")}), ("gemma", {**CP[2], **Z3, **KINDS["int8"]}),
+]  # fmt: skip
 
 # Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
 NARROW: list[tuple[str, Said, str]] = [

@@ -108,10 +108,10 @@ class Apart:
 
     def _put_on_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
         """As `_put_on`, of an fp8 product with one scale for all places of a data-parallel rank."""
-        use, order = owner.forward, torch.cat(list(rows.values()))
-        places: dict[Source, list[Source]] = {}
+        use, places = owner.forward, dict[Source, list[Source]]()
         for whose in rows:
             places.setdefault(whose[:2], []).append(whose)
+        order = torch.cat([rows[whose] for together in places.values() for whose in together])
         whole = {name: nn.Parameter(p.detach(), requires_grad=False) for name, p in owner.named_parameters()}
 
         def run(x: torch.Tensor) -> torch.Tensor:
