@@ -67,6 +67,9 @@ class Model(Described):
     causal: bool = True
     dropout: bool = Field(default=False, description="dropout masks are kept for backward, a byte an element")
     dropout_rate: float = Field(default=0.0, ge=0, lt=1, description="share of elements dropped when training")
+    attention_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="share of attention's probabilities dropped when training"
+    )
     window: Whole = Field(default=0, description="sliding-window attention: positions seen; 0: all")
     full_every: Whole = Field(default=1, description="with a window: every n-th layer sees all positions; 0: none does")
     sinks: bool = False

@@ -18,10 +18,14 @@ rightly at each site. A hash of global places has nothing to choose.
 
 The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), for the token and then for four features at a
 time, 16 bits each: the rate is a whole number of 65,536ths. Dropped are the embedding's output and what attention and
-the feed-forward network add to the residual stream. Attention's probabilities are not: they never exist as a tensor in
-the kernels that run here, nor between the ranks of a ring.
+the feed-forward network add to the residual stream.
 
-Legend: B batch, S sequence, H hidden.
+Attention's probabilities have a rate of their own, `attention_dropout`, as GPT-2 and GPT-3 had: there the places are
+sample, head, query and key (`Probabilities`). They never exist as a tensor in fused kernels, which draw numbers that
+depend on how they cut the work; so where probabilities are dropped, attention runs in torch's own operations, tile by
+tile, on a GPU as on a CPU: several times slower there than a fused kernel. Recent models do without.
+
+Legend: B batch, S sequence, H hidden, N heads, R queries, C keys.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -87,17 +91,21 @@ def parts_of(rate: float) -> int:
     return min(round(rate * 2**16), 2**16 - 1)
 
 
-def tokens(moment: Moment, site: str, places_S: torch.Tensor) -> torch.Tensor:
-    """[B, S]: a number for each token, of which those of its features are made."""
+def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
+    """[B]: a number for each sample, of which those of its tokens are made."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    s, device = moment.samples, places_S.device
+    s = moment.samples
     if isinstance(s, range):  # as most are: made on the device, without waiting for the host
         samples_B = torch.arange(s.start, s.stop, s.step, device=device)
     else:
         samples_B = torch.tensor(list(s), device=device)
-    row_B = mixed(samples_B * GOLDEN + key)
-    return mixed(row_B[:, None] + places_S * GOLDEN)
+    return mixed(samples_B * GOLDEN + key)
+
+
+def tokens(moment: Moment, site: str, places_S: torch.Tensor) -> torch.Tensor:
+    """[B, S]: a number for each token, of which those of its features are made."""
+    return mixed(samples(moment, site, places_S.device)[:, None] + places_S * GOLDEN)
 
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
@@ -136,6 +144,15 @@ class _Drop(torch.autograd.Function):
         return drop(gradient, ctx.token_BS, ctx.rate), None, None
 
 
+def moment_of(x: torch.Tensor, site: str) -> Moment:
+    moment = _now.get()
+    if moment is None or len(moment.samples) != len(x):
+        raise MeshwrightError("MW-BUILD-004", f"dropout at {site} of {len(x)} samples, at {moment}",
+                              why="What is dropped depends on the step and the samples",
+                              fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
+    return moment
+
+
 class Dropout(nn.Module):
     """Drops a share `rate` of [B, S, H], or of [B, H], when training. `site` names it in the whole model; `share` says
     which of how many equal parts of the sequence this rank has."""
@@ -148,12 +165,7 @@ class Dropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.rate:
             return x
-        moment = _now.get()
-        if moment is None or len(moment.samples) != len(x):
-            raise MeshwrightError("MW-BUILD-004", f"dropout at {self.site} of {len(x)} samples, at {moment}",
-                                  why="What is dropped depends on the step and the samples",
-                                  fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
-        return _Drop.apply(x, tokens(moment, self.site, self.places(x)), self.rate)
+        return _Drop.apply(x, tokens(moment_of(x, self.site), self.site, self.places(x)), self.rate)
 
     def places(self, x: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""
@@ -165,3 +177,56 @@ class Dropout(nn.Module):
 
 def make_dropout(rate: float, site: str, geometry: Places | None = None) -> nn.Module:
     return Dropout(rate, site, geometry) if rate else nn.Identity()
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Which of attention's probabilities are dropped: of these samples and heads, by the places of query and key."""
+
+    sample_B: torch.Tensor
+    heads: range
+    rate: float
+
+    def part(self, index: int, parts: int) -> Dropped:
+        """Of one of several equal runs of the heads."""
+        each = len(self.heads) // parts
+        return replace(self, heads=self.heads[index * each : (index + 1) * each])
+
+    def factor(self, queries_R: torch.Tensor, keys_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[B, N, R, C]: 0 where dropped, else what makes up for it. Places of keys in order."""
+        device, drops = self.sample_B.device, parts_of(self.rate)
+        heads_N = torch.arange(self.heads.start, self.heads.stop, device=device)
+        number_BN = mixed(self.sample_B[:, None] + heads_N * GOLDEN)
+        number_BNR = mixed(number_BN[..., None] + queries_R.to(device) * GOLDEN)
+        stays = [self._of_run(number_BNR, run) >= LEAST + drops for run in runs_in(keys_C)]
+        return torch.cat(stays, dim=-1).to(dtype).div_(1 - drops / 2**16)
+
+    def _of_run(self, number_BNR: torch.Tensor, keys: range) -> torch.Tensor:
+        first = keys.start // EACH
+        group_G = torch.arange(first, -(-keys.stop // EACH), device=number_BNR.device)
+        number_BNRG = mixed(number_BNR[..., None] + group_G * GOLDEN)
+        return number_BNRG.view(torch.int16)[..., keys.start - first * EACH : keys.stop - first * EACH]
+
+
+def runs_in(places: torch.Tensor) -> list[range]:
+    """Places in order, as runs of neighbours."""
+    ends = ((places[1:] - places[:-1]) != 1).nonzero().flatten().tolist()
+    starts = [0, *(end + 1 for end in ends)]
+    return [range(int(places[a]), int(places[b]) + 1) for a, b in zip(starts, [*ends, len(places) - 1], strict=True)]
+
+
+class Probabilities(nn.Module):
+    """Says which probabilities of attention are dropped when training; None: none. `share` says which of how many equal
+    runs of the heads this rank has."""
+
+    def __init__(self, rate: float, site: str) -> None:
+        super().__init__()
+        self.rate, self.site = rate, site
+        self.share = (0, 1)
+
+    def forward(self, q_BNSD: torch.Tensor) -> Dropped | None:
+        if not self.training or not self.rate:
+            return None
+        count, (index, _) = q_BNSD.shape[1], self.share
+        sample_B = samples(moment_of(q_BNSD, self.site), self.site, q_BNSD.device)
+        return Dropped(sample_B, range(index * count, (index + 1) * count), self.rate)

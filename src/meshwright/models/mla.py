@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.model import Model
+from meshwright.models.dropout import Dropped, Probabilities
 from meshwright.models.parts import make_norm
 
 
@@ -29,16 +30,17 @@ class Positions(Protocol):
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor: ...
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, /
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, dropped: Dropped | None, /
     ) -> torch.Tensor: ...
 
 
 class Heads(nn.Module):
     """From the latents of every token to the attention of these heads."""
 
-    def __init__(self, model: Model, geometry: Positions, full: bool) -> None:
+    def __init__(self, model: Model, geometry: Positions, full: bool, site: str) -> None:
         super().__init__()
         self.geometry, self.full = geometry, full
+        self.probabilities = Probabilities(model.attention_dropout, site)
         self.nope, self.rope, self.value = model.nope_dim, model.rope_dim, model.value_dim
         self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
         queries = model.heads * (self.nope + self.rope)
@@ -61,12 +63,12 @@ class Heads(nn.Module):
             q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_turned)), dim=-1)
             turned_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
             k_BNSD = torch.cat((k_BNSD, turned_BNSD), dim=-1)
-        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, self.full)
+        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, self.full, self.probabilities(q_BNSD))
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, model: Model, geometry: Positions, full: bool) -> None:
+    def __init__(self, model: Model, geometry: Positions, full: bool, site: str) -> None:
         super().__init__()
         self.ranks = (model.kv_rank, model.rope_dim)
         if model.q_rank:
@@ -74,7 +76,7 @@ class LatentAttention(nn.Module):
             self.q_a_norm = make_norm(model, model.q_rank)
         self.kv_a = nn.Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
         self.kv_a_norm = make_norm(model, model.kv_rank)
-        self.heads = Heads(model, geometry, full)
+        self.heads = Heads(model, geometry, full, site)
 
     @property
     def geometry(self) -> Positions:

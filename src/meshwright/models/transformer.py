@@ -7,7 +7,8 @@
 attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or
 experts (`moe`).
 
-Where the shape has a dropout rate, the embedding's output and what each part adds to x lose that share (`dropout`).
+Where the shape has a dropout rate, the embedding's output and what each part adds to x lose that share (`dropout`);
+attention's probabilities have one of their own.
 
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
 """
@@ -22,14 +23,14 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
-from meshwright.models.dropout import make_dropout
+from meshwright.models.dropout import Dropped, Probabilities, make_dropout
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.models.parts import EPSILON, FeedForward, make_norm
 
 ROTARY_BASE = 10_000.0
 IGNORED = -100  # a target that is padding
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, Dropped | None], torch.Tensor]
 
 
 def rotated_width(model: Model) -> int:
@@ -49,14 +50,27 @@ class Geometry:
         self._made: dict[tuple, torch.Tensor] = {}
 
     def attend_whole(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, dropped: Dropped | None
     ) -> torch.Tensor:
         """softmax(q kᵀ / √D) v of a whole sequence."""
         mask = self.mask(q_BNSD, full)
+        if dropped is not None:
+            return self._attend_dropping(q_BNSD, k_BKSD, v_BKSD, mask, dropped)
         return F.scaled_dot_product_attention(
             q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=self.causal and mask is None,
             enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
         )  # fmt: skip
+
+    def _attend_dropping(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropped: Dropped
+    ) -> torch.Tensor:
+        """The formula as it stands, all probabilities at once."""
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        places = torch.arange(q.shape[-2])
+        seen = places[:, None] >= places if mask is None and self.causal else mask
+        scores = scores if seen is None else scores.masked_fill(~seen.to(q.device), -torch.inf)
+        return scores.softmax(-1) * dropped.factor(places, places, q.dtype) @ v
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
         """Each pair (x_i, x_{i+D/2}) at position p turned by the angle p · base^(−2i/D)."""
@@ -91,9 +105,10 @@ class Geometry:
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, geometry: Geometry, full: bool) -> None:
+    def __init__(self, model: Model, geometry: Geometry, full: bool, site: str) -> None:
         super().__init__()
         self.width, self.geometry, self.full = model.head_width, geometry, full
+        self.probabilities = Probabilities(model.attention_dropout, site)
         queries, keys = model.heads * self.width, model.kv_groups * self.width
         self.q = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
         self.k = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
@@ -109,7 +124,7 @@ class Attention(nn.Module):
         q_BNSD = self.geometry.rotated(self.q_norm(self.heads(self.q(x_BSH))).transpose(1, 2))
         k_BKSD = self.geometry.rotated(self.k_norm(self.heads(self.k(x_BSH))).transpose(1, 2))
         v_BKSD = self.heads(self.v(x_BSH)).transpose(1, 2)
-        mixed_BNSD = self.geometry.attend(q_BNSD, k_BKSD, v_BKSD, self.full)
+        mixed_BNSD = self.geometry.attend(q_BNSD, k_BKSD, v_BKSD, self.full, self.probabilities(q_BNSD))
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 
 
@@ -119,7 +134,8 @@ class Layer(nn.Module):
         full = bool(model.full_every) and (index + 1) % model.full_every == 0
         latent, expert = model.attention == "mla", model.layer_kinds[index] == "moe"
         self.attention_norm = make_norm(model)
-        self.attention = LatentAttention(model, geometry, full) if latent else Attention(model, geometry, full)
+        kind, site = LatentAttention if latent else Attention, f"layers.{index}.probabilities"
+        self.attention = kind(model, geometry, full, site)
         self.ffn_norm = make_norm(model)
         if expert:
             self.moe = MixtureOfExperts(model)

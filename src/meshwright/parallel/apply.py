@@ -172,6 +172,8 @@ def apply(
                                      copies=copies, strict=False)  # fmt: skip
         if model.experts:
             parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
+        if model.attention_dropout and model.kind == "transformer":
+            context.in_tiles(module)
         if ring is not None:
             places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
         if workload.precision == "fp8":

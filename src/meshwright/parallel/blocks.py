@@ -11,9 +11,15 @@ independent and their gradients plain sums,
 
     δ = Σ_d o ∘ do      ds = p ∘ (do vᵀ − δ) / √D      dq = ds k      dk = dsᵀ q      dv = pᵀ do
 
+Where probabilities are dropped (`dropped`), each p that meets a v or a do has its factor m, 0 or 1/(1 − r), beside it:
+
+    o = Σ p m v         dv = (p ∘ m)ᵀ do        ds = p ∘ (m ∘ do vᵀ − δ) / √D
+
+ℓ is of all keys as before, and so is δ: Σ_k p m do·v = do·o.
+
 A rank's tokens are a few runs of the sequence (`ranges` of positions). Of each pair of runs the queries see all keys,
 none, or, where the two are one run, the triangle: `rectangles` lists what is left to compute. A rectangle runs on a
-kernel where there is one (`kernels`: CUDA, 16-bit, no window); elsewhere in tiles of rows, so that at most `TILE`
+kernel where there is one (`kernels`: CUDA, 16-bit, no window, nothing dropped); elsewhere in tiles of rows, so that at most `TILE`
 scores exist at once. Sums are in float32 or wider.
 
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
@@ -26,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.models.dropout import Dropped
 from meshwright.parallel.kernels import kernel_for
 
 Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, in order
@@ -103,8 +110,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Attended:
     """Output and log-sum-exp of this rank's queries over the keys met so far."""
 
-    def __init__(self, q_BNSD: torch.Tensor, queries: Runs, sight: Sight) -> None:
-        self.q, self.queries, self.sight = q_BNSD, queries, sight
+    def __init__(self, q_BNSD: torch.Tensor, queries: Runs, sight: Sight, dropped: Dropped | None = None) -> None:
+        self.q, self.queries, self.sight, self.dropped = q_BNSD, queries, sight, dropped
         self.output_BNSD: torch.Tensor | None = None
         self.total_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=wide(q_BNSD.dtype))
 
@@ -114,14 +121,16 @@ class Attended:
             self.output_BNSD = self.q.new_zeros(shape, dtype=self.total_BNS.dtype)
         for r in rectangles(self.queries, keys, self.sight):
             parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            kernel = kernel_for(*parts, r.seen == "triangle") if r.seen != "mask" else None
+            fused = r.seen != "mask" and self.dropped is None
+            kernel = kernel_for(*parts, r.seen == "triangle") if fused else None
             if kernel is not None:
                 self._merge(r.queries, *kernel.forward(*parts, r.seen == "triangle"))
                 continue
             q, k, v = parts
             for rows, columns, mask in _tiles(q, r, self.queries, keys, self.sight):
                 part = slice(r.queries.start + rows.start, r.queries.start + rows.stop)
-                self._merge(part, *_tile_forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask))
+                kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.total_BNS.dtype)
+                self._merge(part, *_tile_forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, kept))
 
     def _merge(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
         assert self.output_BNSD is not None
@@ -143,10 +152,11 @@ class Gradients:
         total: torch.Tensor,
         queries: Runs,
         sight: Sight,
+        dropped: Dropped | None = None,
     ) -> None:
         self.slope = slope if slope.stride(-1) == 1 else slope.contiguous()  # kernels read rows
         self.q, self.output, self.total = q, output, total
-        self.queries, self.sight = queries, sight
+        self.queries, self.sight, self.dropped = queries, sight, dropped
         self.dq = q.new_zeros(q.shape, dtype=wide(q.dtype))
         self.delta_BNS = (slope.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
@@ -159,15 +169,17 @@ class Gradients:
             )
             k_seen, v_seen, dk_seen, dv_seen = (x[:, :, columns] for x in (k, v, dk, dv))
             triangle = r.seen == "triangle"
-            kernel = kernel_for(q, k_seen, v_seen, triangle) if r.seen != "mask" else None
+            fused = r.seen != "mask" and self.dropped is None
+            kernel = kernel_for(q, k_seen, v_seen, triangle) if fused else None
             if kernel is not None:
                 own = kernel.backward(slope, q, k_seen, v_seen, output, total, triangle)
                 for into, part in zip((dq, dk_seen, dv_seen), own, strict=True):
                     into.add_(part)
                 continue
             for tile, reach, mask in _tiles(q, r, self.queries, keys, self.sight):
+                kept = _kept(self.dropped, r, self.queries, keys, tile, reach, self.dq.dtype)
                 own = _tile_backward(slope[:, :, tile], q[:, :, tile], total[:, :, tile], delta[:, :, tile],
-                                     k_seen[:, :, reach], v_seen[:, :, reach], mask)  # fmt: skip
+                                     k_seen[:, :, reach], v_seen[:, :, reach], mask, kept)  # fmt: skip
                 for into, part in zip((dq[:, :, tile], dk_seen[:, :, reach], dv_seen[:, :, reach]), own, strict=True):
                     into.add_(part)
 
@@ -214,6 +226,15 @@ def places(runs: Runs) -> torch.Tensor:
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
+def _kept(
+    dropped: Dropped | None, r: Rectangle, queries: Runs, keys: Runs, rows: slice, columns: slice, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """What the probabilities of a tile are multiplied by."""
+    if dropped is None:
+        return None
+    return dropped.factor(places(queries)[r.queries][rows], places(keys)[r.keys][columns], dtype)
+
+
 def _probabilities(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
     """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; ℓ is this block's own where none is given."""
     groups = q.shape[1] // k.shape[1]
@@ -225,21 +246,30 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor | None,
     return scores.sub_(finite.unsqueeze(-1)).exp_(), total
 
 
-def _tile_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> Any:
+def _tile_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, kept: torch.Tensor | None
+) -> Any:
     q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
     probability, total = _probabilities(q, k, None, mask)
+    if kept is not None:
+        probability *= kept.view(probability.shape)
     output = probability @ v
     return tuple(x.reshape(*q.shape[:3], *x.shape[3:]) for x in (output, total))
 
 
 def _tile_backward(
     slope: torch.Tensor, q: torch.Tensor, total: torch.Tensor, delta: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor | None, kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     slope, q, k, v = (x.to(wide(x.dtype)) for x in (slope, q, k, v))
     probability, _ = _probabilities(q, k, total, mask)
     groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     grouped_q, grouped_slope, grouped_delta = (x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (q, slope, delta))
-    dv = probability.transpose(-1, -2) @ grouped_slope
-    ds = (grouped_slope @ v.transpose(-1, -2)).sub_(grouped_delta.unsqueeze(-1)).mul_(probability).mul_(scale)
+    ds = grouped_slope @ v.transpose(-1, -2)
+    weighed = probability
+    if kept is not None:
+        weighed = probability * kept.view(probability.shape)
+        ds *= kept.view(probability.shape)
+    dv = weighed.transpose(-1, -2) @ grouped_slope
+    ds.sub_(grouped_delta.unsqueeze(-1)).mul_(probability).mul_(scale)
     return (ds @ k).reshape(q.shape), ds.transpose(-1, -2) @ grouped_q, dv

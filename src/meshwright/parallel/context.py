@@ -37,6 +37,8 @@ Used alone: give each rank `part_of(x, group, dim)` of the inputs, call `ring_at
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -44,9 +46,10 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.models.dropout import Dropped
 from meshwright.models.transformer import Geometry
 from meshwright.parallel.blocks import Runs, Sight, places
-from meshwright.parallel.ring import Context, over_gathered, over_ring
+from meshwright.parallel.ring import Context, here, over_gathered, over_ring
 from meshwright.parallel.ulysses import over_heads
 
 
@@ -118,12 +121,33 @@ def put_on(module: nn.Module, model: Model, group: ProcessGroup, kind: str, seq:
     geometry.places = places(runs[group.rank()])
     transport = over_gathered if kind == "all-gather" else over_ring
 
-    def by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool) -> torch.Tensor:
-        window = 0 if full or geometry.window >= seq else geometry.window
-        return transport(q, k, v, Context(group, runs, Sight(geometry.causal, window)))
+    def by_blocks(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None
+    ) -> torch.Tensor:
+        return transport(q, k, v, Context(group, runs, sight_of(geometry, full, seq), dropped))
 
-    def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool) -> torch.Tensor:
-        return over_heads(q, k, v, group, lambda q, k, v: geometry.attend_whole(q, k, v, full))
+    def by_heads(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None
+    ) -> torch.Tensor:
+        own = dropped and dropped.part(group.rank(), group.size())
+        return over_heads(q, k, v, group, lambda q, k, v: geometry.attend_whole(q, k, v, full, own))
 
     geometry.attend = by_heads if kind == "ulysses" else by_blocks
     return geometry.places
+
+
+def sight_of(geometry: Geometry, full: bool, seq: int) -> Sight:
+    return Sight(geometry.causal, 0 if full or geometry.window >= seq else geometry.window)
+
+
+def in_tiles(module: nn.Module) -> None:
+    """Attention to whole sequences, where probabilities are dropped, in tiles: never are all of them there."""
+    geometry: Any = module.geometry
+    plain = geometry.attend_whole
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None) -> torch.Tensor:
+        if dropped is None:
+            return plain(q, k, v, full, None)
+        return here(q, k, v, sight_of(geometry, full, q.shape[2]), dropped)
+
+    geometry.attend_whole = geometry.attend = attend

@@ -25,6 +25,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from meshwright.models.dropout import Dropped
 from meshwright.parallel import exchange
 from meshwright.parallel.blocks import Attended, Gradients, Runs, Sight
 
@@ -35,6 +36,7 @@ class Context(NamedTuple):
     group: ProcessGroup
     runs: tuple[Runs, ...]
     sight: Sight
+    dropped: Dropped | None = None
 
     @property
     def own(self) -> Runs:
@@ -99,7 +101,7 @@ class _Blockwise(torch.autograd.Function):
 
     @classmethod
     def run(cls, ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        attended = Attended(q, context.own, context.sight)
+        attended = Attended(q, context.own, context.sight, context.dropped)
         for source, block in cls.blocks(pack(k, v), context.group):
             attended.meet(*unpack(block, k, v), context.runs[source])
         assert attended.output_BNSD is not None
@@ -120,7 +122,7 @@ class _Ring(_Blockwise):
     def backward(ctx: Any, slope: torch.Tensor) -> tuple:
         q, k, v, output, total = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = Gradients(slope, q, output, total, context.own, context.sight)
+        gradients = Gradients(slope, q, output, total, context.own, context.sight, context.dropped)
         home = torch.empty(0)
         passing: Pass | None = None
         for step, (source, block) in enumerate(travelling(pack(k, v), context.group)):
@@ -152,13 +154,44 @@ class _Gather(_Blockwise):
     def backward(ctx: Any, slope: torch.Tensor) -> tuple:
         q, k, v, output, total = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = Gradients(slope, q, output, total, context.own, context.sight)
+        gradients = Gradients(slope, q, output, total, context.own, context.sight, context.dropped)
         whole = gathered(pack(k, v), context.group)
         added = whole.new_zeros(whole.shape, dtype=gradients.dq.dtype)
         for source, block in in_turn(whole, context.group):
             gradients.meet(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
         home = exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0)
         return gradients.dq.to(q.dtype), *unpack(home, k, v), None
+
+
+class _Here(torch.autograd.Function):
+    """The same where the whole sequence is here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, dropped: Dropped | None
+    ) -> torch.Tensor:
+        ctx.told = (range(q.shape[2]),), sight, dropped
+        attended = Attended(q, *ctx.told)
+        attended.meet(k, v, ctx.told[0])
+        assert attended.output_BNSD is not None
+        output = attended.output_BNSD.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, attended.total_BNS)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> tuple:
+        q, k, v, output, total = ctx.saved_tensors
+        gradients = Gradients(slope, q, output, total, *ctx.told)
+        dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
+        gradients.meet(k, v, ctx.told[0], dk, dv)
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def here(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, dropped: Dropped | None = None
+) -> torch.Tensor:
+    """Attention to a whole sequence in tiles."""
+    return _Here.apply(q, k, v, sight, dropped)
 
 
 def over_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:

@@ -17,6 +17,7 @@
     inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
     positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
     dropout     holds nothing; under sequence parallelism it drops of its share of the tokens
+    probabilities   holds nothing; drops of this rank's heads
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
     experts     divided by `expert`, over groups of its own
 
@@ -54,6 +55,7 @@ ATTENTION: Table = (
     ("layers.*.attention.[kv]", "keys"),
     ("layers.*.attention.[qk]_norm", "inside"),
     ("layers.*.attention.o", "row"),
+    ("layers.*.attention.probabilities", "probabilities"),
 )
 LATENT: Table = (
     ("layers.*.attention.q_a", "between"),
@@ -64,6 +66,7 @@ LATENT: Table = (
     ("layers.*.attention.heads.q_b", "column"),
     ("layers.*.attention.heads.kv_b", "column"),
     ("layers.*.attention.heads.o", "row"),
+    ("layers.*.attention.heads.probabilities", "probabilities"),
 )
 FFN: Table = (
     ("layers.*.ffn", "region"),

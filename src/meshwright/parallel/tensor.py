@@ -58,7 +58,7 @@ from meshwright.parallel.vocabulary import embed
 SEQUENCE = 1  # dimension of the sequence in [B, S, H]
 FEATURES = -1
 # Styles that say nothing of a module's parameters.
-HOLD_NOTHING = {"region", "enter", "gathered", "join", "dropout", "counts"}
+HOLD_NOTHING = {"region", "enter", "gathered", "join", "dropout", "probabilities", "counts"}
 GROUPS = "num_key_value_groups"  # where Hugging Face keeps how many query heads share a KV head
 
 
@@ -351,6 +351,10 @@ def _dropout(done: Split, name: str, part: Any) -> None:
         part.share = (done.group.rank(), done.group.size())
 
 
+def _probabilities(done: Split, name: str, part: Any) -> None:
+    part.share = (done.group.rank(), done.group.size())
+
+
 def _join(done: Split, name: str, part: Any) -> None:
     forward, group = part.forward, done.group
     cut = done.cuts.get(f"{name}.weight")
@@ -376,9 +380,9 @@ def _gathered(done: Split, name: str, part: Any) -> None:
 
 
 STYLES: dict[str, Callable[[Split, str, Any], None]] = {
-    "region": _region, "enter": _enter, "column": _column, "keys": _keys, "logits": _logits, "row": _row, "vocabulary": _vocabulary,
-    "between": _between, "inside": _inside, "positions": _positions, "dropout": _dropout, "join": _join,
-    "gathered": _gathered, "experts": lambda done, name, part: None,
+    "region": _region, "enter": _enter, "column": _column, "keys": _keys, "logits": _logits, "row": _row,
+    "vocabulary": _vocabulary, "between": _between, "inside": _inside, "positions": _positions, "dropout": _dropout,
+    "probabilities": _probabilities, "join": _join, "gathered": _gathered, "experts": lambda done, name, part: None,
 }  # fmt: skip
 FUSED: dict[str, Callable[[Split, str, Any, str, str], None]] = {"column": _fused, "heads": _fused, "counts": _counts}
 KINDS: dict[str, type[nn.Module]] = {

@@ -1,0 +1,93 @@
+"""Attention's probabilities are dropped alike on every layout, in tiles as by the formula."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.models.dropout import Dropped, Moment, Probabilities, drawing, runs_in
+from meshwright.models.transformer import Geometry
+from meshwright.parallel import blocks, context, ring
+from meshwright.verify.compare import compare
+from meshwright.verify.records import Job
+from meshwright.verify.trace import record
+
+SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "attention_dropout": 0.3}
+LATENT = {"attention": "mla", "kv_heads": 0, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+MODELS = {
+    "gqa": Model(**SHAPE),
+    "window": Model(**SHAPE, window=3),
+    "mla": Model(**{**SHAPE, **LATENT}, dropout_rate=0.1),
+}
+WORKLOAD = Workload(batch=4, seq=16)
+LAYOUTS = [
+    ("gqa", {"tp": 2, "cp": 2, "recompute": "full"}),
+    ("gqa", {"cp": 2, "tp": 2, "cp_kind": "ulysses", "recompute": "selective"}),
+    ("window", {"cp": 2, "replicate": 2, "cp_kind": "all-gather", "microbatch": 2}),
+    ("mla", {"tp": 2, "pp": 2, "sp": True, "recompute": "selective"}),
+]
+
+
+@cache
+def one_device(name):
+    job = Job(MODELS[name], Plan(microbatch=4), WORKLOAD, steps=2, dtypes=("fp64",))
+    return ranks.run(1, record, job)[0]["fp64"]
+
+
+@pytest.mark.parametrize(("name", "said"), LAYOUTS)
+def test_every_layout_drops_what_one_device_drops(name, said):
+    plan = Plan(**said)
+    job = Job(MODELS[name], plan, WORKLOAD, steps=2, dtypes=("fp64",))
+    agreement = compare(one_device(name), [rank["fp64"] for rank in ranks.run(plan.world, record, job)])
+    assert not agreement.breaks, agreement.breaks[:2]
+    kept = Job(MODELS[name].but(attention_dropout=0.0), Plan(microbatch=4), WORKLOAD, steps=1, dtypes=("fp64",))
+    if said == LAYOUTS[0][1]:  # and it does drop
+        assert abs(ranks.run(1, record, kept)[0]["fp64"].losses[0] - one_device(name).losses[0]) > 1e-4
+
+
+def random(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize(("window", "causal"), [(0, True), (3, True), (0, False)])
+def test_tiles_are_the_formula(window, causal, monkeypatch):
+    """Grouped queries; a tile of a few rows."""
+    monkeypatch.setattr(blocks, "TILE", 2 * 4 * 16 * 3)
+    geometry = Geometry(Model(**SHAPE, window=window, causal=causal))
+    dropped = Dropped(torch.tensor([11, 12]), range(4, 8), 0.4)
+    told = []
+    for attend in (
+        lambda *x: geometry.attend_whole(*x, False, dropped),
+        lambda *x: ring.here(*x, context.sight_of(geometry, False, 16), dropped),
+    ):
+        parts = [random(2, n, 16, 8, seed=i) for i, n in enumerate((4, 2, 2))]
+        output = attend(*parts)
+        output.backward(random(2, 4, 16, 8, seed=9).detach())
+        told.append([output.detach(), *(x.grad for x in parts)])
+    for expected, got in zip(*told, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_each_probability_has_a_number_of_its_own():
+    module = Probabilities(0.25, "layers.0.probabilities")
+    with drawing(Moment(3, 7, range(2, 5))):
+        whole = module(torch.empty(3, 4, 64, 8))
+        module.share = (1, 2)
+        half = module(torch.empty(3, 2, 64, 8))
+    places = torch.arange(64)
+    factor = whole.factor(places, places, torch.float64)
+    assert factor.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert factor.mean() == pytest.approx(1, abs=4 * (1 / 3 / factor.numel()) ** 0.5)
+    rows = factor.flatten(0, 2)
+    assert len(rows.unique(dim=0)) == len(rows)  # of every sample, head and query
+    assert torch.equal(half.factor(places, places, torch.float64), factor[:, 2:])
+    assert torch.equal(whole.part(1, 4).factor(places, places, torch.float64), factor[:, 1:2])
+    some = torch.tensor([1, 2, 3, 5, 9, 10, 63])
+    assert [list(run) for run in runs_in(some)] == [[1, 2, 3], [5], [9, 10], [63]]
+    assert torch.equal(whole.factor(some, some, torch.float64), factor[:, :, some][..., some])
+    assert module.eval()(torch.empty(3, 2, 64, 8)) is None
