@@ -52,12 +52,13 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
     """a [M, K] times b [N, K]ᵀ, both in fp8, times one number; as wide as sums of `like` are."""
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
-    one = torch.ones((), device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
     return torch._scaled_mm(a, b.T, one, scale.reshape(()), out_dtype=torch.float32)
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
-    """[R, N] → [N, R], with rows of zeros where there is no multiple of a unit of them."""
+    """[R, N] → [N, R], with rows of zeros where there is no multiple of a unit of them. Moved as bytes, which every
+    device can."""
     more = -len(x) % UNIT
     bits = x.view(torch.uint8)
     return torch.cat((bits, bits.new_zeros(more, x.shape[1]))).T.contiguous().view(x.dtype)
@@ -90,7 +91,7 @@ class _Grouped(torch.autograd.Function):
         small_EOI, scale_E = quantise(weight_EOI, E4M3, ctx.most_E)
         small_RO, slope_R = quantise(gradient_RO, E5M2, up_to_power_of_two(largest_of(gradient_RO, 1)))
         runs = zip(small_RO.split(ctx.counts), small_EOI, scale_E, strict=True)
-        dx_RI = torch.cat([product(g, w.T.contiguous(), s, gradient_RO) for g, w, s in runs]) * slope_R
+        dx_RI = torch.cat([product(g, columns(w)[:, : len(w)], s, gradient_RO) for g, w, s in runs]) * slope_R
         learnt = zip((gradient_RO * scale_R).split(ctx.counts), small_RI.split(ctx.counts), weight_EOI, strict=True)
         dw_EOI = torch.stack([_weight_gradient(h, x, w) for h, x, w in learnt])
         return dx_RI.to(gradient_RO.dtype), dw_EOI.to(weight_EOI.dtype), None, None, None
