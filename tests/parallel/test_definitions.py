@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
 from meshwright.parallel.compress import Cast, Quantised, make
 from meshwright.parallel.emulation import perform, run_together
 from meshwright.parallel.powersgd import PowerSGD
+from meshwright.parallel.scatter import CompressedScatter, chunked, columns_of, managed, put_together
 from meshwright.parallel.sparse import RandomK, Threshold, TopK, kept
 
 RANKS = 3
@@ -111,13 +113,14 @@ def test_feedback_keeps_what_is_lost_and_without_it_nothing_is_kept(make_one, sc
             if scattered:  # the last owner has one row less of either parameter: what is padded is zero
                 for g in gradients:
                     g[2, 6:12] = g[2, 13] = 0.0
+            if isinstance(compressors[0], Cast):  # whose sum on the wire would be rounded too: nobody else has anything
+                gradients[1:] = [torch.zeros_like(g) for g in gradients[1:]]
             sums, _ = asked_for(compressors, gradients, scattered)
             total, given = total + (torch.stack(sums) if scattered else sums[0]), given + sum(gradients)
         errors = [c.feedback.errors for c in compressors]
         assert [len(e) for e in errors] == [int(on)] * RANKS
         if on and not (scattered and isinstance(compressors[0], PowerSGD)):  # whose errors are of whole matrices
-            bound = 5e-3 if isinstance(compressors[0], Cast) else 1e-12  # a cast's sum on the wire is rounded too
-            assert (total + sum(e[0] for e in errors) - given).abs().max() < bound
+            assert (total + sum(e[0] for e in errors) - given).abs().max() < 1e-12
             assert max(e[0].abs().max() for e in errors) > 1e-6
 
 
@@ -133,6 +136,9 @@ def test_values_above_a_threshold_may_be_none_and_are_counted():
     message = at_it.clone()
     run_together([Threshold(2.0).reduce(0, message, [], 0, 1)])
     assert torch.equal(message, at_it)
+    for compressor in (Threshold(2.0), TopK(0.25)):  # of one owner
+        run_together([compressor.scatter(0, at_it[None], [], 0, message.zero_())])
+        assert torch.equal(message, at_it)
 
 
 def test_places_are_drawn_anew_for_each_message_and_step_and_alike_on_all_ranks():
@@ -159,3 +165,37 @@ def test_how_many_are_kept_and_which_matrices_shrink():
     assert widths == [0, 0, 2, 0, 0, 2, 2, 0, 0]
     assert PowerSGD(9).width(torch.Size([30, 5])) == 0
     assert PowerSGD(3).width(torch.Size([30, 5])) == 3
+
+
+def test_rows_are_cut_for_their_owners_and_put_together_again():
+    whole = torch.arange(10.0).view(5, 2)
+    rows = chunked(whole, 3)
+    assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
+    assert torch.equal(put_together(rows, (5, 2)), whole)
+    assert columns_of([(5, 2), (4,), (3, 2, 2)], 3) == [(0, (5, 2)), (4, (4,)), (6, (3, 2, 2))]
+
+
+class Inner(nn.Linear):
+    """A unit of its own: its parameters are not its owner's."""
+
+    def set_custom_reduce_scatter(self):
+        raise AssertionError
+
+
+def test_a_unit_has_its_own_parameters_in_torchs_order():
+    unit = nn.Sequential(nn.Linear(2, 2), Inner(2, 2), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2, bias=False)))
+    unit[2][1].weight.requires_grad_(False)
+    unit.own = unit[0].weight  # used twice, and held where it was seen first
+    unit.more = nn.Parameter(torch.zeros(2))
+    norm = unit[2][0]
+    assert [id(p) for p in managed(unit)] == [
+        id(p) for p in (unit[0].weight, unit[0].bias, norm.weight, norm.bias, unit.more)
+    ]
+
+
+def test_what_goes_exactly_goes_beside_what_is_compressed():
+    a, b, c = (nn.Parameter(torch.zeros(shape)) for shape in ((5, 2), (4,), (3,)))
+    made = CompressedScatter(make("int8"), [a, b, c], "shard", 3, {b})
+    assert [id(p) for p in made.lossy] == [id(a), id(c)]
+    assert [columns.tolist() for columns in made.columns] == [[0, 1, 2, 3, 6], [4, 5]]
+    assert made.layout == [(0, a.shape), (4, c.shape)]

@@ -27,7 +27,10 @@ os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIMEOUT_S = 150.0
 ATTENTION = ("test_context.py", "every_kind or kernel_that or no_scores or rectangles or zigzag")
-SUMS = [("test_definitions.py", ""), ("test_compress.py", "kept or owners or definition or survive or powersgd")]
+SUMS = [
+    ("test_definitions.py", ""),
+    ("test_compress.py", "kept or owners or definition or survive or powersgd_keeps or powersgd_comes"),
+]
 FUSED = ("test_cuts.py", "fused_projections")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
@@ -72,7 +75,9 @@ ALONE: dict[str, list[tuple[str, str]]] = {
     "apart": [("test_apart.py", "")],
     "cuts": [("test_cuts.py", "not fused_projections")],
     "fp8_grouped": [("test_precision.py", "fp8_of_experts")],
-    "supported": [("test_supported.py", "refused or accepted or mlp")],
+    "supported": [("test_supported.py", "")],
+    "scatter": [("test_definitions.py", "rows or unit or beside")],
+    "tables": [("test_supported.py", "table")],
 }
 
 
