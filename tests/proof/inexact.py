@@ -38,10 +38,16 @@ def beside(i: int, kind: Said) -> list[tuple[str, Said]]:
     return [(model, {**said, **kind}) for model, said in zip([*dense, SPARSE[i % 3]], [*plans, experts], strict=True)]
 
 
-# Of kinds that are one class of compressor each strategy meets one, in turn; the others wait for the soak.
+# Of kinds that are one class of compressor each strategy meets one, in turn, and strategies of four ranks every second such
+# class; the others wait for the soak.
 ALIKE = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
 MADE = {name: beside(i, kind) for i, (name, kind) in enumerate(KINDS.items())}
-COMPRESSED = [MADE[names[j % len(names)]][j] for names in ALIKE for j in range(8)]
+COMPRESSED = [
+    MADE[names[j % len(names)]][j]
+    for f, names in enumerate(ALIKE)
+    for j in range(8)
+    if j in (0, 3, 4, 6) or (f + j) % 2
+]
 TWINS = [layout for layouts in MADE.values() for layout in layouts if layout not in COMPRESSED]
 COMPRESSED += [
     ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
@@ -55,6 +61,7 @@ COMPRESSED += [
     ("five", {**CP[1], **DP, "reduce": "microbatch", **KINDS["threshold"]}),
     ("drops", {**CP[0], **DP, **KINDS["int8"]}),
     ("mlp", {**Z3, "pp": 2, **KINDS["powersgd"]}),
+    ("five", {**DP, "pp": 2, "schedule": "looped-bfs", "virtual": 2, "reduce": "microbatch", **KINDS["int8"]}),
 ]  # fmt: skip
 # Routers that count the tokens of all ranks.
 COUNTED: list[tuple[str, Said, Said]] = [

@@ -9,7 +9,7 @@ import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
-from meshwright.errors import MeshwrightError
+from meshwright.verify.fold import small_copy
 from meshwright.verify.page import page
 from meshwright.verify.prove import prove
 from meshwright.view.tables import console
@@ -76,12 +76,15 @@ def test_what_is_issued_is_what_is_lowered(plan, tied):
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
 
 
-def test_what_cannot_run_is_refused_before_ranks_start():
-    config = Config.from_parts(
-        "llama3-8b", "dgx-h100", workload={"batch": 64}, plan={"replicate": 2, "pp": 2, "reduce": "microbatch"}
+def test_fp8_of_copied_kv_heads_is_set_aside_and_said():
+    plan, fp8 = {"tp": 16, "replicate": 2}, {"batch": 64, "precision": "fp8"}
+    small = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8)
+    assert small.workload.precision == "fp32"
+    assert any("fp8 products not exercised" in change for change in small.changes)
+    plan["tp"] = 8
+    assert (
+        small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8).workload.precision == "fp8"
     )
-    with pytest.raises(MeshwrightError, match="MW-PAR-001"):
-        prove(config)
 
 
 def test_the_command(tmp_path):

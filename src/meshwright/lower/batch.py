@@ -53,9 +53,9 @@ class Batch:
         # A pipeline's stages keep their weights whole from their first action to their last, and reduce after it: freed in
         # between they would be gathered for every micro-batch of every stage, and a split backward has nowhere to.
         self.reshard = self.reshard & (self.pp == 1)
-        self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
         # Gradients that ZeRO does not shard are kept whole: each micro-batch reduces them only where the plan says so itself.
         self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
+        self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
         self.uneven = [
             i for i, said in enumerate(self.layers_per_stage) if said
         ]  # plans that say their layers per stage

@@ -82,7 +82,7 @@ class DataParallel:
         ranks, plan = self.layout.size(axis), self.plan
         if ranks == 1:
             return
-        rounds = self.microbatches if plan.reduce == "microbatch" and plan.pp == 1 else 1
+        rounds = self.microbatches if plan.reduce == "microbatch" else 1
         for shapes, elements in self._cut([s for s in held if s.learns][::-1], lossy and plan.wire == "powersgd"):
             for count in self._passed(told, lossy, rounds):
                 said = exchanges(plan, elements, self.gradient_bytes, shapes, ranks, told=count) if lossy else \

@@ -27,7 +27,7 @@ import torch
 from meshwright.describe.layout import Layout as RankLayout
 from meshwright.describe.plan import Plan
 from meshwright.parallel.apart import Apart, Source, source
-from meshwright.parallel.apply import Parallel
+from meshwright.parallel.apply import Parallel, program_of
 from meshwright.parallel.compress import Compressor, Exchange, Layout, compressor_of
 from meshwright.parallel.expert import experts_of
 from meshwright.parallel.mesh import Mesh
@@ -52,11 +52,12 @@ class Portion:
 @dataclass(frozen=True)
 class Summed:
     """What the ranks of one group sum lossily, in their order: cut into messages at `edges`, or into the rows of their
-    owners. `members` are the ranks whose tokens each of them has the gradient of; `each`: micro-batch by itself."""
+    owners. `members` are the ranks whose tokens each of them has the gradient of; `rounds` the micro-batches, in their
+    order, that are summed each by itself: none, if all are summed once."""
 
     portions: tuple[Portion, ...]
     members: tuple[tuple[Source, ...], ...]
-    each: bool
+    rounds: tuple[int, ...]
     edges: tuple[int, ...] = ()
 
     def layouts(self) -> list[Layout]:
@@ -76,16 +77,27 @@ def told(parallel: Parallel) -> list[Summed]:
     by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in parallel.pieces}
     experts = {p for module in parallel.stages.values() for part in experts_of(module) for p in part.parameters()}
     out = []
-    for part in parts_of(parallel.reductions):
+    for stage, part in [
+        (s, p) for s, r in zip(parallel.stages, parallel.reductions, strict=True) for p in parts_of([r])
+    ]:
         if isinstance(part, Buckets) and part.compressor is not None and part.group is not None:
             axis = "expert_dp" if experts.issuperset(part.parameters) else "dp_cp"
-            portions = tuple(by_parameter[p] for p in part.parameters)
-            out.append((axis, Summed(portions, members(mesh, axis), part.each, tuple(part.edges))))
+            portions, rounds = tuple(by_parameter[p] for p in part.parameters), rounds_of(parallel, stage, part.each)
+            out.append((axis, Summed(portions, members(mesh, axis), rounds, tuple(part.edges))))
         for scatter in part.scatters if isinstance(part, Shards) else ():
             portions = tuple(by_parameter[p] for p in scatter.lossy)
-            each = plan.reduces_each and plan.pp == 1
-            out.append((scatter.axis, Summed(portions, members(mesh, scatter.axis), each)))
+            rounds = rounds_of(parallel, stage, plan.reduces_each and plan.pp == 1)
+            out.append((scatter.axis, Summed(portions, members(mesh, scatter.axis), rounds)))
     return [summed for axis, summed in out if summed.portions and mesh.index(axis) == 0]
+
+
+def rounds_of(parallel: Parallel, stage: int, each: bool) -> tuple[int, ...]:
+    """The micro-batches in the order in which a stage has their gradients; a schedule may begin with the last."""
+    program = program_of(parallel.plan, parallel.workload) if each else None
+    if program is None:
+        return tuple(range(parallel.plan.microbatches(parallel.workload))) if each else ()
+    actions = program.actions(parallel.mesh.index("pp"))
+    return tuple(a.microbatch for a in actions if a.stage == stage and a.kind in ("B", "W"))
 
 
 def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
@@ -131,7 +143,7 @@ class Emulated:
                 for use in portion.uses:
                     portion.of(total[use]).zero_()
         for summed, compressors in zip(self.summed, self.compressors, strict=True):
-            for gradients in self.taken if summed.each else [whole]:
+            for gradients in [self.taken[i] for i in summed.rounds] or [whole]:
                 for portion, values in emulate_sum(summed, compressors, gradients, self.backwards):
                     portion.of(total[portion.uses[0]]).add_(values)
         for p in self.parameters.values():

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.zero import Reduction
+from meshwright.parallel.zero import Buckets, Reduction, parts_of
 from meshwright.programs.pipelines.program import PipelineProgram
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -80,6 +80,23 @@ class Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for parameter, view in views:
             parameter.grad = view
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
+        if full_backward:
+            self._begin()
+        return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        self._begin()
+        return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _begin(self) -> None:
+        """Where each micro-batch is summed by itself, before it has gradients: those of the one before leave."""
+        for part in parts_of([self.reduction]):
+            if isinstance(part, Buckets) and part.each:
+                part.begin(last=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         super().perform_reduce_grad(grad_scale_factor)

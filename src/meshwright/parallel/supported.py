@@ -13,8 +13,6 @@ def check_supported(model: Model, plan: Plan) -> None:
         "tp_form": (gathered and model.hidden % plan.tp > 0,
                     f"Each rank makes hidden/tp columns of a layer's output, and {plan.tp} does not divide {model.hidden}"),
         "sp": (plan.sp and plan.tp > 1 and model.kind == "mlp", "A row of an mlp is one sample: it has no sequence"),
-        "reduce": (plan.reduce == "microbatch" and plan.pp > 1 and (not plan.zero or plan.shard * plan.cp == 1)
-                   and plan.dp * plan.cp > 1, "A pipeline's gradients are complete, and sum, at its end"),
     }  # fmt: skip
     for field, (bad, why) in refused.items():
         if bad:

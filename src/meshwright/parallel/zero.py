@@ -274,7 +274,7 @@ def reduction(
     """Experts are summed over expert_dp, all else over dp·cp; what `fully_shard` holds, torch sums. Where gradients are
     compressed, those of `exact` parameters are not."""
     options: dict[str, Any] = {"overlap": plan.overlap is None or "dp" in plan.overlap,
-                               "each": plan.reduce == "microbatch" and plan.pp == 1}  # fmt: skip
+                               "each": plan.reduce == "microbatch"}  # fmt: skip
     if narrow(dtype):
         options["dtype"] = DTYPES[plan.grad_dtype]
     experts = {p for part in experts_of(module) for p in part.parameters() if not isinstance(p, DTensor)}
