@@ -1,10 +1,11 @@
-"""Wide copies that an optimizer works on, and scaled losses: to the number, without ranks."""
+"""Wide copies that an optimizer works on, scaled losses, averages when they are due: to the number, without ranks."""
 
 import pytest
 import torch
 from torch import nn
 
 from meshwright.describe.plan import Plan
+from meshwright.parallel.localsgd import Average
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.precision import LossScale, Masters, at_least_single, cast, masters_of, narrow, unscale
 
@@ -88,3 +89,19 @@ def test_what_is_narrow_and_what_is_cast():
         module = cast(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), parameters, buffers)
         assert (module[0].weight.dtype, module[1].running_mean.dtype) == expected
         assert module[1].num_batches_tracked.dtype == torch.int64
+
+
+def test_an_average_comes_when_it_is_due_and_of_one_replica_it_is_itself():
+    tensors = [torch.tensor([[2.0, 4.0]], dtype=torch.float64), torch.tensor([8.0], dtype=torch.float64)]
+    average = Average(tensors, None, 3)
+    assert [average.after_update(torch.tensor(5.0)) for _ in range(7)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert [t.tolist() for t in tensors] == [[[2.0, 4.0]], [8.0]]
+    assert (average.since, float(average.tokens)) == (1, 5.0)

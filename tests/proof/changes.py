@@ -81,6 +81,8 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
         return
     if isinstance(node, ast.Expr | ast.Assign) and any(word in ast.unparse(node) for word in ABOUT_A_GPU):
         return
+    if isinstance(node, ast.With) and "cuda.stream(" in ast.unparse(node.items[0]):
+        return
     yield node
     for field, value in ast.iter_fields(node):
         if field not in ("annotation", "returns", "args" if isinstance(node, ast.FunctionDef) else ""):

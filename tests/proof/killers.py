@@ -63,7 +63,7 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "fp8_grouped": [],
     "precision": [("gpt", {"offload": "states"}), ("llama", {**Z3, "offload": "states"})],
     "fp8": [],
-    "localsgd": [LOCAL, ("qwen", {"replicate": 2, **SP, "average_every": 1}), ("gpt", {"replicate": 2, "pp": 2, "average_every": 2})],
+    "localsgd": [LOCAL, ("gpt", {"replicate": 2, "average_every": 1, "offload": "states"}), ("qwen", {"replicate": 2, **SP, "average_every": 1}), ("gpt", {"replicate": 2, "pp": 2, "average_every": 2})],
     "offload": OFF,
     "gathering": [("gemma", {**Z3, "wrap": 3, "prefetch": False, "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2})],
     "tables": [("llama", {"tp": 2}), ("deepseek", {"tp": 2}), ("mlp", {"tp": 2})],

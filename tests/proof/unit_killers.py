@@ -55,7 +55,7 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "pipeline": [("test_pipeline.py", "action_by_action")],
     "scatter": [("test_compress.py", "over_ranks")],
     "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
-    "localsgd": [("test_localsgd.py", "between or averaging")],
+    "localsgd": [("test_localsgd.py", "between or averaging or ones_own")],
     "offload": [("test_offload.py", "sequence_parallel")],
     "gathering": [("test_options.py", "units or limit"), ("test_precision.py", "two_ranks_in_16 and bf16")],
     "tables": [("test_tensor_hf.py", "computes")],
@@ -69,6 +69,7 @@ ALONE: dict[str, list[tuple[str, str]]] = {
     "powersgd": SUMS,
     "emulation": SUMS,
     "precision": [("test_masters.py", "")],
+    "localsgd": [("test_masters.py", "average")],
     "fp8": [("test_precision.py", "fp8_products or fp8_rounds")],
     "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or views")],
     "gathering": [("test_gathering.py", "")],
@@ -140,12 +141,20 @@ def ended_well(pid: int) -> bool:
 def failing(prepare: str, module: str) -> str:
     """The first of the module's tests that fails with the mutant in place; nothing where none does."""
     with tempfile.TemporaryDirectory(prefix="meshwright-mutant-") as folder:
-        if UNITS.get(module):
+        units = units_of(module)
+        if units:
             link(Path(folder), prepare)
-        for file, which in UNITS.get(module, []):
+        for file, which in units:
             if fails(Path(folder), file, which) and passes(file, which):
                 return f"{file} -k '{which}'"
     return ""
+
+
+def units_of(module: str) -> list[tuple[str, str]]:
+    """Of a module that is not in the tables, the file of its name."""
+    named = f"test_{module}.py"
+    found = [(named, "")] if module not in ALONE and (ROOT / "tests" / "parallel" / named).exists() else []
+    return UNITS.get(module, found)
 
 
 @cache
