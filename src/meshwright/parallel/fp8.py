@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
+UNIT = 16  # what the device's products want their sizes to be multiples of
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
@@ -70,14 +71,23 @@ def scaled_product(
         return (rounded(a, a_dtype, a_most) @ rounded(b, b_dtype, b_most).T).to(a.dtype)
     (small_a, scale_a), (small_b, scale_b) = quantise(a, a_dtype, a_most), quantise(b, b_dtype, b_most)
     out = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
-    return torch._scaled_mm(small_a, small_b.T, scale_a, scale_b, out_dtype=out).to(a.dtype)
+    return on_device(small_a, small_b, scale_a, scale_b, out).to(a.dtype)
+
+
+def on_device(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype
+) -> torch.Tensor:
+    """The GPU's own product. It does not take every number of rows: those up to the next unit are zeros."""
+    rows = len(a)
+    whole = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype) if rows % UNIT else a
+    return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out)[:rows]
 
 
 def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the GPU's own fp8 product takes these shapes: K and N multiples of 16."""
     if not (a.is_cuda and hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY):
         return False
-    return a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+    return a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
 
 
 def agreed(most: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:

@@ -31,10 +31,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.models.moe import Experts, GroupedLinear
-from meshwright.parallel.fp8 import E4M3, E5M2, agreed, has_scaled_product, quantise, wide
+from meshwright.parallel.fp8 import E4M3, E5M2, UNIT, agreed, has_scaled_product, on_device, quantise, wide
 
 EXPONENT = 0x7F800000  # the bits of a float32 that hold it
-UNIT = 16  # what the device's products want their inner width to be a multiple of
 
 
 def largest_of(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
@@ -53,7 +52,7 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    return torch._scaled_mm(a, b.T, one, scale.reshape(()), out_dtype=torch.float32)
+    return on_device(a, b, one, scale.reshape(()), torch.float32)
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
