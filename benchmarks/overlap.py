@@ -30,7 +30,7 @@ from meshwright.train import launch
 
 MODEL = Model(name="bench", hidden=384, layers=4, heads=6, ffn=1024, vocab=512)
 ROWS, SEQ = 4, 256  # much work a byte: gloo adds on the same cores, which is no part of the link
-BUCKET = 4e6
+BUCKET = 1e6
 LONGER = (0.5, 1.0, 2.0)  # communication over backward
 SO_MAX_PACING_RATE = 47
 
