@@ -88,6 +88,21 @@ def test_what_is_not_trained_is_gathered_and_not_reduced():
     assert gathers[0][0] - gathers[1][0] == 2 * 16  # nobody's gradient wants the input of that layer's two regions
 
 
+@pytest.mark.parametrize(("plan", "key", "spared"), [
+    ({"tp": 2}, ("tp", "all_reduce"), 2),  # gradients of the inputs of the first layer's two regions
+    ({"tp": 2, "sp": True}, ("tp", "all_gather"), 5),  # the embedding's, two outputs' gradients, two inputs again
+    ({"cp": 2}, ("cp", "send"), 2), ({"shard": 2, "zero": 3}, ("shard_cp", "all_gather"), 1),  # layer 0 was asked for ahead
+    ({"shard": 2, "zero": 3, "prefetch": False}, ("shard_cp", "all_gather"), 2),
+    ({"tp": 2, "recompute": "full"}, ("tp", "all_reduce"), 3), ({"tp": 2, "pp": 2}, ("pp", "send"), 0),
+])  # fmt: skip
+def test_backward_ends_at_the_first_parameter_that_is_trained(plan, key, spared):
+    frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith(("embedding.", "layers.0.")))
+    micro = 16 // plan.get("shard", 1)
+    (every, n), (some, less) = (said(plan, given=Given(frozen=names))[key] for names in (frozenset(), frozen))
+    assert every - some == spared * micro
+    assert (less < n) == bool(spared)
+
+
 def test_replicas_average_in_the_step_that_says_so():
     plan = {"replicate": 2, "average_every": 3}
     assert ("replicate", "all_reduce") not in said(plan, given=Given(step=2))

@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import or_
 
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.layout import Layout
@@ -111,8 +112,10 @@ class DataParallel:
     def _units(self, layers: range, held: list[Share], told: Told | None) -> Iterator[Sent]:
         plan, m = self.plan, self.microbatches if self.plan.pp == 1 else 1
         frees = plan.zero == 3 and plan.reshard and plan.pp == 1
-        gathers, reductions = 2 * m if frees else 1, m if plan.reduces_each else 1
-        for unit in self._parted(layers, held):
+        reductions = m if plan.reduces_each else 1
+        parts = list(self._parted(layers, held))
+        for unit, again in zip(parts, self._gathered_again(parts), strict=True):
+            gathers = m * (1 + again) if frees else 1
             kind = "expert" if unit[0].expert else "dense"
             over, copied = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
             ranks = self.layout.size(over)
@@ -129,6 +132,15 @@ class DataParallel:
                 )
                 if self.layout.size(copied) > 1:
                     yield "reduce-shards", copied, "all_reduce", sums
+
+    def _gathered_again(self, parts: list[list[Share]]) -> list[bool]:
+        """The units that backward gathers: those that a gradient reaches, with something trained in them or before; and the one
+        before these, where each asks for the next. (A unit of experts always does.)"""
+        order = sorted(range(len(parts)), key=lambda i: done_with(parts[i]))
+        reached = dict(zip(order, accumulate((any(s.learns for s in parts[i]) for i in order), or_), strict=True))
+        asks = {i: reached[i] and (self.plan.prefetch or parts[i][0].expert) for i in order}
+        after = dict(pairwise(order))
+        return [reached[i] or (i in after and asks[after[i]]) for i in range(len(parts))]
 
     @property
     def _reduced_bytes(self) -> int:
@@ -164,3 +176,10 @@ class DataParallel:
             groups = [ends[0], *runs, ends[1]]
         groups += [[s for s in held if s.expert and s.name.split(".")[1] == f"{layer}"] for layer in layers]
         yield from (group for group in groups if group)
+
+
+def done_with(unit: list[Share]) -> tuple[float, bool]:
+    """When forward is: a layer's experts before the layer, both ends that share a weight with the last of them."""
+    layers = [float(s.name.split(".")[1]) if s.name.startswith("layers.") else -1.0 for s in unit]
+    last = float("inf") if any(s.name.startswith("head.") for s in unit) else max(layers)
+    return last, not unit[0].expert

@@ -6,6 +6,7 @@ layer by layer, its share of each parameter (`inventory`), its messages one by o
 
     a split backward   I asks for a saved input as well as W, and under sequence parallelism it is gathered for each; the first
                        stage has no input gradient to send, and does all in W
+    frozen parameters  no sums of their gradients, and nothing of a backward that does not reach so far (`flow`)
     averages           of replicas that train alone, in the step that has one
     small sums         of this rank's own rows of what is partial over tp or lives at both ends of a pipeline
 
@@ -29,6 +30,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
 from meshwright.lower.fit import settle
+from meshwright.lower.flow import Flow
 from meshwright.lower.gradients import DataParallel, Sent
 from meshwright.lower.inventory import Share, rows_of, shares
 from meshwright.lower.op import Op, StepProgram
@@ -38,17 +40,6 @@ from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
 OURS = Stack(shared_scales=True)  # what `parallel` does
-REGIONS = {"attention": ("attention.",), "ffn": ("ffn.",), "shared": ("moe.shared.",), "head": ("head.project.",)}
-INTO = (
-    ".q.weight",
-    ".k.weight",
-    ".v.weight",
-    ".q_b.weight",
-    ".kv_b.weight",
-    ".gate.weight",
-    ".up.weight",
-    ".project.weight",
-)
 JOURNEYS = {"dispatch": "sent", "dispatch-grad": "received", "combine": "received", "combine-grad": "sent",
             "expert-gather": "fullest", "expert-scatter": "fullest"}  # fmt: skip
 ROWS = "fp8-expert-rows"  # scales of the rows that `down` reads
@@ -147,32 +138,32 @@ def in_blocks(
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
     blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
     blocks += [("head", -1)] * (stage.layers.stop == model.layers)
-    trained = {s.name for s in held if s.learns}
+    flow = Flow.of(model, stage.layers, held, later=stage.index > 0)
     for block, layer in blocks:
         remade = layer in again or (plan.recompute == "selective" and layer >= 0)
         for phase, op in program.ops(block):
             if not op.axis or op.part in ("dense", "expert") or (phase == "R" and not remade):
                 continue
-            times = m * number(op.count)
-            if op.name.endswith("-in-again") and phase == "W":
-                learns = region_learns(op.name.removesuffix("-in-again"), layer, trained)
-                times = number(op.count) * (
-                    m * (learns or layer in again) + stage.split * (learns and layer not in again)
-                )
-            elif op.name == "fp8-gradients":
-                times += stage.split * number(op.count)
+            times = number(op.count) * rounds(op, phase, block, layer, stage, flow, layer in again, m)
             n = times * number(op.message_bytes)
-            if given.routed is not None and data_decides(op, model):
+            if times and given.routed is not None and data_decides(op, model):
                 n = routed_bytes(program, op, given.routed[layer])
             yield op.name, op.axis, op.collective, times, n
 
 
-def region_learns(region: str, layer: int, trained: set[str]) -> bool:
-    """Whether backward wants the input of a region: some matrix that it enters has a gradient."""
-    prefix = "" if region == "head" else f"layers.{layer}."
-    inside = tuple(f"{prefix}{part}" for part in REGIONS[region])
-    tied = region == "head" and "embedding.tokens.weight" in trained
-    return tied or any(name.startswith(inside) and name.endswith(INTO) for name in trained)
+def rounds(op: Op, phase: str, block: str, layer: int, stage: Stage, flow: Flow, again: bool, m: int) -> float:
+    """In how many micro-batches, or how often in them, an operation happens."""
+    if phase == "F":
+        return m
+    if phase == "R":
+        return m * flow.reaches(layer, block)
+    if op.name == "fp8-gradients":
+        return (m + stage.split) * flow.products(layer)
+    if phase == "W" and op.name.endswith("-in-again"):
+        if again:  # gathered once to make the layer again, and kept
+            return m * flow.reaches(layer, block)
+        return (m + stage.split) * flow.region(op.name.removesuffix("-in-again"), layer)
+    return m * flow.happens(op.name, layer, block)
 
 
 def data_decides(op: Op, model: Model) -> bool:
