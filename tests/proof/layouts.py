@@ -165,8 +165,10 @@ AWAY = [(model, {**said, "offload": where}) for model, said, where in (
     ("llama", {"recompute": "selective"}, "activations"),
 )]  # fmt: skip
 EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
-FROZEN: list[dict[str, Any]] = [
-    {"replicate": 2, "bucket": 2000}, {**Z3, "microbatch": 2}, {"tp": 2}, SP, {"pp": 2}, ZBV, {**CP, "microbatch": 2},
+FROZEN: list[tuple[str, dict[str, Any]]] = [  # of llama the embedding too: backward ends in the network's second layer
+    ("qwen", {"replicate": 2, "bucket": 2000}), ("qwen", {**Z3, "microbatch": 2}), ("llama", {**Z3, "prefetch": False}),
+    ("llama", {"tp": 2}), ("qwen", SP), ("llama", {**SP, "recompute": "full"}), ("qwen", {"pp": 2}), ("llama", ZBV),
+    ("llama", {**CP, "microbatch": 2}), ("qwen", {**CP, "microbatch": 2}),
 ]  # fmt: skip
 # Statistics of the router are the whole batch's, so one device sees it in one micro-batch and so do the ranks together.
 ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -268,7 +270,7 @@ MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)
 def all_layouts() -> list[Layout]:
     said = [*alone(), *pairs(), *TRIPLES, *EXTRAS]
     out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
-    out += [Layout(model, Plan(**plan), "layouts:freeze") for plan in FROZEN for model in ("qwen",)]
+    out += [Layout(model, Plan(**plan), "layouts:freeze") for model, plan in FROZEN]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
     out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in inexact.FP8]
     out += [Layout(model, Plan(**plan), router=tuple(router.items()), precision="fp8")
@@ -297,7 +299,8 @@ def lossy_layouts() -> list[Layout]:
 
 
 def freeze() -> None:
-    """Networks whose embedding and first layers' matrices are not trained, as in fine-tuning."""
+    """Networks whose first layer, and where nothing else shares it the embedding, is not trained, as in fine-tuning; nor are
+    some parameters of later ones."""
     from meshwright.parallel import apply
 
     build = apply.build
@@ -305,7 +308,9 @@ def freeze() -> None:
     def frozen(*args: Any, **options: Any) -> Any:
         module = build(*args, **options)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(not name.startswith(("layers.0.", "layers.2.attention.k", "layers.3.ffn_norm")))
+            embedding = () if args[0].tied else ("embedding.",)
+            still = ("layers.0.", "layers.2.attention.k", "layers.3.ffn_norm", *embedding)
+            parameter.requires_grad_(not name.startswith(still))
         return module
 
     apply.build = frozen
