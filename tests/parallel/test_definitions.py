@@ -167,6 +167,16 @@ def test_how_many_are_kept_and_which_matrices_shrink():
     assert PowerSGD(3).width(torch.Size([30, 5])) == 3
 
 
+def test_a_column_that_came_to_nothing_is_drawn_anew_and_others_stay():
+    compressor, matrix = PowerSGD(2), numbers(5, 4)
+    compressor.bases[0, 7] = torch.tensor([[0.5, 0.0], [0.0, 0.0], [-0.2, 0.0], [0.1, 0.0]], dtype=torch.float64)
+    start = compressor._start(0, 7, matrix, 3)
+    assert torch.equal(start[:, 0], compressor.bases[0, 7][:, 0])
+    assert (start[:, 1] != 0).all()
+    compressor.bases[0, 7] = start
+    assert torch.equal(compressor._start(0, 7, matrix, 4), start)
+
+
 def test_rows_are_cut_for_their_owners_and_put_together_again():
     whole = torch.arange(10.0).view(5, 2)
     rows = chunked(whole, 3)

@@ -105,3 +105,4 @@ def test_an_average_comes_when_it_is_due_and_of_one_replica_it_is_itself():
     ]
     assert [t.tolist() for t in tensors] == [[[2.0, 4.0]], [8.0]]
     assert (average.since, float(average.tokens)) == (1, 5.0)
+    assert Average(tensors[:1], None, 1).after_update(2.0)

@@ -99,6 +99,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("mesh", "Mesh.expert_sharding", "size(axis) >= 1"): OF_ONE,
     ("mesh", "Mesh.add_copies", "count != self.size('tp')"): OF_ITS_OWN,
     ("pipeline", "Pipeline.run", "return_outputs=True"): MEMORY,
+    ("powersgd", "PowerSGD._start", "amax(0) > 1).all()"): "a longer way to what was kept: no column of it is drawn anew",
     ("precision", "cast", "recurse=True"): "and once more under a name that nobody reads",
     ("regather", "Again.get", "self.waiting += 1"): MEMORY,
     ("regather", "gather_again", "again.savers -= 1"): MEMORY,
