@@ -25,9 +25,12 @@ FROM_2_13 = "torch before 2.13, which this is, does not read it; a later one doe
 IN_TIME = (
     "the groups are made when they are first needed, by those who need them, which gloo allows, or made and not used"
 )
+SAME_PLACES = "every stage has ranks at the same places"
+OF_NO_TOKENS = "a tp group of one, and who holds which experts, say nothing of whose tokens"
 
 # module, function, part of the line as it is
 ANY_CHANGE: dict[tuple[str, str, str], str] = {
+    ("apart", "Apart._experts", "token_R = torch.empty(0"): NOT_READ,
     ("apply", "apply", "if plan.offload in"): MEMORY,
     ("apply", "apply", "offload.put_on("): MEMORY,
     ("apply", "apply", "if model.tied and program is not None"): IN_TIME,
@@ -68,6 +71,13 @@ ANY_CHANGE: dict[tuple[str, str, str], str] = {
 }  # fmt: skip
 # module, function, part of the line as changed
 ONE_CHANGE: dict[tuple[str, str, str], str] = {
+    ("apart", "tokens_of", "token_order(layout, 1,"): SAME_PLACES,
+    ("apart", "tokens_of", "group_of('stage', 1)"): SAME_PLACES,
+    ("apart", "Apart.__init__", "sp=True"): OF_NO_TOKENS,
+    ("apart", "Apart.__init__", "expert_tp=1"): OF_NO_TOKENS,
+    ("apart", "Apart.__init__", "ep=2"): OF_NO_TOKENS,
+    ("apart", "Apart._put_on", "recurse=True"): LEAVES,
+    ("apart", "Apart._put_on_scaled", "requires_grad=True"): "one gradient more, which nobody reads",
     ("apply", "make_pipeline", "requires_grad=False"): FROM_2_13,
     ("blocks", "rectangles", "not sight.causal and queries == keys"): "a shorter way to what the pairs of runs say as well",
     ("blocks", "_relation", "k.stop + 1"): MASKED,

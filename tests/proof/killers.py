@@ -79,6 +79,7 @@ ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
               ("mixtral", {"replicate": 2, **Z3, "microbatch": 2}, {"choice": "expert"})],
     "fp8": [(model, said, {"precision": "fp8"}) for model, said in (
         ("gpt", {"microbatch": 2}), ("llama", {"tp": 2, "microbatch": 2}), ("qwen", {**SP, "recompute": "full"}))],
+    "apart": [("llama", {**said, "microbatch": 2, "compression": "int8"}, {"precision": "fp8"}) for said in (DP, {"cp": 2})],
     "fp8_grouped": [("mixtral", {**said, "microbatch": 2}, {"precision": "fp8"}) for said in (
         {}, {"tp": 2}, {"replicate": 2, "ep": 2}, {**SP, "expert_tp": 1, "ep": 2})],
 }  # fmt: skip
