@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.compress import Cast, Quantised, make
+from meshwright.parallel.compress import Cast, Quantised, Running, make
 from meshwright.parallel.emulation import perform, run_together
 from meshwright.parallel.powersgd import PowerSGD
 from meshwright.parallel.scatter import CompressedScatter, chunked, columns_of, managed, put_together
@@ -209,3 +209,7 @@ def test_what_goes_exactly_goes_beside_what_is_compressed():
     assert [id(p) for p in made.lossy] == [id(a), id(c)]
     assert [columns.tolist() for columns in made.columns] == [[0, 1, 2, 3, 6], [4, 5]]
     assert made.layout == [(0, a.shape), (4, c.shape)]
+
+
+def test_a_reduction_that_asks_for_nothing_has_nothing_to_wait_for():
+    assert not Running(iter(()), None).wait()
