@@ -170,7 +170,7 @@ def passes(file: str, which: str) -> bool:
 
 def fails(folder: Path, file: str, which: str) -> bool:
     asked = [sys.executable, "-m", "pytest", "-x", "-q", *plain(folder), f"tests/parallel/{file}", "-k", which]
-    paths = [folder, ROOT / "tests", ROOT / "tests" / "parallel"]
+    paths = [folder, ROOT / "tests", ROOT / "tests" / "parallel", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
