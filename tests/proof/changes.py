@@ -31,7 +31,7 @@ SWAPS: dict[type, type] = {
 }  # fmt: skip
 REFUSALS = ("_check", "check_adapter", "fit", "_fewest")
 ABOUT_A_GPU = ("cuda", "pin_memory", "_stream", "non_blocking=True", "self._wait()")  # in a statement
-ON_A_GPU = ("_send_aside", "has_scaled_product")
+ON_A_GPU = ("_send_aside", "has_scaled_product", "on_device")
 
 
 class Mutant(NamedTuple):
