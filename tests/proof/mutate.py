@@ -248,6 +248,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=changes.MODULES, help="modules of parallel")
+    parser.add_argument("--again", type=Path, help="those first that lived in this report of an earlier run")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     said = parser.parse_args()
     if said.work:
@@ -255,6 +256,12 @@ def main() -> None:
     everything = [mutant for module in said.only for mutant in changes.mutants(module)]
     pick = random.Random(said.seed)
     chosen = pick.sample(everything, min(said.sample or len(everything), len(everything)))
+    if said.again:
+        lived = said.again.read_text("utf-8")
+        first = [
+            mutant for mutant in everything if f" {mutant.function}\n{mutant.diff}\n" in lived.partition("\nsame ")[0]
+        ]
+        chosen = [*first, *(mutant for mutant in chosen if mutant not in first)]
     for module in pick.sample(said.only, min(CONTROLS, len(said.only))):
         chosen.insert(pick.randrange(len(chosen) + 1), changes.Mutant(module))
     home = Path(tempfile.mkdtemp(prefix="meshwright-mutants-"))
