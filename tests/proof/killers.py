@@ -56,7 +56,10 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "emulation": [("llama", {**DP, "compression": "int8"}), ("gemma", {**Z3, "compression": "int4", "microbatch": 2}),
                   ("gpt", {**DP, "compression": "fp16", "reduce": "microbatch"}), ("llama", {**Z3, "compression": "bf16"}),
                   ("llama", {"replicate": 2, "tp": 2, "compression": "powersgd", "compression_rank": 2}),
-                  ("llama", {"replicate": 2, **Z3, "compression": "int8"}), ("qwen", {**Z3, "pp": 2, "compression": "top-k", **KEPT})],
+                  ("llama", {"replicate": 2, **Z3, "compression": "int8"}), ("qwen", {**Z3, "pp": 2, "compression": "top-k", **KEPT}),
+                  ("gpt", {**Z3, "compression": "random-k", **KEPT}), ("llama", {"shard": 2, "zero": 1, "compression": "int4", "microbatch": 2}),
+                  ("llama", {"cp": 2, "compression": "int8"}), ("qwen-moe", {"replicate": 2, **SP, "ep": 2, "compression": "int8"}),
+                  ("llama", {"replicate": 4, "compression": "int8"})],
     "apart": [("gpt", {**DP, "compression": "int8", "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2, "compression": "int8"}),
               ("llama", {"shard": 2, "zero": 1, "cp": 2, "compression": "int4"})],
     "cuts": [("gpt", SP), ("llama", {"tp": 2}), ("one-kv", {"tp": 2})],
@@ -80,6 +83,7 @@ ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
     "fp8": [(model, said, {"precision": "fp8"}) for model, said in (
         ("gpt", {"microbatch": 2}), ("llama", {"tp": 2, "microbatch": 2}), ("qwen", {**SP, "recompute": "full"}))],
     "apart": [("llama", {**said, "microbatch": 2, "compression": "int8"}, {"precision": "fp8"}) for said in (DP, {"cp": 2})],
+    "emulation": [("llama", {"cp": 2, "compression": "int8"}, {"precision": "fp8"})],
     "fp8_grouped": [("mixtral", {**said, "microbatch": 2}, {"precision": "fp8"}) for said in (
         {}, {"tp": 2}, {"replicate": 2, "ep": 2}, {**SP, "expert_tp": 1, "ep": 2})],
 }  # fmt: skip
