@@ -1,11 +1,15 @@
-"""Who notices a mutant of `parallel`? Each is trained by the layouts that exercise its module, then by a jury.
+"""Who notices a mutant of `parallel`? Tests of its module without ranks, layouts that exercise it, its tests with ranks, a jury.
 
-    python tests/proof/mutate.py --sample 300 --jobs 14 --seed 0 --minutes 9 --out mutants.txt
+    python tests/proof/mutate.py --sample 400 --jobs 14 --seed 7 --minutes 9 --out mutants.txt
 
 A mutant is *killed* when training fails or hangs, when the comparison with one device finds a difference, when ranks send
 what was not lowered, or when a test of the module fails (`unit_killers`). What lives is listed with its line and its change,
 to be judged: a gap to be closed, or a change that computes the same (`equivalent`, each with its reason; those are counted
 apart). Controls, ranks in which nothing was changed, must live: a machine so busy that they hang tells nothing.
+
+A layout judges by something that has no mutant: it is put in the ranks, and one device is as it was. Of what one device runs
+in the place of ranks that lose something (`emulation`, `apart`) it is the other way round. A test has it everywhere, and holds
+it to a definition written out. Mutants are drawn evenly from all modules, the summary counts them by module.
 
 Sources are copied once and the jobs run on the copy, so that files may be edited meanwhile. Each job is a process that is
 asked for one mutant after the other; killers stand in the order of what they cost.
