@@ -30,7 +30,14 @@ SWAPS: dict[type, type] = {
     ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 REFUSALS = ("_check", "check_adapter", "fit", "_fewest")
-ABOUT_A_GPU = ("cuda", "pin_memory", "_stream", "non_blocking=True", "self._wait()")  # in a statement
+ABOUT_A_GPU = (
+    "cuda",
+    "pin_memory",
+    "_stream",
+    "non_blocking=True",
+    "self._wait()",
+    "out = a.dtype if",
+)  # in a statement
 ON_A_GPU = ("_send_aside", "has_scaled_product", "on_device")
 
 
