@@ -107,6 +107,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("expert", "Journey._by_expert", "stable=False"): "rows of one expert in another order: each is computed by itself",
     ("expert", "worst", "[[-2.0, 0.0"): "entropy is at most 1, so that any layer's own is the least",
     ("expert", "worst", "[[-1.0, 1.0"): "the busiest expert has the mean at least, so that any layer's own is the most",
+    ("fp8", "Fp8Products.__init__", "lambda: super().__init__()"): "torch's own does nothing",
     ("mesh", "Mesh.__init__", "shard > 1 and layout.plan.replicate >= 1"): OF_ITS_OWN,
     ("mesh", "Mesh.__init__", "shard >= 1 and layout.plan.replicate > 1"): OF_ITS_OWN,
     ("mesh", "Mesh.__init__", "shard > 1 or layout.plan.replicate > 1"): OF_ITS_OWN,

@@ -57,7 +57,7 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
     "localsgd": [("test_localsgd.py", "between or averaging or ones_own")],
     "offload": [("test_offload.py", "sequence_parallel")],
-    "gathering": [("test_options.py", "units or limit"), ("test_precision.py", "two_ranks_in_16 and bf16")],
+    "gathering": [("test_options.py", "units or limit or dtypes"), ("test_precision.py", "two_ranks_in_16 and bf16")],
     "tables": [("test_tensor_hf.py", "computes")],
     "cuts": [FUSED],
 }  # fmt: skip
