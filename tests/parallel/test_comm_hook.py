@@ -31,6 +31,7 @@ def trained(rank, name):
 
     from meshwright.parallel.comm_hook import hook
 
+    DistributedDataParallel(network()).register_comm_hook(Compressed(name), hook)  # torch reads its annotations
     model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
     steps = []
 

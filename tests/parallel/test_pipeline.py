@@ -1,14 +1,16 @@
 """The adapter to torch's pipeline runtime: what it needs is there, what it runs is our program."""
 
 import pytest
+import torch
 from torch.distributed.pipelining import schedules
+from torch.torch_version import TorchVersion
 
 import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline import actions_of, check_adapter, received_early
+from meshwright.parallel.pipeline import actions_of, check_adapter, check_split_products, received_early
 from meshwright.programs.pipelines import SCHEDULES
 
 MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
@@ -102,3 +104,12 @@ def test_a_torch_that_moved_them_is_named_clearly(name, monkeypatch):
     monkeypatch.delattr(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms")
     with pytest.raises(MeshwrightError, match="_prepare_schedule_with_comms"):
         check_adapter()
+
+
+def test_products_that_an_older_torch_forgets_are_refused(monkeypatch):
+    plan, split = Plan(pp=2, schedule="zb-h1"), SCHEDULES["zb-h1"](2, 4, 1)
+    check_split_products(plan, split)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu129"))
+    check_split_products(plan, SCHEDULES["1f1b"](2, 4, 1))
+    with pytest.raises(MeshwrightError, match=r"MW-PIPE-041: fp8 products under the schedule zb-h1 need torch 2\.13"):
+        check_split_products(plan, split)

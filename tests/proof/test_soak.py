@@ -37,6 +37,7 @@ PRECISIONS = ("bf16", "fp16", "fp8")
 WIRES = [*inexact.KINDS.values(), {"comm_dtype": "bf16"}, {"comm_dtype": "fp16"}, {"comm_dtype": "fp8"}]
 TOO_MANY = "MW-VERIFY-001"  # axes at 2 each need more ranks than there are
 NOT_RUN = "MW-PAR-001"  # planned and costed only
+TOO_OLD = "MW-PIPE-041"  # fp8 between the halves of a backward, before torch 2.13
 RANKS = 8
 STEPS = 2
 SEED = int(os.environ.get("MESHWRIGHT_SOAK_SEED", "0"))
@@ -97,7 +98,7 @@ def test_random_legal_plans_are_proved(capsys):
                 failed.append((i, config.model.name, config.plan.title(), why(proof)))
             seen["proved" if proof.passed else "failed"] += 1
         except MeshwrightError as error:
-            if error.code not in (TOO_MANY, NOT_RUN):
+            if error.code not in (TOO_MANY, NOT_RUN, TOO_OLD):
                 failed.append((i, config.model.name, config.plan.title(), str(error)[-1500:]))
             seen[error.code] += 1
         i += 1

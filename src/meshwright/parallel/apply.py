@@ -38,7 +38,7 @@ from meshwright.parallel import context, exchange, expert, fp8, fp8_grouped, off
 from meshwright.parallel.localsgd import LocalSgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
-from meshwright.parallel.pipeline import Loss, Pipeline, Stage
+from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.precision import Masters, at_least_single, masters_of
 from meshwright.parallel.recompute import memory_of, recompute_plan
 from meshwright.parallel.supported import check_supported
@@ -157,6 +157,8 @@ def apply(
     plan = settle(model, plan.check(model, workload), workload, Stack(), memory_of(device) if unsaid else 0.0)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
+    if program is not None and workload.precision == "fp8":
+        check_split_products(plan, program)
     # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
     stages = {i: build(model, layers).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}

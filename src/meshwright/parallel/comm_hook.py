@@ -16,8 +16,6 @@ next bucket's. On a GPU the host runs ahead of them on a stream of their own, so
 waits for them (`zero.Buckets` waits at the end of backward only).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,6 +27,8 @@ from torch.distributed import ProcessGroup
 from meshwright.parallel.compress import Compressor, Running, make
 
 Shapes = list[torch.Size]
+
+# Annotations are no texts in this file: torch reads those of a hook.
 
 
 class Compressed:

@@ -77,7 +77,7 @@ def scaled_product(
 def on_device(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype
 ) -> torch.Tensor:
-    """The GPU's own product. It does not take every number of rows: those up to the next unit are zeros."""
+    """The GPU's own product, of rows in whole units: those up to the next are zeros."""
     rows = len(a)
     whole = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype) if rows % UNIT else a
     return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out)[:rows]

@@ -52,7 +52,9 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    return on_device(a, b, one, scale.reshape(()), torch.float32)
+    return on_device(
+        a, b, one, scale.reshape(()).clone(), torch.float32
+    )  # scales of its own address: units of 16 bytes
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ from typing import Any
 import torch
 from torch import distributed, nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.torch_version import TorchVersion
 
+from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.zero import Buckets, Reduction, parts_of
@@ -53,6 +55,14 @@ def check_adapter() -> None:
         raise MeshwrightError("MW-PIPE-040", f"torch {torch.__version__} has no {', '.join(missing)}",
                               why="Pipeline programs run on torch's private runtime, which this version has changed",
                               valid=["torch 2.11 to 2.13"])  # fmt: skip
+
+
+def check_split_products(plan: Plan, program: PipelineProgram) -> None:
+    """fp8 products are functions of ours, which torch before 2.13 forgets between the halves of a backward."""
+    if program.splits_backward and torch.__version__ < TorchVersion("2.13"):
+        raise MeshwrightError("MW-PIPE-041", f"fp8 products under the schedule {plan.schedule} need torch 2.13, not {torch.__version__}",
+                              why="An earlier one forgets products of another's writing between the halves of their backward",
+                              valid=["gpipe", "1f1b", "interleaved"], fix="--set plan.schedule=1f1b")  # fmt: skip
 
 
 class Stage(PipelineStage):

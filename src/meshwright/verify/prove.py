@@ -116,11 +116,9 @@ def prove(
     one = run(alone, device)[0]
     double = compare_doubles(alone, one["fp64"], [rank["fp64"] for rank in many], device)
     bounds = bounds_from_rounding(one["fp32"], one["fp64"])
-    # A lossy sum rounds to a neighbour where float32 and float64 differ: its float32 is held to one device's float32.
-    single = compare(one["fp32" if small.plan.lossy else "fp64"], [rank["fp32"] for rank in many], bounds)
-    # Where float32 rounds, fp8 may round to a neighbour, and so may 16-bit sums of several: there float64 alone is judged.
-    neighbours = small.workload.precision == "fp8" or order_matters(small.plan)
-    agreements = [double] if neighbours else [double, single]
+    single = compare(one["fp64"], [rank["fp32"] for rank in many], bounds)
+    # Where float32 rounds, fp8 and lossy sums may round to a neighbour: there float64 alone is judged.
+    agreements = [double] if small.workload.precision == "fp8" or small.plan.lossy else [double, single]
     proof = Proof(small, steps, agreements, [rank["fp32"] for rank in many])
     if inexact(job):
         proof.exact_losses = tuple(run(exact(job), device)[0]["fp64"].losses)
