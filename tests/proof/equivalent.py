@@ -25,12 +25,15 @@ FROM_2_13 = "torch before 2.13, which this is, does not read it; a later one doe
 IN_TIME = (
     "the groups are made when they are first needed, by those who need them, which gloo allows, or made and not used"
 )
+BALANCED = "tokens in one run or in two: the same attention, its work divided otherwise"
 SAME_PLACES = "every stage has ranks at the same places"
 OF_NO_TOKENS = "a tp group of one, and who holds which experts, say nothing of whose tokens"
 
 # module, function, part of the line as it is
 ANY_CHANGE: dict[tuple[str, str, str], str] = {
     ("apart", "Apart._experts", "token_R = torch.empty(0"): NOT_READ,
+    ("apply", "apply", "if model.attention_dropout and"): MEMORY,
+    ("apply", "apply", "context.in_tiles("): MEMORY,
     ("apply", "apply", "if plan.offload in"): MEMORY,
     ("apply", "apply", "offload.put_on("): MEMORY,
     ("apply", "apply", "if model.tied and program is not None"): IN_TIME,
@@ -99,11 +102,16 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("blocks", "Gradients.__init__", "stride(-1) == 2"): "a copy of the same numbers",
     ("compress", "quantise", "scale > 0, scale, 2.0"): "zeros, whatever they are divided by",
     ("context", "put_on", "geometry.window > seq"): "a window as long as the sequence hides nothing",
+    ("blocks", "_relation", "near or q == k"): "runs are the same or apart",
+    ("context", "is_zigzag", "seq //"): BALANCED,
+    ("context", "is_zigzag", "== 1)"): BALANCED,
+    ("emulation", "added", "several[1]"): "every micro-batch has gradients of the same names",
     ("emulation", "told", "mesh.index(axis) == 1]"): "the second of a group tells what its first does",
     ("emulation", "emulate_messages", "layout)[1]"): "all ranks hold the same sum",
     ("emulation", "emulate_messages", "in parts[1]"): "all ranks hold parts of the same sizes",
     ("emulation", "emulate_owners", "in parts[1]"): "all ranks hold parts of the same sizes",
     ("emulation", "emulate_owners", "row[1] for row"): "a tensor of that size, which is then filled",
+    ("expert", "_part", "stop + start"): "of an expert's cut the start is read, not the length",
     ("expert", "Journey._by_expert", "stable=False"): "rows of one expert in another order: each is computed by itself",
     ("expert", "worst", "[[-2.0, 0.0"): "entropy is at most 1, so that any layer's own is the least",
     ("expert", "worst", "[[-1.0, 1.0"): "the busiest expert has the mean at least, so that any layer's own is the most",
@@ -113,7 +121,9 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("mesh", "Mesh.__init__", "shard > 1 or layout.plan.replicate > 1"): OF_ITS_OWN,
     ("mesh", "Mesh.group", "size('world') >= 1"): OF_ONE,
     ("mesh", "Mesh.expert_sharding", "size(axis) >= 1"): OF_ONE,
+    ("mesh", "Mesh.sharding", "size('cp') >= 1"): OF_ITS_OWN,
     ("mesh", "Mesh.add_copies", "count != self.size('tp')"): OF_ITS_OWN,
+    ("order", "token_order", "plan.cp >= 1"): "one run, as one rank has",
     ("pipeline", "Pipeline.run", "return_outputs=True"): MEMORY,
     ("powersgd", "PowerSGD._start", "amax(0) > 1).all()"): "a longer way to what was kept: no column of it is drawn anew",
     ("precision", "cast", "recurse=True"): "and once more under a name that nobody reads",
@@ -126,6 +136,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("sparse", "Threshold._told", "[-100:]"): MEMORY,
     ("tensor", "_partial", "recurse=True"): LEAVES,
     ("tensor", "_keys", "recurse=True"): LEAVES,
+    ("ulysses", "over_heads", "x[1].numel()"): "rows of one size",
     ("zero", "Buckets.__init__", "if dtype is not None or dtype != p.dtype"): "unsaid, autograd keeps the parameter's own dtype",
     ("zero", "Buckets.__init__", "self._begun = True"): "a sum of zeros before the first",
     ("zero", "reduction", "if apart or isinstance("): "a bucket of nothing",

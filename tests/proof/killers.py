@@ -32,12 +32,14 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
               LOSSY],
     "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("one-kv", {"tp": 2}), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2}), LOCAL,
                ("qwen-moe", {"replicate": 2, **Z3})],
-    "pipeline": [("qwen", {"pp": 2}), ("five", ZBV), ("drops", {"pp": 2, "microbatch": 2}), ("mixtral", {**Z3, "pp": 2, "ep": 2})],
+    "pipeline": [("qwen", {"pp": 2}), ("five", ZBV), ("drops", {"pp": 2, "microbatch": 2}), ("mixtral", {**Z3, "pp": 2, "ep": 2}),
+                 ("gpt", {"replicate": 2, **ZB, "reduce": "microbatch"})],
     "expert": [("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}), ("qwen-moe", {"tp": 2}),
                ("mixtral", {**SP, "expert_tp": 1, "ep": 2}), ("deepseek", {"replicate": 2, "ep": 2, "offload": "states"})],
     "context": [("gemma", {"cp": 2}), ("gpt", {"cp": 2, "cp_kind": "all-gather"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
-    "ring": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("llama", {"cp": 4})],
-    "blocks": [("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2}), ("gemma", {"cp": 4})],
+    "ring": [("drops", {}), ("drops", {"cp": 2}), ("llama", {"cp": 2}), ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("llama", {"cp": 4})],
+    "blocks": [("drops", {}), ("drops", {"cp": 2}), ("llama", {"cp": 2}),
+               ("gemma", {"cp": 2, "cp_kind": "all-gather"}), ("bert", {"cp": 2}), ("gemma", {"cp": 4})],
     "ulysses": [("llama", {"cp": 2, "cp_kind": "ulysses"}), ("one-kv", {"cp": 2, "cp_kind": "ulysses"})],
     "recompute": [("gemma", {"recompute": "selective"}), ("gpt", {**SP, "recompute": "full"}),
                   ("llama", {"cp": 2, "recompute": "selective"}), ("mixtral", {"replicate": 2, "ep": 2, "recompute": "full"})],
@@ -76,7 +78,9 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }  # fmt: skip
 # With options of the router, whose statistics are the whole batch's, or of the precision.
 ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
-    "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "z": 0.01})],
+    "apply": [("mixtral", {"tp": 2, "microbatch": 2}, {"precision": "fp8"})],
+    "expert": [("mixtral", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "z": 0.01}),
+               ("qwen-moe", {"tp": 4}, {})],
     "order": [("mixtral", {**Z3, "ep": 2, "microbatch": 4}, {"choice": "expert"}),
               ("qwen-moe", {"cp": 2, "ep": 2, "microbatch": 8}, {"choice": "expert"}),
               ("qwen-moe", {**SP, "microbatch": 8}, {"aux": 0.1, "capacity": 1.0}),
