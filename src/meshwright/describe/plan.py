@@ -224,6 +224,10 @@ class Plan(Described):
             words.append(f"averaged every {self.average_every} steps")
         if self.recompute != "none":
             words.append(f"recompute {self.recompute}{self._chosen_layers()}")
+        if self.wire != "none":
+            words.append(f"{self.wire} gradients")
+        if self.offload != "none":
+            words.append(f"offload {'states and activations' if self.offload == 'both' else self.offload}")
         return " · ".join(words)
 
     def _chosen_layers(self) -> str:
