@@ -31,7 +31,7 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
               ("llama", {"shard": 2, "zero": 1, "microbatch": 2}), LOCAL,
               LOSSY],
     "pieces": [("qwen", {"pp": 2}), ("gpt", SP), ("one-kv", {"tp": 2}), ("llama", Z3), ("qwen-moe", {"replicate": 2, "ep": 2}), LOCAL,
-               ("qwen-moe", {"replicate": 2, **Z3})],
+               ("qwen-moe", {"replicate": 2, **Z3}), ("few", {"shard": 4, "zero": 3})],
     "pipeline": [("qwen", {"pp": 2}), ("five", ZBV), ("drops", {"pp": 2, "microbatch": 2}), ("mixtral", {**Z3, "pp": 2, "ep": 2}),
                  ("gpt", {"replicate": 2, **ZB, "reduce": "microbatch"})],
     "expert": [("qwen-moe", {"replicate": 2, "ep": 2, "overlap": ("ep",)}), ("qwen-moe", {"tp": 2}),

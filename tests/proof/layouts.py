@@ -104,6 +104,7 @@ TRIPLES: list[tuple[str, dict[str, Any]]] = [
 EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"microbatch": 2}),
     ("llama", {"replicate": 4, "bucket": 2000}),
+    ("few", {"shard": 4, "zero": 3}),
     ("gpt", {**Z3, "reshard": False, "microbatch": 2}),
     ("gpt", {**Z3, "reduce": "step", "microbatch": 2}),
     ("gpt", {"tp": 4}),
@@ -262,6 +263,7 @@ def turn(i: int, said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 MODELS["wide"] = MODELS["mixtral"].but(layers=4)
+MODELS["few"] = MODELS["mixtral"].but(experts=2, top_k=1)  # fewer than ranks to shard them over: some have none
 MODELS["drops"] = MODELS["gpt"].but(dropout_rate=0.2, attention_dropout=0.3)
 MODELS["moe-drops"] = MODELS["qwen-moe"].but(dropout_rate=0.2)
 MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)
