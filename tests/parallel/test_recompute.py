@@ -1,6 +1,7 @@
 """Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is
 lowered."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from meshwright.lower.fit import fit, settle
 from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
 from meshwright.models import build
-from meshwright.parallel.recompute import recompute, recompute_plan
+from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
 from meshwright.planner import lint
 from meshwright.verify.fold import small_copy
 from meshwright.verify.prove import prove
@@ -241,3 +242,13 @@ def settled_on_two_ranks(context):
 
 def test_alone_a_rank_fits_its_share_of_the_host():
     assert ranks.run(2, settled_on_two_ranks) == ["none", "none"]
+
+
+def memory_here(context):
+    return memory_of(context.device)
+
+
+def test_the_memory_of_a_rank_is_its_share_of_the_host():
+    whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert memory_of("cpu") == whole
+    assert ranks.run(2, memory_here) == [whole / 2] * 2

@@ -42,7 +42,7 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "keep": [("test_offload.py", "sequence_parallel or activations")],
     "zero": [("test_zero.py", "bucket or one_rank or asked"), ("test_options.py", "order or static or summed"),
              ("test_compress.py", "frozen"), ("test_precision.py", "two_ranks_in_16")],
-    "recompute": [("test_recompute.py", "gradients or saved_bytes_fall or nth or dropout")],
+    "recompute": [("test_recompute.py", "gradients or saved_bytes_fall or nth or dropout or share_of")],
     "apply": [("test_told.py", "load"), ("test_precision.py", "two_ranks_in_16 or fp8_on_two")],
     "expert": [("test_expert.py", "uneven or shared"), ("test_told.py", "share or load")],
     "order": [("test_told.py", "order")],
