@@ -124,6 +124,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("mesh", "Mesh.sharding", "size('cp') >= 1"): OF_ITS_OWN,
     ("mesh", "Mesh.add_copies", "count != self.size('tp')"): OF_ITS_OWN,
     ("order", "token_order", "plan.cp >= 1"): "one run, as one rank has",
+    ("pipeline", "Stage._begin", "last=True"): "each sends, the last or not",
     ("pipeline", "Pipeline.run", "return_outputs=True"): MEMORY,
     ("powersgd", "PowerSGD._start", "amax(0) > 1).all()"): "a longer way to what was kept: no column of it is drawn anew",
     ("precision", "cast", "recurse=True"): "and once more under a name that nobody reads",
