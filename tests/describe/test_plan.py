@@ -37,6 +37,8 @@ def test_a_good_plan_passes() -> None:
     assert plan.world == 64
     assert plan.microbatches(Workload(batch=512)) == 128
     assert plan.title() == "dp 4 (ZeRO-1) · tp 8+sp · pp 2 (1f1b) · micro-batch 1"
+    lossy = Plan(replicate=2, compression="int8", offload="both")
+    assert lossy.title() == "dp 2 · micro-batch 1 · int8 gradients · offload states and activations"
 
 
 def test_the_product_is_shown_with_its_arithmetic() -> None:
