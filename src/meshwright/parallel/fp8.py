@@ -41,12 +41,18 @@ def largest(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().to(torch.float32)
 
 
+def scale_of(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """That of a tensor whose largest is `most`. Multiplied, since a GPU divides by a number so and a CPU does not: one
+    digit more or less in a scale, and a number between two of fp8's goes to the other."""
+    return (most * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
+
+
 def quantise(
     x: torch.Tensor, dtype: torch.dtype, most: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor in fp8 and its scale: x ≈ quantised · scale. `most`: the largest of the tensor this is a part of."""
     limit = torch.finfo(dtype).max
-    scale = ((largest(x) if most is None else most) / limit).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = scale_of(largest(x) if most is None else most, dtype)
     # Divided wide: by a scale rounded to x's 16 bits, and multiplied back by the whole one, all would be off alike.
     # Rounding the scale may lift the largest just above the range; saturate, since E4M3 has no infinity.
     return (x.to(wide(x)) / scale).to(torch.float32).clamp(-limit, limit).to(dtype), scale

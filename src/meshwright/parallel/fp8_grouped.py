@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from meshwright.models.moe import Experts, GroupedLinear
-from meshwright.parallel.fp8 import E4M3, E5M2, UNIT, agreed, has_scaled_product, on_device, quantise, wide
+from meshwright.parallel.fp8 import E4M3, E5M2, UNIT, agreed, has_scaled_product, on_device, quantise, scale_of, wide
 
 EXPONENT = 0x7F800000  # the bits of a float32 that hold it
 
@@ -42,9 +42,8 @@ def largest_of(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
 
 def up_to_power_of_two(most: torch.Tensor) -> torch.Tensor:
     """The least above `most` whose scale is a power of two."""
-    limit = torch.finfo(E5M2).max
-    scale = (most / limit).clamp(min=torch.finfo(torch.float32).tiny)
-    return scale.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32) * (2 * limit)
+    exponent = scale_of(most, E5M2).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
+    return exponent * (2 * torch.finfo(E5M2).max)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -52,9 +51,8 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    return on_device(
-        a, b, one, scale.reshape(()).clone(), torch.float32
-    )  # scales of its own address: units of 16 bytes
+    alone = scale.reshape(()).clone()  # the device wants a scale at an address in units of 16 bytes
+    return on_device(a, b, one, alone, torch.float32)
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
