@@ -81,7 +81,7 @@ PLAIN: list[tuple[str, Said]] = [
 FP8: list[tuple[str, Said]] = [
     *((model, {"microbatch": 2, **said}) for model, said in PLAIN),
     ("llama", {"microbatch": 2}), ("mlp", {"replicate": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
-    ("five", {**Z3, "pp": 2, "recompute": "full"}), ("qwen", {**SP, "pp": 2, "recompute": "full"}),
+    ("five", {**Z3, "pp": 2, "recompute": "full"}), ("one-kv", {**SP, "pp": 2, "recompute": "full"}),
     ("mixtral", {**Z3, "tp": 2, "ep": 2}),
 ]  # fmt: skip
 FP8_COUNTED: list[tuple[str, Said, Said]] = [
@@ -89,7 +89,7 @@ FP8_COUNTED: list[tuple[str, Said, Said]] = [
     ("qwen-moe", {**CP[0], "replicate": 2, "ep": 2, "microbatch": 2}, {"choice": "expert"}),
 ]
 FP8_COMPRESSED = [
-    ("llama", {**DP, "microbatch": 2, **KINDS["int8"]}), ("qwen-moe", {**Z3, **KINDS["bf16"]}),
+    ("one-kv", {**CP[0], "tp": 2, "microbatch": 2, **KINDS["int8"]}), ("qwen-moe", {**Z3, **KINDS["bf16"]}),
     ("gpt", {**CP[0], **DP, **KINDS["int8"], "order": ("tp", "pp", "dp", "cp")}), ("gemma", {**CP[2], **Z3, **KINDS["int8"]}),
 ]  # fmt: skip
 

@@ -192,6 +192,7 @@ class Layout(NamedTuple):
     emulated: Plan | None = None  # whose ranks one device stands for, where they do not do what one device would
     precision: str = "bf16"  # of the workload: fp8 changes the products
     dtype: str = "fp64"  # of the arithmetic
+    kv_copies: int = 1  # how often one device makes each KV head
 
     @property
     def title(self) -> str:
@@ -216,13 +217,13 @@ class Layout(NamedTuple):
         model = MODELS[self.model].but(router=dict(self.router))
         workload = WORKLOAD.but(precision=self.precision)
         return Job(model, self.plan, workload, steps=STEPS, dtypes=(self.dtype,), prepare=self.prepare,
-                   emulated=self.emulated, watch=self.plan.world > 1)  # fmt: skip
+                   emulated=self.emulated, kv_copies=self.kv_copies, watch=self.plan.world > 1)  # fmt: skip
 
     @property
     def reference(self) -> Layout:
         """The same training on one device, all of the batch at once, or what the ranks do in its place."""
         one = one_device(self.job())
-        return self._replace(plan=one.plan, emulated=one.emulated)
+        return self._replace(plan=one.plan, emulated=one.emulated, kv_copies=one.kv_copies)
 
 
 def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:

@@ -18,18 +18,19 @@ are one product; its weight's gradient ĝᵀx̂ comes apart by tokens all the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.router import Router
-from meshwright.models.transformer import LearnedPositions
+from meshwright.models.transformer import Attention, LearnedPositions
 from meshwright.parallel import fp8
 from meshwright.parallel.order import token_order
 
@@ -109,6 +110,7 @@ class Apart:
     def _put_on_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
         """As `_put_on`, of an fp8 product with one scale for all places of a data-parallel rank."""
         use, places = owner.forward, dict[Source, list[Source]]()
+        repeated = owner.repeated if isinstance(owner, CopiedHeads) else lambda p: p
         for whose in rows:
             places.setdefault(whose[:2], []).append(whose)
         order = torch.cat([rows[whose] for together in places.values() for whose in together])
@@ -124,10 +126,11 @@ class Apart:
                 copies = [{name: self._copy(whose, f"{path}.{name}", p) for name, p in owner.named_parameters()
                            if p.requires_grad} for whose in together]  # fmt: skip
                 if owner.weight.requires_grad:
-                    made = torch.cat([x @ copy["weight"].T for x, copy in zip(seen, copies, strict=True)])
+                    made = torch.cat([x @ repeated(copy["weight"]).T for x, copy in zip(seen, copies, strict=True)])
                     y = y + _RoundedBack.apply(made - made.detach())  # nothing but a gradient
                 if owner.bias is not None and owner.bias.requires_grad:
-                    made = torch.cat([copy["bias"].expand(len(x), -1) for x, copy in zip(seen, copies, strict=True)])
+                    biases = [repeated(copy["bias"]).expand(len(x), -1) for x, copy in zip(seen, copies, strict=True)]
+                    made = torch.cat(biases)
                     y = y + (made - made.detach())
                 parts.append(y)
             return torch.cat(parts)[order.argsort()].unflatten(0, x.shape[:2])
@@ -148,6 +151,29 @@ class Apart:
             for p in mine.values():
                 p.grad = None
         return out
+
+
+class CopiedHeads(nn.Linear):
+    """A projection that makes each KV head as often as ranks hold it. In fp8 each of them rounds its part of the head's
+    gradient; of heads made once, the sum would be rounded."""
+
+    width: int
+    copies: int
+
+    def repeated(self, p: torch.Tensor) -> torch.Tensor:
+        return p.unflatten(0, (-1, self.width)).repeat_interleave(self.copies, 0).flatten(0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias))
+
+
+def copy_heads(modules: Iterable[nn.Module], copies: int) -> None:
+    """Let attention inside these modules make each KV head so often."""
+    attentions = [part for module in modules for part in module.modules() if isinstance(part, Attention)]
+    for attention in attentions if copies > 1 else ():
+        for linear in (attention.k, attention.v):
+            linear.__class__ = CopiedHeads
+            linear.width, linear.copies = attention.width, copies  # type: ignore[assignment]
 
 
 class _RoundedBack(torch.autograd.Function):

@@ -46,9 +46,6 @@ def small_copy(config: Config, ranks: int) -> Small:
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
-    if config.workload.precision == "fp8" and workload.precision != "fp8":
-        changes.append("fp8 products not exercised: ranks that hold the same KV head round parts of its gradient, one device "
-                       "the whole")  # fmt: skip
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)
@@ -176,15 +173,10 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         count = 2 * plan.pp * max(1, plan.virtual // 2)
     else:
         count = 2 if config.plan.microbatches(config.workload) > 1 else 1
-    precision = "fp8" if config.workload.precision == "fp8" and not copies_heads(config) else "fp32"
+    precision = "fp8" if config.workload.precision == "fp8" else "fp32"
     return config.workload.but(
         batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
     )
-
-
-def copies_heads(config: Config) -> bool:
-    """Ranks that hold the same KV head have each a part of its gradient, and round that in fp8 before they sum it."""
-    return config.model.kind == "transformer" and config.plan.tp > config.model.kv_groups
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:

@@ -145,19 +145,21 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     """The same model and global batch on one device, all of the batch at once, and no fault injected. Where ranks do
     what no single device would, it does so in their place; of lossy sums `many` tell what they sum."""
     apart = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
+    copies = job.plan.tp // job.model.kv_groups if apart and job.model.kind == "transformer" else 1
+    job = replace(job, watch=False, prepare="", kv_copies=max(1, copies))
     if job.plan.average_every:
         size = job.plan.microbatch if apart else job.workload.batch // job.plan.dp
         plan = Plan(microbatch=size, param_dtype="fp32", master=False)
-        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan)
+        return replace(job, plan=plan, emulated=job.plan)
     rounds = job.plan.microbatches(job.workload)
     counted = bool(job.model.experts) and job.model.router.counts_together
     if job.plan.lossy or (counted and (rounds > 1 or apart)):
         plan = Plan(microbatch=job.workload.batch // rounds, param_dtype="fp32", master=False)
         summed = {dtype: [summed for rank in many for summed in rank[dtype].summed] for dtype in job.dtypes}
-        return replace(job, plan=plan, watch=False, prepare="", emulated=job.plan, summed=summed)
+        return replace(job, plan=plan, emulated=job.plan, summed=summed)
     size = job.plan.microbatch if apart else job.workload.batch
     plan = Plan(microbatch=size, param_dtype="fp32", master=False)
-    return Job(job.model, plan, job.workload, job.order, job.steps, job.seed, job.dtypes)
+    return replace(job, plan=plan)
 
 
 def inexact(job: Job) -> bool:
@@ -184,7 +186,8 @@ def blame(job: Job, one: Trace, device: str) -> str:
         except MeshwrightError:
             continue  # this axis cannot stand alone on the small model
         # Other ranks lose other parts of their gradients: each trial is held to an emulation of its own.
-        alike = run(one_device(trial, ranks), device)[0]["fp64"] if job.plan.lossy else one
+        lossy = job.plan.lossy or job.workload.precision == "fp8"
+        alike = run(one_device(trial, ranks), device)[0]["fp64"] if lossy else one
         if compare(alike, [rank["fp64"] for rank in ranks]).breaks:
             return axis or "micro-batches"
     return " × ".join(wide) if len(wide) != 1 else wide[0]

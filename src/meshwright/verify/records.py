@@ -31,6 +31,7 @@ class Job:
     emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
     summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
     backwards: bool = False  # those sums in the other order
+    kv_copies: int = 1  # how often it makes each KV head, as many ranks of the plan do, where parts are rounded
 
 
 @dataclass

@@ -15,6 +15,7 @@ import torch
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.parallel.apart import copy_heads
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.emulation import Emulated, told
 from meshwright.parallel.precision import at_least_single
@@ -66,8 +67,10 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 
 
 def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
-    return apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
-                 seed=job.seed, scatter=True, order=job.order)  # fmt: skip
+    parallel = apply(job.model, job.plan, job.workload, context.rank, device=context.device, dtype=DTYPES[dtype],
+                     seed=job.seed, scatter=True, order=job.order)  # fmt: skip
+    copy_heads(parallel.stages.values(), job.kv_copies)
+    return parallel
 
 
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
