@@ -84,7 +84,9 @@ def compared(name, group, options):
     plain, _, _ = made(name)
     model, config, table = made(name)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    said = config.to_dict()
     done = split(model, table, group, head=head, **options)
+    assert config.to_dict() == said  # parts that count in it have configs of their own
     ids = torch.arange(16).view(2, 8) * 7 % SIZES["vocab_size"]
     ids[0, 3] = 3
     places = {"position_ids": torch.arange(8)[None]}
