@@ -64,6 +64,17 @@ def test_the_load_of_experts_is_told_step_by_step(tmp_path):
     assert load(tmp_path / "plan.toml").model.router.capacity == 0.5
 
 
+def test_bytes_stand_under_the_axis_that_was_predicted():
+    """The same two ranks carry gradients and tokens, yet dp and ep are two lines of the comparison."""
+    shape = {**MODEL, "tied": False, "experts": 4, "top_k": 2, "expert_ffn": 32}
+    made = Config.from_parts(shape, "laptop", "gloo-cpu", WORKLOAD, {**FP32, "replicate": 2, "ep": 2})
+    training = run_training(made, 1)
+    measured, predicted = training.measurement.traffic_bytes, training.prediction.traffic_bytes
+    assert set(measured) == set(predicted) == {"dp", "ep"}
+    assert measured["dp"] == pytest.approx(predicted["dp"], rel=0.01)
+    assert measured["ep"] == pytest.approx(predicted["ep"], rel=0.5)  # real routing is uneven
+
+
 def test_replicas_that_average_now_and_then_send_as_much_less():
     traffic = [run_training(config(replicate=2, average_every=n), 3) for n in (1, 4)]
     each, fourth = (training.measurement.traffic_bytes["dp"] for training in traffic)

@@ -48,9 +48,9 @@ SILENT = ("c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "_c10d_funct
 
 
 class Observer(TorchDispatchMode):
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, apart: bool = False) -> None:
         super().__init__()
-        self.axis_of = axes_by_group(trainer.parallel.mesh)
+        self.axis_of = axes_by_group(trainer.parallel.mesh, apart)
         self.seen: dict[tuple[str, str], list[int]] = {}
         self.unknown: set[str] = set()
         self.memory = LiveBytes(trainer.parallel.mesh.device)
@@ -107,13 +107,13 @@ def group_name(argument: Any) -> str:
     return argument if isinstance(argument, str) and argument not in ("sum", "max", "avg", "min", "product") else ""
 
 
-def axes_by_group(mesh: Mesh) -> dict[str, str]:
-    """Names of groups → the axis; where two axes have the same ranks, the first of `AXES`."""
+def axes_by_group(mesh: Mesh, apart: bool = False) -> dict[str, str]:
+    """Names of groups → the axis; where two axes have the same ranks, the first of `AXES`, unless they are told apart."""
     out: dict[str, str] = {}
     for axis in AXES:
         group = mesh.group(axis)
         if group is not None:
-            out.setdefault(group.group_name, canonical(mesh, axis))
+            out.setdefault(group.group_name, axis if apart else canonical(mesh, axis))
     copies = mesh.group(KV_COPIES)
     if copies is not None:
         out.setdefault(copies.group_name, "tp")

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 import torch
 
+from meshwright.cost.step import AXIS_OF, TOLD_AS
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
@@ -20,7 +21,7 @@ from meshwright.train.observe import Observer
 from meshwright.train.rank import RankContext
 from meshwright.train.records import RankReport, Settings, StepRecord
 
-DATA_AXES = ("shard", "replicate", "dp", "dp_cp", "shard_cp", "world", "stage")  # told together as dp
+TOLD = {**AXIS_OF, "shard": "dp", "dp": "dp", **TOLD_AS}  # the axis under which a prediction tells these bytes
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
@@ -37,7 +38,7 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     trainer.after_step.clear()
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # the step that is watched is the one that averages
-    with Observer(trainer) as observer:
+    with Observer(trainer, apart=True) as observer:
         trainer.train_step()
     seen = observer.observed()
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
@@ -55,7 +56,7 @@ def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int,
     """Bytes this rank sends in a step, by axis, each collective run bandwidth-optimally."""
     out: dict[str, float] = {}
     for (axis, operation), (_, size) in collectives.items():
-        told = "dp" if axis in DATA_AXES else axis
+        told = TOLD[axis]
         out[told] = out.get(told, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(axis)))
     if trainer.parallel.local is not None and "dp" in out:
         out["dp"] /= trainer.parallel.local.every
