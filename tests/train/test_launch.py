@@ -1,6 +1,7 @@
 """The harness itself: a rank that raises, hangs or dies fails its run with its own traceback, and leaves nothing."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -129,3 +130,39 @@ def test_ranks_end_with_their_parent():
     while time.monotonic() < deadline and not all(gone(p) for p in pids):
         time.sleep(0.05)
     assert all(gone(p) for p in pids)
+
+
+def test_an_interrupted_start_says_nothing_and_leaves_nothing():
+    """A terminal sends Ctrl-C to every process, and the one that ranks are forked from imports torch for seconds."""
+    code = (
+        "import sys, tempfile; from meshwright.cli import guarded; from meshwright.train import launch\n"
+        "make = tempfile.mkdtemp\n"
+        "def told(**where): made = make(**where); print(made, flush=True); return made\n"
+        "tempfile.mkdtemp = told\n"
+        "sys.exit(guarded(lambda: launch.run('test_launch:hang_on_one', 2), False))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )  # fmt: skip
+    meeting = parent.stdout.readline().strip()
+    assert os.path.isdir(meeting)
+    time.sleep(0.7)
+    os.killpg(parent.pid, signal.SIGINT)
+    _, said = parent.communicate(timeout=30)
+    assert (parent.returncode, said) == (130, "")
+    assert not os.path.exists(meeting)
+
+
+@pytest.mark.parametrize(("device", "nearest"), [("gpu", "cpu"), ("cdua", "cuda")])
+def test_an_unknown_device_is_refused_before_a_process_starts(device, nearest):
+    with pytest.raises(MeshwrightError, match=f"MW-RANK-002.*Nearest: --device {nearest}"):
+        ranks.run(2, add_ranks, 10, device=device)
+
+
+def test_a_rank_without_a_gpu_says_so():
+    import torch
+
+    world = torch.cuda.device_count() + 1
+    with pytest.raises(MeshwrightError, match=f"MW-RANK-002: {world} ranks need {world} GPUs"):
+        ranks.run(world, add_ranks, 10, device="cuda")

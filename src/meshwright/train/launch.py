@@ -27,12 +27,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, unknown
 
+DEVICES = ("auto", "cpu", "cuda")
 PRELOAD = ["meshwright.train.preload"]
 FAULT = 70  # exit code: not the fault of what was asked for
 GRACE_S = 1.0  # what the other ranks get after a failure to tell their own
@@ -83,11 +85,15 @@ def run(
 
     `listen(rank, message)` hears what a rank tells while it runs. Nothing is left behind, however it ends.
     """
+    if device not in DEVICES:
+        raise unknown("MW-RANK-002", "device", device, DEVICES, "--device {}")
     meeting = Path(tempfile.mkdtemp(prefix="meshwright-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
     logs = folder or meeting
     logs.mkdir(parents=True, exist_ok=True)
-    ranks = [_start(target, i, world, args, meeting, logs, group_timeout, device) for i in range(world)]
+    ranks: list[Rank] = []
     try:
+        for index in range(world):
+            ranks.append(_start(target, index, world, args, meeting, logs, group_timeout, device))
         _hear(ranks, silence, listen or (lambda rank, message: None))
         failed = [r for r in ranks if r.state != "done"]
         if failed:
@@ -118,9 +124,21 @@ def _start(
         daemon=True,
     )  # fmt: skip
     with _main_hidden(unless=target.startswith("__main__:")):
+        _ensure_server()
         process.start()
     theirs.close()
     return Rank(index, process, ours, log)
+
+
+def _ensure_server() -> None:
+    """Start the forkserver deaf to Ctrl-C, which a terminal sends to every process: until `preload` has made it end
+    without a word, it would end with a traceback of its own."""
+    resource_tracker.ensure_running()  # listens to Ctrl-C again once it has started, so it comes first
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

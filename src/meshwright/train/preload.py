@@ -1,4 +1,13 @@
-"""What every rank needs, imported once in the forkserver and shared by all ranks forked from it."""
+"""What every rank needs, imported once in the forkserver and shared by all ranks forked from it.
+
+Imports take seconds, in which a Ctrl-C of the terminal ends this process without a word: the parent says what is to say.
+"""
+# ruff: noqa: E402  the signal comes before the imports it is about
+
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 import torch
 import torch._dynamo

@@ -93,6 +93,10 @@ def _join(rank: int, world: int, store: str, group_timeout: float, device: str) 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
+        if (found := torch.cuda.device_count()) < world:
+            raise MeshwrightError(
+                "MW-RANK-002", f"{world} ranks need {world} GPUs, and {found} are here", fix="--device cpu"
+            )
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo", store=distributed.FileStore(store, world), rank=rank, world_size=world,
