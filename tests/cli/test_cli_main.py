@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -83,10 +84,42 @@ def test_an_unknown_command_names_the_nearest(capsys) -> None:
     assert err.endswith("Nearest: meshwright catalog\n")
 
 
-def test_an_unknown_option_is_a_usage_error(capsys) -> None:
-    code, out, err = run(capsys, "catalog", "--nonsense")
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [(["catalog", "--nonsense"], "--nonsense"), (["verify"], "'plan'"), (["verify", "x", "--ranks", "0"], "'--ranks'"),
+     (["config"], "command"), (["config", "shwo"], "'show'")],
+)  # fmt: skip
+def test_misuse_is_told_in_the_shape_of_every_error(capsys, words, found) -> None:
+    code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
-    assert "--nonsense" in err
+    assert err.startswith("MW-CLI-005: ")
+    assert found in err
+    assert err.endswith(f" Nearest: meshwright {words[0]} --help\n")
+    _, out, err = run(capsys, *words, "--json")
+    assert err == ""
+    assert json.loads(out)["error"]["code"] == "MW-CLI-005"
+
+
+@pytest.mark.parametrize("words", [["catalog", "-h"], ["config", "-h"], ["config", "show", "-h"]])
+def test_the_short_word_for_help_works_everywhere(capsys, words) -> None:
+    assert run(capsys, *words)[0] == 0
+
+
+def test_a_command_that_is_ended_cleans_up(capsys, monkeypatch) -> None:
+    """SIGTERM unwinds like Ctrl-C, so that what was begun is ended on the way out."""
+    cleaned = []
+
+    def end() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            cleaned.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("meshwright.cli.dispatch", lambda arguments: end())
+    assert run(capsys, "verify")[0] == 143
+    assert cleaned
+    signal.signal(signal.SIGTERM, before)
 
 
 def test_errors_go_to_stderr_in_one_line(capsys) -> None:

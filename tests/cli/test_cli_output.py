@@ -1,8 +1,8 @@
-"""What cannot be written is refused before the work."""
+"""What cannot be written is refused before the work; who waits sees a bar, and a pipe never does."""
 
 import pytest
 
-from meshwright.cli.output import writable
+from meshwright.cli.output import patient, writable
 from meshwright.errors import MeshwrightError
 
 DEMO = "examples/demo-pp2-shard2.toml"
@@ -39,3 +39,18 @@ def test_commands_refuse_before_they_work(arguments, capsys):
         main(arguments)
     assert leaving.value.code
     assert "MW-CLI-004" in capsys.readouterr().err
+
+
+def test_a_bar_goes_to_a_terminal_and_never_into_an_answer(capsys, monkeypatch):
+    with patient("proving", told=False):
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    with patient("proving", told=False):
+        pass
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "proving" in err
+    with patient("searching") as tell:
+        tell(0.5)
+    assert "searching" not in capsys.readouterr().err  # not before two seconds have passed

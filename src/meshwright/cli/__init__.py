@@ -13,10 +13,11 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from meshwright import __version__
 from meshwright.errors import MeshwrightError, unknown
@@ -81,7 +82,13 @@ def overview() -> str:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, leave)
     sys.exit(guarded(lambda: dispatch(arguments), "--json" in arguments))
+
+
+def leave(number: int, frame: object) -> NoReturn:
+    """Ended from outside: as after Ctrl-C, ranks are ended and folders removed on the way out."""
+    raise SystemExit(128 + number)
 
 
 def dispatch(arguments: Sequence[str]) -> None:
@@ -95,7 +102,20 @@ def dispatch(arguments: Sequence[str]) -> None:
         return
     if first not in COMMANDS:
         raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")
-    build(first)(args=list(arguments[1:]), prog_name=f"meshwright {first}")
+    raise SystemExit(obey(first, list(arguments[1:])))
+
+
+def obey(name: str, arguments: list[str]) -> int:
+    """The exit code of one command; what is wrong with its words is an error in the one shape too."""
+    import typer
+
+    misuse: Any = typer.BadParameter.__base__  # of all that a parser may find; typer names only this one of them
+    try:
+        code = build(name)(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
+    except misuse as found:
+        path = found.ctx.command_path if found.ctx else f"meshwright {name}"
+        raise MeshwrightError("MW-CLI-005", found.format_message().rstrip("?"), fix=f"{path} --help") from None
+    return code if isinstance(code, int) else 0
 
 
 def guarded(run: Callable[[], object], as_json: bool) -> int:

@@ -11,7 +11,8 @@ from meshwright.errors import unknown
 from meshwright.view import config as view
 from meshwright.view.tables import show, show_json
 
-command = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+HELP = {"help_option_names": ["-h", "--help"]}
+command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 
 File = Annotated[str, typer.Argument(help="A plan file (TOML).")]
 Set = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a value; may be given again.")]

@@ -27,14 +27,12 @@ def command(
 
     config, assumed = configured(model, cluster, nodes, gpus, plan, stack, batch, seq, tokens, settings)
     result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+    from meshwright.view.tables import show, show_json
+
     if as_json:
-        import json
-
-        print(json.dumps(result.as_dict(), indent=1, default=float))
+        show_json(result.as_dict())
         return
-    from rich.console import Console
-
     from meshwright.view.estimate import page
     from meshwright.view.explain import explain as explained
 
-    Console(highlight=False).print(explained(result, explain) if explain else page(result))
+    show(explained(result, explain) if explain else page(result))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +11,6 @@ from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.describe.plan import Plan
-
-PATIENCE_S = 2.0  # a search that takes longer shows how far it is
 
 
 def command(
@@ -50,9 +44,7 @@ def command(
     mtbf: str = typer.Option(
         "", "--mtbf", metavar="TIME", help="Between failures of the whole machine, such as 3h: adds goodput."
     ),
-    checkpoint: str = typer.Option(
-        "", "--checkpoint", metavar="TIME", help="A save that blocks training, such as 60s."
-    ),
+    checkpoint: str = typer.Option("", "--checkpoint", metavar="TIME", help="A save that blocks training: 60s."),
     restart: str = typer.Option("", "--restart", metavar="TIME", help="From a failure to training on, such as 5min."),
     sites: int = typer.Option(0, "--sites", help="So many such clusters, joined by --line.", min=0, max=10**6),
     line: str = typer.Option("", "--line", metavar="RATE", help="Between sites, such as 100Gb/s."),
@@ -68,7 +60,7 @@ def command(
         show_case(case)
         return
     from meshwright import planner
-    from meshwright.cli.output import writable
+    from meshwright.cli.output import patient, writable
 
     own = own_plan(compare) if compare else None
     writable(out, html)
@@ -77,27 +69,30 @@ def command(
     narrowed: dict[str, Any] = {"fix": fix, "most": most, "least": least, "without": without, "allow": allow,
                                 "headroom": headroom}  # fmt: skip
     beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
-    with patient(not as_json and sys.stderr.isatty()) as progress:
+    with patient("searching") as progress:
         result = planner.plan(
             model, cluster, **problem, **narrowed, **beyond, settings=settings, top=top, progress=progress
         )
     compared = result.compare(own) if own else None
+    written = write(result, out, html)
+    if as_json:
+        from meshwright.view.tables import show_json
+
+        show_json(result.as_dict() | ({"compare": compared.as_dict()} if compared else {}))
+        return
+    show_result(result, compared, Path(compare).name, guides)
+    print("".join(f"{what} written to {where}\n" for what, where in written.items()), end="")
+
+
+def write(result: Any, out: str, html: str) -> dict[str, str]:
+    """The answer as the files that were asked for, by what they are."""
     if out:
         Path(out).write_text(result.to_toml(), encoding="utf-8")
     if html:
         from meshwright.view.plan_html import document
 
         Path(html).write_text(document(result), encoding="utf-8")
-    if as_json:
-        import json
-
-        also = {"compare": compared.as_dict()} if compared else {}
-        print(json.dumps(result.as_dict() | also, indent=1, allow_nan=False))
-        return
-    show_result(result, compared, Path(compare).name, guides)
-    for where, what in ((out, "plan file"), (html, "page")):
-        if where:
-            print(f"{what} written to {where}")
+    return {what: where for what, where in (("plan file", out), ("page", html)) if where}
 
 
 def show_result(result: Any, compared: Any, name: str, guides: bool) -> None:
@@ -163,26 +158,3 @@ def findings(result: Any) -> Any:
     from rich.console import Group
 
     return Group("[bold]What lint says of the winner[/]", *map(one, lint.justify(found, e)))
-
-
-@contextmanager
-def patient(show: bool) -> Iterator[Callable[[float], None] | None]:
-    """A progress bar on stderr once two seconds have passed."""
-    if not show:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(console=Console(stderr=True), transient=True)
-    task, start = bar.add_task("searching", total=1.0), time.monotonic()
-
-    def tell(share: float) -> None:
-        if not bar.live.is_started and time.monotonic() - start > PATIENCE_S:
-            bar.start()
-        bar.update(task, completed=share)
-
-    try:
-        yield tell
-    finally:
-        bar.stop()

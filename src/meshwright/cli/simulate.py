@@ -49,12 +49,11 @@ def command(
             "busy_s": ranks.busy.tolist(), "in_flight": ranks.peak_memory.tolist(), "detail": detail or choose_detail(result, walked),
         }))  # fmt: skip
         return
-    from rich.console import Console
-
     from meshwright.units import format_seconds
     from meshwright.view.pipelines import show_pipelines
+    from meshwright.view.tables import console as standard_output
 
-    console = Console(highlight=False)
+    console = standard_output()
     console.print(
         f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {result.plan.title()}"
     )

@@ -20,7 +20,7 @@ def command(
     """Train a plan on local processes, on Python's own sources, and compare with its prediction."""
     import time
 
-    from meshwright.cli.output import writable
+    from meshwright.cli.output import patient, writable
     from meshwright.describe.config import load
     from meshwright.train.page import page, showing
     from meshwright.train.records import Settings
@@ -32,7 +32,9 @@ def command(
     writable(folder / "measurement.json", make=True)
     options = Settings(learning_rate=learning_rate)
     if as_json:
-        show_json(run_training(config, steps, seed=seed, settings=options, device=device, folder=folder).as_dict())
+        with patient("training", told=False):
+            training = run_training(config, steps, seed=seed, settings=options, device=device, folder=folder)
+        show_json(training.as_dict())
         return
     with showing(steps) as listen:
         training = run_training(config, steps, seed=seed, settings=options, device=device, folder=folder, listen=listen)

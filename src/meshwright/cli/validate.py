@@ -34,7 +34,6 @@ def command(
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
     if not runs and not headline:
         raise MeshwrightError("MW-VAL-005", "nothing to validate", fix="give RUNS.csv or --headline")
-    console = Console(highlight=False)
     chosen = list(rows.read(runs)) if runs else []
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
     crashed = list(rows.read(failed)) if failed else []
@@ -63,7 +62,9 @@ def command(
         print(json.dumps(out))
         return
     from meshwright.view import validate as view
+    from meshwright.view.tables import console as standard_output
 
+    console = standard_output()
     if outcomes:
         console.print(view.table(scores, overall, by))
         console.print(view.reasons(outcomes))
