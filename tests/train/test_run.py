@@ -8,9 +8,9 @@ import pytest
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
 from meshwright.errors import MeshwrightError
-from meshwright.train.page import page, showing, sparkline
-from meshwright.train.records import Settings
-from meshwright.train.run import run_training
+from meshwright.train.page import page, percent, showing, sparkline
+from meshwright.train.records import RankReport, Settings, StepRecord
+from meshwright.train.run import Training, measure, predicted, run_training
 from meshwright.view.tables import console
 
 MODEL = {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256, "tied": True}
@@ -110,3 +110,19 @@ def test_sparkline():
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([0.0, 7.0]) == "▁█"
     assert sparkline([float(i) for i in range(800)], width=8) == "▁▂▃▄▅▆▇█"
+
+
+@pytest.mark.parametrize("losses", [[5.0, 4.0, float("nan"), float("inf")], [float("nan")] * 4])
+def test_a_training_that_diverges_is_told_not_a_fault(losses):
+    steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate(losses)]
+    made = config()
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})]), predicted(made))
+    assert json.loads(json.dumps(training.as_dict(), allow_nan=False))["measurement"]["loss"][2:] == [None, None]
+    with (out := console()).capture() as text:
+        out.print(page(training, "here"))
+    assert "××" in text.get()
+    assert "it diverged" in text.get()
+
+
+def test_errors_are_signed_only_where_there_is_one():
+    assert [percent(e) for e in (-0.004, 0.0, 0.006, -0.2, float("inf"))] == ["0%", "0%", "+1%", "-20%", "—"]

@@ -1,11 +1,15 @@
 """What counts as a difference, which comes first, and how float32's bound follows from one device."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
 
+from meshwright.describe.config import Config
 from meshwright.verify.compare import FLOOR, MARGIN, bounds_from_rounding, compare
+from meshwright.verify.fold import small_copy
+from meshwright.verify.prove import Proof
 from meshwright.verify.records import PieceTrace, Trace
 
 NAMES = ("embedding", "layer.0", "layer.1", "zero")
@@ -104,3 +108,13 @@ def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
     moved.pieces[1].gradients[0][where] = one.pieces[1].gradients[0][where] = 1e-9
     moved.pieces[1].parameters[0][where] += 4e-3
     assert compare(one, [moved], bounds).breaks != []
+
+
+def test_a_proof_that_broke_on_no_number_can_be_told_as_json():
+    one, many = trace(), trace()
+    many.pieces[1].gradients[0][:] = np.nan
+    small = small_copy(Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4}, {"replicate": 2}), 2)
+    told = Proof(small, 2, [compare(one, [many])], [], "replicate").as_dict()
+    assert not json.loads(json.dumps(told, allow_nan=False))["passed"]
+    assert told["first_break"]["name"] == "layer.0"
+    assert told["errors"]["fp64"]["gradient"] is None

@@ -38,11 +38,23 @@ def test_the_page_tells_proof_loss_and_difference(tmp_path):
 
 
 def test_a_failed_proof_is_shown_as_one(tmp_path):
-    failed = {**PROOF, "passed": False, "first_break": "layers.0.norm on rank 1"}
-    assert "✗ not proved" in page([read_run(folder(tmp_path / "a", proof=failed))])
+    first = {"what": "gradient", "name": "layers.0.norm", "step": 0, "rank": 1, "axis": "tp", "error": None}
+    failed = {**PROOF, "passed": False, "errors": {"fp64": {"gradient": None}}, "first_break": first}
+    text = page([read_run(folder(tmp_path / "a", proof=failed))])
+    assert "✗ not proved</span>: gradient layers.0.norm of step 0 on rank 1 differs; axis tp" in text
 
 
-@pytest.mark.parametrize(("changes", "code"), [({"prediction": "{"}, "MW-REP-002"), ({"difference": {}}, "MW-REP-002")])
+def test_a_training_that_diverged_is_drawn_as_far_as_it_went(tmp_path):
+    text = page([read_run(folder(tmp_path / "a", measurement={"loss": [5.0, 4.0, None]}))])
+    assert "loss over 3 steps" in text
+    assert "nan" not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({"prediction": "{"}, "MW-REP-002"), ({"difference": {}}, "MW-REP-002"),
+     ({"difference": [{"what": "step time"}]}, "MW-REP-002"), ({"measurement": {"loss": "low"}}, "MW-REP-002")],
+)  # fmt: skip
 def test_broken_files_are_named(tmp_path, changes, code):
     with pytest.raises(MeshwrightError) as error:
         read_run(folder(tmp_path / "a", **changes))

@@ -29,9 +29,10 @@ def writable(*paths: str | Path | None, make: bool = False) -> None:
             if new:
                 file.unlink()
         except OSError as error:
-            folder = not file.is_dir() and not file.parent.is_dir()
-            why = f"There is no folder '{file.parent}'" if folder else error.strerror or str(error)
-            raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=file.name or "a file") from error
+            missing = not make and not file.parent.exists()
+            why = f"There is no folder '{file.parent}'" if missing else error.strerror or str(error)
+            fix = "" if make else file.name or "a file"
+            raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=fix) from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ a measurement leaves unknown what it could not see, and tells its steps, warm-up
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 GIB = 2.0**30
@@ -53,6 +54,10 @@ class Measurement(Result):
     warmup: int = 0
     spread: float = 0.0
     loss: list[float] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A loss that diverged is unknown: JSON has no word for it."""
+        return super().as_dict() | {"loss": [loss if isfinite(loss) else None for loss in self.loss]}
 
     def __sub__(self, prediction: Prediction) -> list[Difference]:
         """Measured against predicted, for everything both sides know."""

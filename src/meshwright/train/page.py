@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -21,17 +22,17 @@ SPARK = 32
 
 
 def sparkline(values: list[float], width: int = SPARK) -> str:
-    """The course of a number in one line: means of `width` runs of it, from the lowest block to the highest."""
+    """The course of a number in one line: means of `width` runs of it, from the lowest block to the highest; a cross
+    where it is no number."""
     if not values:
         return ""
     edges = (
         [round(i * len(values) / width) for i in range(width + 1)] if len(values) > width else range(len(values) + 1)
     )
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, list(edges)[1:], strict=False)]
-    low, high = min(means), max(means)
-    return "".join(
-        BLOCKS[round((m - low) / (high - low) * (len(BLOCKS) - 1))] if high > low else BLOCKS[0] for m in means
-    )
+    finite = [m for m in means if isfinite(m)] or [0.0]
+    low, span = min(finite), max(finite) - min(finite) or 1.0
+    return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] if isfinite(m) else "×" for m in means)
 
 
 def load(router: dict[str, float]) -> str:
@@ -80,6 +81,9 @@ def page(training: Training, folder: str) -> RenderableType:
     step = Text.assemble(("step ", "dim"), (format_seconds(m.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
                          ("   predicted ", "dim"), format_seconds(p.step_time_s),
                          (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"))  # fmt: skip
+    lost = next((record.step for record in training.steps if not isfinite(record.loss)), None)
+    if lost is not None:
+        loss += Text(f"  no number from step {lost} on: it diverged", "bold red")
     lines = [title, loss, step]
     routers = [record.router for record in training.steps if record.router]
     if routers:
@@ -91,9 +95,16 @@ def page(training: Training, folder: str) -> RenderableType:
 def difference(rows: list[Difference]) -> RenderableType:
     cells = []
     for row in rows:
-        error = Text(f"{100 * row.error:+.0f}%", "green" if abs(row.error) <= 0.2 else "yellow")
+        error = Text(percent(row.error), "green" if abs(row.error) <= 0.2 else "yellow")
         cells.append([row.what, told(row.predicted, row.unit), told(row.measured, row.unit), error])
     return filled(("", ">predicted", ">measured", ">error"), cells, title="Prediction against measurement")
+
+
+def percent(error: float) -> str:
+    """Signed, but for what rounds to nothing, and for what was there and not predicted, or predicted and not there."""
+    if not isfinite(error):
+        return "—"
+    return f"{100 * error:+.0f}%" if abs(error) >= 0.005 else "0%"
 
 
 def told(value: float, unit: str) -> str:

@@ -65,7 +65,10 @@ def _plain(error: MeshwrightError) -> dict[str, Any]:
 
 
 def _prepare_process(log: str, pipe: Connection) -> None:
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except FileNotFoundError:  # the parent has left before this rank began, and removed the folder
+        os._exit(1)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     faulthandler.enable(file=stream)

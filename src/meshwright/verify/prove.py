@@ -13,8 +13,9 @@ gradients are large enough to be clipped.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from typing import Any
 
 from meshwright.describe.config import Config
@@ -79,17 +80,16 @@ class Proof:
     def as_dict(self) -> dict[str, Any]:
         first = next((asdict(b) for a in self.agreements for b in a.breaks), None)
         if first is not None:
-            first["ratio"] = first["ratio"] if first["ratio"] == first["ratio"] else None
-            first["axis"] = self.blamed
+            first = known(first) | {"axis": self.blamed}
         return {
             "passed": self.passed,
             "plan": self.small.plan.title(),
             "ranks": self.small.plan.world,
             "changes": list(self.small.changes),
             "steps": self.steps,
-            "errors": {a.dtype: a.errors for a in self.agreements},
+            "errors": {a.dtype: known(a.errors) for a in self.agreements},
             "first_break": first,
-            "convergence": self.convergence,
+            "convergence": known(self.convergence),
             "collectives_compared": self.collectives,
             "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
             "memory": [
@@ -99,6 +99,11 @@ class Proof:
             ],
             "seconds": self.seconds,
         }
+
+
+def known(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can say: no number where one is infinite or undefined, as a broken plan may make it."""
+    return {name: None if isinstance(x, float) and not isfinite(x) else x for name, x in numbers.items()}
 
 
 def prove(

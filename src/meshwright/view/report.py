@@ -71,7 +71,12 @@ def read_run(folder: str | Path) -> Run:
     for name, value in found.items():
         if not isinstance(value, shapes[name]):
             raise MeshwrightError("MW-REP-002", f"{name}.json of {folder.name} is not what a run writes")
-    return Run(folder.name, **found)
+    run = Run(folder.name, **found)
+    try:
+        card(run)  # drawn here once, so that what lacks a key is told with its folder's name
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise MeshwrightError("MW-REP-002", f"{folder.name} holds what no run writes", why=repr(error)[:100]) from None
+    return run
 
 
 def page(runs: list[Run], title: str = "Planned, proved, trained, compared") -> str:
@@ -96,11 +101,18 @@ def card(run: Run) -> str:
 def proof(told: dict[str, Any] | None) -> str:
     if not told:
         return "<p class='dim'>not verified</p>"
-    errors = told.get("errors", {})
-    words = ", ".join(f"{dtype} gradients within {e.get('gradient', float('nan')):.1e}" for dtype, e in errors.items())
     if told.get("passed"):
+        words = ", ".join(
+            f"{dtype} gradients within {e['gradient']:.1e}" for dtype, e in told.get("errors", {}).items()
+        )
         return f"<p><span class='good'>✓ proved</span> over {told.get('steps')} steps on {told.get('ranks')} ranks: {html.escape(words)}</p>"
-    return f"<p><span class='bad'>✗ not proved</span>: {html.escape(str(told.get('first_break')))}</p>"
+    first = told.get("first_break")
+    words = (
+        f"{first['what']} {first['name']} of step {first['step']} on rank {first['rank']} differs; axis {first['axis']}"
+        if first
+        else "it communicates what the step program does not say"
+    )
+    return f"<p><span class='bad'>✗ not proved</span>: {html.escape(words)}</p>"
 
 
 def shown(unit: str, value: float) -> str:
@@ -122,15 +134,16 @@ def comparison(rows: list[dict[str, Any]]) -> str:
     return f"<table><tr><th></th><th>predicted</th><th>measured</th><th>error</th></tr>{body}</table>"
 
 
-def loss(values: list[float], width: int = 300, height: int = 150) -> str:
-    """The loss curve as a line."""
-    if len(values) < 2:
+def loss(values: list[float | None], width: int = 300, height: int = 150) -> str:
+    """The loss curve as a line, as far as it is known: a training may diverge."""
+    known = {i: v for i, v in enumerate(values) if v is not None}
+    if len(known) < 2:
         return ""
-    low, high = min(values), max(values)
+    low, high = min(known.values()), max(known.values())
     span = (high - low) or 1.0
     points = " ".join(
         f"{36 + (width - 44) * i / (len(values) - 1):.1f},{10 + (height - 34) * (high - v) / span:.1f}"
-        for i, v in enumerate(values)
+        for i, v in known.items()
     )
     return (
         f'<svg width="{width}" height="{height}" role="img" aria-label="loss by step"><polyline points="{points}" fill="none" stroke="var(--a)" '
