@@ -140,3 +140,92 @@ def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
         assert not unused.grad.any()
         made.zero()
         assert all(p.grad is None for p in module.parameters())
+
+
+def own_buckets(context):
+    """By what was done to a module of one's own: whether each step's gradients are one device's, or what was told."""
+    from torch import distributed, nn
+
+    from meshwright.errors import MeshwrightError
+    from meshwright.parallel.compress import make
+    from meshwright.parallel.zero import Buckets
+
+    group, out = distributed.group.WORLD, {}
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def loss(module, rank=context.rank):
+        return module(torch.full((2, 3), 1.0 + rank, dtype=torch.float64)).square().sum()
+
+    def right(module):
+        twin = network()
+        sum(loss(twin, rank) for rank in range(2)).backward()
+        return all(torch.allclose(p.grad, q.grad) for p, q in zip(module.parameters(), twin.parameters(), strict=True))
+
+    def step(module, buckets, **how):
+        buckets.begin(last=True)
+        loss(module).backward(**how)
+        buckets.finish()
+        return right(module)
+
+    def told(do):
+        try:
+            return do() or "nothing"
+        except MeshwrightError as error:
+            return error.code
+
+    module = network()
+    buckets, optimizer = Buckets(module, group, float("inf")), torch.optim.SGD(module.parameters(), 0.0)
+    out["zero_grad"] = [(optimizer.zero_grad(), step(module, buckets))[1] for _ in range(2)]
+    module[0].weight.grad = module[0].weight.grad / 2
+    buckets.zero()
+    out["another gradient set, then a graph of the gradient"] = step(module, buckets, create_graph=True)
+    buckets.zero()
+    buckets.begin(last=False)
+    loss(module).backward()
+    optimizer.zero_grad()
+    module[2](torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    buckets.finish()
+    out["unused after zero_grad"] = not module[0].weight.grad.any() and bool(module[2].weight.grad.any())
+
+    for name in ("none", "top-k"):
+        module = network()
+        buckets = Buckets(module, group, 60.0, compressor=make(name, ratio=1.0))
+        hook = module[0].weight.register_hook(lambda gradient: 1 / 0)
+        buckets.begin(last=True)
+        try:
+            loss(module).backward()
+        except ZeroDivisionError:
+            out[f"left before it was given up, {name}"] = 0 < buckets._started < len(buckets.messages)
+        hook.remove()
+        buckets.zero()
+        out[f"given up, {name}"] = step(module, buckets)
+
+    buckets.zero()
+    buckets.begin(last=True)
+    loss(module).backward()
+    out["two backwards"] = told(lambda: loss(module).backward())
+    out["no finish"] = told(lambda: buckets.begin(last=True))
+    module[0].requires_grad_(False)
+    late = Buckets(module, group, 1e9)
+    module[0].requires_grad_(True)
+    out["unfrozen"] = told(lambda: late.begin(last=True))
+    module[0].float()
+    out["two dtypes"] = told(lambda: Buckets(module, group, 1e9))
+    for name in ("int8", "top-k", "threshold", "powersgd"):
+        for empty in (nn.Tanh(), network().requires_grad_(False)):
+            buckets = Buckets(empty, group, 1e9, compressor=make(name))
+            buckets.begin(last=True)
+            buckets.finish()
+            buckets.zero()
+    return out
+
+
+def test_buckets_hold_what_a_module_of_ones_own_makes_of_its_gradients_or_tell():
+    for out in ranks.run(2, own_buckets):
+        assert out.pop("zero_grad") == [True, True]
+        codes = {key: out.pop(key) for key in ("two backwards", "no finish", "unfrozen", "two dtypes")}
+        assert list(codes.values()) == ["MW-ZERO-004", "MW-ZERO-004", "MW-ZERO-003", "MW-ZERO-005"]
+        assert out == dict.fromkeys(out, True)

@@ -44,6 +44,8 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES, narrow
 from meshwright.parallel.scatter import CompressedScatter, managed
 
+AFTER_LAST = "Messages leave in the backward that begin(last=True) announces, and finish() awaits them"
+
 
 class Buckets:
     """Gradients of a module's parameters, or `only` of some of them, summed over a group (None: nobody to sum with)."""
@@ -55,33 +57,34 @@ class Buckets:
     ) -> None:  # fmt: skip
         self.group, self.compressor, self.overlap = group, compressor, overlap
         self.static, self.each = static, each
-        wanted = set(module.parameters()) if only is None else only
-        parameters = [p for p in module.parameters() if p.requires_grad and p in wanted][::-1]
+        wanted = [p for p in module.parameters() if only is None or p in only]
+        parameters = [p for p in wanted if p.requires_grad][::-1]
+        self._frozen = [p for p in wanted if not p.requires_grad]
         starts = [0, *accumulate(p.numel() for p in parameters)]
-        first = next(module.parameters())
-        self.flat = torch.zeros(starts[-1], dtype=dtype or first.dtype, device=first.device)
-        count = max(1, -(-self.flat.nbytes // max(int(bucket_bytes), self.flat.element_size())))
+        device = parameters[0].device if parameters else None
+        self.flat = torch.zeros(starts[-1], dtype=dtype or dtype_of(parameters), device=device)
+        least, most = self.flat.element_size(), self.flat.nbytes
+        count = max(1, -(-most // max(least, int(min(bucket_bytes, most)))))
         length = max(1, -(-self.flat.numel() // count))
-        edges = [*range(0, max(starts[-1], 1), length), starts[-1]]
+        edges = [*range(0, starts[-1], length), starts[-1]]
         if compressor is not None and compressor.aligned:
             edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
         self.parameters, self.edges = parameters, edges
         self.messages = [self.flat[a:b] for a, b in pairwise(edges)]
         self.layouts: list[Layout] = [[] for _ in self.messages]
         self._touched: dict[torch.Tensor, range] = {}
+        self._places: dict[torch.Tensor, torch.Tensor] = {}
         for p, at in zip(parameters, starts, strict=False):
             if dtype is not None and dtype != p.dtype:
                 p.grad_dtype = dtype  # autograd then adds a narrow gradient into the wide one
-            p.grad = self.flat[at : at + p.numel()].view_as(p)
+            p.grad = self._places[p] = self.flat[at : at + p.numel()].view_as(p)
             message = bisect_right(edges, at) - 1
             self._touched[p] = range(message, bisect_left(edges, at + p.numel()))
             self.layouts[message].append((at - edges[message], p.shape))
             if group is not None:
                 p.register_post_accumulate_grad_hook(self._done)
-        self._touching = [0] * len(self.messages)
-        for messages in self._touched.values():
-            for i in messages:
-                self._touching[i] += 1
+        self._holders = [[p for p, own in self._touched.items() if i in own] for i in range(len(self.messages))]
+        self._touching = [len(holders) for holders in self._holders]
         self._missing: list[int] = []
         self._work: list[Any] = []
         self._started = 0
@@ -92,6 +95,12 @@ class Buckets:
 
     def begin(self, last: bool) -> None:
         """Before a micro-batch: gradients are complete after the backward of the `last` one."""
+        if any(p.requires_grad for p in self._frozen):
+            raise MeshwrightError("MW-ZERO-003", "a parameter wants a gradient that was frozen when these buckets were made",
+                                  why="It has no place in the buffer: each rank would go its own way", fix="other Buckets")  # fmt: skip
+        if self._work and not self.each:
+            raise MeshwrightError("MW-ZERO-004", "a micro-batch begins after the gradients of the last one have left", why=AFTER_LAST,
+                                  fix="finish() before it, or zero() to give the step up")  # fmt: skip
         if self.each and self._begun:
             self._complete()
             self._total = self.flat.clone() if self._total is None else self._total.add_(self.flat)
@@ -111,6 +120,9 @@ class Buckets:
             return
         for i in self._touched[parameter]:
             self._missing[i] -= 1
+            if self._missing[i] < 0:
+                raise MeshwrightError("MW-ZERO-004", "a parameter has a gradient after its message has left", why=AFTER_LAST,
+                                      fix="begin(last=False) before each backward but the last")  # fmt: skip
         # In order, so that every rank sends its messages in the same order whatever order gradients came in.
         while self._started < len(self.messages) and self._missing[self._started] == 0:
             self._send()
@@ -118,15 +130,30 @@ class Buckets:
     def _send(self) -> None:
         i, message, group = self._started, self.messages[self._started], self.group
         self._started += 1
-        if self.compressor is None or group is None:
+        for p in self._holders[i]:
+            self._put(p)
+        if group is None:
+            return
+        if self.compressor is None:
             self._work.append(distributed.all_reduce(message, group=group, async_op=True))
         else:
             steps = self.compressor.reduce(i, message, self.layouts[i], group.rank(), group.size())
             self._work.append(Running(steps, group))
 
+    def _put(self, parameter: torch.Tensor) -> None:
+        """Let a gradient stand where it is sent from: an optimizer's `zero_grad`, say, makes autograd begin another."""
+        place, gradient = self._places[parameter], parameter.grad
+        if gradient is place:
+            return
+        if gradient is None:
+            place.zero_()
+        else:
+            place.copy_(gradient.detach())
+        parameter.grad = place
+
     def start(self) -> None:
         """Send what has not been sent: a split backward writes gradients without calling hooks."""
-        while self.group is not None and self._started < len(self.messages):
+        while self._started < len(self.messages):
             self._send()
 
     def finish(self) -> None:
@@ -154,7 +181,24 @@ class Buckets:
         self._started = 0
 
     def zero(self) -> None:
+        """Before the next step; of one that was given up, what has left must arrive first."""
+        if self._work:
+            self._complete()
+        self._total, self._begun = None, False
         self.flat.zero_()
+        for p, place in self._places.items():
+            if p.grad is not place:
+                p.grad = place
+
+
+def dtype_of(parameters: list[nn.Parameter]) -> torch.dtype | None:
+    """Of a buffer for their gradients; none: torch's own."""
+    dtypes = sorted({p.dtype for p in parameters}, key=str)
+    if len(dtypes) > 1:
+        raise MeshwrightError("MW-ZERO-005", f"parameters of {' and '.join(map(str, dtypes))} in one buffer",
+                              why="An optimizer wants each gradient in its parameter's dtype",
+                              valid=["Buckets(…, only=parameters of one dtype) for each", "dtype=… for all"])  # fmt: skip
+    return dtypes[0] if dtypes else None
 
 
 class Alone:
@@ -312,6 +356,11 @@ def scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.Parameter]
             out.append(CompressedScatter(compressor, parameters, axis, mesh.size(axis), exact))
             parts[0].set_custom_reduce_scatter(out[-1])
     return out
+
+
+def compressors_of(reductions: list[Reduction]) -> list[Compressor]:
+    scattered = [s.compressor for part in parts_of(reductions) if isinstance(part, Shards) for s in part.scatters]
+    return [*(b.compressor for b in buckets_of(reductions) if b.compressor is not None), *scattered]
 
 
 def parts_of(reductions: list[Reduction]) -> list[Buckets | Shards | Alone]:
