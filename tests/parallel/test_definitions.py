@@ -213,3 +213,35 @@ def test_what_goes_exactly_goes_beside_what_is_compressed():
 
 def test_a_reduction_that_asks_for_nothing_has_nothing_to_wait_for():
     assert not Running(iter(()), None).wait()
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_is_heard_at_once_by_its_owner_and_not_again(name, bad, scattered):
+    """By all ranks, where all hear the sum: the step is skipped, and no step after it need be."""
+    compressors = [make(name, **OPTIONS) for _ in range(RANKS)]
+    for step in range(3):
+        given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r) for r in range(RANKS)]
+        if step == 1:
+            given[1].view(-1)[11] = bad
+        sums, _ = asked_for(compressors, given, scattered)
+        heard = [not s.isfinite().all() for s in sums]
+        assert (any(heard) if scattered else all(heard)) == any(heard) == (step == 1)
+    assert all(e.isfinite().all() for c in compressors for e in c.feedback.errors.values())
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("fp16", "bf16")])
+def test_errors_follow_the_scale_of_the_loss(name, scattered):
+    """A power of two changes no rounding: scaled by it from the second step on, the sums are scaled by it and nothing else."""
+    plain, scaled = ([make(name, **OPTIONS) for _ in range(RANKS)] for _ in range(2))
+    for step, scale in enumerate((1.0, 8.0, 8.0)):
+        given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r) for r in range(RANKS)]
+        if step == 1:
+            for compressor in scaled:
+                compressor.feedback.rescale(8.0)
+        exact, _ = asked_for(plain, given, scattered)
+        moved, _ = asked_for(scaled, [g * scale for g in given], scattered)
+        for a, b in zip(exact, moved, strict=True):
+            torch.testing.assert_close(b, a * scale, rtol=1e-13, atol=1e-13)

@@ -100,7 +100,7 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("blocks", "_reach", "last + 2"): MASKED,
     ("blocks", "Attended.meet", "kernel_for(*parts, r.seen != 'triangle')"): "both kernels there are take both: it asks, and is not told",
     ("blocks", "Gradients.__init__", "stride(-1) == 2"): "a copy of the same numbers",
-    ("compress", "quantise", "scale > 0, scale, 2.0"): "zeros, whatever they are divided by",
+    ("compress", "quantise", "scale == 0, 2.0, scale"): "zeros, whatever they are divided by",
     ("context", "put_on", "geometry.window > seq"): "a window as long as the sequence hides nothing",
     ("blocks", "_relation", "near or q == k"): "runs are the same or apart",
     ("context", "is_zigzag", "seq //"): BALANCED,

@@ -8,7 +8,7 @@ they are compressed, so that a sum of 16-bit numbers cannot overflow where their
 
 What a rank has not sent yet is remembered by bucket, and torch regroups its buckets once, after the first step. So a bucket
 that was not seen before, index and shapes, goes as it is, and is compressed from the next step on: nothing is remembered of
-a bucket that is no more.
+a bucket that is no more. Under a loss scale that moves, `rescale` it when that does: errors are of scaled gradients.
 
 PowerSGD takes two rounds, and which of several buckets is in which round is where torch's own hook hangs on gloo: its second
 round is issued whenever the first is done, in another order on every rank. Here a bucket's rounds are all issued before the
@@ -40,6 +40,12 @@ class Compressed:
         self.make()  # a wrong name is told here
         self.known: dict[int, tuple[Shapes, Compressor | None]] = {}
         self.stream: Any = None
+
+    def rescale(self, factor: float) -> None:
+        """The loss is scaled so many times what it was: `scaler.get_scale()` after `scaler.update()`, by that before."""
+        for _, compressor in self.known.values():
+            if compressor is not None:
+                compressor.feedback.rescale(factor)
 
     def mean(self, index: int, flat: torch.Tensor, shapes: Shapes) -> None:
         """`flat` becomes the mean over ranks."""

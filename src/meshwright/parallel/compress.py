@@ -21,6 +21,9 @@ Error feedback: what a rank did not send it adds to its next gradient, so nothin
 
     x ← g + e      sent = decode(encode(x))      e ← x − sent      Σ_ranks x = result + Σ_ranks e, always
 
+A number that is not finite is heard at once: it spoils the sum on every rank, so that all of them skip the step, and is not kept,
+else it would spoil every step after. And errors are of scaled gradients where the loss is scaled: they follow its scale (`rescale`).
+
 Compressing pays below the bandwidth at which the bytes saved take as long as γ does
 (`cost.advice.compression_break_even`); `benchmarks/compress.py` measures both, and what it does to convergence.
 
@@ -58,23 +61,6 @@ class Exchange:
     given: torch.Tensor
 
 
-class Compressor(Protocol):
-    """Sums a message over ranks, lossily. One object a rank: it keeps the rank's errors, by message."""
-
-    aligned: bool  # whether a message must hold whole parameters
-
-    def reduce(
-        self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int
-    ) -> Iterator[Exchange]: ...
-
-    def scatter(
-        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
-    ) -> Iterator[Exchange]:
-        """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`. The layout is of columns: where each
-        parameter's part of a row starts, and its shape before it was cut."""
-        ...
-
-
 class Feedback:
     """What each message has not sent yet."""
 
@@ -87,7 +73,30 @@ class Feedback:
 
     def keep(self, index: int, error: torch.Tensor) -> None:
         if self.on:
-            self.errors[index] = error
+            self.errors[index] = error.nan_to_num_(0.0, 0.0, 0.0)
+
+    def rescale(self, factor: float) -> None:
+        """The loss is scaled so many times what it was."""
+        for error in self.errors.values():
+            error.mul_(factor)
+
+
+class Compressor(Protocol):
+    """Sums a message over ranks, lossily. One object a rank: it keeps the rank's errors, by message."""
+
+    aligned: bool  # whether a message must hold whole parameters
+    feedback: Feedback
+
+    def reduce(
+        self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int
+    ) -> Iterator[Exchange]: ...
+
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
+        """Rows [ranks, C]: `out` becomes the sum of all ranks' row `rank`. The layout is of columns: where each
+        parameter's part of a row starts, and its shape before it was cut."""
+        ...
 
 
 class Cast:
@@ -163,7 +172,7 @@ class Quantised:
 def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:
     """[R, C] → [R, bytes] of uint8: a float32 scale, then the numbers."""
     scale = (rows.abs().amax(1, keepdim=True) / LEVELS[kind]).to(torch.float32)
-    scale = torch.where(scale > 0, scale, 1.0)
+    scale = torch.where(scale == 0, 1.0, scale)  # one that is not finite stays, and so does what it scales
     level = rows / scale
     if kind == "fp8":
         body = level.clamp(-LEVELS[kind], LEVELS[kind]).to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -49,7 +49,7 @@ class Threshold:
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
-        places = (x.abs() >= self.factor * x.square().mean().sqrt()).nonzero()[:, 0]
+        places = self.above(x).nonzero()[:, 0]
         count = torch.tensor([places.numel()], dtype=torch.int64, device=x.device)
         counts = count.new_empty(ranks)
         yield Exchange("all_gather", counts, count)
@@ -61,12 +61,16 @@ class Threshold:
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
-        above = x.abs() >= self.factor * x.square().mean().sqrt()
+        above = self.above(x)
         count = above.sum(1).max()[None]
         counts = count.new_empty(len(rows))
         yield Exchange("all_gather", counts, count)
         most = self._told(index, counts)
         yield from tell_owners(self.feedback, index, out, x, [row.nonzero()[:, 0] for row in above], most)
+
+    def above(self, x: torch.Tensor) -> torch.Tensor:
+        """What is not below: a number that is undefined is not, and is told."""
+        return ~(x.abs() < self.factor * x.square().mean().sqrt())
 
     def _told(self, index: int, counts: torch.Tensor) -> int:
         most = max(1, int(counts.max()))
@@ -126,7 +130,7 @@ class RandomK:
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
         places = self.places(index, x.numel(), x.device)
-        payload = x[places]
+        payload = x[places] + overflow(x)
         self.feedback.keep(index, x.index_fill(0, places, 0.0))
         yield Exchange("all_reduce", payload, payload)
         message.zero_().index_copy_(0, places, payload)
@@ -136,7 +140,7 @@ class RandomK:
     ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         places = self.places(index, x.shape[1], x.device)
-        payload = x[:, places].contiguous()
+        payload = x[:, places].contiguous() + overflow(x)
         self.feedback.keep(index, x.index_fill(1, places, 0.0))
         mine = payload.new_empty(len(places))
         yield Exchange("reduce_scatter", mine, payload)
@@ -146,6 +150,11 @@ class RandomK:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
         return torch.randperm(length, generator=random, device=device)[: kept(length, self.ratio)]
+
+
+def overflow(x: torch.Tensor) -> torch.Tensor:
+    """Zero, or undefined if any number is not finite: one that is not drawn spoils those that are."""
+    return torch.linalg.vector_norm(x, torch.inf) * 0.0
 
 
 def kept(elements: int, ratio: float) -> int:
