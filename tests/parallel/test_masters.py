@@ -106,3 +106,12 @@ def test_an_average_comes_when_it_is_due_and_of_one_replica_it_is_itself():
     assert [t.tolist() for t in tensors] == [[[2.0, 4.0]], [8.0]]
     assert (average.since, float(average.tokens)) == (1, 5.0)
     assert Average(tensors[:1], None, 1).after_update(2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_an_average_of_any_number_of_tokens_is_itself(dtype):
+    """None at all, and more than 16 bits can count."""
+    for tokens in (0.0, 70_001.0):
+        tensor = torch.tensor([2.0, 0.1], dtype=dtype)
+        assert Average([tensor], None, 1).after_update(tokens)
+        assert tensor.tolist() == torch.tensor([2.0, 0.1], dtype=dtype).tolist()

@@ -131,6 +131,8 @@ class Router(nn.Module):
         return self.options.aux * aux + self.options.z * z.squeeze()
 
     def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
+        if not self.training:  # what is evaluated between two steps is no step's load
+            return
         now = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
         self.load = now if self.load is None else self.load + now
 

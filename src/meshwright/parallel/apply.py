@@ -32,6 +32,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import context, exchange, expert, fp8, fp8_grouped, offload, tensor, vocabulary, zero
@@ -63,6 +64,7 @@ class Parallel:
     pipeline: Pipeline | None = None
     places: torch.Tensor | None = None  # where this rank's tokens stand in the sequence; None: it has all of them
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
+    scale: float = 1.0  # what every loss is multiplied by
     dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
     moment: Moment | None = None  # the step, and this rank's samples of its global batch
@@ -137,10 +139,23 @@ class Parallel:
         return expert.balance(self.stages.values(), self.pieces, self.mesh, masters) if self.model.experts else {}
 
     def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
-        """The step's global number of valid tokens, and what every loss is multiplied by."""
-        self.tokens = tokens / scale
+        """The step's global number of valid tokens, of which there may be none, and what every loss is multiplied by."""
+        self.tokens = tokens.clamp(min=1.0) / scale
+        if scale != self.scale:
+            for compressor in zero.compressors_of(self.reductions):
+                compressor.feedback.rescale(scale / self.scale)
+            self.scale = scale
         if self.model.experts:
             expert.scale_losses(self.stages.values(), scale)
+
+    def give_up(self) -> None:
+        """Forget what a step left behind that did not come to its end."""
+        if self.pipeline is not None or any(isinstance(part, zero.Shards) for part in zero.parts_of(self.reductions)):
+            raise MeshwrightError("MW-PAR-006", "a step after one that failed",
+                                  why="What a pipeline or ZeRO has under way cannot be taken back: gradients would be wrong",
+                                  fix="apply the plan anew, and load the last checkpoint")  # fmt: skip
+        self.zero_gradients()
+        expert.forget(self.stages.values())
 
     def zero_gradients(self) -> None:
         for reduction in self.reductions:

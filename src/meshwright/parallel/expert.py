@@ -327,6 +327,15 @@ def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
     return dict(zip(("entropy", "peak", "idle", "dropped"), (-entropy, *others), strict=True))
 
 
+def forget(modules: Iterable[nn.Module]) -> None:
+    """The load of a step that did not come to its end."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, MixtureOfExperts):
+            part.router.load = None
+            if isinstance(part.place, Spread):
+                part.place.journeys.clear()
+
+
 def scale_losses(modules: Iterable[nn.Module], scale: float) -> None:
     """Losses the routers add are scaled like the step's own."""
     for part in (part for module in modules for part in module.modules()):

@@ -30,10 +30,13 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from meshwright.parallel.precision import at_least_single
 from meshwright.parallel.zero import buckets_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.apply import Parallel
+
+LEAST = 1e-12  # tokens: of replicas that have all seen none, a plain average
 
 
 class Average:
@@ -50,8 +53,9 @@ class Average:
         self.tokens += tokens
         if self.since < self.every:
             return False
-        weight = self.tokens.to(self.tensors[0].dtype)
-        flat = torch.cat([*(t.flatten() * weight for t in self.tensors), weight[None]])
+        wide = at_least_single(self.tensors[0].dtype)
+        weight = self.tokens.to(wide).clamp(min=LEAST)
+        flat = torch.cat([*(t.flatten().to(wide) * weight for t in self.tensors), weight[None]])
         if self.group is not None:
             distributed.all_reduce(flat, group=self.group)
         flat.div_(flat[-1].clone())

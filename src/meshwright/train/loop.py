@@ -34,6 +34,7 @@ class Trainer:
     after_gradients: list[Callable[[int], None]] = field(default_factory=list)
     after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
     step: int = 0
+    under_way: bool = False  # a step that failed is, until the next one begins
 
     def __post_init__(self) -> None:
         self.masters = self.parallel.masters
@@ -53,6 +54,9 @@ class Trainer:
         parallel, mesh = self.parallel, self.parallel.mesh
 
         batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
+        if self.under_way:
+            parallel.give_up()
+        self.under_way = True
 
         tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
         scale = self.scale.value
@@ -75,9 +79,10 @@ class Trainer:
             set_rate(self.optimizer, self.settings, self.step)
             self.update()
         if parallel.local is not None:
-            parallel.local.after_update(tokens)
+            parallel.local.after_update(tokens * taken)
         router = parallel.balance_experts()
         parallel.zero_gradients()
+        self.under_way = False
 
         record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router,
                             taken)  # fmt: skip
