@@ -191,19 +191,27 @@ def test_no_scores_of_the_whole_sequence_and_in_a_ring_no_keys_of_it_either():
 def wrong_calls(context):
     from torch import distributed
 
-    from meshwright.parallel.context import ring_attention, ulysses_attention
+    from meshwright.parallel.context import gather_attention, ring_attention, ulysses_attention
 
     told = []
-    for call, heads, length in ((ring_attention, 2, 3), (ulysses_attention, 3, 4)):
-        x = random((1, heads, length, 4), 0)
+    for call, query, key in (
+        (ring_attention, (1, 2, 3, 4), (1, 2, 3, 4)), (ulysses_attention, (1, 3, 4, 4), (1, 3, 4, 4)),
+        (ring_attention, (1, 2, 4, 4), (1, 2, 6, 4)), (gather_attention, (1, 3, 4, 4), (1, 2, 4, 4)),
+    ):  # fmt: skip
+        q, k = random(query, 0), random(key, 1)
         with pytest.raises(MeshwrightError) as error:
-            call(x, x, x, distributed.group.WORLD)
+            call(q, k, k, distributed.group.WORLD)
         told.append(error.value.code)
+    for call in (ring_attention, gather_attention, ulysses_attention):
+        x = random((0, 2, 4, 4), 0).requires_grad_()
+        call(x, x, x, distributed.group.WORLD).sum().backward()
+        told.append(tuple(x.grad.shape))
     return told
 
 
-def test_what_does_not_divide_is_refused():
-    assert ranks.run(2, wrong_calls) == [["MW-CP-001", "MW-CP-002"]] * 2
+def test_what_does_not_divide_is_refused_and_no_samples_are_none():
+    for told in ranks.run(2, wrong_calls):
+        assert told == ["MW-CP-001", "MW-CP-002", "MW-CP-003", "MW-CP-003", *[(0, 2, 4, 4)] * 3]
 
 
 # Who sees whom

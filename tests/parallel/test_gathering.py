@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.gathering import Gathering, fitting, gather_ahead, grouped, size_of
+from meshwright.parallel.gathering import Gathering, check_apart, fitting, gather_ahead, grouped, size_of
 
 
 @pytest.mark.parametrize(
@@ -63,3 +63,14 @@ def test_a_unit_that_does_not_fit_by_itself_is_told_and_sizes_are_of_what_is_gat
     layers[1].weight = layers[0].weight  # held once
     assert size_of(layers[:2], None) == 4 * (6 + 2 + 2)
     assert size_of(layers[:2], torch.bfloat16) == 2 * (6 + 2 + 2)
+
+
+def test_a_weight_that_two_units_share_is_told():
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    first, second, third = module
+    third.weight = first.weight
+    for units in ([[first], [third]], [[first, second]], [[third]]):
+        with pytest.raises(MeshwrightError, match=r"MW-ZERO-006: '0\.weight'"):
+            check_apart(module, units)
+    for units in ([[first, third], [second]], [[second]], []):
+        check_apart(module, units)

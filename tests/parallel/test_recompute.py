@@ -252,3 +252,45 @@ def test_the_memory_of_a_rank_is_its_share_of_the_host():
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     assert memory_of("cpu") == whole
     assert ranks.run(2, memory_here) == [whole / 2] * 2
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x, *, scale, sides):
+        return self.drop(torch.tanh(self.linear(x) * scale)) + sides[0]
+
+
+def test_arguments_may_have_names_and_hold_several_tensors():
+    full, part = Named().eval(), Named().eval()
+    part.load_state_dict(full.state_dict())
+    recompute([part])
+    gradients = []
+    for module in (full, part):
+        x, scale, side = (torch.full((3, 4), value, requires_grad=True) for value in (1.0, 0.5, 2.0))
+        module(x, scale=scale, sides=(side, None)).square().sum().backward()
+        gradients.append([x.grad, scale.grad, side.grad, module.linear.weight.grad])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)
+
+
+class Growing(nn.Module):
+    rows = 1
+
+    def forward(self, x):
+        self.rows += 1
+        return x[: self.rows].exp().sum()
+
+
+def test_a_module_that_is_made_again_otherwise_is_told():
+    growing, dropping = Growing(), Named()
+    recompute([growing, dropping])
+    y = growing(torch.ones(4, requires_grad=True))
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-005: .* saved \(3,\) in the place of \(2,\)"):
+        y.backward()
+    y = dropping(torch.ones(3, 4), scale=torch.ones(4), sides=(torch.zeros(1),))
+    dropping.eval()
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-005: .* saved less"):
+        y.sum().backward()

@@ -1,5 +1,6 @@
 """Tensor parallelism in its parts: the pairs of exchange, the vocabulary's ends, the table, the count of all-reduces."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -100,8 +101,8 @@ def uneven_heads(context):
     split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, head=4, strict=False)
 
 
-def region(context, again):
-    """Gathers made and gradients of a region of three products under sequence parallelism."""
+def region(context, again, changed=False):
+    """Gathers made and gradients of a region of three products under sequence parallelism, `changed` in place at first."""
     from torch import distributed, nn
 
     from meshwright.parallel import exchange
@@ -115,10 +116,9 @@ def region(context, again):
     calls = []
     gather, exchange.all_gather = exchange.all_gather, lambda *a: calls.append(1) or gather(*a)
     whole = exchange.gather_in(x, group, 1)
-    if again:
-        with gather_again(whole, x, group):
-            y = sum(linear(whole) for linear in linears)
-    else:
+    with gather_again(whole, x, group) if again else nullcontext():
+        if changed:
+            whole.mul_(3.0)
         y = sum(linear(whole) for linear in linears)
     y.backward(torch.ones_like(y))
     return len(calls), x.grad.tolist(), [linear.weight.grad.tolist() for linear in linears]
@@ -149,6 +149,26 @@ def test_gathering_again_changes_no_gradient_and_gathers_once_for_all_products()
         assert (calls_kept, calls_again) == (1, 2)
         assert x_kept == x_again
         assert w_kept == w_again
+
+
+def test_gathering_again_is_not_for_what_was_changed_in_place():
+    kept, again = ranks.run(2, region, False, True), ranks.run(2, region, True, True)
+    for (_, *gradients_kept), (calls_again, *gradients_again) in zip(kept, again, strict=True):
+        assert calls_again == 1
+        assert gradients_kept == gradients_again
+
+
+def uneven_share(context):
+    from torch import distributed
+
+    from meshwright.parallel import exchange
+
+    exchange.scatter_out(torch.ones(1, 3, 4), distributed.group.WORLD, 1)
+
+
+def test_a_sequence_that_does_not_divide_raises():
+    with pytest.raises(MeshwrightError, match=r"MW-TP-006: dimension 1 of \(1, 3, 4\)"):
+        ranks.run(2, uneven_share)
 
 
 @pytest.mark.parametrize(("said", "kv_heads", "expected"), [

@@ -79,7 +79,7 @@ def ring_attention(
 ) -> torch.Tensor:  # fmt: skip
     """softmax(q kᵀ / √D) v over the sequence of all ranks, for this rank's queries. The ranks hold equal shares, laid
     out as `part_of` does; `window` lets a token see those fewer than that away."""
-    return over_ring(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, group, causal, zigzag, window))
+    return over_ring(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, k_BKSD, group, causal, zigzag, window))
 
 
 def gather_attention(
@@ -87,7 +87,7 @@ def gather_attention(
     *, zigzag: bool = True, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     """As `ring_attention`, with all K and V gathered at once."""
-    return over_gathered(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, group, causal, zigzag, window))
+    return over_gathered(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, k_BKSD, group, causal, zigzag, window))
 
 
 def ulysses_attention(
@@ -101,7 +101,10 @@ def ulysses_attention(
     return over_heads(q_BNSD, k_BKSD, v_BKSD, group, attend)
 
 
-def _context(q: torch.Tensor, group: ProcessGroup, causal: bool, zigzag: bool, window: int) -> Context:
+def _context(q: torch.Tensor, k: torch.Tensor, group: ProcessGroup, causal: bool, zigzag: bool, window: int) -> Context:
+    if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
+        raise MeshwrightError("MW-CP-003", f"queries of {q.shape[1]} heads and {q.shape[2]} tokens, keys of {k.shape[1]} and {k.shape[2]}",
+                              why="Blocks are of one sequence, and a head of keys serves a whole number of heads of queries")  # fmt: skip
     return Context(group, runs_of(q.shape[2] * group.size(), group.size(), zigzag), Sight(causal, window))
 
 

@@ -22,6 +22,8 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from meshwright.errors import MeshwrightError
+
 # torch 2.13 renamed them; the old names warn there and are the only ones before.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
@@ -53,7 +55,8 @@ def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch
     """This rank's slice along `dim` of the sum over the group."""
     front = to_front(tensor, dim)
     if front.shape[0] % group.size():
-        raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks")
+        raise MeshwrightError("MW-TP-006", f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks",
+                              why="Each rank keeps an equal share of it", fix="pad it, or do without sequence parallelism")  # fmt: skip
     part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
     _reduce_scatter(part, front, group=group)
     return from_front(part, dim)

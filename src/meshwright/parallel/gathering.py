@@ -61,6 +61,7 @@ def shard_units(
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": how.reshard, "mp_policy": policy}
     if ignored:
         options["ignored_params"] = ignored
+    check_apart(module, units)
     sizes = [size_of(unit, how.param_dtype) for unit in units]
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], **options)
@@ -73,6 +74,21 @@ def shard_units(
             part.set_force_sum_reduction_for_comms(True)  # else the factor 1 would ask for PREMUL_SUM, which gloo lacks
     gather_ahead(units, sizes, how)
     return units
+
+
+def check_apart(module: nn.Module, units: list[Unit]) -> None:
+    """A weight that two units share torch would shard twice, and update as two."""
+    inside = {part for unit in units for child in unit for part in child.modules()}
+    rest = [part for part in module.modules() if part not in inside]
+    seen: dict[nn.Parameter, int] = {}
+    for i, unit in enumerate([*units, rest]):
+        whole = i < len(units)
+        for p in {p for part in unit for p in part.parameters(recurse=whole)}:
+            if seen.setdefault(p, i) != i:
+                name = next(name for name, other in module.named_parameters() if other is p)
+                raise MeshwrightError("MW-ZERO-006", f"'{name}' is shared by modules of two units",
+                                      why="Each would shard and update a copy of its own",
+                                      fix="leave both modules out of `layers`: all that is left is one unit")  # fmt: skip
 
 
 def size_of(unit: Unit, dtype: torch.dtype | None) -> int:

@@ -54,6 +54,9 @@ class _Enough(Exception):
 class _Handle:
     """Stands for one saved tensor of the first run."""
 
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.kind = tensor.shape, tensor.dtype
+
 
 class _Keep(torch.autograd.Function):
     """Saves the arguments where autograd saves everything, under whatever hooks are on outside."""
@@ -66,6 +69,12 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         raise AssertionError("nothing depends on what _Keep returns")
+
+
+def differs(how: str) -> MeshwrightError:
+    return MeshwrightError("MW-PAR-005", f"a module that was made again in backward {how}",
+                           why="What it computes must depend on its inputs and the random state alone",
+                           fix="call train() or eval() before forward, not between forward and backward")  # fmt: skip
 
 
 class _Run:
@@ -89,13 +98,15 @@ class _Run:
         self.values: weakref.WeakKeyDictionary[_Handle, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def pack(self, tensor: torch.Tensor) -> _Handle:
-        handle = _Handle()
+        handle = _Handle(tensor)
         self.handles.append(weakref.ref(handle))
         return handle
 
     def unpack(self, handle: _Handle) -> torch.Tensor:
         if handle not in self.values:
             self.context.run(self.rerun)
+        if handle not in self.values:
+            raise differs("saved less")
         return self.values[handle]
 
     def first(self, args: tuple) -> Any:
@@ -113,6 +124,8 @@ class _Run:
         def collect(tensor: torch.Tensor) -> None:
             nonlocal seen
             handle = next(missing)
+            if handle is not None and handle.kind != (tensor.shape, tensor.dtype):
+                raise differs(f"saved {tuple(tensor.shape)} in the place of {tuple(handle.kind[0])}")
             if handle is not None:
                 self.values[handle] = tensor.detach()
             if seen == last:
@@ -138,8 +151,15 @@ class _Run:
 def again(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, keeping its arguments for backward and nothing else."""
 
-    def call(*args: Any) -> Any:
-        return _Run(function, args).first(args) if torch.is_grad_enabled() else function(*args)
+    def call(*args: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **named)
+
+        def in_a_row(*given: Any) -> Any:
+            return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)))
+
+        given = (*args, *named.values())
+        return _Run(in_a_row, given).first(given)
 
     return call
 

@@ -74,11 +74,12 @@ def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup) 
         yield
         return
     again = Again(share, group)
-    address = whole.untyped_storage().data_ptr()
+    address, version = whole.untyped_storage().data_ptr(), whole._version
     keep, give = outside()
 
     def pack(tensor: torch.Tensor) -> Any:
-        if tensor.untyped_storage().data_ptr() != address:
+        # What a module changed in place is no longer what was gathered.
+        if tensor.untyped_storage().data_ptr() != address or tensor._version != version:
             return keep(tensor)
         again.savers += 1
         return _View(again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -59,7 +59,7 @@ class Pass:
     def __init__(self, sent: torch.Tensor, arriving: torch.Tensor, group: ProcessGroup) -> None:
         ranks, me = group.size(), group.rank()
         self.sent, self.arriving = sent, arriving  # a buffer must outlive its message
-        self.work = distributed.batch_isend_irecv([
+        self.work = [] if not sent.numel() else distributed.batch_isend_irecv([
             distributed.P2POp(distributed.irecv, arriving, group=group, group_peer=(me - 1) % ranks),
             distributed.P2POp(distributed.isend, sent, group=group, group_peer=(me + 1) % ranks),
         ])  # fmt: skip
