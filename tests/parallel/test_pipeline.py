@@ -113,3 +113,56 @@ def test_products_that_an_older_torch_forgets_are_refused(monkeypatch):
     check_split_products(plan, SCHEDULES["1f1b"](2, 4, 1))
     with pytest.raises(MeshwrightError, match=r"MW-PIPE-041: fp8 products under the schedule zb-h1 need torch 2\.13"):
         check_split_products(plan, split)
+
+
+def own_stages(context, schedule, virtual):
+    """Of networks of one's own, some stages of which learn nothing: whether gradients are one device's, by network."""
+    from contextlib import nullcontext
+
+    from torch import nn
+
+    from meshwright.describe.layout import Layout
+    from meshwright.parallel.mesh import Mesh
+    from meshwright.parallel.pipeline import Pipeline, Stage
+    from meshwright.parallel.zero import Alone
+
+    def parts(*, frozen=(), empty=()):
+        torch.manual_seed(0)
+        made = [
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double().requires_grad_(i not in frozen) for i in range(count)
+        ]
+        return [nn.Tanh() if i in empty else part for i, part in enumerate(made)]
+
+    program, count = SCHEDULES[schedule](2, 4, virtual), 2 * virtual
+    mesh = Mesh(Layout(Plan(pp=2, schedule=schedule, virtual=virtual)), context.rank)
+    mine = [i for i in range(count) if program.rank_of[i] == context.rank]
+    between = torch.empty(2, 4, dtype=torch.float64, device="meta", requires_grad=True)
+    x = torch.arange(32, dtype=torch.float64).view(8, 4) / 32
+    out = []
+    for how in ({}, {"frozen": [0]}, {"frozen": [1]}, {"empty": [0]}, {"empty": [1]}):
+        own, twin = parts(**how), parts(**how)
+        alone = {i: Alone(own[i].parameters()) for i in mine}
+        ends = [between.detach() if i == 0 else between for i in range(count)]
+        stages = [Stage(own[i], i, count, mesh, alone[i], ends[i], between) for i in mine]
+        pipeline = Pipeline(
+            program, stages, mesh, lambda y, target: (y - target).square().sum(), lambda i: nullcontext()
+        )
+        for _ in range(2):
+            pipeline.run(x, x)
+            for reduction in alone.values():
+                reduction.finish()
+            (nn.Sequential(*twin)(x) - x).square().sum().backward()
+            pairs = [(a, b) for i in mine for a, b in zip(own[i].parameters(), twin[i].parameters(), strict=True)]
+            out += [torch.allclose(a.grad, b.grad) if b.requires_grad else a.grad is None for a, b in pairs]
+            for parameter in (p for pair in pairs for p in pair):
+                parameter.grad = None
+    with pytest.raises(MeshwrightError, match="MW-PIPE-042"):
+        pipeline.run(x[:7], x[:7])
+    return out
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("zbv", 2)])
+def test_networks_of_ones_own_may_have_stages_that_learn_nothing(schedule, virtual):
+    for right in ranks.run(2, own_stages, schedule, virtual):
+        assert right
+        assert all(right)

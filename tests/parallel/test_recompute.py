@@ -294,3 +294,14 @@ def test_a_module_that_is_made_again_otherwise_is_told():
     dropping.eval()
     with pytest.raises(MeshwrightError, match=r"MW-PAR-005: .* saved less"):
         y.sum().backward()
+
+
+def test_running_statistics_count_a_batch_once():
+    plain, layer = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+    layer.load_state_dict(plain.state_dict())
+    recompute([layer])
+    x = torch.arange(12.0).view(3, 4)
+    for module in (plain, layer):
+        module(x).square().sum().backward()
+    for a, b in zip(plain.buffers(), layer.buffers(), strict=True):
+        assert torch.equal(a, b)

@@ -125,8 +125,8 @@ def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
 
     module, twin = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
     twin.load_state_dict(module.state_dict())
-    unused = nn.Parameter(torch.ones(3))
-    made = Alone([*module.parameters(), unused])
+    unused, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+    made = Alone([*module.parameters(), unused, late])
     for step in range(2):
         inputs = torch.full((2, 4), 1.0 + step)
         for chunk in inputs.split(1):
@@ -138,8 +138,13 @@ def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
         for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
         assert not unused.grad.any()
+        assert late.grad is None
         made.zero()
         assert all(p.grad is None for p in module.parameters())
+    late.requires_grad_(True)
+    late.sum().backward()
+    made.zero()
+    assert late.grad is None
 
 
 def own_buckets(context):
@@ -215,7 +220,7 @@ def own_buckets(context):
     module[0].float()
     out["two dtypes"] = told(lambda: Buckets(module, group, 1e9))
     for name in ("int8", "top-k", "threshold", "powersgd"):
-        for empty in (nn.Tanh(), network().requires_grad_(False)):
+        for empty in (nn.Tanh(), network().requires_grad_(False), nn.Linear(0, 3, bias=False)):
             buckets = Buckets(empty, group, 1e9, compressor=make(name))
             buckets.begin(last=True)
             buckets.finish()

@@ -121,6 +121,7 @@ class Pipeline:
         check_adapter()
         for stage in stages:
             stage.around = around
+        self.microbatches = program.microbatches
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)
@@ -130,6 +131,9 @@ class Pipeline:
 
     def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """All micro-batches of a step, forward and backward; the summed loss where the last stage is."""
+        if len(inputs) % self.microbatches:
+            raise MeshwrightError("MW-PIPE-042", f"{len(inputs)} samples in {self.microbatches} micro-batches",
+                                  why="Stages are told the shape of what they pass on: all micro-batches are alike")  # fmt: skip
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.first else ()
         self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)

@@ -16,7 +16,8 @@ what it needs, so the sum after a layer's last product is not repeated; and unde
 forward gathers again is still whole when the weights' gradients want it.
 
 How: whatever a layer saves for backward becomes an empty handle. The first one unpacked reruns forward, in the random
-state it had, and fills all of them; a handle's tensor lives as long as autograd holds the handle. So an ordinary
+state it had, and fills all of them, and leaves the module's buffers as they were (running statistics count a batch once);
+a handle's tensor lives as long as autograd holds the handle. So an ordinary
 backward frees them node by node, and a split backward (I now, W later) makes a layer again once, in I, and holds it
 until W: the zero-bubble schedules trade their bubbles for just that memory. (torch's own checkpoint reruns forward for
 every group of parameters in W.) The input itself is saved through autograd, so hooks outside, such as offload, see it.
@@ -80,8 +81,8 @@ def differs(how: str) -> MeshwrightError:
 class _Run:
     """One call of a function that will be made again."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., Any], args: tuple, module: nn.Module | None) -> None:
+        self.function, self.module = function, module
         self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
         self.others = [None if isinstance(a, torch.Tensor) else a for a in args]
         kept = [args[i] for i in self.tensors]
@@ -132,6 +133,7 @@ class _Run:
                 raise _Enough
             seen += 1
 
+        buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
         cuda = [self.device] if self.device.type == "cuda" else []
         token = _under_way.set(True)
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_whole():
@@ -146,10 +148,12 @@ class _Run:
                     pass
                 finally:
                     _under_way.reset(token)
+        for buffer, before in buffers:
+            buffer.copy_(before)
 
 
-def again(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, keeping its arguments for backward and nothing else."""
+def again(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
+    """The function, keeping its arguments for backward and nothing else; a method of a `module`, whose buffers it may move."""
 
     def call(*args: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -159,7 +163,7 @@ def again(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)))
 
         given = (*args, *named.values())
-        return _Run(in_a_row, given).first(given)
+        return _Run(in_a_row, given, module).first(given)
 
     return call
 
@@ -173,7 +177,7 @@ def recompute(modules: Iterable[nn.Module], every: int = 1, count: int | None = 
         raise MeshwrightError("MW-PAR-002", f"every={every}, count={count}: layers to recompute are counted from 1 up")
     chosen = list(modules)[::every][:count]
     for module in chosen:
-        module.forward = again(module.forward)
+        module.forward = again(module.forward, module)
     return chosen
 
 

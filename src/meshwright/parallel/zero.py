@@ -48,7 +48,10 @@ AFTER_LAST = "Messages leave in the backward that begin(last=True) announces, an
 
 
 class Buckets:
-    """Gradients of a module's parameters, or `only` of some of them, summed over a group (None: nobody to sum with)."""
+    """Gradients of a module's parameters, or `only` of some of them, summed over a group (None: nobody to sum with).
+
+    Replicas must start alike: unlike torch's DDP nothing is sent before the first gradient, and buffers are each rank's own.
+    """
 
     def __init__(
         self, module: nn.Module, group: ProcessGroup | None, bucket_bytes: float, *,
@@ -58,7 +61,7 @@ class Buckets:
         self.group, self.compressor, self.overlap = group, compressor, overlap
         self.static, self.each = static, each
         wanted = [p for p in module.parameters() if only is None or p in only]
-        parameters = [p for p in wanted if p.requires_grad][::-1]
+        parameters = [p for p in wanted if p.requires_grad and p.numel()][::-1]
         self._frozen = [p for p in wanted if not p.requires_grad]
         starts = [0, *accumulate(p.numel() for p in parameters)]
         device = parameters[0].device if parameters else None
@@ -206,7 +209,7 @@ class Alone:
     back after the update. A buffer for all of them would stand beside the activations of forward."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
-        self.parameters = [p for p in parameters if p.requires_grad]
+        self.parameters = list(parameters)
         for p in self.parameters:
             p.grad_dtype = dtype or p.dtype
 
@@ -218,7 +221,7 @@ class Alone:
 
     def finish(self) -> None:
         for p in self.parameters:
-            if p.grad is None:  # unused in this step
+            if p.grad is None and p.requires_grad:  # unused in this step
                 p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
 
     def zero(self) -> None:
