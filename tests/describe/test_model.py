@@ -335,3 +335,8 @@ def test_illegal_models_are_refused_with_a_way_out(change, code, fix):
         Model(**{"hidden": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 100} | change)
     assert caught.value.code == code
     assert caught.value.fix == fix
+
+
+def test_a_layer_has_four_norms_at_most() -> None:
+    with pytest.raises(MeshwrightError, match=r"model\.norms_per_layer = 5 is not valid"):
+        Model(hidden=8, layers=1, heads=1, ffn=8, vocab=8, norms_per_layer=5)

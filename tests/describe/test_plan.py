@@ -163,3 +163,13 @@ def test_any_plan_is_accepted_or_refused_in_one_shape(fields, name, batch, gpus)
         return
     assert plan.world == gpus
     assert batch == plan.microbatch * plan.dp * plan.microbatches(Workload(batch=batch))
+
+
+def test_a_bucket_holds_something() -> None:
+    with pytest.raises(MeshwrightError, match=r"plan\.bucket.*greater than 0"):
+        Plan(bucket=0)
+
+
+def test_a_sequence_is_bounded_by_its_own_limit_not_that_of_every_size() -> None:
+    with pytest.raises(MeshwrightError, match=r"workload\.seq = 4294967297 is not valid"):
+        Workload(seq=2**32 + 1)

@@ -13,6 +13,7 @@ from meshwright.describe.result import GIB, Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.units import format_flops
 
 # Quantiles of measured / predicted over published runs that were not used to choose a constant (docs/accuracy.md).
 BAND = (0.80, 1.45)
@@ -53,7 +54,7 @@ def prediction(cost: StepCost, model: Model, cluster: Cluster, plan: Plan, workl
         traffic_bytes={axis: float(np.broadcast_to(x, 1)[0]) for axis, x in cost.traffic.items() if np.any(x)},
         mfu=useful / (time * plan.world * peak),
         hfu=float(np.broadcast_to(cost.flops, 1)[0]) / (time * peak),
-        mfu_denominator=f"{plan.world} × {peak / 1e12:,.0f} TFLOP/s dense {workload.precision} of {cluster.accelerator.name}",
+        mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples / time,
         bound_by=bound_by(exposed),
         assumed=list(assumed or []),

@@ -38,6 +38,10 @@ def number(value: Any) -> Any:
 
 Size = Annotated[int, Field(ge=1, le=MOST), BeforeValidator(number)]
 Whole = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(number)]
+# A narrower limit is a type of its own: of two limits pydantic holds a field to the type's.
+Length = Annotated[int, Field(ge=1, le=2**32), BeforeValidator(number)]
+Devices = Annotated[int, Field(ge=0, le=10**9), BeforeValidator(number)]
+Norms = Annotated[int, Field(ge=0, le=4), BeforeValidator(number)]
 
 
 class Described(BaseModel):

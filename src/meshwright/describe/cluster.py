@@ -22,7 +22,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from meshwright.describe.base import Bytes, Described, Flops, Rate, Seconds, Size, Whole
+from meshwright.describe.base import Bytes, Described, Devices, Flops, Rate, Seconds, Size, Whole
 from meshwright.errors import unknown
 
 DTYPE_BYTES = {
@@ -135,7 +135,7 @@ class Cluster(Described):
     name: str
     accelerator: Annotated[Accelerator, named("accelerators")]
     levels: tuple[Level, ...] = Field(min_length=1)
-    gpus: Whole = Field(default=0, le=10**9, description="devices in all; 0: one unit of level 0")
+    gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
     price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
     source: str = ""
 

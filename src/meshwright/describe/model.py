@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from meshwright.describe import anatomy
-from meshwright.describe.base import Bytes, Count, Described, Size, Whole
+from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
 from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError, nearest_number
 
@@ -57,7 +57,7 @@ class Model(Described):
     max_positions: Whole = 0
     positions: Literal["rope", "learned", "alibi", "none"] = "rope"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norms_per_layer: Whole = 2
+    norms_per_layer: Norms = 2
     final_norm: bool = True
     embedding_norm: bool = False
     qk_norm: bool = False

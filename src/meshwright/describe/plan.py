@@ -64,7 +64,7 @@ class Plan(Described):
         default="auto",
         description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once a step",
     )
-    bucket: Bytes = 25e6
+    bucket: Bytes = Field(default=25e6, gt=0)
     average_every: Whole = Field(
         default=0, description="local SGD: replicas train alone and average every n steps; 0: sum gradients each step"
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.describe.base import Count, Described, Size
+from meshwright.describe.base import Count, Described, Length, Size
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]
 STATE_COPIES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
@@ -16,7 +16,7 @@ class Workload(Described):
     """`batch` is in sequences (samples), over all devices."""
 
     batch: Size = 1024
-    seq: Size = Field(default=4096, le=2**32)
+    seq: Length = 4096
     precision: Precision = "bf16"
     optimizer: Literal["adamw", "adam", "momentum", "sgd"] = "adamw"
     clip: bool = Field(default=True, description="clip by the global gradient norm")

@@ -24,6 +24,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.supported import check_supported
 from meshwright.train import launch
 from meshwright.train.records import RankReport, Settings, StepRecord
+from meshwright.units import format_flops
 
 TARGET = "meshwright.train.work:work"
 SILENCE_S = 600.0
@@ -110,7 +111,7 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
         mfu=model.model_flops(workload.seq) * samples / (float(middle) * config.plan.world * peak),
-        mfu_denominator=f"{config.plan.world} × {peak / 1e12:,.3g} TFLOP/s of {config.cluster.accelerator.name}",
+        mfu_denominator=f"{config.plan.world} × {format_flops(peak)} of {config.cluster.accelerator.name}",
         tokens_per_s=samples / float(middle),
         steps=len(records),
         warmup=warmup,
