@@ -190,12 +190,18 @@ def test_powersgd_gives_owners_their_rows_of_what_all_would_hear():
     assert [n for _, n in said] == [8 * (14 + 4 + 10 + 4), 8 * (20 + 24)]
 
 
-def test_powersgd_comes_back_from_a_gradient_of_zero():
+def test_powersgd_comes_back_from_a_gradient_of_zero_and_of_a_smaller_rank():
     layout = [(0, torch.Size([6, 8]))]
     compressor = PowerSGD(2)
     zero, one = torch.zeros(48, dtype=torch.float64), torch.ones(48, dtype=torch.float64)
     assert emulate([compressor], 0, [zero], layout)[0].abs().max() == 0
     torch.testing.assert_close(emulate([compressor], 0, [one], layout)[0], one)
+    first, second = torch.zeros(2, 6, 8, dtype=torch.float64)
+    first[0] = torch.arange(1.0, 9.0)  # one row: the second direction kept of it is zero everywhere
+    second[2:5:2] = torch.tensor([[1.0], [-2.0]]) * torch.arange(1.0, 9.0) ** torch.tensor([[1.0], [2.0]])
+    compressor = PowerSGD(2)
+    for matrix in (first.flatten(), second.flatten()):
+        torch.testing.assert_close(emulate([compressor], 0, [matrix], layout)[0], matrix)
     basis = orthonormal(torch.randn(9, 3, dtype=torch.float64))
     torch.testing.assert_close(basis.T @ basis, torch.eye(3, dtype=torch.float64))
 

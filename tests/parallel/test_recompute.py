@@ -244,7 +244,9 @@ def test_alone_a_rank_fits_its_share_of_the_host():
     assert ranks.run(2, settled_on_two_ranks) == ["none", "none"]
 
 
-def memory_here(context):
+def memory_here(context, pages=None):
+    if pages:
+        os.sysconf = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages[context.rank]}.get
     return memory_of(context.device)
 
 
@@ -252,6 +254,7 @@ def test_the_memory_of_a_rank_is_its_share_of_the_host():
     whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     assert memory_of("cpu") == whole
     assert ranks.run(2, memory_here) == [whole / 2] * 2
+    assert ranks.run(2, memory_here, [2000, 1000]) == [4096 * 500.0] * 2  # on hosts of two sizes, the smaller one's
 
 
 class Named(nn.Module):

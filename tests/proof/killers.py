@@ -63,7 +63,7 @@ OWN: dict[str, list[tuple[str, dict[str, Any]]]] = {
                   ("llama", {"replicate": 2, **Z3, "compression": "int8"}), ("qwen", {**Z3, "pp": 2, "compression": "top-k", **KEPT}),
                   ("gpt", {**Z3, "compression": "random-k", **KEPT}), ("llama", {"shard": 2, "zero": 1, "compression": "int4", "microbatch": 2}),
                   ("llama", {"cp": 2, "compression": "int8"}), ("qwen-moe", {"replicate": 2, **SP, "ep": 2, "compression": "int8"}),
-                  ("llama", {"replicate": 4, "compression": "int8"})],
+                  ("llama", {"replicate": 4, "compression": "int8"}), ("qwen-moe", {"tp": 2, "expert_tp": 1, "compression": "int8"})],
     "apart": [("gpt", {**DP, "compression": "int8", "microbatch": 2}), ("qwen-moe", {**Z3, "ep": 2, "compression": "int8"}),
               ("llama", {"shard": 2, "zero": 1, "cp": 2, "compression": "int4"})],
     "cuts": [("gpt", SP), ("llama", {"tp": 2}), ("one-kv", {"tp": 2})],
@@ -88,7 +88,8 @@ ROUTED: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
               ("mixtral", {"replicate": 2, **Z3, "microbatch": 2}, {"choice": "expert"})],
     "fp8": [(model, said, {"precision": "fp8"}) for model, said in (
         ("gpt", {"microbatch": 2}), ("llama", {"tp": 2, "microbatch": 2}), ("qwen", {**SP, "recompute": "full"}))],
-    "apart": [("llama", {**said, "microbatch": 2, "compression": "int8"}, {"precision": "fp8"}) for said in (DP, {"cp": 2})],
+    "apart": [("llama", {**said, "microbatch": 2, "compression": "int8"}, {"precision": "fp8"}) for said in (DP, {"cp": 2})]
+    + [("one-kv", {"tp": 2, "cp": 2, "compression": "int8"}, {"precision": "fp8"})],
     "emulation": [("llama", {"cp": 2, "compression": "int8"}, {"precision": "fp8"})],
     "fp8_grouped": [("mixtral", {**said, "microbatch": 2}, {"precision": "fp8"}) for said in (
         {}, {"tp": 2}, {"replicate": 2, "ep": 2}, {**SP, "expert_tp": 1, "ep": 2})],

@@ -330,7 +330,7 @@ def reduction(
     parts: list[Buckets | Shards | Alone] = []
     if isinstance(module, FSDPModule):
         parts.append(Shards(module, plan, scatters(module, mesh, plan, apart)))
-    elif mesh.group("dp_cp") is None and (plan.pp == 1 or not narrow(dtype)):  # a split backward adds no other dtype
+    elif mesh.group("dp_cp") is None:
         parts.append(Alone(dense, options.get("dtype")))
     else:
         parts.append(Buckets(module, mesh.group("dp_cp"), plan.bucket, compressor=compressor_of(plan),
