@@ -1,9 +1,12 @@
 """Training end to end: the loss falls, the measurement has the prediction's shape, the folder tells it all."""
 
 import csv
+import io
 import json
+import re
 
 import pytest
+from rich.console import Console
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
@@ -122,6 +125,17 @@ def test_a_training_that_diverges_is_told_not_a_fault(losses):
         out.print(page(training, "here"))
     assert "××" in text.get()
     assert "it diverged" in text.get()
+
+
+@pytest.mark.parametrize("router", [{}, {"entropy": 0.5, "peak": 3.1, "idle": 0.1, "dropped": 0.2}])
+def test_a_narrow_terminal_cuts_words_not_the_bar(monkeypatch, router):
+    written = io.StringIO()
+    monkeypatch.setattr("meshwright.train.page.console", lambda: Console(file=written, force_terminal=True, width=80))
+    with showing(1000) as listen:
+        for step in range(40):
+            listen(StepRecord(step, 5 - step / 40, 1.0, 128, 0.1, router))
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue()).replace("\r", "\n").splitlines()
+    assert any("━" * 12 in line and " 40/1000 " in line and "loss 4.0250  norm 1.00" in line for line in lines)
 
 
 def test_errors_are_signed_only_where_there_is_one():

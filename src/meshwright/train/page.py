@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from meshwright.describe.result import Difference
@@ -18,7 +19,7 @@ from meshwright.units import format_bytes, format_count, format_decimal_bytes, f
 from meshwright.view.tables import console, filled, heading
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK = 32
+SPARK, BAR = 32, 16
 
 
 def sparkline(values: list[float], width: int = SPARK) -> str:
@@ -57,7 +58,9 @@ class Show:
         words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
         words += f"  {load(record.router)}" if record.router else ""
         if self.progress is not None:
-            self.progress.update(self.task, advance=1, words=f"{words}  {sparkline(self.losses)}")
+            room = min(SPARK, self.out.width - BAR - len(f" {self.steps}/{self.steps} 0:00:00 {words}  "))
+            course = sparkline(self.losses, room) if room >= BAR // 2 else ""
+            self.progress.update(self.task, advance=1, words=f"{words}  {course}")
         elif record.step % self.every == 0 or record.step == self.steps - 1:
             self.out.print(f"step {record.step:>5}  {words}")
 
@@ -68,7 +71,12 @@ def showing(steps: int) -> Iterator[Show]:
     if not out.is_terminal:
         yield Show(steps, out, None)
         return
-    columns = (BarColumn(24), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn())
+    columns = (
+        BarColumn(BAR, table_column=Column(min_width=BAR)),
+        MofNCompleteColumn(table_column=Column(min_width=2 * len(str(steps)) + 1)),
+        TimeRemainingColumn(table_column=Column(min_width=7)),
+        TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),  # the one that a narrow terminal cuts
+    )
     with Progress(*columns, console=out) as progress:
         yield Show(steps, out, progress)
 
