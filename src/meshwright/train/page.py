@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
 from rich.text import Text
 
 from meshwright.describe.result import Difference
@@ -58,9 +57,11 @@ class Show:
         words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
         words += f"  {load(record.router)}" if record.router else ""
         if self.progress is not None:
-            room = min(SPARK, self.out.width - BAR - len(f" {self.steps}/{self.steps} 0:00:00 {words}  "))
-            course = sparkline(self.losses, room) if room >= BAR // 2 else ""
-            self.progress.update(self.task, advance=1, words=f"{words}  {course}")
+            # Rich would cut the bar as soon as the words, so what is too long is cut here.
+            room = self.out.width - BAR - len(f" {self.steps}/{self.steps} 00:00:00 ")
+            course = min(SPARK, room - len(words) - 2)
+            words = f"{words}  {sparkline(self.losses, course)}" if course >= 8 else words[:room]
+            self.progress.update(self.task, advance=1, words=words)
         elif record.step % self.every == 0 or record.step == self.steps - 1:
             self.out.print(f"step {record.step:>5}  {words}")
 
@@ -71,12 +72,7 @@ def showing(steps: int) -> Iterator[Show]:
     if not out.is_terminal:
         yield Show(steps, out, None)
         return
-    columns = (
-        BarColumn(BAR, table_column=Column(min_width=BAR)),
-        MofNCompleteColumn(table_column=Column(min_width=2 * len(str(steps)) + 1)),
-        TimeRemainingColumn(table_column=Column(min_width=7)),
-        TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),  # the one that a narrow terminal cuts
-    )
+    columns = BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[words]}")
     with Progress(*columns, console=out) as progress:
         yield Show(steps, out, progress)
 
