@@ -1,5 +1,7 @@
 """What one rank issues, to the byte: by hand, and against the closed form of the step program where that rounds nothing."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -11,7 +13,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.inventory import Parameter, padded, parameters, rows_of, share_of, shares
+from meshwright.lower.inventory import Parameter, padded, parameters, shard_dim, shard_size, share_of, shares
 from meshwright.lower.issued import Given, Routed, issued
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
@@ -162,8 +164,13 @@ def test_compressed_messages_to_the_byte(name, sizes):
 @given(st.integers(1, 100), st.integers(1, 9))
 def test_shares_and_shards_cover_a_dimension(length, parts):
     assert sum(share_of(length, parts, i) for i in range(parts)) == length
-    assert sum(rows_of(length, parts, i) for i in range(parts)) == length
-    assert padded((length, 3), parts) == 3 * parts * rows_of(length, parts, 0) >= 3 * length
+    for shape in ((length,), (length, 3), (length, 8, 3)):
+        sizes = [shard_size(shape, parts, i) for i in range(parts)]
+        assert sum(sizes) == math.prod(shape)
+        assert padded(shape, parts) == parts * sizes[0] >= sum(sizes)
+        assert shard_dim(shape, parts) == 0 or sizes[0] == sizes[-1]
+    assert shard_dim((3, 8), 4) == 1
+    assert shard_dim((4, 8), 4) == shard_dim((3, 6), 4) == shard_dim((3,), 4) == 0
 
 
 def test_ranks_together_hold_every_parameter():

@@ -98,6 +98,17 @@ def test_zero_3_keeps_its_share_only():
         assert shape[0] <= -(-full[0] // 4)
 
 
+def test_fewer_experts_than_ranks_are_cut_inside():
+    moe = MODEL.but(experts=3, top_k=1)
+    held = [0] * 4
+    for rank, (mine,) in enumerate(ranks.run(4, boxes, moe, [Plan(shard=4, zero=3)], WORKLOAD)):
+        for name, _, shape, _, full in mine:
+            if ".experts." in name:
+                assert shape == (3, full[1] // 4, full[2])
+            held[rank] += np.prod(shape)
+    assert max(held) < 1.02 * min(held)  # but for rows of the vocabulary
+
+
 @pytest.mark.parametrize(("said", "expected"), [
     ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
     ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),

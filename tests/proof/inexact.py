@@ -55,7 +55,7 @@ COMPRESSED += [
     ("mixtral", {"replicate": 4, "ep": 2, **KINDS["top-k"]}),
     ("qwen-moe", {**DP, **SP, **KINDS["powersgd"]}),  # an expert's bias is a partial sum
     ("qwen-moe", {"tp": 2, "expert_tp": 1, **KINDS["int8"]}),  # of data parallelism only the experts'
-    ("mixtral", {"shard": 4, "zero": 3, "ep": 2, **KINDS["int4"]}),
+    ("few", {"shard": 4, "zero": 3, "ep": 2, **KINDS["int4"]}),  # an expert on two ranks
     ("deepseek", {**CP[0], **DP, "ep": 2, **KINDS["random-k"]}),
     ("gemma", {**CP[0], **Z3, **KINDS["fp8"], "microbatch": 2}),
     ("five", {**CP[1], **DP, "reduce": "microbatch", **KINDS["threshold"]}),

@@ -264,7 +264,7 @@ def turn(i: int, said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 MODELS["wide"] = MODELS["mixtral"].but(layers=4)
-MODELS["few"] = MODELS["mixtral"].but(experts=2, top_k=1)  # fewer than ranks to shard them over: some have none
+MODELS["few"] = MODELS["mixtral"].but(experts=2, top_k=1)  # fewer than ranks to shard them over
 MODELS["drops"] = MODELS["gpt"].but(dropout_rate=0.2, attention_dropout=0.3)
 MODELS["moe-drops"] = MODELS["qwen-moe"].but(dropout_rate=0.2)
 MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)

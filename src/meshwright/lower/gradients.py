@@ -23,7 +23,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.inventory import Share, padded
+from meshwright.lower.inventory import Share, laid, padded
 
 Sent = tuple[str, str, str, float]  # name, axis, collective, bytes of the full buffer
 Told = Iterator[Sequence[int]]  # of each compressed message what a threshold let pass, round by round
@@ -154,7 +154,7 @@ class DataParallel:
             return [("reduce_scatter", sum(padded(s.shape, ranks) for s in learns) * width)]
         exact = sum(padded(s.shape, ranks) for s in learns if self._goes_exactly(s))
         lossy = sum(padded(s.shape, ranks) for s in learns) - exact
-        shapes = [s.shape for s in learns if not self._goes_exactly(s)]
+        shapes = [laid(s.shape, ranks) for s in learns if not self._goes_exactly(s)]
         said = exchanges(plan, lossy, width, shapes, ranks, True, told) if lossy else []
         return said + ([("reduce_scatter", exact * width)] if exact else [])
 

@@ -9,14 +9,15 @@ which the network makes them, with a *style* that says how tensor and expert par
     between, inside  whole; its gradient is a partial sum over tp under sequence parallelism, or always
     experts, experts-row, experts-row-bias    the expert over ep, then columns, rows or nothing over expert_tp
 
-A `Share` is one rank's box before ZeRO; `rows_of` is what ZeRO then leaves of its first dimension: ⌈n/P⌉ rows a rank, the last
-ones fewer or none.
+A `Share` is one rank's box before ZeRO, which cuts its first dimension: ⌈n/P⌉ rows a rank, the last ones fewer or none, and all
+padded to as many where they travel. Few experts over many ranks would be mostly padding, and the first ranks would hold them all:
+where there is not a row for each rank, the second dimension is cut, if it divides (`shard_dim`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.describe.anatomy import Block, Linear, Vector
@@ -156,15 +157,29 @@ def share_of(length: int, parts: int, index: int) -> int:
     return length // parts + (index < length % parts)
 
 
-def rows_of(length: int, parts: int, index: int) -> int:
-    """How many rows of `length` ZeRO leaves the index-th of `parts`: ⌈n/P⌉, until there are no more."""
-    each = -(-length // parts)
-    return min(max(length - index * each, 0), each)
+def shard_dim(shape: Sequence[int], parts: int) -> int:
+    """The dimension that ZeRO cuts."""
+    return int(len(shape) > 1 and shape[0] < parts and shape[1] % parts == 0)
 
 
-def padded(shape: tuple[int, ...], parts: int) -> int:
+def laid(shape: Sequence[int], parts: int) -> tuple[int, ...]:
+    """The shape as it travels, cut by rows: parts of the second dimension stand one below the other."""
+    if shard_dim(shape, parts):
+        return parts * shape[0], shape[1] // parts, *shape[2:]
+    return tuple(shape)
+
+
+def padded(shape: Sequence[int], parts: int) -> int:
     """Elements of all ranks' shards together: rows padded to a multiple of the ranks."""
-    return -(-shape[0] // parts) * parts * math.prod(shape[1:])
+    rows, *rest = laid(shape, parts)
+    return -(-rows // parts) * parts * math.prod(rest)
+
+
+def shard_size(shape: Sequence[int], parts: int, index: int) -> int:
+    """Elements that the index-th of `parts` keeps: ⌈n/P⌉ rows, until there are no more."""
+    rows, *rest = laid(shape, parts)
+    each = -(-rows // parts)
+    return min(max(rows - index * each, 0), each) * math.prod(rest)
 
 
 def shares(model: Model, plan: Plan, layout: Layout, rank: int, layers: range, frozen: frozenset[str]) -> list[Share]:

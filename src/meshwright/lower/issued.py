@@ -32,7 +32,7 @@ from meshwright.lower import sync
 from meshwright.lower.fit import settle
 from meshwright.lower.flow import Flow
 from meshwright.lower.gradients import DataParallel, Sent
-from meshwright.lower.inventory import Share, rows_of, shares
+from meshwright.lower.inventory import Share, shard_size, shares
 from meshwright.lower.op import Op, StepProgram
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import Record, boundary_ops, recorded
@@ -206,8 +206,7 @@ def small_sums(program: StepProgram, data: DataParallel, held: list[Share], rank
         if not data.shards(share.expert):
             return share.size
         over = "expert_shard" if share.expert else "shard_cp"
-        rows = rows_of(share.shape[0], layout.size(over), place[over])
-        return rows * (share.size // share.shape[0])
+        return shard_size(share.shape, layout.size(over), place[over])
 
     def width(share: Share) -> int:
         return data.kept_bytes if data.shards(share.expert) else data.gradient_bytes

@@ -8,7 +8,9 @@
     reshard      free a unit after its forward and gather it again in backward, or keep it (True, False)
     dtypes       of gathered parameters and products, of the reduction, and of floating-point buffers
 
-Gradients are summed, not averaged: divide the loss by the global number of tokens.
+A parameter is cut along its first dimension, into rows; along its second where it has fewer rows than there are ranks and
+that divides, as of experts: else the first ranks would hold all of it. Gradients are summed, not averaged: divide the loss
+by the global number of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright.errors import MeshwrightError
+from meshwright.lower.inventory import shard_dim
 from meshwright.parallel.precision import cast
 from meshwright.units import format_bytes
 
@@ -58,7 +62,9 @@ def shard_units(
     module: nn.Module, units: list[Unit], mesh: DeviceMesh, how: Gathering, ignored: set[nn.Parameter] | None = None
 ) -> list[Unit]:
     policy = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=how.reduce_dtype)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": how.reshard, "mp_policy": policy}
+    ranks = mesh.size(mesh.ndim - 1)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": how.reshard, "mp_policy": policy,
+                               "shard_placement_fn": lambda p: Shard(shard_dim(p.shape, ranks))}  # fmt: skip
     if ignored:
         options["ignored_params"] = ignored
     check_apart(module, units)

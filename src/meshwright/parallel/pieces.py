@@ -1,7 +1,7 @@
 """Where each local parameter stands in the whole model: a *piece* is a box of the full tensor, and who else holds it.
 
 Tensor parallelism cuts one dimension; `fully_shard` then cuts the first dimension of what is left, chunk by chunk of
-⌈n/P⌉ rows. Both are ranges, so a piece is (name, full shape, start) and its own shape. Three things are read off
+⌈n/P⌉ rows, or the second. Both are ranges, so a piece is (name, full shape, start) and its own shape. Three things are read off
 pieces: initial weights (draw the full tensor, keep the box), the global norm (each element of the model counts once,
 whoever has a copy), and the proof of parity (compare the box with one device's).
 """
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.model import Model
+from meshwright.lower.inventory import shard_dim
 from meshwright.models import initial_value
 from meshwright.parallel.expert import Parted
 from meshwright.parallel.mesh import Mesh
@@ -76,8 +77,7 @@ def pieces_of(
             yield _expert_piece(name, parameter, mesh, experts)
             continue
         if isinstance(parameter, DTensor):
-            chunk = -(-parameter.shape[0] // mesh.size("shard_cp"))
-            start[0] += min(mesh.index("shard_cp") * chunk, parameter.shape[0])
+            _move_to_shard(start, parameter, mesh, "shard_cp")
             axes_of_copies -= {"shard", "cp"}
         tied_copy = model.tied and name == TIED_COPY
         yield Piece(
@@ -96,6 +96,13 @@ def _partial_over(name: str, split: Split | None) -> str:
     return "tp" if name in split.partial else "kv_copies" if name in split.copied else ""
 
 
+def _move_to_shard(start: list[int], parameter: DTensor, mesh: Mesh, axis: str) -> None:
+    """To where this rank's shard begins in what was cut."""
+    dim = shard_dim(parameter.shape, mesh.size(axis))
+    length = parameter.shape[dim]
+    start[dim] += min(mesh.index(axis) * -(-length // mesh.size(axis)), length)
+
+
 def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parted) -> Piece:
     """Experts have groups of their own: which experts over ep, which columns over expert_tp, copies over expert_dp."""
     shape, start = list(parameter.shape), [0] * parameter.ndim
@@ -103,8 +110,7 @@ def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parte
         shape[cut.dim], start[cut.dim] = cut.full, cut.start
     axes_of_copies = {"expert_dp"} if len(experts.cuts[name]) > 1 else {"expert_dp", "expert_tp"}
     if isinstance(parameter, DTensor):
-        chunk = -(-parameter.shape[0] // mesh.size("expert_shard"))
-        start[0] += min(mesh.index("expert_shard") * chunk, parameter.shape[0])
+        _move_to_shard(start, parameter, mesh, "expert_shard")
         axes_of_copies = axes_of_copies - {"expert_dp"} | {"expert_replicate"}
     return Piece(
         name, parameter, tuple(shape), tuple(start),

@@ -1,7 +1,8 @@
 """Compressed reduce-scatter under ZeRO: `fully_shard` hands over a unit's gradients, and gets its rank's shard of the sum.
 
 torch lays a unit's gradients out as one matrix [P, C]: row r is what rank r owns, the r-th ⌈rows/P⌉ rows of every
-parameter one after the other, padded with zeros. `set_custom_reduce_scatter` lets us send that matrix our way: rows are
+parameter one after the other, padded with zeros; of one cut along its second dimension, the parts of that one below the
+other. `set_custom_reduce_scatter` lets us send that matrix our way: rows are
 compressed and go to their owners (`Compressor.scatter`), each of which adds up what came. The sum is wide; of several
 replicas of the shards (hybrid sharding) torch then sums it exactly.
 
@@ -25,12 +26,15 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from meshwright.lower.inventory import laid, padded, shard_dim
 from meshwright.parallel import exchange
 from meshwright.parallel.compress import Compressor, Layout, Running
 
 
 def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     """[rows, …] → [ranks, ⌈rows/ranks⌉ · …], padded with zeros."""
+    if shard_dim(whole.shape, ranks):
+        whole = torch.cat(whole.chunk(ranks, 1))
     each = -(-whole.shape[0] // ranks)
     padded = whole.new_zeros(each * ranks, *whole.shape[1:])
     padded[: whole.shape[0]] = whole
@@ -39,18 +43,19 @@ def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def put_together(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """What `chunked` took apart."""
-    return rows.flatten()[: math.prod(shape)].view(shape)
+    whole = rows.flatten()[: math.prod(shape)].view(laid(shape, len(rows)))
+    return torch.cat(whole.chunk(len(rows)), 1) if shard_dim(shape, len(rows)) else whole
 
 
 def width_of(shape: Sequence[int], ranks: int) -> int:
     """Numbers of one parameter in a row."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
+    return padded(shape, ranks) // ranks
 
 
 def columns_of(shapes: Sequence[Sequence[int]], ranks: int) -> Layout:
-    """Where each parameter's numbers start in a row, and its shape before it was cut."""
+    """Where each parameter's numbers start in a row, and its shape before its rows were cut."""
     starts = accumulate((width_of(shape, ranks) for shape in shapes), initial=0)
-    return [(start, torch.Size(shape)) for start, shape in zip(starts, shapes, strict=False)]
+    return [(start, torch.Size(laid(shape, ranks))) for start, shape in zip(starts, shapes, strict=False)]
 
 
 def managed(unit: nn.Module) -> list[nn.Parameter]:
