@@ -141,6 +141,17 @@ def test_fp8_rounds_to_what_its_types_hold():
     assert fp8.rounded(torch.full((2,), 1e30), fp8.E5M2).isfinite().all()
 
 
+def test_fp8_takes_a_module_that_is_called_with_names():
+    class Layer(nn.Linear):
+        def forward(self, x, *, scale):
+            return scale * super().forward(x)
+
+    layer = Layer(16, 16)
+    fp8.put_on([layer])
+    x = torch.randn(4, 16)
+    assert torch.equal(layer(x, scale=2.0), 2.0 * fp8.linear(x, layer.weight, layer.bias))
+
+
 def test_fp8_on_two_ranks_is_fp8_on_one_device():
     """Scales are a micro-batch's own, so one device with the same micro-batches does the same arithmetic."""
     workload = WORKLOAD.but(precision="fp8")

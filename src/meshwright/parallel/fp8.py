@@ -149,8 +149,8 @@ def put_on(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()) ->
 
 
 def _within(forward: Callable[..., Any], groups: Sequence[ProcessGroup]) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **named: Any) -> Any:
         with Fp8Products(groups):
-            return forward(*args)
+            return forward(*args, **named)
 
     return run
