@@ -64,6 +64,7 @@ def test_the_load_of_experts_is_told_step_by_step(tmp_path):
         out.print(page(training, str(tmp_path)))
     assert "busiest" in text.get()
     assert "dropped" in text.get()
+    assert training.as_dict()["router"] == training.steps[-1].router != {}
     assert load(tmp_path / "plan.toml").model.router.capacity == 0.5
 
 
@@ -104,8 +105,11 @@ def test_the_mlp_and_other_optimizers_train():
 
 
 def test_a_dtype_that_does_not_train_is_refused():
-    with pytest.raises(MeshwrightError, match="MW-TRAIN-001"):
+    with pytest.raises(MeshwrightError, match=r"MW-TRAIN-001: plan\.param_dtype=fp8"):
         run_training(config(param_dtype="fp8"), 1)
+    narrow = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": "fp4"}, FP32)
+    with pytest.raises(MeshwrightError, match=r"MW-TRAIN-001: workload\.precision=fp4"):
+        run_training(narrow, 1)
 
 
 def test_sparkline():

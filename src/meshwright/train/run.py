@@ -29,6 +29,7 @@ from meshwright.units import format_flops
 TARGET = "meshwright.train.work:work"
 SILENCE_S = 600.0
 RUNNABLE = ("fp32", "fp64", "bf16", "fp16")
+PRODUCTS = (*RUNNABLE, "tf32", "fp8")
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Training:
     def as_dict(self) -> dict[str, Any]:
         return {
             "plan": self.config.plan.title(),
+            "router": self.steps[-1].router if self.steps else {},  # of models with experts, at the end
             "measurement": self.measurement.as_dict(),
             "prediction": self.prediction.as_dict(),
             "difference": [{**asdict(d), "error": d.error if np.isfinite(d.error) else None} for d in self.differences],
@@ -79,6 +81,10 @@ def check(config: Config, steps: int) -> None:
     if config.plan.param_dtype not in RUNNABLE:
         raise MeshwrightError("MW-TRAIN-001", f"plan.param_dtype={config.plan.param_dtype} is planned and costed, not run",
                               valid=RUNNABLE, fix="--set plan.param_dtype=fp32 --set plan.master=false")  # fmt: skip
+    if config.workload.precision not in PRODUCTS:
+        raise MeshwrightError("MW-TRAIN-001", f"workload.precision={config.workload.precision} is planned and costed, not run",
+                              why="Products are made in the parameters' dtype, or in fp8", valid=PRODUCTS,
+                              fix="--set workload.precision=fp8")  # fmt: skip
     check_supported(config.model, config.plan)
     config.check()
 
