@@ -291,6 +291,15 @@ def test_frozen_and_unused_parameters_and_no_overlap():
         assert unused == [[0.0] * 4] * 4
 
 
+@pytest.mark.parametrize(
+    "said", [{"ratio": 0.0}, {"ratio": 1.5}, {"ratio": float("nan")}, {"rank": 0}, {"threshold": 0.0}]
+)
+def test_shares_that_are_none_are_told(said):
+    with pytest.raises(MeshwrightError, match="MW-COMP-002"):
+        make("top-k", **said)
+    assert make("top-k", ratio=1.0, rank=1, threshold=1e-9)
+
+
 def test_an_unknown_name_is_told():
     with pytest.raises(MeshwrightError, match="MW-COMP-001"):
         make("gzip")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.localsgd import Average
 from meshwright.parallel.pieces import Piece
 from meshwright.parallel.precision import LossScale, Masters, at_least_single, cast, masters_of, narrow, unscale
@@ -115,3 +116,6 @@ def test_an_average_of_any_number_of_tokens_is_itself(dtype):
         tensor = torch.tensor([2.0, 0.1], dtype=dtype)
         assert Average([tensor], None, 1).after_update(tokens)
         assert tensor.tolist() == torch.tensor([2.0, 0.1], dtype=dtype).tolist()
+    for tensors, every in (([], 1), ([tensor], 0)):
+        with pytest.raises(MeshwrightError, match="MW-PAR-007"):
+            Average(tensors, None, every)

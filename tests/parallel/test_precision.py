@@ -108,6 +108,9 @@ def test_buffers_have_a_dtype_of_their_own():
     module = cast(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.bfloat16, torch.float32)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert module[1].running_mean.dtype == torch.float32
+    table = nn.Module()
+    table.register_buffer("frequency", torch.tensor([0.1234567, 3.0]))
+    assert torch.equal(cast(table, torch.bfloat16, torch.float32).frequency, torch.tensor([0.1234567, 3.0]))
     assert module[1].num_batches_tracked.dtype == torch.int64
 
 

@@ -166,6 +166,38 @@ def uneven_share(context):
     exchange.scatter_out(torch.ones(1, 3, 4), distributed.group.WORLD, 1)
 
 
+def twice(context):
+    """Each exchange, of whose gradient a gradient is asked; what was said."""
+    from torch import distributed
+
+    from meshwright.parallel import context as sequence
+    from meshwright.parallel import exchange, expert, vocabulary
+
+    group = distributed.group.WORLD
+    x = torch.ones(2, 2, 4, 4, requires_grad=True)
+    target = torch.zeros(2, 4, dtype=torch.long)
+    calls = {
+        "copy_in": lambda: exchange.copy_in(x, group), "reduce_out": lambda: exchange.reduce_out(x * 1, group),
+        "gather_in": lambda: exchange.gather_in(x, group, 1), "scatter_out": lambda: exchange.scatter_out(x, group, 1),
+        "join": lambda: exchange.join(x, group, 1), "all_to_all": lambda: expert.all_to_all(x[0], group, [1, 1], [1, 1]),
+        "ring": lambda: sequence.ring_attention(x, x, x, group), "gather": lambda: sequence.gather_attention(x, x, x, group),
+        "ulysses": lambda: sequence.ulysses_attention(x, x, x, group),
+        "loss": lambda: vocabulary.cross_entropy(x[0], target, 4 * context.rank, group),
+    }  # fmt: skip
+    refused = []
+    for name, call in calls.items():
+        (slope,) = torch.autograd.grad(call().square().sum(), x, create_graph=True)
+        try:
+            slope.square().sum().backward()
+        except RuntimeError as error:
+            refused += [name] if "once_differentiable" in str(error) else []
+    return set(calls) - set(refused)
+
+
+def test_a_gradient_of_a_gradient_is_refused_not_wrong():
+    assert ranks.run(2, twice) == [set()] * 2
+
+
 def test_a_sequence_that_does_not_divide_raises():
     with pytest.raises(MeshwrightError, match=r"MW-TP-006: dimension 1 of \(1, 3, 4\)"):
         ranks.run(2, uneven_share)

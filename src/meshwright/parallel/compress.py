@@ -254,4 +254,7 @@ def make(name: str, *, ratio: float = 0.01, rank: int = 4, threshold: float = 2.
     }  # fmt: skip
     if name not in makers:
         raise MeshwrightError("MW-COMP-001", f"no compression is called '{name}'", valid=list(makers))
+    if not (0 < ratio <= 1 and rank >= 1 and threshold > 0):
+        raise MeshwrightError("MW-COMP-002", f"ratio={ratio:g}, rank={rank}, threshold={threshold:g}",
+                              valid=["0 < ratio <= 1", "rank >= 1", "threshold > 0"])  # fmt: skip
     return makers[name]()

@@ -10,6 +10,8 @@ One `copy_in` feeds q, k and v together, so backward sums their three input grad
 all-reduces a layer, where a plan that treats each product by itself makes seven. An all-reduce is a reduce-scatter
 and an all-gather, so the sequence-sharded pair moves the same bytes.
 
+Each is differentiated once: a gradient of a gradient would have to cross ranks by pairs of its own, and is refused.
+
 Collectives along a dimension d > 0 are transposed to the front and back: ranks are concatenated along the first
 dimension.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -81,6 +84,7 @@ class _CopyIn(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
@@ -92,6 +96,7 @@ class _ReduceOut(torch.autograd.Function):
         return x.detach()  # no view: a module may go on in place
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
@@ -103,6 +108,7 @@ class _GatherIn(torch.autograd.Function):
         return all_gather(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return reduce_scatter(gradient, ctx.group, ctx.dim), None, None
 
@@ -114,6 +120,7 @@ class _ScatterOut(torch.autograd.Function):
         return reduce_scatter(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_gather(gradient, ctx.group, ctx.dim), None, None
 
@@ -125,6 +132,7 @@ class _Join(torch.autograd.Function):
         return all_gather(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         mine = gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
         return mine.contiguous(), None, None

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.describe.model import Model
@@ -80,6 +81,7 @@ class _Depart(torch.autograd.Function):
         return flight.start(rows, back=False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.flight.wait(), None
 
@@ -92,6 +94,7 @@ class _Land(torch.autograd.Function):
         return buffer.view_as(buffer)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         # Autograd wants a gradient of the shape that landed; the rows that fly back are handed over by `_Depart`.
         ctx.flight.start(gradient, back=True)
@@ -113,6 +116,7 @@ class _Slice(torch.autograd.Function):
         return x.chunk(group.size())[group.rank()].contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return exchange.all_gather(gradient, ctx.group, 0), None
 

@@ -30,6 +30,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.precision import at_least_single
 from meshwright.parallel.zero import buckets_of
 
@@ -43,6 +44,9 @@ class Average:
     """Tensors of replicas, weighted by the tokens each has seen, averaged every so many steps. None: no other replica."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: ProcessGroup | None, every: int) -> None:
+        if every < 1 or not tensors:
+            raise MeshwrightError("MW-PAR-007", f"an average of {len(tensors)} tensors every {every} steps",
+                                  why="Both are counted from 1 up")  # fmt: skip
         self.tensors, self.group, self.every = tensors, group, every
         self.since, self.tokens = 0, torch.zeros((), dtype=torch.float64, device=tensors[0].device)
 

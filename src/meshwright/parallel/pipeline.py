@@ -10,6 +10,7 @@ parameters before its first action and frees them after its last. Private names 
     .pipeline_order_with_comms                      what it made of them, in which we ask for messages earlier
     PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
     PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
+    PipelineStage._get_init_p2p_neighbors_ops       greets neighbours before the first step
 
 Two slips of the lecture's own 1F1B that a program cannot make: backward sends the gradient of a stage's *input* to the
 stage before (its output's is what came in), and whether there is a stage before is asked as `is not None`, since rank 0

@@ -43,13 +43,14 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None = None) -> nn.Module:
-    """A module's floating-point parameters and buffers, each in a dtype of its own; unsaid: as they are."""
+    """A module's floating-point parameters and buffers, each in a dtype of its own; unsaid: parameters as they are, buffers
+    as parameters. No buffer is rounded to the parameters' dtype on the way to its own."""
+    before = [(owner, name, b) for owner in module.modules() for name, b in owner.named_buffers(recurse=False)]
     if parameters is not None:
         module.to(parameters)
-    for owner in module.modules():
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_floating_point() and buffers is not None:
-                setattr(owner, name, buffer.to(buffers))
+    for owner, name, buffer in before if buffers is not None else ():
+        if buffer.is_floating_point():
+            setattr(owner, name, buffer.to(buffers))
     return module
 
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.models.dropout import Dropped
@@ -119,6 +120,7 @@ class _Ring(_Blockwise):
         return _Ring.run(ctx, q, k, v, context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope: torch.Tensor) -> tuple:
         q, k, v, output, total = ctx.saved_tensors
         context: Context = ctx.context
@@ -151,6 +153,7 @@ class _Gather(_Blockwise):
         return _Gather.run(ctx, q, k, v, context)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope: torch.Tensor) -> tuple:
         q, k, v, output, total = ctx.saved_tensors
         context: Context = ctx.context
@@ -179,6 +182,7 @@ class _Here(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope: torch.Tensor) -> tuple:
         q, k, v, output, total = ctx.saved_tensors
         gradients = Gradients(slope, q, output, total, *ctx.told)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from meshwright.errors import MeshwrightError
@@ -35,6 +36,7 @@ class _AllToAll(torch.autograd.Function):
         return all_to_all(rows_PX, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, slope_PX: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_to_all(slope_PX, ctx.group), None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
@@ -51,6 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ((total_T.log() - picked_T) * valid_T).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         probability_TV, local_T, mine_T, valid_T = ctx.saved_tensors
         slope_TV = probability_TV.scatter_add(1, local_T[:, None], -mine_T[:, None].to(probability_TV.dtype))
