@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lower.cases import COUNTS, GPT, GQA, MODELS, MOE, STORED, WORK, lowered, one, plans
+from lower.cases import COUNTS, GPT, GQA, MODELS, MOE, STORED, WORK, flops, lowered, one, plans
 from meshwright.cost import memory as room
-from meshwright.cost.memory import PARTS, largest_model, memory, minimum_gpus, state_memory, zero_state_bytes
+from meshwright.cost.memory import (
+    PARTS,
+    largest_model,
+    memory,
+    minimum_gpus,
+    state_memory,
+    working_memory,
+    zero_state_bytes,
+)
 from meshwright.cost.predict import predict
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
@@ -14,6 +22,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.lower import tiles
 from meshwright.lower.stages import holdings
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
@@ -208,3 +217,36 @@ def test_stored_softmax_costs_its_scores():
     scores = 8 * GPT.heads * WORK.seq * WORK.seq * 5  # softmax and its dropped copy in 2 bytes, the mask in 1
     lse = 8 * GPT.heads * WORK.seq * 4
     assert stored - flash == pytest.approx(scores - lse)
+
+
+def test_attention_that_drops_costs_time_and_a_tile_but_keeps_no_probabilities():
+    """In tiles nothing more is kept for backward; where softmax is stored, its mask and what is left of it are."""
+    plain = GPT.but(dropout=False, causal=True)
+    drops = plain.but(attention_dropout=0.1)
+    (before, after), (stored, masked) = (
+        [lowered(m, stack=Stack(attention=kernel)) for m in (plain, drops)] for kernel in ("flash", "stored")
+    )
+    kept = [sum(one(x) for x in p.saved["dense"].values()) for p in (before, after, stored, masked)]
+    assert kept[0] == kept[1]
+    assert kept[3] - kept[2] == WORK.seq * GPT.heads * WORK.seq * (1 + 2)
+    tile = 5 * 4 * GPT.heads * WORK.seq**2
+    inner = [lowered(m, pp=4) for m in (plain, drops)]  # a stage without logits, which are larger than the tile
+    middle = [one(working_memory(p, holdings(p.batch, every_rank=True)[1])) for p in inner]
+    assert middle[1] - middle[0] == one(tiles.working(after.batch))
+    assert one(tiles.working(after.batch)) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
+    assert not one(tiles.working(before.batch))
+    whole = flops(before, "dense", "FI", "attention")
+    assert flops(after, "dense", "FI") - flops(before, "dense", "FI") == pytest.approx(
+        whole
+    )  # the same products, not fused
+    assert {op.dtype for _, op in after.ops("dense") if op.name.startswith("scores")} == {"fp32"}
+
+
+def test_masks_that_are_computed_keep_eight_bytes_a_token():
+    plain, hashed = (lowered(GPT.but(dropout=False, dropout_rate=rate), tp=2, sp=True) for rate in (0.0, 0.1))
+    for block, sites in (("embedding", 1), ("dense", 2)):
+        more = [sum(one(x) for x in p.saved[block].values()) for p in (plain, hashed)]
+        assert more[1] - more[0] == 8 * sites * WORK.seq / 2
+    assert {op.name for _, op in hashed.ops("dense")} - {op.name for _, op in plain.ops("dense")} == {
+        f"{part}-residual-drop{way}" for part in ("attention", "ffn") for way in ("", "-grad")
+    }

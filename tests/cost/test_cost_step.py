@@ -350,3 +350,36 @@ def test_a_batch_finds_the_fullest_rank_of_uneven_stages(model, pp, virtual, sch
     program = step_program(shape, plan, Workload(batch=8 * pp, seq=4096))
     few, every = (step_cost(program, DGX.with_gpus(pp), every_rank=e) for e in (False, True))
     assert one(few.peak_memory) == pytest.approx(one(every.peak_memory), rel=0.01)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "stored"])
+@pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "moe"])
+def test_what_stays_wide_under_fp8_takes_as_long_as_in_16_bits(model, kernel):
+    """A layer's own products are faster; head, router, and the core of attention, stored or not, are not."""
+    by = {p: cost(model, WORK.but(precision=p), stack=Stack(attention=kernel)) for p in ("bf16", "fp8")}
+    spent = {p: {part: one(s) for part, s in c.exposed.items()} for p, c in by.items()}
+    for part in ("head", "router") if model.experts else ("head",):
+        assert spent["fp8"][part] == spent["bf16"][part]
+    assert spent["fp8"]["experts" if model.experts else "ffn"] < spent["bf16"]["experts" if model.experts else "ffn"]
+    names = {op.name for ops in by["fp8"].program.blocks.values() for op in ops if op.dtype == "bf16"}
+    core = {"core", "core-grad"} if kernel == "flash" else {"scores", "values", "scores-grad", "values-grad"}
+    head = {"logits", "logits-dgrad", "logits-wgrad"}
+    assert names == core | head | ({"router", "router-dgrad", "router-wgrad"} if model.experts else set())
+
+
+def test_a_split_backward_pays_for_the_gathers_of_its_inputs_on_all_stages_but_the_first():
+    """I asks for what W asks for: the same gathers once more, in the closed form, in the walk and in what is hidden."""
+    plan = {"tp": 4, "sp": True, "pp": 4, "microbatch": 2}
+    plain, split = (cost(GQA, schedule=s, stack=Stack(**IDLE_HOST), **plan) for s in ("1f1b", "zb-h1"))
+    again = [one(plain.times[block, "W"].comm["tp"]) for block in ("dense", "head")]
+    for rank, (a, b) in enumerate(zip(plain.ranks, split.ranks, strict=True)):
+        more = 2 * again[0] * (rank > 0) + again[1] * (rank == 3)
+        assert one(b.i - a.i) == pytest.approx(more, abs=1e-12)
+        assert one(b.f) == one(a.f)
+        assert one(b.w) == one(a.w)
+    made = [
+        cost(GQA, schedule=s, recompute="full", stack=Stack(**IDLE_HOST), **plan).ranks[1].i for s in ("1f1b", "zb-h1")
+    ]
+    assert one(made[0]) == one(made[1])  # a layer made again keeps what it gathered
+    beside = cost(GQA, schedule="zb-h1", stack=Stack(overlap=("tp",), **IDLE_HOST), **plan)
+    assert one(beside.times["dense", "S"].busy) < one(split.times["dense", "S"].busy)

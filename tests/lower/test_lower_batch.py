@@ -11,6 +11,7 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
+from meshwright.lower.holds import reduced
 from meshwright.lower.stages import holdings
 from meshwright.lower.step import step_program
 
@@ -43,13 +44,8 @@ def numbers(program, i):
             out |= {(what, block, part): at(size) for part, size in parts.items()}
     out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
     for h in holdings(program.batch)[:1]:
-        for group, count in elements(program, h).items():
-            out["elements", group] = at(count)
-            ops = [
-                *sync.gradient_reduction(program.batch, count, group),
-                *sync.parameter_gather(program.batch, count, group),
-            ]
-            add(("step", group), ops + sync.optimizer(program.batch, count, 10))
+        out |= {("elements", group): at(count) for group, count in elements(program, h).items()}
+        add(("step",), sync.step_ops(program.batch, reduced(program, h)))
     return {key: value for key, value in out.items() if value}
 
 

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lower.cases import GPT, GQA, MLP, MOE, plans
+from lower.cases import MOE
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -15,15 +15,10 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
 from meshwright.lower.inventory import Parameter, padded, parameters, shard_dim, shard_size, share_of, shares
 from meshwright.lower.issued import Given, Routed, issued
-from meshwright.lower.step import step_program
-from meshwright.lower.traffic import traffic
-from meshwright.programs.pipelines import refusal
 
 ODD = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
 WORK = Workload(batch=16, seq=32)
 LAYER = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the gated network, two norms
-FEW = Workload(batch=32, seq=64)
-EVEN = {"gpt": GPT.but(vocab=1024), "gqa": GQA, "mlp": MLP, "moe": MOE}
 
 
 def said(plan, rank=0, model=ODD, work=WORK, **more):
@@ -184,59 +179,3 @@ def test_ranks_together_hold_every_parameter():
         copies = 1 if p.expert else 2 if p.style != "inside" and not held[0].whole else 4
         assert sum(s.size for s in held) == copies * int(np.prod(p.shape)), p
     assert Parameter("layers.0.moe.experts.up.weight", (8, 4, 4), "experts").expert
-
-
-# Against the closed form
-
-
-@pytest.mark.parametrize("name", EVEN)
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_the_closed_form_is_exact_where_sizes_divide(name, data):
-    """Bytes always; messages too where a stage is one bucket, or ZeRO-3 goes layer by layer."""
-    model = EVEN[name]
-    plan = data.draw(plans(model, FEW)).but(compression="none", bucket=1e12)
-    assume(plan.pp == 1 or refusal(plan.schedule, plan.pp, plan.microbatches(FEW), plan.virtual) is None)
-    assume(not (plan.sp and plan.tp > 1 and splits_backward(plan)))  # a split backward gathers twice
-    assume(plan.reduce != "microbatch" or plan.pp == 1)  # not run: a pipeline sums at its end
-    rank = data.draw(st.integers(0, plan.world - 1))
-    program = step_program(model, plan, FEW)
-    low = {(r.axis, r.collective): r for r in traffic(program, Layout(plan).coordinates(rank)["pp"])
-           if program.batch.size(r.axis)[0] > 1 and r.count}  # fmt: skip
-    found = {(r.axis, r.collective): r for r in issued(model, plan, FEW, rank)}
-    if not divides(
-        model, plan, rank
-    ):  # rows are padded to a multiple of the ranks, and the last ranks' shards are short
-        assert set(found) == set(low)
-        assert all(
-            found[key].bytes >= low[key].bytes * (1 - 1e-9) for key in found if key[0] in ("shard_cp", "expert_shard")
-        )
-        return
-    assert {key: r.bytes for key, r in found.items()} == pytest.approx({key: r.bytes for key, r in low.items()})
-    if plan.virtual == 1 and (plan.zero == 0 or (plan.zero == 3 and not model.tied)):
-        assert {key: r.count for key, r in found.items()} == pytest.approx({key: r.count for key, r in low.items()})
-
-
-@pytest.mark.parametrize(
-    "plan", [{"replicate": 4}, {"shard": 4, "zero": 2}, {"shard": 4, "zero": 3}], ids=["0", "2", "3"]
-)
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "top-k", "random-k", "threshold", "powersgd"])
-def test_the_closed_form_of_compression_has_neither_scales_nor_shapes(name, plan):
-    """Off by a scale a part and by whole values; and PowerSGD's matrices are taken as square ones of equal size."""
-    for model in (EVEN["gpt"], MOE):
-        said = Plan(**plan, compression=name, reduce="step").check(model, FEW)
-        low, found = ({(r.axis, r.collective): r.bytes for r in records}
-                      for records in (traffic(step_program(model, said, FEW)), issued(model, said, FEW, 0)))  # fmt: skip
-        for key, n in found.items():
-            assert low[key] == pytest.approx(n, rel=0.3 if name == "powersgd" else 0.003), key
-
-
-def divides(model, plan, rank):
-    layout = Layout(plan)
-    sizes = {False: layout.size("shard_cp"), True: layout.size("expert_shard")}
-    held = shares(model, plan, layout, rank, range(model.layers), frozenset())
-    return plan.zero == 0 or all(share.shape[0] % sizes[share.expert] == 0 for share in held)
-
-
-def splits_backward(plan):
-    return plan.pp > 1 and plan.schedule in ("zb-h1", "zb-h2", "interleaved-zb", "zbv", "dualpipev")

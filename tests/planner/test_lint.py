@@ -46,7 +46,7 @@ SHOWING = {
     "MW-LINT-008": config("llama3-70b", "meta-h100", 6144, 3072, tp=4, sp=True, shard=1536, zero=1, bucket=4e9,
                           recompute="full"),
     "MW-LINT-009": config("mixtral-8x7b", "dgx-h100", 64, 512, tp=8, sp=True, shard=8, zero=1, ep=8, expert_tp=8),
-    "MW-LINT-010": config("llama-7b", "meta-rsc", 1024, 2048, 2048, shard=1024, zero=1),
+    "MW-LINT-010": config("llama-7b", "meta-rsc", 1024, 2048, 2048, stack="megatron-core", shard=1024, zero=1),
     "MW-LINT-011": config("llama-33b", "dgx-h100", 64, 512, 2048, tp=8, shard=8, zero=1),
     "MW-LINT-012": config("llama3-8b", "dgx-h100", 128, 64, shard=128, zero=1),
     "MW-LINT-013": config("llama3-8b", "dgx-h100", 16, 128, replicate=16),

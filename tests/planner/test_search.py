@@ -80,8 +80,8 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
         walked_time(step_program(where.model, plan, where.workload, where.stack), where.cluster, plan) for plan in plans
     ]
     _, ranking = solve(where)
-    assert min(times) == pytest.approx(min(c.time for c in ranking.leaders), rel=1e-3)
-    assert ranking.best.time <= min(times) * (1 + TIE) * (1 + 1e-3)
+    assert min(c.time for c in ranking.leaders) >= min(times) * (1 - 1e-3)
+    assert ranking.best.time <= min(times) * (1 + TIE) * (1 + 1e-3)  # so much is given for a simpler plan
 
 
 @pytest.mark.parametrize("seed", range(7))

@@ -64,6 +64,7 @@ class Network:
         self.cluster, self.batch = cluster, batch
         self._axes: dict[str, tuple[Array, ...]] = {}
         self._times: dict[tuple[str, str, int], tuple[Array, Array]] = {}
+        self._curves: dict[tuple[str, str], tuple[Array, ...]] = {}
         top = len(cluster.levels) - 1
         self.inside = cluster.device_bandwidth(0)
         self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [self.inside]
@@ -91,37 +92,48 @@ class Network:
         return self._times[key][0]
 
     def _time(self, op: Op) -> Array:
-        size, inner, nodes, outside = self.geometry(op.axis)
-        n = op.message_bytes
+        several, start, byte, tree, tree_byte = self._curve(op.collective, op.axis)
+        wire = op.message_bytes * byte
+        if op.collective == "send":
+            return np.where(several, start + wire, 0.0)
+        # A tree carries every byte twice through its inner ranks: it wins only while latency rules.
+        ways = start + wire if tree is None else np.minimum(start + wire, tree + op.message_bytes * tree_byte)
+        return np.where(several, ways + 2 * np.sqrt(CHUNK * wire), 0.0)
+
+    def _curve(self, collective: str, axis: str) -> tuple[Array, ...]:
+        """Of an axis: whether there is anybody, seconds to start and of a byte around a ring, and along a tree where there is one."""
+        key = (collective, axis)
+        if key not in self._curves:
+            self._curves[key] = self._make_curve(collective, axis)
+        return self._curves[key]
+
+    def _make_curve(self, collective: str, axis: str) -> tuple[Array, ...]:
+        size, inner, nodes, outside = self.geometry(axis)
         across = nodes > 1
         base = np.where(across, BASE_ACROSS, BASE)
-        if op.collective == "send":
-            return np.where(
-                size > 1, base + np.where(across, self.hop_out + n / outside, self.hop_in + n / self.inside), 0.0
-            )
-        factor = 2.0 if op.collective == "all_reduce" else 1.0
+        if collective == "send":
+            start = base + np.where(across, self.hop_out, self.hop_in)
+            return size > 1, start, 1 / np.where(across, outside, self.inside), None, None
+        factor = 2.0 if collective == "all_reduce" else 1.0
         inside_rate = self.inside * (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
-        if op.collective == "all_to_all":
-            wire_in = (inner - 1) / size * n / inside_rate
-            wire_out = (size - inner) / size * n / outside
-        else:
-            in_switch = factor == 2.0 and self.cluster.levels[0].reduces
-            moved = np.where(~across & (inner >= 8), 1.45, 2.0) if in_switch else factor
-            wire_in = moved * (size - 1) / size * n / inside_rate
-            wire_out = np.where(across, factor * (size - 1) / size * n / (inner * outside), 0.0)
         # A ring moves in lockstep: each of its P−1 steps takes as long as its slowest hop.
         ring = (size - 1) * np.where(across, max(self.hop_in, self.hop_out), self.hop_in)
-        if op.collective == "all_reduce":
-            tree = 2 * (log2ceil(inner) * self.hop_in + log2ceil(nodes) * self.hop_out)
-            # A tree carries every byte twice through its inner ranks: it wins only while latency rules.
-            wire = np.maximum(wire_in, wire_out)
-            ring_time = 2 * ring + wire + 2 * np.sqrt(CHUNK * wire)
-            tree_time = tree + 2 * wire + 2 * np.sqrt(CHUNK * wire)
-            return np.where(size > 1, base + np.minimum(ring_time, tree_time), 0.0)
-        wire = np.maximum(wire_in, wire_out)
-        hops = np.where(
-            op.collective == "all_to_all",
-            np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)),
-            ring,
+        if collective == "all_to_all":
+            byte = np.maximum((inner - 1) / size / inside_rate, (size - inner) / size / outside)
+            return (
+                size > 1,
+                base + np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)),
+                byte,
+                None,
+                None,
+            )
+        in_switch = factor == 2.0 and self.cluster.levels[0].reduces
+        moved = np.where(~across & (inner >= 8), 1.45, 2.0) if in_switch else factor
+        byte = np.maximum(
+            moved * (size - 1) / size / inside_rate,
+            np.where(across, factor * (size - 1) / size / (inner * outside), 0.0),
         )
-        return np.where(size > 1, base + hops + wire + 2 * np.sqrt(CHUNK * wire), 0.0)
+        if collective != "all_reduce":
+            return size > 1, base + ring, byte, None, None
+        tree = 2 * (log2ceil(inner) * self.hop_in + log2ceil(nodes) * self.hop_out)
+        return size > 1, base + 2 * ring, byte, base + tree, 2 * byte

@@ -22,7 +22,6 @@ from meshwright.lower.op import Array, Op
 
 TILE = 128.0
 SEQUENCE_HALF = 700.0  # flash attention reaches half its rate at this many positions
-NARROW = ("fp8", "mxfp8", "fp4")
 
 
 def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
@@ -43,8 +42,7 @@ def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Arra
     _, s_q, s_kv, width = op.shape
     seen = np.minimum(s_q, s_kv)
     reached = share * seen / (seen + SEQUENCE_HALF) * np.minimum(1.0, (width / 128.0) ** 0.25)
-    peak = device.peak_for("bf16" if dtype in NARROW else dtype)
-    return eff.floor + op.flops / (reached * peak) + op.bytes / device.memory_bandwidth
+    return eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
 
 
 def memory_time(device: Accelerator, op: Op) -> Array:

@@ -5,7 +5,7 @@
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
     activations  saved bytes of a micro-batch × micro-batches in flight, and one layer more while it is recomputed
     gathered     ZeRO-3: the weights of the layer at work and of the one prefetched
-    working      gradients of activations, logits and their gradients, communication buckets
+    working      gradients of activations, logits and their gradients, communication buckets; where attention drops, its tile
     context      driver, libraries, communicators; slack: what the allocator reserves and cannot use
 
 With everything in 16/32-bit mixed precision the states are 16 bytes a parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.lower import tiles
 from meshwright.lower.batch import COMPRESSIONS
-from meshwright.lower.holds import elements
+from meshwright.lower.holds import elements, paddings
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import Holding, in_flight
+from meshwright.lower.sync import SHARDS
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
@@ -38,15 +40,17 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     )
     # What compression did not send yet stays beside the gradients, whole even under ZeRO; casts forget it.
     late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
+    added = paddings(program, holding) if b.pads else {}
     for group, count in elements(program, holding).items():
-        shard = b.size("shard_cp" if group == "dense" else "expert_shard")
-        out["parameters"] += count * b.param_bytes / np.where(b.zero >= 3, shard, 1.0)
-        out["gradients"] += count * b.grad_bytes / np.where((b.zero >= 2) & b.reduce_each, shard, 1.0)
+        shard = b.size(SHARDS[group])
+        share = (count + added.get(group, 0.0)) / shard  # the fullest rank's
+        out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
+        out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # Reduced after each micro-batch, whole gradients need a second buffer for those that were summed before.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
         out["gradients"] += count * (beside + (late + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes
-        out["optimizer"] += on_device * count * states / np.where(b.zero >= 1, shard, 1.0)
+        out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
     return out
 
 
@@ -85,7 +89,7 @@ def working_memory(program: StepProgram, holding: Holding) -> Array:
     logits = b.tokens * m.padded_vocab / b.tp
     loss = holding.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
     buckets = np.where(b.dp > 1, 2 * np.minimum(b.bucket, 1e9), 0.0)
-    return np.maximum(flow, loss) + buckets
+    return np.maximum(flow + tiles.working(b), loss) + buckets
 
 
 def gathered_memory(program: StepProgram, holding: Holding) -> Array:
@@ -98,8 +102,7 @@ def gathered_memory(program: StepProgram, holding: Holding) -> Array:
     largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in here.values()])
     copies = np.where(b.prefetch, 2.0, 1.0)
     grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
-    whole = sum(holding.counts[block] * size / (b.wrap if block in ("dense", "moe") else 1.0)
-                for block, size in program.gathered.items())  # fmt: skip
+    whole = sum(elements(program, holding).values()) * b.param_bytes
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 

@@ -32,7 +32,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.holds import reduced
-from meshwright.lower.op import PHASES, Array, Op, StepProgram, present, sent
+from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import Holding, holdings, mean_holding
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
@@ -40,6 +40,7 @@ AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "d
            "expert_dp": "dp", "replicate": "dp", "expert_replicate": "dp", "stage": "ep", "world": "dp", "pp": "pp",
            "ends": "pp", "kv_copies": "tp"}  # fmt: skip
 TOLD_AS = {"stage": "dp"}  # bytes between the ranks of a stage; their time is the experts' own
+RUNS = {"F": "F", "I": "I", "S": "I", "W": "W", "R": "R"}  # phases that run as one
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
@@ -54,11 +55,13 @@ class PhaseTime:
     busy: Array = 0.0
     host: Array = 0.0
     flops: Array = 0.0
+    left: Array = 0.0  # seconds of compute that nothing hides behind yet
 
 
 @dataclass
 class RankTime:
-    """Seconds one micro-batch takes a rank: forward, gradient of inputs (and recompute), gradient of weights."""
+    """Seconds one micro-batch takes a rank: forward, gradient of inputs (with recompute, and what only a split backward does),
+    gradient of weights."""
 
     f: Array
     i: Array
@@ -85,6 +88,7 @@ class StepCost:
     boundary: Array  # seconds of one pipeline message
     after: Array  # seconds of sums that follow the gradients' own, over tp, a pipeline's ends and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
+    tail: Array  # seconds by which the last message of gradients is longer than what else of them is not hidden
     program: StepProgram
     syncs: list[Op]
 
@@ -112,7 +116,10 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     """Time, memory and traffic of every plan of the batch."""
     b = program.batch
     network = Network(cluster, b)
-    times = {key: phase_time(program, cluster, network, ops) for key, ops in program.blocks.items()}
+    times: dict[tuple[str, str], PhaseTime] = {}
+    for (block, phase), ops in program.blocks.items():
+        beside = times[block, "I"] if phase == "S" else None
+        times[block, phase] = phase_time(program, cluster, network, ops, beside)
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
     held = holdings(b, every_rank)
@@ -127,12 +134,14 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
-    again = {block: m * of_slowest([h.times(block, "R") for h in held]) for block in counts} if b.partly else counts
+    others = {"R": b.partly, "S": b.splits_twice}  # phases that not all of a rank's blocks have
+    some = {phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
+            for phase, on in others.items() if on}  # fmt: skip
     exposed: dict[str, Array] = {}
     busy: dict[str, Array] = {}
     flops: Array = 0.0
     for (block, phase), t in times.items():
-        often = (again if phase == "R" else counts)[block]
+        often = some.get(phase, counts)[block]
         for part, seconds in t.parts.items():
             name = "recompute" if phase == "R" and part not in b.overlap else part
             exposed[name] = exposed.get(name, 0.0) + often * seconds
@@ -158,11 +167,14 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
     return StepCost(sum(exposed.values()), exposed, busy, flops, slowest, ranks, held,
-                    times, boundary, closing["after"], closing["reduce"], program, syncs)  # fmt: skip
+                    times, boundary, closing["after"], closing["reduce"], closing["tail"], program, syncs)  # fmt: skip
 
 
-def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: list[Op]) -> PhaseTime:
-    """Time the operations of one block and phase, and hide what overlaps behind its compute."""
+def phase_time(
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], beside: PhaseTime | None = None
+) -> PhaseTime:
+    """Time the operations of one block and phase, and hide what overlaps behind its compute; or behind what another that it is
+    part of has left."""
     b, device, stack = program.batch, cluster.accelerator, program.batch.stack
     t = PhaseTime()
     core: Array = 0.0
@@ -181,13 +193,15 @@ def phase_time(program: StepProgram, cluster: Cluster, network: Network, ops: li
         if op.kind == "attention":
             core = core + seconds
     t.busy = work
-    room = {"tp": work - core, "cp": core, "ep": work, "dp": work}
-    left = HIDEABLE * work  # compute hides one stream at a time
+    t.left = left = HIDEABLE * work if beside is None else beside.left  # compute hides one stream at a time
+    room = {"tp": HIDEABLE * (work - core), "cp": HIDEABLE * core, "ep": left, "dp": left}
+    if beside is not None:
+        room = dict.fromkeys(room, left)
     for axis in (axis for axis in b.overlap if axis in t.comm):  # in one order, whatever else is in the batch
         seconds = t.comm[axis]
         can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
-        behind = np.minimum(np.minimum(seconds, HIDEABLE * room[axis]), left) * can
-        left = left - behind
+        behind = np.minimum(np.minimum(seconds, room[axis]), left) * can
+        t.left = left = left - behind
         slowed = stack.compute_slowdown * behind
         t.parts[axis] = seconds - behind
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
@@ -202,17 +216,15 @@ def rank_time(
 ) -> RankTime:
     """One micro-batch on one rank: each phase takes what device and host need together."""
     b = program.batch
-    total, waits = {}, np.zeros(b.n)
-    for phase in PHASES:
-        busy, host = np.zeros(b.n), np.zeros(b.n)
-        for block in program.kinds():
-            t = times.get((block, phase))
-            if t is not None:
-                often = holding.times(block, phase)
-                busy = busy + often * t.busy
-                host = host + often * t.host
-        total[phase] = np.cbrt(busy**3 + host**3)
-        waits = waits + (total[phase] - busy)
+    busy, host = ({phase: np.zeros(b.n) for phase in RUNS.values()} for _ in range(2))
+    for (block, phase), t in times.items():
+        often = holding.times(block, phase)
+        busy[RUNS[phase]] = busy[RUNS[phase]] + often * t.busy
+        host[RUNS[phase]] = host[RUNS[phase]] + often * t.host
+    total = {
+        phase: np.cbrt(x * x * x + y * y * y) for phase, x, y in zip(busy, busy.values(), host.values(), strict=True)
+    }
+    waits = sum(total.values()) - sum(busy.values())
     # A blocking stack waits for its message on each side of every stage, both ways.
     message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
     return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
@@ -261,9 +273,17 @@ def _closing(
     rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
     window = HIDEABLE * (slow.i + slow.w) * b.overlap["dp"] * rounds
     hidden = np.minimum(reduce, window)
-    exposed = np.maximum(reduce - hidden, last) + b.stack.compute_slowdown * hidden
+    tail = np.maximum(last - (reduce - hidden), 0.0)
+    exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
     exposed = exposed + gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"]) + compress
-    return {**after, "after": sum(after.values()), "dp": exposed, "optimizer": update, "reduce": reduce + gather}
+    return {
+        **after,
+        "after": sum(after.values()),
+        "dp": exposed,
+        "optimizer": update,
+        "reduce": reduce + gather,
+        "tail": tail,
+    }
 
 
 def _updated(b: Batch, op: Op, seconds: Array) -> Array:

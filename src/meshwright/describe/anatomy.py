@@ -152,7 +152,7 @@ def attention_saved(m: Model, core: AttentionCore) -> list[Saved]:
         Saved("logsumexp", "attention", core.heads, "tensor", 4, condition="flash"),
         Saved("attention-mask", "attention", m.hidden, "sequence", 1, condition="dropout"),
     ]
-    if m.dropout:
+    if m.dropout or m.attention_dropout:
         saved += [
             Saved("softmax-mask", "attention", 0, "tensor", 1, per_position=core.heads, condition="stored-softmax"),
             Saved("softmax-dropped", "attention", 0, "tensor", per_position=core.heads, condition="stored-softmax"),

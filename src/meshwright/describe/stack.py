@@ -37,6 +37,10 @@ class Stack(Described):
         default=False,
         description="fp8: ranks that hold parts of a tensor agree on one scale, a small message a product",
     )
+    flat_shards: bool = Field(
+        default=False,
+        description="ZeRO-1 and 2 shard one flat buffer, sent in buckets; else unit by unit, each tensor's rows padded to the ranks",
+    )
     blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")

@@ -20,8 +20,10 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Compression, ContextKind, Plan, Schedule
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.programs.pipelines.rules import RULES
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SPLIT = tuple(code for code, name in enumerate(SCHEDULES) if RULES[name].splits)
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS: tuple[str, ...] = get_args(ContextKind)
 COMPRESSIONS: tuple[str, ...] = get_args(Compression)
@@ -41,6 +43,7 @@ class Batch:
         self.average_every: np.ndarray | float = 0.0
         self.compression_threshold: np.ndarray | float = 2.0
         self.wrap: np.ndarray | float = 1.0  # layers of a unit of ZeRO, at most a stage's
+        self.one_unit: np.ndarray | bool = False  # all of a stage, its ends too
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
@@ -62,11 +65,23 @@ class Batch:
         self.schedules = [
             (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
         ]
+        self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward into I and W
+        # Ranks agree on scales for products in fp8, and under a split backward again for those of the weights.
+        self.scales = workload.precision == "fp8" and stack.shared_scales
+        self.splits_twice = bool(np.any(self.splits & (self.tp > 1) & self.sp)) or bool(
+            self.scales and np.any(self.splits)
+        )
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
         # Of a parameter as it is updated: its wide master's, where it has one.
         self.kept_bytes = np.where(self.master, np.maximum(self.param_bytes, 4.0), self.param_bytes)
-        self.compresses = bool(np.any(self.compression))
-        self.wraps = bool(np.any(np.not_equal(self.wrap, 1.0)))
+        # Gradients sent narrower than they are kept, and what then is summed as it is.
+        self.lossy = (self.compression > 0) | (self.comm_bytes < self.grad_bytes)
+        self.compresses = bool(np.any(self.lossy))
+        self.units = not stack.flat_shards and model.kind != "counts"  # of which no layers are known
+        # Sharded by rows, a tensor is padded to a multiple of the ranks.
+        self.pads = bool(np.any((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
+        self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
+        self.wraps = bool(np.any(self.one_unit) or np.any(np.not_equal(self.wrap, 1.0)))
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._lay_out()
 
@@ -136,6 +151,7 @@ class Batch:
         fields["layers_per_stage"] = tuple(p.layers_per_stage for p in plans)
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
         fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
+        fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
         fields["partly"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
 

@@ -21,6 +21,7 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     low.collective("F", "embedding-out", "embedding", "reduce_scatter", "tp", n, low.with_sp)
     low.collective("W", "embedding-grad", "embedding", "all_gather", "tp", n, low.with_sp)
     low.memory("W", "scatter-add", "embedding", n, 3, 3)
+    low.drop("embedding", "embedding", n / b.seq_split, "W")
     return low.phases
 
 
@@ -37,7 +38,7 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
         return low.phases
     low.norm("final-norm")
     low.enter_columns("head", m.hidden)
-    low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden)
+    low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
     low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8)

@@ -1,13 +1,13 @@
 """The messages of data parallelism, one by one, as one rank sends them: buckets, and the units of ZeRO.
 
-`sync` has the closed form: the bytes of a rank's elements in ⌈bytes/bucket⌉ messages, or block by block. A real rank sends
+`sync` has the closed form: how many there are, and the bytes of the mean one. A real rank sends
 
     buckets   of each of its stages by itself, ⌈elements / ⌈n/bucket⌉⌉ long: one flat buffer for what dp·cp sums, one for
               experts, and one for what must not be compressed where the rest is
     units     under ZeRO: so many layers (`plan.wrap`), each end by itself, both together where they share a weight, and the
               experts of each layer; every parameter's rows padded to a multiple of the ranks
 
-and nothing of what is not trained. The two agree where sizes divide, a unit is a layer and a stage is one bucket.
+and nothing of what is not trained.
 """
 
 from __future__ import annotations

@@ -1,83 +1,148 @@
 """What a rank holds: parameters of each block after tensor and expert parallelism, and bytes saved for backward.
 
-A column split keeps d_out/tp columns (never less than one KV head), a row split d_in/tp rows, everything else is whole.
-Experts keep copies/ep of width/expert_tp. Saved tensors follow the same splits; `full` recompute keeps only each layer's
-input (2·T·h bytes, sharded with sequence parallelism), `selective` drops what the attention core can make again.
+Parameters are those of `inventory`, by name and style, with the mean share of a plan's ranks: a column split keeps rows/tp (never
+less than one KV head), a row split columns/tp, experts copies/ep of width/expert_tp, everything else is whole. Saved tensors follow
+the same splits; `full` recompute keeps only each layer's input (2·T·h bytes, sharded with sequence parallelism), `selective` drops
+what the attention core can make again.
+
+What is summed once a step goes in messages (`messages`): under ZeRO a unit each, of so many layers, of an end, of a layer's experts;
+elsewhere the buckets of each stage by itself.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
-from meshwright.describe.anatomy import Block, Linear, Saved
+from meshwright.describe.anatomy import Block, Saved
+from meshwright.lower import sync, tiles
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import Holding
+from meshwright.lower.inventory import PROJECT, Parameter, block_parameters
+from meshwright.lower.op import Array, StepProgram, present
+from meshwright.lower.stages import Holding, by_stage
 
 CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
+GROUPS = ("dense", "expert")  # reduced over dp·cp, and over expert_dp
 
 
-def linear_parameters(b: Batch, linear: Linear) -> Array:
-    if linear.part == "experts":
-        per_copy = linear.d_in * linear.d_out / b.etp + (
-            linear.d_out / (b.etp if linear.split == "column" else 1) if linear.bias else 0
-        )
-        return linear.copies / b.ep * per_copy
-    if linear.split == "column":
-        columns = np.maximum(linear.d_out / b.tp, min(linear.granule, linear.d_out))
-        return linear.copies * (linear.d_in * columns + (columns if linear.bias else 0))
-    if linear.split == "row":
-        # The all-gather form splits it by columns, and the bias with them.
-        bias = linear.d_out / np.where(b.gather_form, b.tp, 1.0) if linear.bias else 0.0
-        return linear.copies * (linear.d_in / b.tp * linear.d_out + bias)
-    return linear.parameters * np.ones(b.n)
+class Tensor(NamedTuple):
+    """One rank's share of a parameter, before ZeRO: [rows, rest], of which `columns` is the second dimension, or zero."""
+
+    group: str
+    style: str
+    rows: Array
+    rest: Array
+    columns: Array
+    learns: bool
+
+    @property
+    def size(self) -> Array:
+        return self.rows * self.rest
 
 
-def parameters(b: Batch, block: Block) -> dict[str, Array]:
-    """Elements on one rank: `dense` is reduced over dp·cp, `expert` over expert_dp."""
-    out = {"dense": np.zeros(b.n), "expert": np.zeros(b.n)}
-    for linear in block.linears:
-        out["expert" if linear.part == "experts" else "dense"] += linear_parameters(b, linear)
-    for vector in block.vectors:
-        split = b.tp if vector.name == "tokens" else 1.0
-        out["dense"] += vector.parameters / split
-    if block.kind == "head" and b.model.tied:  # a stage apart from the embedding's has a copy of its own
-        out["dense"] += (b.pp > 1) * b.model.padded_vocab * b.model.hidden / b.tp
+def tensors(b: Batch, block: Block) -> list[Tensor]:
+    """Every parameter of a block."""
+    model = b.model
+    found = block_parameters(model, block)
+    out = [_share(b, p) for p in found]
+    if (
+        block.kind == "head" and model.tied and model.kind == "transformer"
+    ):  # a stage apart from the embedding's has a copy
+        copy = _share(b, Parameter(PROJECT, (model.padded_vocab, model.hidden), "vocabulary"))
+        out.append(copy._replace(rows=copy.rows * (b.pp > 1)))
     return out
 
 
-def matrices(block: Block) -> dict[str, float]:
-    """Tensors of more than one dimension by how they are reduced; of experts, all copies are one."""
-    experts = sum(linear.part == "experts" for linear in block.linears)
-    tables = sum(vector.name in ("tokens", "positions") for vector in block.vectors)
-    return {"dense": float(len(block.linears) - experts + tables), "expert": float(experts)}
+def _share(b: Batch, p: Parameter) -> Tensor:
+    rows: Array = p.shape[0] * np.ones(b.n)
+    rest: Array = float(math.prod(p.shape[1:]))
+    columns: Array = float(p.shape[1]) if len(p.shape) > 1 else 0.0
+    match p.style:
+        case "column" | "vocabulary":
+            rows = rows / b.tp
+        case "keys":
+            rows = rows * b.size("kv_copies") / b.tp
+        case "row":
+            by_input = np.where(b.gather_form, 1.0, b.tp)
+            rows, rest, columns = rows * by_input / b.tp, rest / by_input, columns / by_input
+        case "row-bias":
+            rows = rows / np.where(b.gather_form, b.tp, 1.0)
+        case "experts" | "experts-row":
+            rows, rest = rows / b.ep, rest / b.etp
+            columns = columns / (b.etp if p.style == "experts" else 1.0)
+        case "experts-row-bias":
+            rows = rows / b.ep
+    group = "expert" if p.style.startswith("experts") else "dense"
+    return Tensor(group, p.style, rows, rest, columns, p.learns)
 
 
-def untrained(block: Block) -> float:
-    """Elements without a gradient: biases that balance experts are moved by the load instead."""
-    return float(sum(vector.parameters for vector in block.vectors if vector.name == "balance-bias"))
+def parameters(b: Batch, held: list[Tensor]) -> dict[str, Array]:
+    """Elements on one rank by how they are reduced."""
+    return {group: sum((t.size for t in held if t.group == group), np.zeros(b.n)) for group in GROUPS}
 
 
-def partial(b: Batch, block: Block) -> dict[str, Array]:
-    """Elements whose gradient is a partial sum over a rank's tensor-parallel peers, to be summed once a step.
+def summed(b: Batch, held: list[Tensor]) -> dict[str, Array]:
+    """Of a block's elements what a step sums otherwise than the rest: those without a gradient (biases that balance experts are moved
+    by the load instead), and those whose gradient is a partial sum over tensor-parallel peers.
 
     A norm of heads and a router see this rank's heads or tokens always; what stands between the products sees a share of the
-    tokens under sequence parallelism; the bias behind a split expert's product is whole on each of its ranks.
+    tokens under sequence parallelism; the bias behind a split expert's product is whole on each of its ranks. They are summed as
+    ZeRO shares them out: of the fullest rank as many rows as of any padded tensor.
     """
-    always = sum(linear.parameters for linear in block.linears if linear.part == "router")
-    always += sum(vector.parameters for vector in block.vectors if vector.name == "qk-norm")
-    between = sum(
-        v.parameters for v in block.vectors if (v.part == "norm" and v.name != "qk-norm") or v.name == "positions"
-    )
-    between += sum(x.parameters for x in block.linears if x.split == "none" and x.part != "router")
-    between += sum(x.d_out for x in block.linears if x.split == "row" and x.bias and x.part != "experts")
-    of_experts = sum(x.copies * x.d_out for x in block.linears if x.split == "row" and x.bias and x.part == "experts")
-    copied = sum(x.copies * min(x.granule, x.d_out) * (x.d_in + x.bias) for x in block.linears if x.name in ("k", "v"))
-    return {
-        "partial": (b.tp > 1) * (always + between * b.sp),
-        "kv_copies": (b.size("kv_copies") > 1) * copied,
-        "expert_partial": (b.etp > 1) * of_experts / b.ep,
+
+    def of(*styles: str) -> Array:
+        return sum((t.size + padding(b, t) for t in held if t.style in styles and t.learns), 0.0)
+
+    out: dict[str, Array] = {
+        "untrained": sum((t.size for t in held if not t.learns), 0.0),
+        "partial": (b.tp > 1) * (of("inside") + of("between", "row-bias") * b.sp),
+        "kv_copies": (b.size("kv_copies") > 1) * of("keys"),
+        "expert_partial": (b.etp > 1) * of("experts-row-bias"),
     }
+    if b.pads:
+        out["untrained_padding"] = sum((padding(b, t) for t in held if not t.learns), 0.0)
+        out |= {f"{group}_padding": sum((padding(b, t) for t in held if t.group == group), 0.0) for group in GROUPS}
+    if b.compresses:
+        for group in GROUPS:
+            mine = [t for t in held if t.group == group and t.learns]
+            out[f"{group}_exact"] = sum(((t.size + padding(b, t)) * goes_exactly(b, t) for t in mine), 0.0)
+            out[f"{group}_factors"] = sum((_factors(b, t) * ~goes_exactly(b, t) for t in mine), 0.0)
+    return out
+
+
+def padding(b: Batch, t: Tensor) -> Array:
+    """Elements that ZeRO adds to a tensor: rows up to a multiple of the ranks."""
+    if not b.pads:
+        return 0.0
+    ranks = b.size(sync.SHARDS[t.group])
+    pads = sync.sharded(b, t.group) & ~_cut_inside(t, ranks)
+    return np.where(pads, (np.ceil(t.rows / ranks) * ranks - t.rows) * t.rest, 0.0)
+
+
+def _cut_inside(t: Tensor, ranks: Array) -> Array:
+    """Whether ZeRO cuts the second dimension (`inventory.shard_dim`)."""
+    return (t.rows < ranks) & (t.columns > 0) & (t.columns % ranks == 0)
+
+
+def goes_exactly(b: Batch, t: Tensor) -> Array:
+    """What is still to be summed over another axis, and what the ranks of a tp group hold alike, is not compressed."""
+    if t.group == "expert":
+        return (b.etp > 1) & (t.style == "experts-row-bias")
+    if t.style == "keys":
+        return b.size("kv_copies") > 1
+    return (b.tp > 1) & (t.style in ("between", "inside") or ((t.style == "row-bias") & ~b.gather_form))
+
+
+def _factors(b: Batch, t: Tensor) -> Array:
+    """Elements that PowerSGD sends of it: two factors of some columns, or all where they are not smaller."""
+    ranks = b.size(sync.SHARDS[t.group])
+    below = np.where(sync.sharded(b, t.group) & _cut_inside(t, ranks), ranks, 1.0)  # parts one below the other
+    rows, rest = t.rows * below, t.rest / below
+    r = np.minimum(b.compression_rank, np.minimum(rows, rest)) * (t.columns > 0)
+    small = r * (rows + rest)
+    return np.where((r > 0) & (small < t.size), small, t.size)
 
 
 def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dict[str, Array]:
@@ -109,6 +174,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             copies = b.tp / b.model.router.travelling
             split = copies if linear.part == "experts" else row_split if linear.split == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
+    if tiles.hashes(b) and block.kind != "head":
+        add("norm", b.tokens / b.seq_split * tiles.TOKEN_BYTES * (1 if block.kind == "embedding" else 2))
     if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
@@ -125,16 +192,17 @@ def _width(b: Batch, s: Saved, element: float) -> Array:
 
 def elements(program: StepProgram, holding: Holding) -> dict[str, Array]:
     """Parameters on this rank by how they are reduced: dense over dp·cp, expert over expert_dp."""
-    out = {"dense": np.zeros(program.batch.n), "expert": np.zeros(program.batch.n)}
-    for block, groups in program.parameters.items():
-        for group, count in groups.items():
-            out[group] = out[group] + holding.counts[block] * count
-    return out
+    return {group: _of(program, holding.counts, group) + np.zeros(program.batch.n) for group in GROUPS}
+
+
+def paddings(program: StepProgram, holding: Holding) -> dict[str, Array]:
+    """What ZeRO adds to them."""
+    return {group: _of(program, holding.counts, f"{group}_padding") for group in GROUPS}
 
 
 def reduced(program: StepProgram, holding: Holding) -> dict[str, Array]:
     """What this rank sums once a step: `elements`, and of them the `untrained`, those `partial` over tp and over expert_tp, the
-    `tied` that another stage has too; and the `loads` of its routers."""
+    `tied` that another stage has too; the `loads` of its routers; and how many messages its gradients are."""
     batch, model = program.batch, program.batch.model
     out = elements(program, holding)
     for block, more in program.sums.items():
@@ -143,4 +211,50 @@ def reduced(program: StepProgram, holding: Holding) -> dict[str, Array]:
     if model.tied and np.any(batch.pp > 1):  # both ends on one rank, as in a V, need nobody's help
         apart = np.abs(holding.counts["embedding"] - holding.counts["head"])
         out["tied"] = apart * (batch.pp > 1) * model.padded_vocab * model.hidden / batch.tp
+    for group in GROUPS if model.experts else GROUPS[:1]:
+        if present(batch.size("dp_cp" if group == "dense" else "expert_dp") > 1):
+            out |= _messages(program, holding, group)
     return out
+
+
+def _messages(program: StepProgram, holding: Holding, group: str) -> dict[str, Array]:
+    """How many messages the gradients of a group are, and those of them that are not compressed."""
+    batch, sharded = program.batch, sync.sharded(program.batch, group) & program.batch.units
+    names = [group, f"{group}_exact"] if batch.compresses else [group]
+    out = {name: _units(program, holding, name) if present(sharded) else 0.0 for name in names}
+    if not sharded.all():
+        lots: dict[str, Array] = dict.fromkeys(names, 0.0)
+        for often, counts in by_stage(batch, holding):
+            total = _of(program, counts, group) - (_of(program, counts, "untrained") if group == "dense" else 0.0)
+            apart = _of(program, counts, f"{group}_exact") * batch.lossy if batch.compresses else 0.0
+            for name, size in zip(names, (total - apart, apart), strict=False):
+                lots[name] = lots[name] + often * sync.cut(batch, size)
+        out = {name: np.where(sharded, count, lots[name]) for name, count in out.items()}
+    return {f"{name}_messages": count for name, count in out.items()}
+
+
+def _of(program: StepProgram, counts: dict[str, Array], name: str) -> Array:
+    """Elements of these blocks that go by a name."""
+    return sum((counts[block] * _named(program, block, name) for block in program.parameters), 0.0)
+
+
+def _named(program: StepProgram, block: str, name: str) -> Array:
+    return (program.parameters[block] if name in GROUPS else program.sums.get(block, {})).get(name, 0.0)
+
+
+def _units(program: StepProgram, holding: Holding, name: str) -> Array:
+    """Units of ZeRO on a rank that have such elements: a layer's experts; so many layers, each end by itself, both where they share
+    a weight; or all of a stage but experts."""
+    batch, counts, model = program.batch, holding.counts, program.batch.model
+    has = {block: (_named(program, block, name) > 0) * 1.0 for block in program.parameters}
+    if name.startswith("expert"):
+        return counts["moe"] * has["moe"]
+    layers = sum(counts[kind] * has[kind] for kind in ("dense", "moe") if kind in has)
+    ends = {end: counts[end] * has[end] for end in ("embedding", "head")}
+    both = ends["embedding"] * ends["head"] * (batch.pp == 1) if model.tied else 0.0
+    if not batch.wraps:
+        return layers + sum(ends.values()) - both
+    wrapped = sum(often * np.ceil(sum(part[kind] * has[kind] for kind in ("dense", "moe") if kind in has) / batch.wrap)
+                  for often, part in by_stage(batch, holding))  # fmt: skip
+    whole = (layers > 0) * np.where(batch.pp > 1, batch.virtual, 1.0)
+    return np.where(batch.one_unit, whole, wrapped + sum(ends.values()) - both)

@@ -4,8 +4,6 @@ The step program (`step`) tells a batch of plans what a pipeline rank does; its 
 so many bytes where a stack cuts them into messages. `issued` follows one rank instead: its stages by the pipeline's own program,
 layer by layer, its share of each parameter (`inventory`), its messages one by one (`gradients`). Beside the step program's it has
 
-    a split backward   I asks for a saved input as well as W, and under sequence parallelism it is gathered for each; the first
-                       stage has no input gradient to send, and does all in W
     frozen parameters  no sums of their gradients, and nothing of a backward that does not reach so far (`flow`)
     averages           of replicas that train alone, in the step that has one
     small sums         of this rank's own rows of what is partial over tp or lives at both ends of a pipeline
@@ -157,12 +155,13 @@ def rounds(op: Op, phase: str, block: str, layer: int, stage: Stage, flow: Flow,
         return m
     if phase == "R":
         return m * flow.reaches(layer, block)
+    often = stage.split if phase == "S" else m
     if op.name == "fp8-gradients":
-        return (m + stage.split) * flow.products(layer)
-    if phase == "W" and op.name.endswith("-in-again"):
+        return often * flow.products(layer)
+    if op.name.endswith("-in-again"):
         if again:  # gathered once to make the layer again, and kept
-            return m * flow.reaches(layer, block)
-        return (m + stage.split) * flow.region(op.name.removesuffix("-in-again"), layer)
+            return m * flow.reaches(layer, block) if phase == "W" else 0
+        return often * flow.region(op.name.removesuffix("-in-again"), layer)
     return m * flow.happens(op.name, layer, block)
 
 

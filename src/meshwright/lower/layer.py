@@ -4,14 +4,17 @@ Tensor parallelism (Megatron's form): a column-split product needs no communicat
 gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
 and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
 product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
-inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers. With more
-ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
+inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers, and where it is
+split (phase S) I asks for them as well as W. With more ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
 
 The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
 Context parallelism gives each rank T = b·s/cp tokens. `ring` passes K and V around (2·T·kv, cp−1 times; backward passes
 them again, and their gradients behind them: twice as much), `all-gather` gathers K and V at once, `ulysses` trades
 sequence for heads with all-to-alls of Q, K, V and the output.
+
+Arithmetic narrower than 16 bits (fp8) is for the products of a layer's weights and its experts'; the core of attention, a router
+and the head multiply in 16 (`wide`).
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear
+from meshwright.lower import tiles
 from meshwright.lower.batch import Batch
-from meshwright.lower.op import Array, Op, present
+from meshwright.lower.op import NARROW, Array, Op, present
 
 
 class LayerLowering:
@@ -30,11 +34,16 @@ class LayerLowering:
         self.b, self.block, self.element = batch, block, element
         self.m = batch.model
         self.fused = set(batch.stack.fused)
+        self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of what stays wide
         self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
         self._messages: dict[float, Array] = {}
         self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
         self.with_tp = (batch.tp > 1).astype(float)
         self.with_sp = self.with_tp * batch.sp
+        made_again = batch.recompute == 2 if block.kind in ("dense", "moe") else np.False_
+        if batch.partly:
+            made_again = made_again & ~np.isin(np.arange(batch.n), list(batch.partly))  # those are counted one by one
+        self.asks_twice = self.with_sp * batch.splits * ~made_again
         self.gather_form = self.with_tp * batch.gather_form
         self.reduce_form = self.with_tp * ~batch.sp * ~batch.gather_form  # all-reduces, Megatron without sp
 
@@ -49,11 +58,12 @@ class LayerLowering:
     def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
         op = Op(name, part, "p2p" if kind == "send" else "collective", count, collective=kind, axis=axis, message_bytes=n,
                 stream=f"comm:{axis}")  # fmt: skip
-        self.phases[phase].append(op)
+        self.phases.setdefault(phase, []).append(op)
 
     def gemm(
-        self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0
-    ) -> None:
+        self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0,
+        dtype: str = "",
+    ) -> None:  # fmt: skip
         """A product forward, and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
         flops = 2.0 * products * m * n * k
         e = self.element
@@ -61,12 +71,12 @@ class LayerLowering:
         weights = products * k * n
         direct = "accumulate" in self.fused  # the product adds into the gradient itself
         grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
-        self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), launches=launches))
+        self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), dtype, launches=launches))
         self.phases["I"].append(
-            Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), launches=launches)
+            Op(f"{name}-dgrad", part, "gemm", 1.0, flops, size, (products, m, k, n), dtype, launches=launches)
         )
         self.phases["W"].append(
-            Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), launches=launches)
+            Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), dtype, launches=launches)
         )
         if not direct:
             self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, 1)
@@ -84,6 +94,8 @@ class LayerLowering:
         self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
         self.collective("W", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp)
+        if self.b.splits_twice:
+            self.collective("S", f"{part}-in-again", part, "all_gather", "tp", n, self.asks_twice)
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
 
     def leave_rows(self, part: str, width: Array, inner: Array) -> None:
@@ -111,6 +123,13 @@ class LayerLowering:
         extra = 0 if fused else int(self.m.dropout) * 2 + int(self.m.out_bias or self.m.ffn_bias)
         self.memory("F", name, "norm", size, 3 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
         self.memory("I", f"{name}-grad", "norm", size, 2 + (0.5 if self.m.dropout else 0) + 2 * extra, 1 + extra)
+        self.drop(name, "norm", size, "I")
+
+    def drop(self, name: str, part: str, size: Array, backward: str) -> None:
+        """Where masks are computed, a pass of its own."""
+        if tiles.hashes(self.b):
+            for phase in ("F", backward):
+                self.memory(phase, f"{name}-drop{'' if phase == 'F' else '-grad'}", part, size, 2, 1)
 
     def columns(self, linear: Linear) -> Array:
         """Local output width of a column split; a KV head is never cut."""
@@ -167,25 +186,32 @@ class LayerLowering:
         assert core is not None
         seq = float(b.workload.seq)
         positions = m.attended(seq) if b.stack.attention != "stored" else m.attended(seq, halve_causal=False)
+        if tiles.in_tiles(b):
+            tiles.core(self, heads, positions)
+            return
         flops = 2.0 * b.tokens * heads * (core.qk + core.v) * positions
         shape = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
         size = b.tokens * heads * (2 * core.qk + 2 * core.v) * self.element
         if b.stack.attention != "stored":
-            self.phases["F"].append(Op("core", "attention", "attention", 1.0, flops, size, shape))
+            self.phases["F"].append(Op("core", "attention", "attention", 1.0, flops, size, shape, self.wide))
             self.phases["I"].append(
-                Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, launches=3)
+                Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, self.wide, launches=3)
             )
             return
         scores = b.tokens * heads * positions * self.element
         product = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
         fused = "softmax" in self.fused
-        passes = (2 if fused else 8) + (2.5 if m.dropout else 0)
-        self.phases["F"].append(Op("scores", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product))
-        self.memory("F", "softmax", "attention", scores, passes, (1 if fused else 4) + int(m.dropout))
-        self.phases["F"].append(Op("values", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product))
+        drops = m.dropout or m.attention_dropout > 0
+        passes = (2 if fused else 8) + (2.5 if drops else 0)
+        wide = self.wide
+        self.phases["F"].append(Op("scores", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product, wide))
+        self.memory("F", "softmax", "attention", scores, passes, (1 if fused else 4) + int(drops))
+        self.phases["F"].append(Op("values", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product, wide))
         for name in ("scores", "values"):
-            self.phases["I"].append(Op(f"{name}-grad", "attention", "gemm", 2.0, flops / 2, size / 2 + scores, product))
-        self.memory("I", "softmax-grad", "attention", scores, passes + 1, (1 if fused else 4) + int(m.dropout))
+            self.phases["I"].append(
+                Op(f"{name}-grad", "attention", "gemm", 2.0, flops / 2, size / 2 + scores, product, wide)
+            )
+        self.memory("I", "softmax-grad", "attention", scores, passes + 1, (1 if fused else 4) + int(drops))
 
     def _context(self, heads: Array, kv_heads: Array) -> None:
         core = self.block.attention
@@ -249,13 +275,15 @@ class LayerLowering:
         """fp8, where ranks agree on one scale for a tensor of which each holds a part: the largest of a product's two operands
         forward, of its gradient backward. Experts scale each token by itself; ranks that split one agree on its weights' scales, and
         on those of the rows that `down` reads."""
-        if self.b.workload.precision != "fp8" or not self.b.stack.shared_scales:
+        if not self.b.scales:
             return
         products = sum(linear.part not in ("router", "experts") for linear in self.block.linears)
         for axis in ("tp", "cp"):
             on = (self.b.size(axis) > 1) * float(products)
             self.collective("F", "fp8-operands", "norm", "all_reduce", axis, 8.0, on)
             self.collective("I", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on)
+            if self.b.splits_twice:
+                self.collective("S", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on * self.b.splits)
         if self.block.kind == "moe":
             experts, split = self.m.experts / self.b.ep, (self.b.etp > 1) * 1.0
             rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp

@@ -27,7 +27,7 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.norm("norm-2")
     # Tokens this rank routes: its own under sequence parallelism; without it each tp rank takes its slice.
     own = b.tokens / b.tp
-    low.gemm("router", "router", own, m.experts, m.hidden)
+    low.gemm("router", "router", own, m.experts, m.hidden, dtype=low.wide)
     low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
     low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
     wide = max(4.0, e)

@@ -4,7 +4,8 @@
     sync     {name: [Op]}             once a step: gradient reduction, clipping, optimizer, parameter gathering
     stages   which blocks each pipeline rank holds
 
-Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward computes again.
+Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward computes again, S what
+backward does once more where I and W are apart.
 
 Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan
 does not have it). Traffic, memory, time, traces and verification are all read off these operations.
@@ -23,7 +24,8 @@ import numpy as np
 from meshwright.lower.batch import Batch
 
 Array = Any  # a numpy array over the batch, or a scalar that broadcasts against it
-PHASES = ("F", "I", "W", "R")
+PHASES = ("F", "I", "W", "R", "S")
+NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in which activations are kept
 
 
 @dataclass(slots=True)

@@ -4,6 +4,10 @@ Stage s of pp·virtual stages holds a run of layers; looped placement puts stage
 placement puts s and 2pp−1−s together. The first stage has the embedding, the last the head. `Holding` counts the blocks of
 one rank of every plan; the batch looks at the few ranks that can be the slowest or the fullest (first, second, the first
 longer one, last), an estimate of one plan at all of them.
+
+Where backward is split, a stage asks for its saved inputs in I and in W; not the first, which has no input gradient to send
+and does all in W. The zero-bubble schedules split every backward. DualPipeV splits those of its drain: of a rank r in
+P − ⌈r/2⌉ micro-batches of the stage on the way down, in P − ⌈(r+1)/2⌉ of the one on the way up.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 V_SHAPED = tuple(SCHEDULES.index(s) for s in ("zbv", "dualpipev"))
+DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
 @dataclass
@@ -30,9 +35,12 @@ class Holding:
     rank: Array
     counts: dict[str, Array]
     again: dict[str, Array] | None = None  # of these, made again in backward; unsaid: all, where the plan recomputes
+    split: dict[str, Array] | None = None  # of these, in a micro-batch, where I and W are apart; unsaid: none
 
     def times(self, block: str, phase: str) -> Array:
         """How often a phase of a block runs here, for each micro-batch."""
+        if phase == "S":
+            return 0.0 if self.split is None else self.split[block]
         return self.counts[block] if phase != "R" or self.again is None else self.again[block]
 
 
@@ -58,15 +66,70 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
 
 def holding(batch: Batch, rank: Array) -> Holding:
     """All stages of one rank together."""
-    model, stages = batch.model, batch.pp * batch.virtual
     v_shaped = np.isin(batch.schedule, V_SHAPED)
-    if model.kind != "counts" and len(set(model.layer_kinds)) == 1 and not batch.uneven:
-        return _with_again(batch, _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1)), stages_of_rank)
-    v = np.arange(int(batch.virtual.max()))[:, None]  # all virtual stages at once: (virtual, plans)
-    stage = np.where(v_shaped & (v == 1), stages - 1 - rank, rank + v * batch.pp)
-    parts = stage_holding(batch, np.where(batch.virtual > v, stage, -1.0), rank)
-    counts = {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.counts.items()}
-    return _with_again(batch, Holding(rank, counts), stages_of_rank)
+    if _alike(batch):
+        held = _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
+    else:
+        stage = _stages_of(batch, rank)
+        parts = stage_counts(batch, stage)
+        held = Holding(rank, {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.items()})
+    if batch.splits_twice:
+        down = stage_counts(batch, rank)
+        first = split_share(batch, rank)
+        others = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
+        held.split = {kind: first * down[kind] + others * (n - down[kind]) for kind, n in held.counts.items()}
+    return _with_again(batch, held, stages_of_rank)
+
+
+def _alike(batch: Batch) -> bool:
+    """Whether all layers are of one kind, and as even as can be over the stages."""
+    return batch.model.kind != "counts" and len(set(batch.model.layer_kinds)) == 1 and not batch.uneven
+
+
+def _stages_of(batch: Batch, rank: Array) -> Array:
+    """All virtual stages of a rank at once: (virtual, plans); negative where a plan has fewer."""
+    v = np.arange(int(batch.virtual.max()))[:, None]
+    folded = np.isin(batch.schedule, V_SHAPED) & (v == 1)
+    stage = np.where(folded, batch.pp * batch.virtual - 1 - rank, rank + v * batch.pp)
+    return np.where(batch.virtual > v, stage, -1.0)
+
+
+def by_stage(batch: Batch, held: Holding) -> list[tuple[Array, dict[str, Array]]]:
+    """The stages of a rank: how many there are of each sort, and the blocks of one. Layers that are all alike have five sorts at
+    most: all that a rank with one stage has; the shorter, the longer, the first and the last."""
+    several = (batch.virtual > 1) & (batch.pp > 1)
+    if not several.any():
+        return [(1.0, held.counts)]
+    if not _alike(batch):
+        stage = _stages_of(batch, held.rank)
+        found = {kind: np.broadcast_to(count, stage.shape) for kind, count in stage_counts(batch, stage).items()}
+        rows = [((stage[v] >= 0) * several, {kind: x[v] for kind, x in found.items()}) for v in range(len(stage))]
+        return [(~several * 1.0, held.counts), *rows]
+    kind, stages = batch.model.layer_kinds[0], batch.pp * batch.virtual
+    least, start, end = _longer(batch, stages)
+    first, last = held.counts["embedding"], held.counts["head"]
+    firsts, lasts = ((start <= s) & (s < end) for s in (0, stages - 1))  # whether the ends are longer stages
+    ends = [first * ~firsts + last * ~lasts, first * firsts + last * lasts]
+    longer = held.counts[kind] - batch.virtual * least
+    none = dict.fromkeys(held.counts, 0.0)
+    sorts = [
+        (~several * 1.0, held.counts),
+        (several * (batch.virtual - longer - ends[0]), {**none, kind: least}),
+        (several * (longer - ends[1]), {**none, kind: least + 1}),
+        (several * first, {**none, kind: least + firsts, "embedding": 1.0}),
+        (several * last, {**none, kind: least + lasts, "head": 1.0}),
+    ]
+    return [(often, blocks) for often, blocks in sorts if often.any()]
+
+
+def split_share(batch: Batch, stage: Array) -> Array:
+    """Of a stage's micro-batches those whose backward is split."""
+    if not np.any(batch.schedule == DUALPIPEV):
+        return batch.splits * (stage > 0) * 1.0
+    down = stage < batch.pp
+    rank = np.where(down, stage, 2 * batch.pp - 1 - stage)
+    paired = (batch.pp - np.ceil((rank + ~down) / 2)) / batch.rounds
+    return np.where(batch.schedule == DUALPIPEV, paired, 1.0) * batch.splits * (stage > 0)
 
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:
@@ -90,6 +153,14 @@ def _with_again(
         layers = [layer for s in here for layer in plan.made_again(range(edges[s], edges[s + 1]))]
         for kind in ("dense", "moe"):
             held.again[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
+            if held.split is not None:  # a layer made again gathers its inputs once, and keeps them
+                held.split[kind][i] = sum(
+                    share
+                    for s in here
+                    for share in [split_share(batch, np.full(batch.n, float(s)))[i]]
+                    for layer in range(edges[s], edges[s + 1])
+                    if layer not in layers and batch.model.layer_kinds[layer] == kind
+                )
     return held
 
 
@@ -115,21 +186,46 @@ def mean_holding(batch: Batch) -> Holding:
         return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
     layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
     held = Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
+    if batch.splits_twice:
+        held.split = _mean_split(batch, held)
     held = _with_again(batch, held, lambda plan, _: range(plan.stages))
     if held.again is not None:
         here = list(batch.partly)
         for kind in layers:
             held.again[kind][here] /= batch.pp[here]
+            if held.split is not None:
+                held.split[kind][here] /= batch.pp[here]
     return held
 
 
+def _mean_split(batch: Batch, held: Holding) -> dict[str, Array]:
+    """Of what the mean rank holds: all but the first stage, or in DualPipeV the mean of the shares above, stages being as even
+    as can be: Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
+    pp = batch.pp
+    paired = 2 * pp**2 - pp - np.floor(pp**2 / 4) - np.floor((pp + 1) ** 2 / 4)
+    share = np.where(batch.schedule == DUALPIPEV, paired / (2 * pp * batch.rounds), 1.0)
+    first = stage_counts(batch, np.zeros(batch.n))
+    whole = {kind: count - np.where(batch.schedule == DUALPIPEV, 0.0, first[kind] / pp)
+             for kind, count in held.counts.items()}  # fmt: skip
+    return {kind: batch.splits * share * count for kind, count in whole.items()}
+
+
 def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
-    """The blocks of one stage of each plan (or of several: one row each); a negative stage has none."""
+    """One stage of each plan; a negative one has nothing."""
+    held = Holding(rank, stage_counts(batch, stage))
+    if batch.splits_twice:
+        share = split_share(batch, stage)
+        held.split = {kind: share * count for kind, count in held.counts.items()}
+    return _with_again(batch, held, lambda _, s: [s], stage)
+
+
+def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
+    """The blocks of one stage of each plan (or of several: one row each)."""
     model = batch.model
     zero = np.zeros(batch.n)
     exists = (stage >= 0) * 1.0
     if model.kind == "counts":
-        return Holding(rank, {"embedding": zero, "dense": exists, "moe": zero, "head": zero})
+        return {"embedding": zero, "dense": exists, "moe": zero, "head": zero}
     stages = batch.pp * batch.virtual
     start, end = bounds(batch, np.maximum(stage, 0).astype(int), stages)
     if model.experts:
@@ -139,8 +235,7 @@ def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
         moe = zero
     counts = {"dense": exists * (end - start) - moe, "moe": moe}
     first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
-    held = Holding(rank, {"embedding": first, **counts, "head": last})
-    return _with_again(batch, held, lambda _, s: [s], stage) if np.ndim(stage) == 1 else held
+    return {"embedding": first, **counts, "head": last}
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.describe.anatomy import Block
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -20,6 +19,8 @@ from meshwright.lower.fit import activation_bytes, settle
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
 from meshwright.lower.op import Array, Op, StepProgram, present
+
+ENDS = ("embedding", "head")
 
 
 def step_program(
@@ -41,7 +42,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         return program
     makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
     for kind, block in model.blocks.items():
-        low = LayerLowering(batch, block, element)
+        low, held = LayerLowering(batch, block, element), holds.tensors(batch, block)
         for phase, ops in makers[kind](low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = holds.saved(batch, block, element)
@@ -49,37 +50,55 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
             whole = sum(holds.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
             program.unsaved[kind] = whole - sum(program.saved[kind].values())
-        program.parameters[kind] = holds.parameters(batch, block)
-        program.sums[kind] = _sums(batch, block)
-        _add_weight_gathers(program, kind)
+        program.parameters[kind] = holds.parameters(batch, held)
+        loads = 2.0 * model.experts if kind == "moe" else 0.0  # sent to, and kept
+        sums = {"loads": loads, **holds.summed(batch, held)}
+        program.sums[kind] = {name: count for name, count in sums.items() if present(count)}
         _add_boundary(program, kind, element)
+    _add_weight_gathers(program)
     _drop_impossible(program)
     return program
 
 
-def _sums(batch: Batch, block: Block) -> dict[str, Array]:
-    """What of a block is summed once a step beside its gradients; nothing that no plan of the batch has."""
-    loads = 2.0 * batch.model.experts if block.kind == "moe" else 0.0  # sent to, and kept
-    out: dict[str, Array] = {"untrained": holds.untrained(block), "loads": loads, **holds.partial(batch, block)}
-    if batch.compresses:
-        out |= {f"{group}_matrices": count for group, count in holds.matrices(block).items()}
-    return {name: count for name, count in out.items() if present(count)}
-
-
-def _add_weight_gathers(program: StepProgram, kind: str) -> None:
-    batch = program.batch
+def _add_weight_gathers(program: StepProgram) -> None:
+    """ZeRO-3 gathers and scatters unit by unit: a layer or several, each end by itself or both that share a weight, a layer's
+    experts; or all of a stage but those."""
+    batch, parameters = program.batch, program.parameters
     if not np.any(batch.zero == 3):
-        program.gathered[kind] = np.zeros(batch.n)
+        program.gathered = {kind: np.zeros(batch.n) for kind in parameters}
         return
-    program.gathered[kind] = np.where(batch.zero == 3, sum(program.parameters[kind].values()) * batch.param_bytes, 0.0)
-    together = batch.wrap if batch.wraps and kind in ("dense", "moe") else 1.0
-    if batch.wraps:
-        program.gathered[kind] = program.gathered[kind] * together
-    for group, elements in program.parameters[kind].items():
-        still = program.sums.get(kind, {}).get("untrained", 0.0) if group == "dense" else 0.0
-        matrices = program.sums.get(kind, {}).get(f"{group}_matrices", 1.0)
-        for phase, ops in sync.sharded_weights(batch, elements, group, still, together, matrices).items():
-            program.blocks[kind, phase] = ops + program.blocks[kind, phase]
+    for kind, groups in parameters.items():
+        counts = {**groups, **program.sums.get(kind, {})}
+        if batch.model.tied and kind in ENDS:
+            counts = _with_other_end(program, kind, counts)
+        units = _units(program, kind, counts)
+        program.gathered[kind] = np.where(batch.zero == 3, sum(units.values()) * batch.param_bytes, 0.0)
+        for group, unit in units.items():
+            for phase, ops in sync.sharded_weights(batch, counts, group, unit).items():
+                program.blocks[kind, phase] = ops + program.blocks[kind, phase]
+
+
+def _with_other_end(program: StepProgram, kind: str, counts: dict[str, Array]) -> dict[str, Array]:
+    """Two ends that share a weight on one stage are one unit: the embedding's."""
+    apart, (first, last) = program.batch.pp > 1, ({**program.parameters[k], **program.sums[k]} for k in ENDS)
+    if kind == ENDS[1]:
+        return {name: count * apart for name, count in counts.items()}
+    return {name: first.get(name, 0.0) + last.get(name, 0.0) * ~apart for name in {**first, **last}}
+
+
+def _units(program: StepProgram, kind: str, counts: dict[str, Array]) -> dict[str, Array]:
+    """Elements of the unit of ZeRO that a block is part of. Of stages of unequal lengths the mean."""
+    batch, model, parameters = program.batch, program.batch.model, program.parameters
+    out = {group: sync.padded(counts, group) if batch.pads else counts[group] for group in parameters[kind]}
+    if batch.wraps and model.kind != "counts":
+        stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
+        length = model.layers / stages
+        together = 1.0 if kind in ENDS else length / np.ceil(length / batch.wrap)
+        many = {block: 1.0 if block in ENDS else model.layer_count(block) for block in parameters}
+        dense = {block: sync.padded({**groups, **program.sums[block]}, "dense") for block, groups in parameters.items()}
+        whole = sum(many[block] * count for block, count in dense.items()) / stages
+        out["dense"] = np.where(batch.one_unit, whole, out["dense"] * together)
+    return out
 
 
 def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
@@ -109,7 +128,7 @@ def _counts_only(program: StepProgram, element: float) -> None:
         "dense": batch.model.given_parameters * np.ones(batch.n),
         "expert": np.zeros(batch.n),
     }
-    _add_weight_gathers(program, "dense")
+    _add_weight_gathers(program)
 
 
 def _drop_impossible(program: StepProgram) -> None:

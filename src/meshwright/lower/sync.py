@@ -1,7 +1,8 @@
 """What happens once a step: gradients are reduced, clipped, the optimizer steps, sharded parameters are gathered.
 
-    zero 0   all-reduce of the gradients over dp·cp, in buckets
-    zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce
+    zero 0   all-reduce of the gradients over dp·cp, in buckets of each stage
+    zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce, but for
+             rows padded to the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`)
     zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
     zero 3   parameters live as shards: each layer gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
     hybrid   shard inside a group, then all-reduce the shard over the replicas
@@ -16,9 +17,9 @@ Compression trades bytes for γ: fp16/bf16 halve fp32 gradients; int8, fp8 and i
 an all-to-all and an all-gather (sums would overflow on the wire), together what an all-reduce sends; top-k sends a share r
 of the values with 4-byte indices by all-gather (so it grows with P: 100 × smaller at 1% never happens), threshold as many
 as a normal distribution has above τ; random-k sends a share r and no indices; PowerSGD sends two factors of rank r.
-Buckets are cut before they are compressed. Under ZeRO each rank wants its shard of the sum: what can be summed on the wire
-is reduce-scattered, PowerSGD's factors are all-reduced just the same, the rest goes to its owner in one all-to-all, and
-hybrid sharding then sums shards as they are.
+Buckets are cut before they are compressed, and what is partial over tp or alike on its ranks goes as it is. Under ZeRO each
+rank wants its shard of the sum: what can be summed on the wire is reduce-scattered, PowerSGD's factors are all-reduced just the
+same, the rest goes to its owner in one all-to-all, and hybrid sharding then sums shards as they are.
 """
 
 from __future__ import annotations
@@ -30,43 +31,75 @@ import numpy as np
 from meshwright.lower.batch import COMPRESSIONS, Batch
 from meshwright.lower.op import Array, Op, present
 
+WHOLE = {"dense": "dp_cp", "expert": "expert_dp"}  # who has the same parameters, …
+SHARDS = {"dense": "shard_cp", "expert": "expert_shard"}  # … of them who shares them out, …
+REPLICAS = {"dense": "replicate", "expert": "expert_replicate"}  # … and who has the same shard
 
-def compressed_bytes(batch: Batch, elements: Array, matrices: Array = 1.0, kind: str = "dense") -> tuple[Array, Array]:
-    """Bytes each rank contributes per reduction of `elements` gradients, and the extra memory passes it costs (γ)."""
+
+def sharded(batch: Batch, kind: str) -> Array:
+    """Where ZeRO shards parameters of a kind: experts only where a shard group has several copies of one."""
+    return (batch.zero >= 1) & (batch.size(SHARDS[kind]) > 1)
+
+
+def trained(counts: dict[str, Array], kind: str) -> Array:
+    """Elements that have a gradient, as they are sent."""
+    still = counts.get("untrained", 0.0) + counts.get("untrained_padding", 0.0) if kind == "dense" else 0.0
+    return padded(counts, kind) - still
+
+
+def padded(counts: dict[str, Array], kind: str) -> Array:
+    """Elements of all ranks' shards together."""
+    return counts[kind] + counts.get(f"{kind}_padding", 0.0)
+
+
+def cut(batch: Batch, elements: Array) -> Array:
+    """Messages of one flat buffer of so many gradients: ⌈bytes/bucket⌉, each of as many whole elements."""
+    width = batch.grad_bytes
+    count = np.ceil(elements * width / np.maximum(np.floor(batch.bucket), width))
+    each = np.ceil(elements / np.maximum(count, 1.0))
+    return np.ceil(elements / np.maximum(each, 1.0))
+
+
+def compressed_bytes(
+    batch: Batch, elements: Array, messages: Array, ranks: Array, scattered: Array, factors: Array
+) -> tuple[Array, Array]:
+    """Bytes of the full buffers in which so many messages say `elements` gradients to `ranks`, `scattered` to the owners of shards or
+    told to all, and the extra memory passes it costs (γ). PowerSGD's `factors` have so many elements."""
+    plain = np.where(scattered, batch.comm_bytes, np.minimum(batch.comm_bytes, batch.grad_bytes))
     if not batch.compresses:
-        return elements * batch.comm_bytes, 0.0
-    wire = {"none": batch.comm_bytes, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5, "fp8": 1.0}
+        return elements * plain, 0.0
     passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0,
               "fp8": 3.0, "random-k": 4.0, "threshold": 5.0}  # fmt: skip
-    size = np.zeros(batch.n)
-    extra = np.zeros(batch.n)
+    width = batch.grad_bytes
+    each = elements / np.where(messages > 0, messages, 1.0)  # of a message
+    whole = 2 * np.ceil(each / (2 * ranks))  # values a rank's part is rounded up to
+    part = np.where(scattered, each / ranks, each)
+    listeners = np.where(scattered, ranks, 1.0)
+    said = {
+        "none": elements * plain,
+        "fp16": elements * 2.0,
+        "bf16": elements * 2.0,
+        "int8": messages * ranks * (SCALE_BYTES + whole),
+        "fp8": messages * ranks * (SCALE_BYTES + whole),
+        "int4": messages * ranks * (SCALE_BYTES + whole / 2),
+        "top-k": messages * ranks * _kept(part, batch.compression_ratio) * (width + INDEX_BYTES),
+        "random-k": messages * listeners * _kept(part, batch.compression_ratio) * width,
+        "threshold": messages * ranks * np.maximum(1.0, np.round(part * above(batch.compression_threshold)))
+        * (width + INDEX_BYTES),
+        "powersgd": factors * width,
+    }  # fmt: skip
+    size, extra = np.zeros(batch.n), np.zeros(batch.n)
     for code, name in enumerate(COMPRESSIONS):
         chosen = batch.compression == code
-        if not chosen.any():
-            continue
-        if name == "top-k":
-            value = elements * batch.compression_ratio * (batch.comm_bytes + 4)
-        elif name == "random-k":
-            value = elements * batch.compression_ratio * batch.comm_bytes
-        elif name == "threshold":
-            value = elements * above(batch.compression_threshold) * (batch.comm_bytes + 4)
-        elif name == "powersgd":
-            value = np.minimum(factors(batch, elements, matrices, kind), elements) * batch.comm_bytes
-        else:
-            value = elements * wire[name]
-        size = np.where(chosen, value, size)
-        extra = np.where(chosen, passes[name] * elements * batch.comm_bytes, extra)
+        if chosen.any():
+            size = np.where(chosen, said[name], size)
+            extra = np.where(chosen, passes[name] * elements * batch.comm_bytes, extra)
     return size, extra
 
 
-def factors(batch: Batch, elements: Array, matrices: Array, kind: str) -> Array:
-    """Elements of PowerSGD's factors. A square matrix of n has two of √n × rank, k equal ones of n in all 2·√(n·k)·rank; real
-    layers are near enough to square. A tensor of E experts is a matrix of E rows."""
-    n, rank = np.maximum(elements, 0), batch.compression_rank
-    if kind == "dense":
-        return 2 * np.sqrt(n * matrices) * rank
-    experts = np.maximum(batch.model.experts / batch.ep, 1.0)
-    return np.minimum(rank, experts) * (matrices * experts + n / experts)
+def _kept(elements: Array, ratio: Array) -> Array:
+    """Values that a share of so many comes to: at least one."""
+    return np.maximum(1.0, np.minimum(elements, np.ceil(elements * ratio - 1e-6)))
 
 
 def above(threshold: Array) -> Array:
@@ -81,53 +114,64 @@ def sent_as(batch: Batch, *names: str) -> Array:
 
 # What cannot be summed on the wire: every rank hears of all, or under ZeRO the owner of a shard.
 QUANTISED, SPARSE = ("int8", "int4", "fp8"), ("top-k", "threshold")
+SCALE_BYTES = INDEX_BYTES = 4
+COUNT_BYTES = 8
 
 
-def gradient_reduction(batch: Batch, elements: Array, kind: str, matrices: Array = 1.0) -> list[Op]:
-    """Reduce `elements` gradients of this rank, of so many matrices; kind 'dense' over dp·cp, 'expert' over expert_dp."""
-    whole, shard = ("dp_cp", "shard_cp") if kind == "dense" else ("expert_dp", "expert_shard")
-    n, extra = compressed_bytes(batch, elements, matrices, kind)
-    on = (batch.size(whole) > 1) * 1.0 * (np.asarray(elements) > 0)
-    sharded = (batch.zero >= 1) & (batch.size(shard) > 1)
-    on = on * ~(sharded & (batch.zero == 3))  # ZeRO-3 reduces block by block
+def gradient_reduction(batch: Batch, counts: dict[str, Array], kind: str) -> list[Op]:
+    """Reduce this rank's gradients of a kind, 'dense' over dp·cp or 'expert' over expert_dp, in as many messages as `counts` has
+    (unsaid: one stage's)."""
+    whole, shard, replicas = WHOLE[kind], SHARDS[kind], REPLICAS[kind]
+    elements = trained(counts, kind)
+    apart = counts.get(f"{kind}_exact", 0.0) * batch.lossy
+    key = f"{kind}_messages"
+    messages: Array = counts[key] if key in counts else cut(batch, elements - apart)
+    scattered = sharded(batch, kind)
+    ranks = np.where(scattered, batch.size(shard), batch.size(whole))
+    n, extra = compressed_bytes(
+        batch, elements - apart, messages, ranks, scattered, counts.get(f"{kind}_factors", elements)
+    )
+    on = (batch.size(whole) > 1) * 1.0 * ~(scattered & (batch.zero == 3))  # ZeRO-3 reduces block by block
     if np.any(batch.average_every):
         on = on * (batch.average_every == 0)
     sparse, quantised = sent_as(batch, *SPARSE), sent_as(batch, *QUANTISED)
     owners = sparse | quantised
     thin = sent_as(batch, "powersgd")
     twice = np.where(thin, 2.0, 1.0)
-    replicas = "replicate" if kind == "dense" else "expert_replicate"
-    hybrid = sharded & (batch.size(replicas) > 1)
-    times = np.where(np.where(sharded, batch.reduce_each, batch.reduce_whole), np.maximum(batch.microbatches, 1), 1.0)
-    cut = np.where(extra > 0, elements * batch.grad_bytes, n) if batch.compresses else n
-    buckets = np.maximum(1.0, np.ceil(cut / batch.bucket))
+    hybrid = scattered & (batch.size(replicas) > 1)
+    times = np.where(np.where(scattered, batch.reduce_each, batch.reduce_whole), np.maximum(batch.microbatches, 1), 1.0)
     ops = []
 
-    def reduce(name: str, collective: str, axis: str, total: Array, count: Array) -> None:
-        ops.append(Op(name, kind, "collective", on * count * buckets, collective=collective, axis=axis,
-                      message_bytes=total / buckets, stream="comm:dp", launches=1.0))  # fmt: skip
+    def reduce(name: str, collective: str, axis: str, total: Array, count: Array, many: Array = messages) -> None:
+        ops.append(Op(name, kind, "collective", on * count * many, collective=collective, axis=axis,
+                      message_bytes=total / np.where(many > 0, many, 1.0), stream="comm:dp", launches=1.0))  # fmt: skip
 
-    reduce("reduce-gradients", "all_reduce", whole, n / twice, (~sharded & ~owners) * times * twice)
-    reduce("reduce-gradients", "reduce_scatter", shard, n, (sharded & ~owners & ~thin) * times)
-    reduce("reduce-shards", "all_reduce", replicas, elements * batch.comm_bytes / batch.size(shard), hybrid * times)
+    reduce("reduce-gradients", "all_reduce", whole, n / twice, (~scattered & ~owners) * times * twice)
+    reduce("reduce-gradients", "reduce_scatter", shard, n, (scattered & ~owners & ~thin) * times)
+    reduce("reduce-shards", "all_reduce", replicas, elements * batch.summed_bytes / batch.size(shard), hybrid * times)
     if batch.compresses:
-        reduce("exchange-compressed", "all_to_all", whole, n, (~sharded & quantised) * times)
-        reduce("gather-compressed", "all_gather", whole, n, (~sharded & quantised) * times)
-        reduce("gather-compressed", "all_gather", whole, n * batch.size(whole), (~sharded & sparse) * times)
-        reduce("exchange-compressed", "all_to_all", shard, n, (sharded & owners) * times)
-        reduce("reduce-factors", "all_reduce", shard, n / twice, (sharded & thin) * times * twice)
+        key = f"{kind}_exact_messages"
+        exactly = (counts[key] if key in counts else cut(batch, apart)) * batch.lossy
+        reduce("reduce-gradients", "all_reduce", whole, apart * batch.grad_bytes, ~scattered * times, exactly)
+        reduce("reduce-gradients", "reduce_scatter", shard, apart * batch.grad_bytes, scattered * times, exactly)
+        reduce("exchange-compressed", "all_to_all", whole, n, (~scattered & quantised) * times)
+        reduce("gather-compressed", "all_gather", whole, n, (~scattered & owners) * times)
+        reduce("exchange-compressed", "all_to_all", shard, n, (scattered & owners) * times)
+        reduce("reduce-factors", "all_reduce", shard, n / twice, (scattered & thin) * times * twice)
+        for axis, here in ((whole, ~scattered), (shard, scattered)):
+            told = here * sent_as(batch, "threshold") * times
+            reduce("count-compressed", "all_gather", axis, messages * batch.size(axis) * COUNT_BYTES, told)
         ops.append(Op("compress", kind, "memory", on * times * (extra > 0), bytes=extra, launches=4.0))
     return ops
 
 
-def parameter_gather(batch: Batch, elements: Array, kind: str) -> list[Op]:
-    """ZeRO-1 and 2: updated parameters come back whole after the optimizer."""
-    shard = "shard_cp" if kind == "dense" else "expert_shard"
-    n = elements * batch.param_bytes
-    on = ((batch.zero == 1) | (batch.zero == 2)) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
-    buckets = np.maximum(1.0, np.ceil(n / batch.bucket))
-    return [Op("gather-parameters", kind, "collective", on * buckets, collective="all_gather", axis=shard,
-               message_bytes=n / buckets, stream="comm:dp")]  # fmt: skip
+def parameter_gather(batch: Batch, counts: dict[str, Array], kind: str) -> list[Op]:
+    """ZeRO-1 and 2: updated parameters come back whole after the optimizer, unit by unit or in buckets."""
+    on = (batch.zero < 3) & sharded(batch, kind)
+    n = padded(counts, kind) * batch.param_bytes
+    units = np.ceil(n / batch.bucket) if not batch.units else counts.get(f"{kind}_messages", np.ones(batch.n))
+    return [Op("gather-parameters", kind, "collective", on * units, collective="all_gather", axis=SHARDS[kind],
+               message_bytes=n / np.where(units > 0, units, 1.0), stream="comm:dp")]  # fmt: skip
 
 
 def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
@@ -141,35 +185,41 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
                message_bytes=n, stream="comm:dp")]  # fmt: skip
 
 
-def sharded_weights(
-    batch: Batch, elements: Array, kind: str, untrained: Array = 0.0, together: Array = 1.0, matrices: Array = 1.0
-) -> dict[str, list[Op]]:
-    """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch; as
-    one message with `together` others' like it."""
-    shard, replicas = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
+def sharded_weights(batch: Batch, counts: dict[str, Array], kind: str, unit: Array) -> dict[str, list[Op]]:
+    """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch; in messages of
+    units of `unit` elements, a share of the block's or several blocks like it."""
+    shard, replicas = SHARDS[kind], REPLICAS[kind]
+    elements, learns = padded(counts, kind), trained(counts, kind)
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
-    whole = elements * batch.param_bytes
-    gradient, extra = compressed_bytes(batch, elements - untrained, matrices, kind)
+    apart = counts.get(f"{kind}_exact", 0.0) * batch.lossy
+    share = elements / np.maximum(unit, 1.0)  # of a unit's messages, this block's
     once = 1.0 / np.maximum(batch.microbatches, 1)
+    said, extra = compressed_bytes(batch, learns - apart, share, batch.size(shard), np.True_,
+                                   counts.get(f"{kind}_factors", learns))  # fmt: skip
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
-        if batch.wraps:
-            n, count = n * together, count / together
+        if unit is not counts[kind]:
+            n, count = n / np.where(share > 0, share, 1.0), count * share
         return Op(name, kind, "collective", count, collective=collective, axis=axis, message_bytes=n, stream="comm:dp")
 
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     often = np.where(batch.reshard, 1.0, once)
     reduces = on * np.where(batch.reduce_each, 1.0, once)
     owners, thin = sent_as(batch, *SPARSE, *QUANTISED), sent_as(batch, "powersgd")
-    sums = (elements - untrained) * batch.comm_bytes / batch.size(shard)
     scatter = [
-        op("scatter-gradients", "reduce_scatter", shard, gradient, reduces * (~owners & ~thin)),
-        op("reduce-shards", "all_reduce", replicas, sums, reduces * (batch.size(replicas) > 1)),
-    ]
+        op("scatter-gradients", "reduce_scatter", shard, said, reduces * (~owners & ~thin)),
+        op("reduce-shards", "all_reduce", replicas, learns * batch.summed_bytes / batch.size(shard),
+           reduces * (batch.size(replicas) > 1)),
+    ]  # fmt: skip
     if batch.compresses:
-        scatter.append(op("scatter-gradients", "all_to_all", shard, gradient, reduces * owners))
-        scatter.append(op("reduce-factors", "all_reduce", shard, gradient / 2, 2.0 * reduces * thin))
+        exactly = reduces * (apart > 0)
+        scatter.append(op("scatter-gradients", "reduce_scatter", shard, apart * batch.grad_bytes, exactly))
+        scatter.append(op("scatter-gradients", "all_to_all", shard, said, reduces * owners))
+        told = share * batch.size(shard) * COUNT_BYTES
+        scatter.append(op("scatter-gradients", "all_gather", shard, told, reduces * sent_as(batch, "threshold")))
+        scatter.append(op("reduce-factors", "all_reduce", shard, said / 2, 2.0 * reduces * thin))
         scatter.append(Op("compress", "optimizer", "memory", reduces * (extra > 0), bytes=extra, launches=4.0))
+    whole = elements * batch.param_bytes
     return {
         "F": [op("gather-weights", "all_gather", shard, whole, on * often)],
         "I": [op("gather-weights", "all_gather", shard, whole, on * batch.reshard * 1.0)],
@@ -231,10 +281,9 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     return ops
 
 
-def owned(batch: Batch, counts: dict[str, Array]) -> Array:
+def owned(batch: Batch, counts: dict[str, Array], groups: list[str]) -> Array:
     """Elements whose optimizer state this rank holds."""
-    shard = {"dense": batch.size("shard_cp"), "expert": batch.size("expert_shard")}
-    return sum(count / np.where(batch.zero >= 1, shard[group], 1.0) for group, count in counts.items())
+    return sum(padded(counts, group) / np.where(batch.zero >= 1, batch.size(SHARDS[group]), 1.0) for group in groups)
 
 
 def tensors(batch: Batch) -> Array:
@@ -248,11 +297,9 @@ def tensors(batch: Batch) -> Array:
 
 def step_ops(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     """Everything a rank that holds `counts` elements does once a step, in order: reduce, clip, update, gather."""
-    groups = {g: counts[g] for g in ("dense", "expert") if g == "dense" or batch.model.experts}
-    trained = {g: c - counts.get("untrained", 0.0) if g == "dense" else c for g, c in groups.items()}
-    reductions = [op for group, count in trained.items()
-                  for op in gradient_reduction(batch, count, group, counts.get(f"{group}_matrices", 1.0))]  # fmt: skip
-    updates = optimizer(batch, owned(batch, groups), tensors(batch))
-    gathers = [op for group, count in groups.items() for op in parameter_gather(batch, count, group)]
+    groups = ["dense", "expert"] if batch.model.experts else ["dense"]
+    reductions = [op for group in groups for op in gradient_reduction(batch, counts, group)]
+    updates = optimizer(batch, owned(batch, counts, groups), tensors(batch))
+    gathers = [op for group in groups for op in parameter_gather(batch, counts, group)]
     gathers += parameter_average(batch, counts["dense"], "dense")
     return [op for op in (*reductions, *small_sums(batch, counts), *updates, *gathers) if present(op.count)]

@@ -4,12 +4,13 @@ One record for every axis and collective of one pipeline rank of one plan: how o
 buffers in all. A tensor-parallel layer without sequence parallelism, for instance, has four all-reduces of T·h a micro-batch.
 
 This is what costs are made of, of thousands of plans at once; `issued` follows one rank to the byte, and a test holds the two
-together. The closed form is exact where sizes divide, and rounds elsewhere:
+together, bytes and messages, over all strategies. What is left between them, by design:
 
-    bytes      ranks that share a vocabulary have the mean; ZeRO's rows are not padded; compressed messages have no scales; routing
-               is even; everything is trained; replicas average 1/n in every step; a split backward gathers an input once
-    messages   all stages of a rank are cut into buckets as one, and those of ZeRO-1 and 2 too, which go unit by unit; two ends that
-               share a weight are two units
+    bytes      ranks of one stage have the mean of what cannot be shared evenly: a vocabulary, rows of a shard, routing; compressed
+               messages are all as long as the mean one; everything is trained; replicas average 1/n in every step
+    messages   PowerSGD's buckets end between tensors, and those of vectors alone are one sum; ZeRO-3 units of several layers are
+               the mean over stages; where some layers are made again, fp8 scales of a split backward are of the others
+    schedule   `auto` is taken for ZB-H2: what it finds is not known before
 """
 
 from __future__ import annotations

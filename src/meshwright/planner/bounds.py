@@ -16,7 +16,8 @@ counts as innermost: no order puts more members of a group into a node.
 micro-batch without a bubble bounds all; memory falls with it, so the smallest one does.
 
 **Sharded shape**. Closing, gathers and states are exact, the schedule is open: T ≥ M·mean + ramp + closing. Reducing gradients hides behind
-backward, so a slower rank closes sooner, but by less than it is slower: hiding reaches at most 85% of backward.
+backward, so a slower rank closes sooner, but by less than it is slower: hiding reaches at most 85% of backward. Where each of several stages
+cuts its gradients into buckets by itself there are more and smaller messages: longer in all, but the last, which nothing hides, may be shorter.
 
 F, I and W depend on what happens inside a layer, not on pp, dp or the batch: few **kernels** are costed for all frames.
 """
@@ -48,7 +49,8 @@ RANKS = tuple(
     f"{x}{k}" for x in "rbo" for k in range(TELLING)
 )  # their numbers, bytes, and bytes of one more micro-batch in flight
 # What tells schedules apart.
-SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "pace", "message", "folded", "saved", "ends", "longest", *RANKS)  # fmt: skip
+SCHEDULED = ("pp", "dp", "microbatch", "f", "i", "w", "closing", "pace", "message", "folded", "saved", "ends", "longest", "tail", "parts",
+             "twice", *RANKS)  # fmt: skip
 
 
 def kernel(space: Space, rows: Table) -> Table:
@@ -195,7 +197,8 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
     They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
     rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
-    the ranks that tell (first, last, the longest) the bytes with one micro-batch in flight and what one more adds. Looped schedules
+    the ranks that tell (first, last, the longest) the bytes with one micro-batch in flight and what one more adds; whether gradients go in
+    buckets of each stage (`parts`), and whether a split backward asks for its inputs `twice`. Looped schedules
     cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones, and looped ones of layers of
     two kinds, deal out layers otherwise; for them only the mean is a bound.
     """
@@ -207,9 +210,12 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     closing = cost.time - cost.exposed["bubble"] - pace
     rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
     folded = rows.alone + besides(program, cost)
+    parts = (rows.dp * rows.cp > 1) & ((rows.zero == 0) | space.stack.flat_shards | bool(space.model.experts))
+    twice = (rows.sp & (rows.tp > 1)) | (space.workload.precision == "fp8" and space.stack.shared_scales)
+    tail = np.where(parts, cost.tail, 0.0)
     rows = rows.but(f=rank.f, i=rank.i, w=rank.w, closing=closing, pace=pace, message=np.broadcast_to(cost.boundary, n), folded=folded,
-                    **telling(program, cost), **brackets.ends(program, cost))  # fmt: skip
-    work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing, bytes=folded)
+                    tail=tail, parts=parts, twice=twice, **telling(program, cost), **brackets.ends(program, cost))  # fmt: skip
+    work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
     time, least = best_schedule(space, work, partial(in_flight_bytes, space), limit)
     alone = rows.pp == 1
@@ -272,12 +278,15 @@ def of_schedules(space: Space, plans: Table) -> Table:
             continue
         looped, v = RULES[name].placement == "looped", rows.virtual
         memory[at] = in_flight_bytes(space, name, rows, (v,))
-        closing = space.stack.step_overhead if regroups(space, name) else rows.closing
+        cut = rows.parts & (v > 1)
+        closing = space.stack.step_overhead if regroups(space, name) else rows.closing - cut * rows.tail
         time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + closing
         if (
             looped and not space.stack.blocking_p2p
         ):  # blocking messages are part of every stage's time, more of them with more stages
-            same = (v == 1) | ~(space.uneven(rows) | space.mixed)
+            same = (v == 1) | ~(space.uneven(rows) | space.mixed | cut)
+            if RULES[name].splits:
+                same &= ~rows.twice
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same

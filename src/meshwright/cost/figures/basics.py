@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from meshwright.cost import advice
-from meshwright.cost.figures.cases import GB, MB, TB, TERA, device, link, lowered, model, one, volume, walked
+from meshwright.cost.figures.cases import (
+    GB,
+    MB,
+    TB,
+    TERA,
+    compression_ratio,
+    device,
+    link,
+    lowered,
+    model,
+    one,
+    volume,
+    walked,
+)
 from meshwright.cost.figures.figure import Figure, rows
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.describe.cluster import DTYPE_BYTES
@@ -13,7 +24,6 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.scale import training_flops
 from meshwright.describe.workload import Workload
 from meshwright.lower.op import sent
-from meshwright.lower.sync import compressed_bytes
 from meshwright.programs.pipelines import bubble_overhead
 from meshwright.units import parse_rate
 
@@ -89,7 +99,6 @@ def hierarchy() -> list[Figure]:
 
 def plans() -> list[Figure]:
     work = Workload(batch=64)
-    batch = lowered("tiny-gpt", 64, 8, replicate=8, compression="powersgd", compression_rank=64).batch
     # fmt: off
     return [
         holds("Pipeline", "4 stages, 16 micro-batches: 19% overhead", "19", 100 * float(bubble_overhead("1f1b", 4, 16)), "%",
@@ -103,7 +112,7 @@ def plans() -> list[Figure]:
         holds("Configurations", "SP 4 × TP 8 × DP 8 = 256", "256", Plan(cp=4, tp=8, replicate=8).world, "GPUs"),
         holds("Compression", "FP32 → FP16: 2×", "2", DTYPE_BYTES["fp32"] / DTYPE_BYTES["fp16"], "×"),
         holds("Compression", "FP32 → INT8: 4×", "4", DTYPE_BYTES["fp32"] / DTYPE_BYTES["int8"], "×", "less its scales"),
-        holds("Compression", "PowerSGD: 10–50×", "10–50", 4096**2 / one(compressed_bytes(batch, np.array([4096.0**2]))[0]) * 4, "×",
+        holds("Compression", "PowerSGD: 10–50×", "10–50", compression_ratio("powersgd", 4096, 64), "×",
               "4096² at rank 64; 512× at rank 4"),
         holds("Compression", "buckets of ~25 MB", "25", Plan().bucket / MB, "MB", "PyTorch's default is 25 MiB"),
     ]

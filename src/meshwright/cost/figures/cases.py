@@ -15,6 +15,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
+from meshwright.lower.compressed import exchanges
 from meshwright.lower.op import StepProgram, sent
 from meshwright.lower.step import step_program
 from meshwright.programs.collectives import Program, Walk, build, walk
@@ -22,6 +23,7 @@ from meshwright.programs.collectives import Program, Walk, build, walk
 GB, MB, KB, TB = 1e9, 1e6, 1e3, 1e12
 TERA, MIB, GIB = 1e12, 2.0**20, 2.0**30
 STORED = Stack(name="stored", attention="stored")
+FLAT = Stack(name="flat", flat_shards=True)  # as the texts count ZeRO: nothing is padded
 POINT = (8, 80e6, 5e-6, 50e9)  # P, n bytes, α, bytes/s: where formulas are evaluated
 
 
@@ -61,7 +63,7 @@ def costed(which: Model | str, seq: int, batch: int = 1, **plan: Any) -> StepCos
     said = Plan(**plan)
     work = Workload(batch=batch, seq=seq)
     cluster: Cluster = catalog.load("clusters", "dgx-h100").with_gpus(said.world)
-    return cost_of(shape, cluster, said.check(shape, work), work, Stack())
+    return cost_of(shape, cluster, said.check(shape, work), work, FLAT)
 
 
 def one(value: Any) -> float:
@@ -116,3 +118,10 @@ def slow_steps(program: Program, per_node: int) -> int:
     """Steps in which something crosses between nodes of `per_node` consecutive ranks."""
     crosses = program.moves.source // per_node != program.moves.target // per_node
     return len(np.unique(program.moves.step[crosses]))
+
+
+def compression_ratio(name: str, side: int = 1000, rank: int = 4) -> float:
+    """How many times smaller the fp32 gradient of a square matrix is on the wire, among 8 ranks; what an all-to-all sends, an
+    all-gather sends once more, as a ring all-reduce does."""
+    said = exchanges(Plan(replicate=8, compression=name, compression_rank=rank), side**2, 4, [(side, side)], 8)
+    return 4 * side**2 / sum(n for operation, n in said if operation != "all_gather")

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from meshwright.cost import advice
-from meshwright.cost.figures.cases import GB, MB, lowered, one, volume
+from meshwright.cost.figures.cases import GB, MB, compression_ratio, volume
 from meshwright.cost.figures.figure import Figure, rows
 from meshwright.cost.memory import largest_model, zero_state_bytes
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import sent
-from meshwright.lower.sync import compressed_bytes
 
 holds, wrong = rows("000")
 NOMINAL = {"ResNet-50": (25e6, "200", "100", "0.5"), "BERT-Large": (340e6, "2.7", "1.4", "7"), "GPT-2 XL": (1.5e9, "12", "6", "30"),
@@ -57,19 +52,15 @@ def ddp() -> list[Figure]:
 
 
 def compression() -> list[Figure]:
-    def ratio(kind: str, elements: float = 1e6, **options: Any) -> float:
-        batch = lowered("tiny-gpt", 64, 8, replicate=8, compression=kind, **options).batch
-        return 4 * elements / one(compressed_bytes(batch, np.array([elements]))[0])
-
     # fmt: off
     return [
-        holds("7.5", "FP32 → FP16: 2×", "2", ratio("fp16"), "×"),
-        holds("7.5", "FP32 → INT8: 4×", "4", ratio("int8"), "×", "less its scales"),
-        holds("7.5", "FP32 → INT4: 8×", "8", ratio("int4"), "×", "less its scales"),
+        holds("7.5", "FP32 → FP16: 2×", "2", compression_ratio("fp16"), "×"),
+        holds("7.5", "FP32 → INT8: 4×", "4", compression_ratio("int8"), "×", "less its scales"),
+        holds("7.5", "FP32 → INT4: 8×", "8", compression_ratio("int4"), "×", "less its scales"),
         wrong("7.5", "top-1%: 100×", "100", advice.topk_compression(0.01), "×", "values and int64 indices, as its code sends them"),
         wrong("7.5", "top-1% all-gathered: 100× less than the ring", "100", advice.topk_compression(0.01, ranks=8), "×",
               "on 8 ranks: the gather grows with P, 1.0× on 66 ranks"),
-        holds("7.5", "PowerSGD: 10–100×", "10–100", ratio("powersgd", 4096**2, compression_rank=32), "×", "4096² at rank 32; 512× at rank 4"),
+        holds("7.5", "PowerSGD: 10–100×", "10–100", compression_ratio("powersgd", 4096, 32), "×", "4096² at rank 32; 512× at rank 4"),
     ]
     # fmt: on
 
