@@ -78,6 +78,14 @@ def follow(name, index, steps):
     return count
 
 
+def test_what_is_kept_back_follows_the_scale_of_the_loss():
+    state, compressor = Compressed("int8"), make("int8")
+    compressor.feedback.errors[3] = torch.ones(2)
+    state.known = {0: ([], None), 1: ([], compressor)}
+    state.rescale(0.5)
+    assert compressor.feedback.errors[3].tolist() == [0.5, 0.5]
+
+
 def test_an_unknown_name_is_told_at_once():
     with pytest.raises(MeshwrightError, match="MW-COMP-001"):
         Compressed("zip")

@@ -68,3 +68,45 @@ def test_the_order_of_tokens_is_one_devices_also_of_an_odd_sequence(plan):
     assert order.shape == (plan.world, rows * seq // plan.cp // plan.tp)
     assert torch.equal(order.flatten().sort().values, torch.arange(plan.dp * rows * seq))
     assert torch.equal(order[0, : seq // plan.cp // plan.tp], torch.arange(seq // plan.cp // plan.tp))
+
+
+def kept_back(context, plan):
+    """What compression has kept back of a step, before and after the loss is scaled otherwise; what is left of a load and of
+    gradients after a step is given up, or what is told."""
+    from meshwright.errors import MeshwrightError
+    from meshwright.models.moe import MixtureOfExperts
+    from meshwright.parallel.apply import apply
+    from meshwright.parallel.zero import compressors_of
+    from meshwright.train.data import RandomSamples
+    from meshwright.train.loop import Trainer
+
+    parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64)
+    trainer = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0))
+    trainer.train_step()
+    errors = [e for c in compressors_of(parallel.reductions) for e in c.feedback.errors.values()]
+    before = [e.clone() for e in errors]
+    parallel.set_tokens(torch.tensor(8.0), 4.0)
+    parallel.set_tokens(torch.tensor(8.0), 4.0)
+    ratios = {float((e / b)[b != 0].mean()) for e, b in zip(errors, before, strict=True) if b.any()}
+    (module,) = parallel.stages.values()
+    layers = [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
+    for part in layers:
+        part.router.load = torch.ones(2, 4)
+        part.place.count(1, 1, 1, 1)
+    for piece in parallel.pieces:
+        piece.gradient.add_(1.0)
+    try:
+        parallel.give_up()
+    except MeshwrightError as error:
+        return ratios, error.code
+    left = [part.router.load for part in layers] + [bool(part.place.journeys) for part in layers]
+    return ratios, [*left, any(bool(piece.gradient.any()) for piece in parallel.pieces)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"), [({"replicate": 2}, [None, False, False]), ({"shard": 2, "zero": 3}, "MW-PAR-006")]
+)
+def test_what_is_kept_back_is_scaled_and_a_load_given_up_with_its_step(plan, left):
+    for ratios, found in ranks.run(2, kept_back, Plan(**plan, compression="top-k")):
+        assert ratios == {4.0}
+        assert found == left
