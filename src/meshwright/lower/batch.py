@@ -82,6 +82,7 @@ class Batch:
         self.pads = bool(np.any((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
         self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
         self.wraps = bool(np.any(self.one_unit) or np.any(np.not_equal(self.wrap, 1.0)))
+        self._sizes: dict[str, np.ndarray] = {}
         self._members: dict[tuple[str, float], np.ndarray] = {}
         self._strides = self._lay_out()
 
@@ -157,6 +158,11 @@ class Batch:
 
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""
+        if axis not in self._sizes:
+            self._sizes[axis] = self._count(axis)
+        return self._sizes[axis]
+
+    def _count(self, axis: str) -> np.ndarray:
         match axis:
             case "dp_cp":
                 return self.dp * self.cp

@@ -36,6 +36,7 @@ class Tensor(NamedTuple):
     rest: Array
     columns: Array
     learns: bool
+    padding: Array = 0.0  # elements that ZeRO adds: rows up to a multiple of the ranks
 
     @property
     def size(self) -> Array:
@@ -45,18 +46,16 @@ class Tensor(NamedTuple):
 def tensors(b: Batch, block: Block) -> list[Tensor]:
     """Every parameter of a block."""
     model = b.model
-    found = block_parameters(model, block)
-    out = [_share(b, p) for p in found]
-    if (
-        block.kind == "head" and model.tied and model.kind == "transformer"
-    ):  # a stage apart from the embedding's has a copy
+    out = [_share(b, p) for p in block_parameters(model, block)]
+    if block.kind == "head" and model.tied and model.kind == "transformer":
+        # A stage apart from the embedding's has a copy.
         copy = _share(b, Parameter(PROJECT, (model.padded_vocab, model.hidden), "vocabulary"))
         out.append(copy._replace(rows=copy.rows * (b.pp > 1)))
-    return out
+    return [t._replace(padding=_padding(b, t)) for t in out] if b.pads else out
 
 
 def _share(b: Batch, p: Parameter) -> Tensor:
-    rows: Array = p.shape[0] * np.ones(b.n)
+    rows: Array = float(p.shape[0])
     rest: Array = float(math.prod(p.shape[1:]))
     columns: Array = float(p.shape[1]) if len(p.shape) > 1 else 0.0
     match p.style:
@@ -93,7 +92,7 @@ def summed(b: Batch, held: list[Tensor]) -> dict[str, Array]:
     """
 
     def of(*styles: str) -> Array:
-        return sum((t.size + padding(b, t) for t in held if t.style in styles and t.learns), 0.0)
+        return sum((t.size + t.padding for t in held if t.style in styles and t.learns), 0.0)
 
     out: dict[str, Array] = {
         "untrained": sum((t.size for t in held if not t.learns), 0.0),
@@ -102,23 +101,22 @@ def summed(b: Batch, held: list[Tensor]) -> dict[str, Array]:
         "expert_partial": (b.etp > 1) * of("experts-row-bias"),
     }
     if b.pads:
-        out["untrained_padding"] = sum((padding(b, t) for t in held if not t.learns), 0.0)
-        out |= {f"{group}_padding": sum((padding(b, t) for t in held if t.group == group), 0.0) for group in GROUPS}
+        out["untrained_padding"] = sum((t.padding for t in held if not t.learns), 0.0)
+        out |= {f"{group}_padding": sum((t.padding for t in held if t.group == group), 0.0) for group in GROUPS}
     if b.compresses:
         for group in GROUPS:
             mine = [t for t in held if t.group == group and t.learns]
-            out[f"{group}_exact"] = sum(((t.size + padding(b, t)) * goes_exactly(b, t) for t in mine), 0.0)
+            out[f"{group}_exact"] = sum(((t.size + t.padding) * goes_exactly(b, t) for t in mine), 0.0)
             out[f"{group}_factors"] = sum((_factors(b, t) * ~goes_exactly(b, t) for t in mine), 0.0)
     return out
 
 
-def padding(b: Batch, t: Tensor) -> Array:
-    """Elements that ZeRO adds to a tensor: rows up to a multiple of the ranks."""
-    if not b.pads:
-        return 0.0
+def _padding(b: Batch, t: Tensor) -> Array:
     ranks = b.size(sync.SHARDS[t.group])
-    pads = sync.sharded(b, t.group) & ~_cut_inside(t, ranks)
-    return np.where(pads, (np.ceil(t.rows / ranks) * ranks - t.rows) * t.rest, 0.0)
+    more = np.ceil(t.rows / ranks) * ranks - t.rows
+    if not more.any():
+        return 0.0
+    return np.where(sync.sharded(b, t.group) & ~_cut_inside(t, ranks), more * t.rest, 0.0)
 
 
 def _cut_inside(t: Tensor, ranks: Array) -> Array:
