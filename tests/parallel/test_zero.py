@@ -228,6 +228,13 @@ def own_buckets(context):
     late = Buckets(module, group, 1e9)
     module[0].requires_grad_(True)
     out["unfrozen"] = told(lambda: late.begin(last=True))
+    replaced = Buckets(module, group, 1e9)
+    module[2].weight = nn.Parameter(module[2].weight.detach())
+    out["replaced"] = told(lambda: replaced.begin(last=True))
+    shared = make("int8")
+    of_one = Buckets(module, group, 1e9, compressor=shared, only={module[0].weight})
+    out["one compressor"] = told(lambda: Buckets(module, group, 1e9, compressor=shared, only={module[2].weight}))
+    of_one.begin(last=True)
     module[0].float()
     out["two dtypes"] = told(lambda: Buckets(module, group, 1e9))
     for name in ("int8", "top-k", "threshold", "powersgd"):
@@ -242,6 +249,10 @@ def own_buckets(context):
 def test_buckets_hold_what_a_module_of_ones_own_makes_of_its_gradients_or_tell():
     for out in ranks.run(2, own_buckets):
         assert out.pop("zero_grad") == [True, True]
-        codes = {key: out.pop(key) for key in ("two backwards", "no finish", "unfrozen", "two dtypes")}
-        assert list(codes.values()) == ["MW-ZERO-004", "MW-ZERO-004", "MW-ZERO-003", "MW-ZERO-005"]
+        codes = {
+            key: out.pop(key)
+            for key in ("two backwards", "no finish", "unfrozen", "replaced", "two dtypes", "one compressor")
+        }
+        told = ["MW-ZERO-004", "MW-ZERO-004", "MW-ZERO-003", "MW-ZERO-003", "MW-ZERO-005", "MW-COMP-003"]
+        assert list(codes.values()) == told
         assert out == dict.fromkeys(out, True)

@@ -52,6 +52,16 @@ def test_padding_differs_from_sample_to_sample():
     assert max(counts) < 12
 
 
+def test_tokens_of_any_width_become_what_tables_are_looked_up_with():
+    class Narrow:
+        def sample(self, step, index):
+            return np.arange(4, dtype=np.uint16), np.arange(1, 5, dtype=np.int32)
+
+    batch = batch_of(Narrow(), 0, range(2), "cpu", torch.float32)
+    assert (batch.inputs.dtype, batch.targets.dtype) == (torch.int64, torch.int64)
+    assert batch.inputs.tolist() == [[0, 1, 2, 3]] * 2
+
+
 def test_a_vocabulary_too_small_for_bytes_is_refused():
     with pytest.raises(MeshwrightError, match="MW-DATA-001"):
         Corpus(MODEL.but(vocab=100), 12, 0)

@@ -32,7 +32,7 @@ Shapes = list[torch.Size]
 
 
 class Compressed:
-    """What the hook keeps: `name` and options as `compress.make` takes them, over `group` (None: all ranks)."""
+    """What the hook keeps of one model: `name` and options as `compress.make` takes them, over `group` (None: all ranks)."""
 
     def __init__(self, name: str, group: ProcessGroup | None = None, **options: Any) -> None:
         self.group = group

@@ -65,8 +65,15 @@ class Feedback:
     """What each message has not sent yet."""
 
     def __init__(self, on: bool) -> None:
-        self.on = on
+        self.on, self.claimed = on, False
         self.errors: dict[int, torch.Tensor] = {}
+
+    def claim(self) -> None:
+        """By a buffer, whose messages are counted from 0: those of a second one would be taken for them."""
+        if self.claimed:
+            raise MeshwrightError("MW-COMP-003", "one compressor for two buffers of gradients",
+                                  why="What it kept back of one would be added to the other", fix="make another")  # fmt: skip
+        self.claimed = True
 
     def corrected(self, index: int, message: torch.Tensor) -> torch.Tensor:
         return message + self.errors[index] if index in self.errors else message.clone()
@@ -82,7 +89,7 @@ class Feedback:
 
 
 class Compressor(Protocol):
-    """Sums a message over ranks, lossily. One object a rank: it keeps the rank's errors, by message."""
+    """Sums a message over ranks, lossily. One object a rank and buffer: it keeps the rank's errors, by message."""
 
     aligned: bool  # whether a message must hold whole parameters
     feedback: Feedback

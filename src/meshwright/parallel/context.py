@@ -32,7 +32,8 @@ Positions are those of the whole sequence: rotations and learned positions are t
 (`places`). Ranks of a context-parallel group hold the same weights and different tokens: gradients are summed over
 dp·cp, also where dp is 1, and ZeRO shards over shard·cp.
 
-Used alone: give each rank `part_of(x, group, dim)` of the inputs, call `ring_attention` in place of attention.
+Used alone: give each rank `part_of(x, group, dim)` of the inputs, call `ring_attention` or `gather_attention` in place of
+attention; for `ulysses_attention` it is `part_of(x, group, dim, zigzag=False)`.
 """
 
 from __future__ import annotations

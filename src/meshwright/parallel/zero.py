@@ -60,9 +60,10 @@ class Buckets:
     ) -> None:  # fmt: skip
         self.group, self.compressor, self.overlap = group, compressor, overlap
         self.static, self.each = static, each
-        wanted = [p for p in module.parameters() if only is None or p in only]
-        parameters = [p for p in wanted if p.requires_grad and p.numel()][::-1]
-        self._frozen = [p for p in wanted if not p.requires_grad]
+        if compressor is not None:
+            compressor.feedback.claim()
+        parameters = [p for p in module.parameters() if wants(p) and (only is None or p in only)][::-1]
+        self._wanted = module.parameters if only is None else lambda: only
         starts = [0, *accumulate(p.numel() for p in parameters)]
         device = parameters[0].device if parameters else None
         self.flat = torch.zeros(starts[-1], dtype=dtype or dtype_of(parameters), device=device)
@@ -98,8 +99,8 @@ class Buckets:
 
     def begin(self, last: bool) -> None:
         """Before a micro-batch: gradients are complete after the backward of the `last` one."""
-        if any(p.requires_grad for p in self._frozen):
-            raise MeshwrightError("MW-ZERO-003", "a parameter wants a gradient that was frozen when these buckets were made",
+        if any(wants(p) and p not in self._places for p in self._wanted()):
+            raise MeshwrightError("MW-ZERO-003", "a parameter wants a gradient that was frozen, or another, when these buckets were made",
                                   why="It has no place in the buffer: each rank would go its own way", fix="other Buckets")  # fmt: skip
         if self._work and not self.each:
             raise MeshwrightError("MW-ZERO-004", "a micro-batch begins after the gradients of the last one have left", why=AFTER_LAST,
@@ -192,6 +193,11 @@ class Buckets:
         for p, place in self._places.items():
             if p.grad is not place:
                 p.grad = place
+
+
+def wants(parameter: nn.Parameter) -> bool:
+    """A gradient of at least one number."""
+    return parameter.requires_grad and parameter.numel() > 0
 
 
 def dtype_of(parameters: list[nn.Parameter]) -> torch.dtype | None:

@@ -59,6 +59,8 @@ def batch_of(
     inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*pairs, strict=True))
     if inputs.is_floating_point():
         inputs, targets = inputs.to(dtype), targets.to(dtype)
+    else:  # a file may keep tokens in 16 bits; tables are looked up with 64
+        inputs, targets = inputs.long(), targets.long()
     if places is not None:
         inputs, targets = inputs[:, places], targets[:, places]
     return Batch(inputs.to(device), targets.to(device))
