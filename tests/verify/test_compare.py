@@ -5,12 +5,14 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.verify.compare import FLOOR, MARGIN, bounds_from_rounding, compare
 from meshwright.verify.fold import small_copy
+from meshwright.verify.page import page
 from meshwright.verify.prove import Proof
-from meshwright.verify.records import PieceTrace, Trace
+from meshwright.verify.records import PieceTrace, Row, Trace
 
 NAMES = ("embedding", "layer.0", "layer.1", "zero")
 
@@ -108,6 +110,25 @@ def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
     moved.pieces[1].gradients[0][where] = one.pieces[1].gradients[0][where] = 1e-9
     moved.pieces[1].parameters[0][where] += 4e-3
     assert compare(one, [moved], bounds).breaks != []
+
+
+def test_a_proof_fits_a_terminal_of_80_columns():
+    """Whole words, and what only the step's own data explain told once, below."""
+    rows = [Row("shard", "reduce_scatter", (64, 999.9e6), (64, 999.9e6)),
+            Row("replicate", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["real routing is uneven"]),
+            Row("expert_dp", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["real routing is uneven"])]  # fmt: skip
+    watched = trace()
+    watched.traffic = rows
+    small = small_copy(
+        Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4, "precision": "fp8"}, {"replicate": 2}), 2
+    )
+    with (out := Console(width=80)).capture() as text:
+        out.print(page(Proof(small, 1, [compare(trace(), [trace()])], [watched])))
+    lines = [line.split() for line in text.get().splitlines()]
+    assert ["shard", "reduce-scatter", "0", "64,", "1", "GB", "64,", "1", "GB", "equal"] in lines
+    assert ["expert_dp", "all-to-all", "0", "120,", "1", "GB", "120,", "1", "GB", "equal", "¹"] in lines
+    assert lines.count(["¹", "real", "routing", "is", "uneven"]) == 1
+    assert "products in fp8" in text.get()
 
 
 def test_a_proof_that_broke_on_no_number_can_be_told_as_json():

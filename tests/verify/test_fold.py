@@ -88,6 +88,11 @@ def test_said_layers_per_stage_shrink_with_their_shape():
     assert small.model.layers == 3
 
 
+def test_what_automatic_recompute_comes_to_is_told():
+    made = Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4}, {"tp": 2, "recompute": "auto"})
+    assert any(change.startswith("recompute auto comes to none") for change in small_copy(made, 2).changes)
+
+
 def test_recompute_and_offload_are_exercised():
     plan = {"tp": 2, "recompute": "full", "offload": "states", "param_dtype": "bf16"}
     config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 8, "seq": 64}, plan=plan)

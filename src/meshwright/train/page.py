@@ -80,7 +80,8 @@ def showing(steps: int) -> Iterator[Show]:
 def page(training: Training, folder: str) -> RenderableType:
     m, p = training.measurement, training.prediction
     low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
-    title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up")
+    fp8 = ", products in fp8" if training.config.workload.precision == "fp8" else ""
+    title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up{fp8}")
     loss = Text.assemble(("loss ", "dim"), f"{m.loss[0]:.3f} → {m.loss[-1]:.3f}  ", (sparkline(m.loss), "cyan"))
     step = Text.assemble(("step ", "dim"), (format_seconds(m.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
                          ("   predicted ", "dim"), format_seconds(p.step_time_s),

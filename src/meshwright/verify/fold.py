@@ -40,6 +40,8 @@ def small_copy(config: Config, ranks: int) -> Small:
     memory = config.cluster.accelerator.memory
     settled = settle(config.model, config.plan, config.workload, config.stack, memory)
     plan, changes = fold(settled, ranks)
+    if config.plan.recompute != settled.recompute:
+        changes.append(f"recompute {config.plan.recompute} comes to {settled.recompute} in the memory there is")
     if not plan.lossy:
         plan = plan.but(compression="none", comm_dtype=None)
     tiny = shrink(config.model, plan, config.plan)

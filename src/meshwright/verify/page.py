@@ -12,6 +12,7 @@ from meshwright.verify.records import Row
 from meshwright.view.tables import filled, heading
 
 SHOWN_BREAKS = 5
+MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
 
 
 def page(proof: Proof) -> RenderableType:
@@ -24,7 +25,7 @@ def page(proof: Proof) -> RenderableType:
 def verdict(proof: Proof) -> Text:
     world = proof.small.plan.world
     if proof.passed:
-        words = f"trains what one device trains: {proof.steps} steps on {world} ranks"
+        words = f"trains what one device trains: {counted(proof.steps, 'step')} on {counted(world, 'rank')}"
         return Text.assemble(("✓ ", "bold green"), (proof.small.plan.title(), "bold"), f"  {words}",
                              (f"  {proof.seconds:.1f} s", "dim"))  # fmt: skip
     what = (
@@ -36,8 +37,13 @@ def verdict(proof: Proof) -> Text:
                          (f"  {proof.seconds:.1f} s", "dim"))  # fmt: skip
 
 
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def notes(proof: Proof) -> list[Text]:
-    return [Text(f"  {change}", "dim") for change in proof.small.changes]
+    alike = ["products in fp8, on one device too"] if proof.small.workload.precision == "fp8" else []
+    return [Text(f"  {note}", "dim") for note in (*proof.small.changes, *alike)]
 
 
 def agreement(proof: Proof) -> RenderableType:
@@ -73,26 +79,35 @@ def breaks(proof: Proof) -> RenderableType:
 
 
 def collectives(proof: Proof) -> RenderableType:
-    """Ranks that say the same are told once."""
+    """Ranks that say the same are told once; what only the step's own data explain is told below."""
     same: dict[tuple, list[int]] = {}
     first: dict[tuple, Row] = {}
     for rank, row in proof.rows:
         key = (row.axis, row.operation, row.lowered, row.observed, tuple(row.explained), row.unexplained)
         same.setdefault(key, []).append(rank)
         first[key] = row
+    reasons = list(dict.fromkeys("; ".join(row.explained) for row in first.values() if row.explained))
     rows = []
     for key, ranks in sorted(same.items(), key=lambda item: (item[0][:2], item[1])):
         row = first[key]
-        why = Text("; ".join(["equal", *row.explained]), "dim")
-        if row.unexplained:
-            why = Text("unexplained", "bold red")
-        rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts(row), why])
-    columns = ("axis", "collective", "ranks", ">lowered", ">bytes", ">issued", ">bytes", "difference")
+        mark = f" {MARKS[reasons.index('; '.join(row.explained)) % len(MARKS)]}" if row.explained else ""
+        verdict = Text("unexplained", "bold red") if row.unexplained else Text(f"equal{mark}", "dim")
+        rows.append(
+            [
+                row.axis,
+                row.operation.replace("_", "-"),
+                joined(ranks),
+                amount(row.lowered),
+                amount(row.observed),
+                verdict,
+            ]
+        )
     n = proof.collectives
     counted = f"{n['equal']} equal" + (f", {n['explained']} of them by the step's own data" if n["explained"] else "")
     counted += f", {n['unexplained']} unexplained" if n["unexplained"] else ""
     title = f"Collectives of one step, lowered against issued: {counted}"
-    return filled(columns, rows, title=title)
+    table = filled(("axis", "collective", "ranks", ">lowered", ">issued", ""), rows, title=title)
+    return Group(table, *(Text(f"  {mark} {reason}", "dim") for mark, reason in zip(MARKS, reasons, strict=False)))
 
 
 def joined(ranks: list[int]) -> str:
@@ -100,9 +115,9 @@ def joined(ranks: list[int]) -> str:
         ",".join(map(str, ranks))  # fmt: skip
 
 
-def amounts(row: Row) -> list[str]:
-    return [f"{row.lowered[0]:g}", format_decimal_bytes(row.lowered[1]), f"{row.observed[0]:g}",
-            format_decimal_bytes(row.observed[1])]  # fmt: skip
+def amount(said: tuple[float, float]) -> str:
+    """How many, and their bytes in all."""
+    return f"{said[0]:g}, {format_decimal_bytes(said[1])}"
 
 
 def memory(proof: Proof) -> RenderableType:
