@@ -142,5 +142,19 @@ def test_a_narrow_terminal_cuts_words_not_the_bar(monkeypatch, router):
     assert any("━" * 12 in line and " 40/1000 " in line and "loss 4.0250  norm 1.00" in line for line in lines)
 
 
+def test_bytes_saved_by_compression_are_told():
+    steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
+    lines = {}
+    for name in ("none", "int8"):
+        made = config(replicate=2, compression=name)
+        sent = predicted(made).traffic_bytes
+        training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, sent)]), predicted(made))
+        with (out := console()).capture() as text:
+            out.print(page(training, "here"))
+        lines[name] = [line for line in text.get().splitlines() if line.startswith("sent ")]
+    assert lines["none"] == []
+    assert re.fullmatch(r"sent .* a step over dp, .* without int8: (4|3\.9\d*)× fewer", lines["int8"][0].rstrip())
+
+
 def test_errors_are_signed_only_where_there_is_one():
     assert [percent(e) for e in (-0.004, 0.0, 0.006, -0.2, float("inf"))] == ["0%", "0%", "+1%", "-20%", "—"]

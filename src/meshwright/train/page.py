@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from meshwright.describe.result import Difference
 from meshwright.train.records import StepRecord
-from meshwright.train.run import Training
+from meshwright.train.run import Training, predicted
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
 from meshwright.view.tables import console, filled, heading
 
@@ -94,7 +95,19 @@ def page(training: Training, folder: str) -> RenderableType:
     if routers:
         course = sparkline([router["entropy"] for router in routers])
         lines.append(Text.assemble(("load ", "dim"), f"{load(routers[0])} → {load(routers[-1])}  ", (course, "cyan")))
+    lines += saved(training)
     return Group(*lines, difference(training.differences), Text(f"written to {folder}", "dim"))
+
+
+def saved(training: Training) -> list[Text]:
+    """What compressed gradients spare the data-parallel links; what they cost in time is `benchmarks/compress.py`'s."""
+    plan, sent = training.config.plan, training.measurement.traffic_bytes.get("dp", 0.0)
+    if not plan.lossy or not sent:
+        return []
+    exact = predicted(replace(training.config, plan=plan.but(compression="none", comm_dtype=None)))
+    whole = exact.traffic_bytes["dp"]
+    words = f"{format_decimal_bytes(sent)} a step over dp, {format_decimal_bytes(whole)} without {plan.wire}: {whole / sent:.3g}× fewer"
+    return [Text.assemble(("sent ", "dim"), words)]
 
 
 def difference(rows: list[Difference]) -> RenderableType:
