@@ -174,3 +174,9 @@ def test_a_plan_of_ones_own_needs_no_more_than_its_plan(capsys, tmp_path):
 def test_another_batch_is_offered_where_a_constraint_leaves_none(capsys):
     told = run(capsys, *SMALL[:-4], "--batch", "7", "--seq", "1024", "--without", "pp,cp,tp", code=2)
     assert "--batch 16" in told
+
+
+def test_a_case_study_as_json_is_one_document(capsys):
+    told = json.loads(run(capsys, "plan", "--case", "mixtral", "--json"))
+    assert told["case"] == "mixtral"
+    assert told["step_time_s"] > 0

@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU."""
     if case:
-        show_case(case)
+        show_case(case, as_json)
         return
     from meshwright import planner
     from meshwright.cli.output import patient, writable
@@ -121,13 +121,17 @@ def own_plan(path: str) -> Plan:
     return Plan(**draft.opened("plan"))
 
 
-def show_case(name: str) -> None:
+def show_case(name: str, as_json: bool) -> None:
     """A case study: the published configuration evaluated, the planner's choice beside it."""
     from meshwright.planner import cases
     from meshwright.view.cases import shown
-    from meshwright.view.tables import show
+    from meshwright.view.tables import show, show_json
 
-    show(shown(cases.evaluate(name)))
+    evaluated = cases.evaluate(name)
+    if as_json:
+        show_json(evaluated.as_dict())
+    else:
+        show(shown(evaluated))
 
 
 def beside_the_guides(result: Any, why: bool = False) -> Any:
