@@ -41,6 +41,18 @@ def test_commands_refuse_before_they_work(arguments, capsys):
     assert "MW-CLI-004" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("setting", "code"), [("plan.pp=16", "MW-PLAN-005"), ("workload.batch=7", "MW-PLAN-011")])
+def test_a_plan_that_is_not_legal_is_never_proved(setting, code, capsys, monkeypatch):
+    """A small copy of it would be: sixteen stages of four layers fold to two."""
+    from meshwright.cli import main
+
+    monkeypatch.setattr("meshwright.verify.prove.prove", lambda *_, **__: pytest.fail("it was tried"))
+    with pytest.raises(SystemExit) as leaving:
+        main(["verify", DEMO, "--set", setting])
+    assert leaving.value.code == 2
+    assert code in capsys.readouterr().err
+
+
 def test_a_bar_goes_to_a_terminal_and_never_into_an_answer(capsys, monkeypatch):
     with patient("proving", told=False):
         pass
