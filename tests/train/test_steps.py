@@ -58,15 +58,21 @@ def test_a_replica_of_padding_alone_has_no_say_in_the_average():
 
 
 def interrupted(context, model, plan, how):
-    """Three steps, before the second of which something happens."""
+    """Three steps, before the second of which, or before whose updates, something happens."""
     trainer, out = trainer_of(context, model, plan), []
     (module,) = trainer.parallel.stages.values()
+
+    def evaluate(step):
+        module.eval()
+        with torch.no_grad():
+            module(torch.zeros(1, WORKLOAD.seq, dtype=torch.long))
+        module.train()
+
+    if how == "evaluation before the update":
+        trainer.after_gradients.append(evaluate)
     for step in range(3):
         if step == 1 and how == "evaluation":
-            module.eval()
-            with torch.no_grad():
-                module(torch.zeros(1, WORKLOAD.seq, dtype=torch.long))
-            module.train()
+            evaluate(step)
         if step == 1 and how == "failure":
             first = next(iter(module.layers.values()))
             hook = first.register_full_backward_pre_hook(lambda layer, gradients: 1 / 0)
@@ -80,7 +86,7 @@ def interrupted(context, model, plan, how):
 @pytest.mark.parametrize(
     ("how", "plan"),
     [("failure", {"replicate": 2, "bucket": 2000.0}), ("failure", {"replicate": 2, "ep": 2}), ("evaluation", {"replicate": 2}),
-     ("evaluation", {"shard": 2, "zero": 2})],
+     ("evaluation", {"shard": 2, "zero": 3}), ("evaluation before the update", {"shard": 2, "zero": 2})],
 )  # fmt: skip
 def test_what_comes_between_two_steps_changes_neither(how, plan):
     undisturbed, disturbed = (ranks.run(2, interrupted, EXPERTS, Plan(**plan), h)[0] for h in ("", how))

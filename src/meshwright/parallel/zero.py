@@ -254,6 +254,10 @@ class Shards:
         """Torch waits at the end of backward."""
 
     def zero(self) -> None:
+        """What was gathered since backward, by an evaluation before the update, is old by now."""
+        for part in self.module.modules():  # type: ignore[attr-defined]
+            if isinstance(part, FSDPModule):
+                part.reshard()
         for p in self.module.parameters():  # type: ignore[attr-defined]
             if isinstance(p, DTensor):
                 p.grad = None
