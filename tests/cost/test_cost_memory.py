@@ -250,3 +250,18 @@ def test_masks_that_are_computed_keep_eight_bytes_a_token():
     assert {op.name for _, op in hashed.ops("dense")} - {op.name for _, op in plain.ops("dense")} == {
         f"{part}-residual-drop{way}" for part in ("attention", "ffn") for way in ("", "-grad")
     }
+
+
+def test_rows_that_zero_pads_are_held_by_the_fullest_rank():
+    """Four of eight experts over three ranks: one of them has two."""
+    work = Workload(batch=6, seq=64)
+    flat, rows = (lowered(MOE, work, shard=6, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
+    held = [one(state_memory(p, holdings(p.batch)[0])["optimizer"]) for p in (flat, rows)]
+    experts = one(rows.parameters["moe"]["expert"]) * MOE.layers
+    dense = one(rows.sums["moe"].get("dense_padding", 0.0)) * MOE.layers + one(
+        rows.sums["embedding"].get("dense_padding", 0.0)
+    )
+    dense += one(rows.sums["head"].get("dense_padding", 0.0))
+    assert held[1] - held[0] == pytest.approx(
+        12 * (experts / 6 + dense / 6)
+    )  # 2/4 − 1/3 of what an expert's ranks share

@@ -1,7 +1,7 @@
 """What one compressed message of gradients says on the wire, to the byte.
 
-`sync.compressed_bytes` has the closed form that the cost of a batch of plans needs: so many bytes an element. A real message has
-a scale for each rank's part, whole numbers of values, and factors of the matrices it holds:
+`sync.compressed_bytes` has the closed form that the cost of a batch of plans needs: of messages that are all as long as the mean
+one. A real message has a scale for each rank's part, whole numbers of values, and factors of the matrices it holds:
 
     fp16, bf16         n values of 2 bytes, summed on the wire
     int8, fp8, int4    P parts of ⌈n/P⌉ values (an even number: int4 packs two a byte), each with a scale of 4 bytes
@@ -18,10 +18,8 @@ import math
 from collections.abc import Sequence
 
 from meshwright.describe.plan import Plan
-from meshwright.lower.sync import above
+from meshwright.lower.sync import COUNT_BYTES, INDEX_BYTES, SCALE_BYTES, above
 
-SCALE_BYTES = INDEX_BYTES = 4
-COUNT_BYTES = 8
 Shapes = Sequence[tuple[int, ...]]
 Exchanges = list[tuple[str, float]]  # operation, bytes of the full buffer
 

@@ -24,6 +24,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
 from meshwright.lower.inventory import Share, laid, padded
+from meshwright.lower.sync import REPLICAS, SHARDS
 
 Sent = tuple[str, str, str, float]  # name, axis, collective, bytes of the full buffer
 Told = Iterator[Sequence[int]]  # of each compressed message what a threshold let pass, round by round
@@ -117,7 +118,7 @@ class DataParallel:
         for unit, again in zip(parts, self._gathered_again(parts), strict=True):
             gathers = m * (1 + again) if frees else 1
             kind = "expert" if unit[0].expert else "dense"
-            over, copied = ("shard_cp", "replicate") if kind == "dense" else ("expert_shard", "expert_replicate")
+            over, copied = SHARDS[kind], REPLICAS[kind]
             ranks = self.layout.size(over)
             n = sum(padded(s.shape, ranks) for s in unit) * int(DTYPE_BYTES[plan.param_dtype])
             yield from [("gather-weights", over, "all_gather", n)] * gathers

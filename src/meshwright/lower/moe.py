@@ -9,6 +9,7 @@ Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · 
 ranks' share, so each rank dispatches tokens / (tp / expert_tp) × (1 / expert_tp) of its own, and an all-gather over
 expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank sees `imbalance` times the mean,
 or its capacity; a capacity below 1 drops copies before they travel, and where experts compare tokens their scores are gathered.
+A router's product is priced in 16 bits, as published stacks run it; `models.router` multiplies in float32.
 """
 
 from __future__ import annotations

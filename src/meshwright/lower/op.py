@@ -42,7 +42,6 @@ class Op:
     axis: str = ""
     message_bytes: Array = 0.0  # n, the full unsharded buffer
     stream: str = "compute"
-    saves: Array = 0.0  # bytes kept for backward
     launches: Array = 1.0
 
 
