@@ -317,7 +317,7 @@ SMALL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32}
 
 
 def proof_of(plan, model=None, prepare=""):
-    config = Config.from_parts({**SMALL, **(model or {})}, "laptop", workload={"batch": 4, "seq": 16}, plan=plan)
+    config = Config.from_parts({**SMALL, **(model or {})}, "laptop", workload={"batch": 4, "seq": 48}, plan=plan)
     return prove(config, ranks=4, steps=1, prepare=f"test_context:{prepare}" if prepare else "")
 
 

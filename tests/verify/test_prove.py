@@ -9,6 +9,7 @@ import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
 from meshwright.verify.fold import small_copy
 from meshwright.verify.page import page
 from meshwright.verify.prove import prove
@@ -117,3 +118,9 @@ def test_what_a_loss_costs_is_told_beside_the_exact_run(plan, work):
 def test_an_exact_plan_has_nothing_to_tell_of_its_loss():
     config = Config.from_parts("tiny", "laptop", workload={"batch": 4, "seq": 8}, plan={"replicate": 2})
     assert prove(config, ranks=2, steps=1).convergence == {}
+
+
+def test_a_plan_that_is_not_legal_is_refused_though_its_small_copy_would_be():
+    config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 64}, plan={"tp": 6})
+    with pytest.raises(MeshwrightError, match=r"MW-PLAN-004: tp=6 does not divide 64 attention heads"):
+        prove(config)

@@ -24,7 +24,7 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    config = load(plan, settings).check()  # its small copy may be legal where the plan itself is not
+    config = load(plan, settings).check()
     with patient("training on many ranks and on one", told=False):
         proof = prove(config, ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:

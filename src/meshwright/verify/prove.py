@@ -111,6 +111,7 @@ def prove(
 ) -> Proof:
     """Raise only for what cannot be tried; a plan that trains something else comes back as a failed proof."""
     started = time.perf_counter()
+    config.plan.check(config.model, config.workload)  # a small copy may be legal where the plan itself is not
     small = small_copy(config, ranks)
     check_supported(small.model, small.plan)
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
