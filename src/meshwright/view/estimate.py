@@ -108,20 +108,22 @@ def shown_stages(count: int) -> list[int]:
 
 
 def memory(e: Estimate) -> Table:
-    stages = e.prediction.memory_by_stage
+    limit, fullest = e.prediction.memory_limit_gib, e.prediction.memory_gib or 0.0
+    told, factor = ("GiB", 1.0) if fullest >= 1 else ("MiB", 1024.0)  # of a small model GiB would tell mostly zeros
+    stages = [{part: factor * size for part, size in stage.items()} for stage in e.prediction.memory_by_stage]
     unit = "stage" if e.plan.pp > 1 else ""
     table = Table(
-        title=f"Memory by {unit or 'part'}, GiB", title_justify="left", box=None, pad_edge=False, title_style="bold"
+        title=f"Memory by {unit or 'part'}, {told}", title_justify="left", box=None, pad_edge=False, title_style="bold"
     )
     table.add_column(unit)
     parts = [p for p in stages[0] if any(s[p] >= 0.005 for s in stages)]
     for part in parts:
         table.add_column(SHORT.get(part, part), justify="right")
     table.add_column("total", justify="right")
-    table.add_column(f"of {e.prediction.memory_limit_gib:.0f}", justify="left")
+    table.add_column(f"of {factor * limit:,.0f}", justify="left")
     for s in shown_stages(len(stages)):
         total = sum(stages[s].values())
-        share = total / e.prediction.memory_limit_gib
+        share = total / (factor * limit)
         style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
         bar = Text("█" * min(20, max(1, round(12 * share))), style=style)
         table.add_row(
