@@ -126,6 +126,8 @@ ONE_CHANGE: dict[tuple[str, str, str], str] = {
     ("mesh", "Mesh.add_copies", "count != self.size('tp')"): OF_ITS_OWN,
     ("mesh", "Mesh.add_copies", "reshape(-2, count)"): "numpy takes any number below zero for what is left",
     ("order", "token_order", "plan.cp >= 1"): "one run, as one rank has",
+    ("plain", "check_plain", "torch.linspace("): "any numbers will do",
+    ("plain", "check_plain", "close = 17"): "roundings are fewer, and what is lost is more",
     ("pipeline", "Stage._begin", "last=True"): "each sends, the last or not",
     ("pipeline", "Pipeline.run", "return_outputs=True"): MEMORY,
     ("powersgd", "PowerSGD._start", "amax(0) > 1).all()"): "a longer way to what was kept: no column of it is drawn anew",

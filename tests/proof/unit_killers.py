@@ -34,7 +34,8 @@ SUMS = [
 FUSED = ("test_cuts.py", "fused_projections")
 # module → (file of tests/parallel, which of its tests: pytest's -k)
 UNITS: dict[str, list[tuple[str, str]]] = {
-    "tensor": [FUSED, ("test_tensor_hf.py", "computes or follows"), ("test_tensor.py", "patterns or boundaries or input or padding"),
+    "tensor": [FUSED, ("test_plain.py", "summed or told"), ("test_tensor_hf.py", "computes or follows"),
+               ("test_tensor.py", "patterns or boundaries or input or padding"),
                ("test_told.py", "share")],
     "vocabulary": [("test_tensor.py", "vocabulary")],
     "exchange": [("test_tensor.py", "exchange or sequence_that")],
@@ -52,6 +53,7 @@ UNITS: dict[str, list[tuple[str, str]]] = {
     "ulysses": [ATTENTION],
     "mesh": [("test_mesh.py", "groups")],
     "pieces": [("test_zero.py", "pieces or share")],
+    "plain": [("test_plain.py", "summed or told")],
     "pipeline": [("test_pipeline.py", "action_by_action or ones_own")],
     "scatter": [("test_compress.py", "over_ranks")],
     "precision": [("test_precision.py", "not fp8"), ("test_offload.py", "states")],
@@ -70,6 +72,7 @@ ALONE: dict[str, list[tuple[str, str]]] = {
     "emulation": SUMS,
     "precision": [("test_masters.py", "")],
     "localsgd": [("test_masters.py", "average")],
+    "plain": [("test_plain.py", "product or lie")],
     "fp8": [("test_precision.py", "fp8_products or fp8_rounds")],
     "offload": [("test_offload.py", "activations or recomputed or in_place or smaller or views")],
     "gathering": [("test_gathering.py", "")],

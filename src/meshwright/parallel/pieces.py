@@ -83,7 +83,7 @@ def pieces_of(
         yield Piece(
             TIED_SOURCE if tied_copy else name, parameter, tuple(shape), tuple(start),
             counted=not tied_copy and first and all(mesh.index(axis) == 0 for axis in axes_of_copies),
-            partial=_partial_over(name, split),
+            partial=_partial_over(name, split) if parameter.requires_grad else "",
             tied=apart and (tied_copy or name == TIED_SOURCE),
             tied_copy=tied_copy,
             uses=(name, TIED_COPY) if model.tied and not apart and name == TIED_SOURCE else (name,),

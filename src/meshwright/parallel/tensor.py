@@ -51,6 +51,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 from meshwright.parallel.cuts import Cut, Split, cut_out, fused_cuts
 from meshwright.parallel.cuts import boundaries as boundaries
+from meshwright.parallel.plain import check_drawn_alike, check_plain, is_transposed, output_dim, product
 from meshwright.parallel.regather import gather_again
 from meshwright.parallel.tables import Table
 from meshwright.parallel.vocabulary import embed
@@ -84,6 +85,7 @@ def split(
         raise MeshwrightError("MW-TP-003", f"no module matches '{idle[0]}' of the table",
                               why="A pattern that names nothing divides nothing, in silence",
                               valid=[name for name, *_ in parts if name][:20])  # fmt: skip
+    check_drawn_alike(module, group)
     for name, part, styles in parts:
         for style, _, said in (style.partition(":") for style in styles):
             if said:
@@ -151,7 +153,7 @@ def _keep(done: Split, owner: Any, name: str, cuts: tuple[Cut, ...]) -> None:
 
 
 def _partial(done: Split, name: str, part: Any) -> None:
-    done.partial.update(f"{name}.{n}" for n, p in part.named_parameters(recurse=False) if p.requires_grad)
+    done.partial.update(f"{name}.{n}" for n, _ in part.named_parameters(recurse=False))
 
 
 def _input_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,20 +192,6 @@ def _enter(done: Split, name: str, part: Any) -> None:
         part.forward = lambda x: exchange.copy_in(forward(x), group)
 
 
-def is_transposed(part: Any) -> bool:
-    """Hugging Face's Conv1D of GPT-2: a linear layer whose weight is [in, out]."""
-    return type(part).__name__ == "Conv1D" and hasattr(part, "nf") and part.weight.ndim == 2
-
-
-def output_dim(part: Any) -> int:
-    """Of a linear layer's weight."""
-    return int(is_transposed(part))
-
-
-def _product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, part.weight.T if is_transposed(part) else part.weight, bias)
-
-
 def _column(done: Split, name: str, part: Any, even: bool = True, copies: int = 1) -> None:
     _cut(done, part, name, "weight", output_dim(part), even, copies)
     if part.bias is not None:
@@ -228,7 +216,7 @@ def _fused(done: Split, name: str, part: Any, kind: str, said: str) -> None:
         copies = max(cut.copies for cut in cuts)
         if copies > 1:
             done.copies = done.copies or neighbours(done.group, copies)
-            done.copied.update([full] if parameter.requires_grad else [])
+            done.copied.add(full)
     _tell_width(part)
 
 
@@ -269,7 +257,7 @@ def _keys(done: Split, name: str, part: Any) -> None:
     _column(done, name, part, copies=copies)
     if copies > 1:
         done.copies = done.copies or neighbours(done.group, copies)
-        done.copied.update(f"{name}.{n}" for n, p in part.named_parameters(recurse=False) if p.requires_grad)
+        done.copied.update(f"{name}.{n}" for n, _ in part.named_parameters(recurse=False))
 
 
 def neighbours(group: ProcessGroup, count: int) -> ProcessGroup:
@@ -283,6 +271,7 @@ def neighbours(group: ProcessGroup, count: int) -> ProcessGroup:
 
 
 def _row(done: Split, name: str, part: Any) -> None:
+    check_plain(name, part)
     if done.form == "all-gather":
         _row_by_columns(done, name, part)
         return
@@ -290,11 +279,11 @@ def _row(done: Split, name: str, part: Any) -> None:
     _cut(done, part, name, "weight", inner)
     setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[inner])
     group, sequence = done.group, done.sequence
-    if sequence and part.bias is not None and part.bias.requires_grad:
+    if sequence and part.bias is not None:
         done.partial.add(f"{name}.bias")
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        partial_sum = _product(part, x)
+        partial_sum = product(part, x)
         y = exchange.scatter_out(partial_sum, group, SEQUENCE) if sequence else exchange.reduce_out(partial_sum, group)
         return y if part.bias is None else y + part.bias
 
@@ -308,7 +297,7 @@ def _row_by_columns(done: Split, name: str, part: Any) -> None:
     group = done.group
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        y = _product(part, exchange.gather_in(x, group, FEATURES), part.bias)
+        y = product(part, exchange.gather_in(x, group, FEATURES), part.bias)
         return exchange.join(y, group, FEATURES)
 
     part.forward = forward
@@ -318,6 +307,7 @@ def _vocabulary(done: Split, name: str, part: Any) -> None:
     if part.max_norm is not None or part.scale_grad_by_freq or part.sparse:
         raise MeshwrightError("MW-TP-004", f"'{name}' has max_norm, scale_grad_by_freq or sparse gradients",
                               why="They look at rows that other ranks hold")  # fmt: skip
+    check_plain(name, part)
     start, stop = _cut(done, part, name, "weight", 0, even=False)
     group, sequence, padding = done.group, done.sequence, part.padding_idx
     padding = padding - start if padding is not None and start <= padding < stop else None
