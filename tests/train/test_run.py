@@ -107,9 +107,12 @@ def test_the_mlp_and_other_optimizers_train():
 def test_a_dtype_that_does_not_train_is_refused():
     with pytest.raises(MeshwrightError, match=r"MW-TRAIN-001: plan\.param_dtype=fp8"):
         run_training(config(param_dtype="fp8"), 1)
-    narrow = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": "fp4"}, FP32)
-    with pytest.raises(MeshwrightError, match=r"MW-TRAIN-001: workload\.precision=fp4"):
-        run_training(narrow, 1)
+    for precision in ("fp4", "fp16"):
+        narrow = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "precision": precision}, FP32)
+        with pytest.raises(
+            MeshwrightError, match=rf"MW-TRAIN-001: workload\.precision={precision} with plan\.param_dtype=fp32"
+        ):
+            run_training(narrow, 1)
 
 
 def test_sparkline():

@@ -29,7 +29,6 @@ from meshwright.units import format_flops
 TARGET = "meshwright.train.work:work"
 SILENCE_S = 600.0
 RUNNABLE = ("fp32", "fp64", "bf16", "fp16")
-PRODUCTS = (*RUNNABLE, "tf32", "fp8")
 
 
 @dataclass
@@ -81,10 +80,12 @@ def check(config: Config, steps: int) -> None:
     if config.plan.param_dtype not in RUNNABLE:
         raise MeshwrightError("MW-TRAIN-001", f"plan.param_dtype={config.plan.param_dtype} is planned and costed, not run",
                               valid=RUNNABLE, fix="--set plan.param_dtype=fp32 --set plan.master=false")  # fmt: skip
-    if config.workload.precision not in PRODUCTS:
-        raise MeshwrightError("MW-TRAIN-001", f"workload.precision={config.workload.precision} is planned and costed, not run",
-                              why="Products are made in the parameters' dtype, or in fp8", valid=PRODUCTS,
-                              fix="--set workload.precision=fp8")  # fmt: skip
+    dtype, precision = config.plan.param_dtype, config.workload.precision
+    products = (dtype, "fp8", *(["tf32"] if dtype == "fp32" else []))
+    if precision not in products:
+        raise MeshwrightError("MW-TRAIN-001", f"workload.precision={precision} with plan.param_dtype={dtype} is planned and costed, not run",
+                              why="Products are made in the parameters' dtype, or in fp8", valid=products,
+                              fix=f"--set workload.precision={dtype}")  # fmt: skip
     check_supported(config.model, config.plan)
     config.check()
 
