@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 
 import ranks
 from meshwright.describe.config import Config
@@ -216,6 +217,8 @@ def test_fp8_experts_divided_are_fp8_experts_on_one_device(plan):
 @pytest.mark.parametrize("plan", FP8, ids=str)
 def test_fp8_divided_is_fp8_on_one_device(plan):
     """A scale a shard would round otherwise: ranks agree on the largest of what they hold parts of."""
+    if plan.get("schedule") == "zb-h1" and torch.__version__ < TorchVersion("2.13"):
+        pytest.skip("refused before torch 2.13")
     config = Config.from_parts(MODEL.but(layers=4, kv_heads=2), "laptop", plan=plan,
                                workload={"batch": 4, "seq": 8, "precision": "fp8"})  # fmt: skip
     proof = prove(config, ranks=4, steps=2)

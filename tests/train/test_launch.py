@@ -166,3 +166,20 @@ def test_a_rank_without_a_gpu_says_so():
     world = torch.cuda.device_count() + 1
     with pytest.raises(MeshwrightError, match=f"MW-RANK-002: {world} ranks need {world} GPUs"):
         ranks.run(world, add_ranks, 10, device="cuda")
+
+
+def wait_for_the_first(context):
+    """Whether the others, who have long returned, are still there to be connected to."""
+    from torch import distributed
+
+    pids = [None] * context.world
+    distributed.all_gather_object(pids, os.getpid())
+    if context.rank == 0:
+        time.sleep(0.5)
+        for pid in pids:
+            os.kill(pid, 0)  # raises where there is no such process
+    return context.rank
+
+
+def test_nobody_leaves_before_all_are_done():
+    assert ranks.run(3, wait_for_the_first) == [0, 1, 2]

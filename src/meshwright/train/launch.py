@@ -101,10 +101,13 @@ def run(
         return [r.result for r in ranks]
     finally:
         for r in ranks:
+            r.pipe.close()  # who is done leaves at that
+        for r in ranks:
+            if r.state == "done":
+                r.process.join(timeout=GRACE_S)
             if r.process.is_alive():
                 r.process.kill()
             r.process.join()
-            r.pipe.close()
         shutil.rmtree(meeting, ignore_errors=True)
 
 

@@ -38,7 +38,7 @@ def main(
     target: str, rank: int, world: int, args: tuple, store: str, log: str, group_timeout: float, device: str,
     pipe: Connection,
 ) -> None:  # fmt: skip
-    _prepare_process(log, pipe)
+    parent = _prepare_process(log, pipe)
     try:
         device = _join(rank, world, store, group_timeout, device)
         context = RankContext(rank, world, device, lambda message: pipe.send(("tell", message)))
@@ -50,9 +50,8 @@ def main(
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    # A group's destructor may wait for peers that are gone already; the operating system closes its sockets at once.
     sys.stdout.flush()
-    os._exit(0)
+    parent.join()  # leave with the others: some may still be connecting to this rank
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -64,7 +63,8 @@ def _plain(error: MeshwrightError) -> dict[str, Any]:
     return {**error.as_dict(), "exit_code": error.exit_code}
 
 
-def _prepare_process(log: str, pipe: Connection) -> None:
+def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
+    """Returns what ends this process when the parent closes the pipe, or is gone."""
     try:
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     except FileNotFoundError:  # the parent has left before this rank began, and removed the folder
@@ -82,9 +82,12 @@ def _prepare_process(log: str, pipe: Connection) -> None:
     def end_with_parent() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-        os._exit(1)
+        # A group's destructor may wait for peers that are gone already; the operating system closes its sockets at once.
+        os._exit(0)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    parent = threading.Thread(target=end_with_parent, daemon=True)
+    parent.start()
+    return parent
 
 
 def _join(rank: int, world: int, store: str, group_timeout: float, device: str) -> str:
