@@ -1,5 +1,6 @@
 """The harness itself: a rank that raises, hangs or dies fails its run with its own traceback, and leaves nothing."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -135,7 +136,8 @@ def test_ranks_end_with_their_parent():
 def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     """A terminal sends Ctrl-C to every process, and the one that ranks are forked from imports torch for seconds."""
     code = (
-        "import sys, tempfile; from meshwright.cli import guarded; from meshwright.train import launch\n"
+        "import signal, sys, tempfile; from meshwright.cli import guarded; from meshwright.train import launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which what runs in the background ignores
         "make = tempfile.mkdtemp\n"
         "def told(**where): made = make(**where); print(made, flush=True); return made\n"
         "tempfile.mkdtemp = told\n"
@@ -183,3 +185,13 @@ def wait_for_the_first(context):
 
 def test_nobody_leaves_before_all_are_done():
     assert ranks.run(3, wait_for_the_first) == [0, 1, 2]
+
+
+def test_a_forkserver_that_is_gone_is_told(monkeypatch):
+    def start(process):
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", start)
+    monkeypatch.setattr("meshwright.train.launch.GRACE_S", 0.0)
+    with pytest.raises(MeshwrightError, match="MW-RANK-003"):
+        ranks.run(1, add_ranks, 10)

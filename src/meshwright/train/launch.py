@@ -128,7 +128,13 @@ def _start(
     )  # fmt: skip
     with _main_hidden(unless=target.startswith("__main__:")):
         _ensure_server()
-        process.start()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:
+            time.sleep(GRACE_S)  # a Ctrl-C that ended the forkserver is on its way here
+            raise MeshwrightError(
+                "MW-RANK-003", "the process that ranks are forked from has ended", exit_code=FAULT
+            ) from error
     theirs.close()
     return Rank(index, process, ours, log)
 
