@@ -18,6 +18,16 @@ is a rank and false.
 
 `check_adapter` names the missing one if torch moves any. Shapes between stages are told in advance, since torch would
 otherwise run a whole forward and backward in the first step to find them out.
+
+Of a network of your own in `count` parts, on each of the ranks:
+
+    program = SCHEDULES["1f1b"](ranks, microbatches, 1)
+    mesh = Mesh(Layout(Plan(pp=ranks)), rank)
+    mine = [i for i in range(count) if program.rank_of[i] == rank]
+    sums = {i: Alone(parts[i].parameters()) for i in mine}                  # of replicas: Buckets
+    stages = [Stage(parts[i], i, count, mesh, sums[i], given, made) for i in mine]  # meta tensors of one micro-batch
+    loss = Pipeline(program, stages, mesh, loss_function).run(inputs, targets)      # on the last stage's rank
+    for each in sums.values(): each.finish()
 """
 
 from __future__ import annotations
@@ -40,6 +50,11 @@ from meshwright.programs.pipelines.program import PipelineProgram
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Around = Callable[[int], AbstractContextManager[None]]
 KINDS = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
+
+
+def alone(microbatch: int) -> AbstractContextManager[None]:
+    """A micro-batch with nothing around it."""
+    return nullcontext()
 
 
 def check_adapter() -> None:
@@ -74,7 +89,7 @@ class Stage(PipelineStage):
         super().__init__(module, index, count, torch.device(mesh.device), input_args=inputs, output_args=outputs,
                          group=mesh.group("pp"))  # fmt: skip
         self.reduction = reduction
-        self.around: Around = lambda microbatch: nullcontext()
+        self.around: Around = alone
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.around(fwd_chunk_id):
@@ -117,7 +132,9 @@ class Stage(PipelineStage):
 class Pipeline:
     """One rank's part of a pipeline program."""
 
-    def __init__(self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss, around: Around) -> None:
+    def __init__(
+        self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss, around: Around = alone
+    ) -> None:
         """`around` a micro-batch, by its number, is entered for the forward of each of its stages."""
         check_adapter()
         for stage in stages:
