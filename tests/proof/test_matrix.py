@@ -23,11 +23,17 @@ SILENCE_S = 100.0
 def one_device(prepare):
     """References of all layouts that train with this preparation, by layout."""
     wanted = list(dict.fromkeys(layout.reference for layout in ALL if layout.prepare == prepare))
-    return dict(zip(wanted, train(1, [layout.job() for layout in wanted])[0], strict=True))
+    return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
 
 def train(world, jobs):
     return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
+
+
+def train_on_one(jobs):
+    """Each on one device, half of them on each core."""
+    halves = ranks.run(2, layouts.train_apart, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
+    return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
 def companions(layout):
@@ -115,7 +121,7 @@ def lossy(every):
     """Ranks first: they tell one device how they cut their gradients."""
     traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
-    return dict(zip(traces, train(1, jobs)[0], strict=True)), traces
+    return dict(zip(traces, train_on_one(jobs), strict=True)), traces
 
 
 @pytest.mark.timeout(400)
@@ -136,7 +142,7 @@ def narrow():
         for layout, many in traces.items()
     }
     wanted = list({repr(job): job for pair in jobs.values() for job in pair}.values())
-    found = dict(zip(map(repr, wanted), train(1, wanted)[0], strict=True))
+    found = dict(zip(map(repr, wanted), train_on_one(wanted), strict=True))
     return {layout: [found[repr(job)] for job in pair] for layout, pair in jobs.items()}, traces
 
 
