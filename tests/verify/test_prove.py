@@ -82,6 +82,9 @@ def test_fp8_stays_where_kv_heads_are_copied():
     small = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8)
     assert small.workload.precision == "fp8"
     assert small.plan.tp > small.model.kv_groups
+    other = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload={**fp8, "precision": "mxfp8"}, plan=plan), 8)
+    assert any("products in mxfp8 not exercised" in change for change in other.changes)
+    assert not any("not exercised" in change for change in small.changes)
 
 
 def test_the_command(tmp_path):

@@ -23,6 +23,7 @@ from meshwright.errors import MeshwrightError
 AXES = ("replicate", "shard", "tp", "cp", "pp")
 HEAD = 8
 MOST_BUCKETS = 8
+NOT_RUN = ("mxfp8", "fp4")  # precisions of products
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ def small_copy(config: Config, ranks: int) -> Small:
     workload = shrink_workload(config, plan)
     if tiny != config.model:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
+    if config.workload.precision in NOT_RUN:
+        changes.append(f"products in {config.workload.precision} not exercised: they are planned and costed only")
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)
