@@ -118,6 +118,7 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
     ("five", {"pp": 2}),
     ("five", {"pp": 2, "layers_per_stage": (1, 4)}),
     ("five", {"pp": 2, "schedule": "interleaved", "virtual": 2}),
+    ("gpt", {**Z3, "pp": 2, "schedule": "interleaved", "virtual": 2}),
     ("llama", {"tp": 2, "pp": 2, "order": ("dp", "pp", "cp", "tp")}),
     ("mlp", {"tp": 2, "pp": 2}),
     ("mlp", {"replicate": 2, "tp": 2}),

@@ -59,9 +59,14 @@ def traces_of(layout):
     return together[layout] if together else [rank[0] for rank in train(layout.plan.world, [layout.job()])]
 
 
+def all_five(layout):
+    """Every axis at once: always tried, and so are those of eight ranks that train beside it."""
+    plan = layout.plan
+    return min(plan.tp, plan.cp, plan.pp, plan.ep, 1 + plan.zero) > 1
+
+
 def marked(layout):
-    axes = [layout.plan.tp, layout.plan.cp, layout.plan.pp, layout.plan.ep, 1 + layout.plan.zero]
-    rare = layout in TWINS or (layout.plan.world > 4 and min(axes) == 1)  # all five at once is always tried
+    rare = layout in TWINS or (layout.plan.world > 4 and not any(map(all_five, companions(layout))))
     marks = [pytest.mark.slow] if rare else []
     return pytest.param(layout, id=layout.title, marks=marks)
 
