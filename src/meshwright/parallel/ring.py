@@ -93,31 +93,25 @@ def gathered(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return exchange.all_gather(block, group, 0).view(group.size(), -1)
 
 
-class _Blockwise(torch.autograd.Function):
-    """What both share: forward over blocks in turn. Each says how blocks come, and how gradients go home."""
-
-    @staticmethod
-    def blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-        raise NotImplementedError
-
-    @classmethod
-    def run(cls, ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        attended = Attended(q, context.own, context.sight, context.dropped)
-        for source, block in cls.blocks(pack(k, v), context.group):
-            attended.meet(*unpack(block, k, v), context.runs[source])
-        assert attended.output_BNSD is not None
-        output = attended.output_BNSD.to(q.dtype)
-        ctx.context = context
-        ctx.save_for_backward(q, k, v, output, attended.total_BNS)
-        return output
+def attend_in_turn(
+    ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context,
+    blocks: Iterator[tuple[int, torch.Tensor]],
+) -> torch.Tensor:  # fmt: skip
+    """Forward over blocks, however they come."""
+    attended = Attended(q, context.own, context.sight, context.dropped)
+    for source, block in blocks:
+        attended.meet(*unpack(block, k, v), context.runs[source])
+    assert attended.output_BNSD is not None
+    output = attended.output_BNSD.to(q.dtype)
+    ctx.context = context
+    ctx.save_for_backward(q, k, v, output, attended.total_BNS)
+    return output
 
 
-class _Ring(_Blockwise):
-    blocks = staticmethod(travelling)
-
+class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        return _Ring.run(ctx, q, k, v, context)
+        return attend_in_turn(ctx, q, k, v, context, travelling(pack(k, v), context.group))
 
     @staticmethod
     @once_differentiable
@@ -143,14 +137,11 @@ class _Ring(_Blockwise):
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
-class _Gather(_Blockwise):
-    @staticmethod
-    def blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-        return in_turn(gathered(block, group), group)
-
+class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        return _Gather.run(ctx, q, k, v, context)
+        whole = gathered(pack(k, v), context.group)
+        return attend_in_turn(ctx, q, k, v, context, in_turn(whole, context.group))
 
     @staticmethod
     @once_differentiable

@@ -92,16 +92,8 @@ def collectives(proof: Proof) -> RenderableType:
         row = first[key]
         mark = f" {MARKS[reasons.index('; '.join(row.explained)) % len(MARKS)]}" if row.explained else ""
         verdict = Text("unexplained", "bold red") if row.unexplained else Text(f"equal{mark}", "dim")
-        rows.append(
-            [
-                row.axis,
-                row.operation.replace("_", "-"),
-                joined(ranks),
-                amount(row.lowered),
-                amount(row.observed),
-                verdict,
-            ]
-        )
+        said = amount(row.lowered), amount(row.observed)
+        rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *said, verdict])
     n = proof.collectives
     counted = f"{n['equal']} equal" + (f", {n['explained']} of them by the step's own data" if n["explained"] else "")
     counted += f", {n['unexplained']} unexplained" if n["unexplained"] else ""
