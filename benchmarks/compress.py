@@ -25,7 +25,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
 from meshwright.lower.op import sent
-from meshwright.train import launch
+from meshwright.training import launch
 from meshwright.units import format_decimal_bytes
 
 NAMES = ("none", "fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -37,11 +37,17 @@ SIDE = 1024
 def train(context: Any, name: str, steps: int) -> float:
     """The mean loss of the last five steps."""
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import Corpus
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import Corpus
+    from meshwright.training.loop import Trainer
 
-    plan = Plan(replicate=context.world, microbatch=WORKLOAD.batch // context.world, param_dtype="fp32", master=False,
-                bucket=2e5, compression=name)  # fmt: skip
+    plan = Plan(
+        replicate=context.world,
+        microbatch=WORKLOAD.batch // context.world,
+        param_dtype="fp32",
+        master=False,
+        bucket=2e5,
+        compression=name,
+    )
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, device=context.device)
     trainer = Trainer(parallel, Corpus(MODEL, WORKLOAD.seq, 0))
     return sum(record.loss for record in trainer.train(steps)[-5:]) / 5
@@ -51,8 +57,8 @@ def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float
     """Best seconds of five, and bytes one rank sends at 2 and at 8 ranks, and under ZeRO at 8."""
     import torch
 
-    from meshwright.parallel.compress import make
-    from meshwright.parallel.emulation import perform
+    from meshwright.parallel.numerics.compress.compressors import make
+    from meshwright.proof.emulation.lossy_sum import perform
 
     layout = [(i, torch.Size([SIDE, SIDE])) for i in range(0, elements, SIDE * SIDE)]
     message = torch.randn(elements, device=device, generator=torch.Generator(device).manual_seed(0))
@@ -107,8 +113,10 @@ def main() -> None:
         shards = f"{ratio['zero']:>6.1f}×"
         even = compression_break_even(4.0 * elements, ratio["2"], gamma, factor=1.0) if gamma else float("inf")
         told = f"{format_decimal_bytes(even)}/s" if gamma else "—"
-        print(f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "
-              f"{loss - exact:>+8.4f}")  # fmt: skip
+        print(
+            f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "
+            f"{loss - exact:>+8.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from meshwright.parallel.blocks import Attended, Gradients, Sight
-from meshwright.parallel.context import runs_of
+from meshwright.parallel.context.blocks import Attended, Gradients, Sight
+from meshwright.parallel.context.sequence import runs_of
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
@@ -89,15 +89,19 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sequences = options.sequences or ([131072, 262144, 524288, 1048576] if device == "cuda" else [512])
-    print(f"{'sequence':>9}  {'one rank of ' + str(options.ranks):>16} {'TFLOP/s':>8} {'peak GiB':>9}   "
-          f"{'whole':>9} {'TFLOP/s':>8} {'peak GiB':>9}   rank × ranks / whole")  # fmt: skip
+    print(
+        f"{'sequence':>9}  {'one rank of ' + str(options.ranks):>16} {'TFLOP/s':>8} {'peak GiB':>9}   "
+        f"{'whole':>9} {'TFLOP/s':>8} {'peak GiB':>9}   rank × ranks / whole"
+    )
     for seq in sequences:
         flops = 3.5 * 4 * HEADS * WIDTH * seq * seq / 2  # backward is 2.5 forwards: it makes the scores again
         seconds, peak = measured(lambda seq=seq: one_rank(seq, options.ranks, device), device)
         all_seconds, all_peak = measured(lambda seq=seq: whole(seq, device), device)
-        print(f"{seq:>9}  {1e3 * seconds:>13.1f} ms {flops / options.ranks / seconds / 1e12:>8.0f} {peak / 2**30:>9.2f}   "
-              f"{1e3 * all_seconds:>6.1f} ms {flops / all_seconds / 1e12:>8.0f} {all_peak / 2**30:>9.2f}   "
-              f"{options.ranks * seconds / all_seconds:.3f}")  # fmt: skip
+        print(
+            f"{seq:>9}  {1e3 * seconds:>13.1f} ms {flops / options.ranks / seconds / 1e12:>8.0f} {peak / 2**30:>9.2f}   "
+            f"{1e3 * all_seconds:>6.1f} ms {flops / all_seconds / 1e12:>8.0f} {all_peak / 2**30:>9.2f}   "
+            f"{options.ranks * seconds / all_seconds:.3f}"
+        )
 
 
 if __name__ == "__main__":

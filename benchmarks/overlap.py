@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.describe.model import Model
-from meshwright.train import launch
+from meshwright.training import launch
 
 MODEL = Model(name="bench", hidden=384, layers=4, heads=6, ffn=1024, vocab=512)
 ROWS, SEQ = 4, 256  # much work a byte: gloo adds on the same cores, which is no part of the link
@@ -57,7 +57,7 @@ def work(context: Any, rounds: int) -> list[dict[str, list[float]]]:
     from torch.nn.parallel import DistributedDataParallel
 
     from meshwright.models import build, initial_value, loss_function
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     group, criterion = distributed.group.WORLD, loss_function(MODEL)
     generator = torch.Generator().manual_seed(context.rank)

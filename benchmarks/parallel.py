@@ -31,7 +31,7 @@ import numpy as np
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.train import launch
+from meshwright.training import launch
 
 MODEL = Model(name="bench", hidden=128, layers=4, heads=4, ffn=384, vocab=512)
 CASES = {"ddp": "replicate", "zero3": "shard", "tp": "tp", "1f1b": "pp"}
@@ -52,7 +52,7 @@ class Plain:
         from torch import distributed
 
         from meshwright.models import build, initial_value, loss_function
-        from meshwright.train.data import RandomSamples
+        from meshwright.training.data import RandomSamples
 
         self.case, self.rank, self.ranks, self.workload, self.model = case, rank, ranks, workload, model
         self.torch, self.distributed = torch, distributed
@@ -125,7 +125,7 @@ class Plain:
         return square
 
     def train_step(self) -> None:
-        from meshwright.train.data import batch_of
+        from meshwright.training.data import batch_of
 
         torch, distributed = self.torch, self.distributed
         data = self.ranks if self.case in ("ddp", "zero3") else 1
@@ -164,8 +164,8 @@ def workload_of(case: str, ranks: int) -> Workload:
 
 def our_step(case: str, context: Any, model: Model) -> Any:
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     workload = workload_of(case, context.world)
     parallel = apply(model, plan_of(case, context.world), workload, context.rank)
@@ -182,7 +182,7 @@ SIDES = {"ours": our_step, "plain": plain_step}
 def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
     import torch
 
-    from meshwright.train.observe import COLLECTIVES
+    from meshwright.training.observe import COLLECTIVES
 
     sides = {name: make(case, context, MODEL) for name, make in SIDES.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}

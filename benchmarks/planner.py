@@ -25,11 +25,11 @@ import numpy as np
 from meshwright import planner
 from meshwright.describe import catalog
 from meshwright.describe.workload import Workload
-from meshwright.planner.leaders import rank
-from meshwright.planner.search import Found, Incumbents, Search
-from meshwright.planner.space import Space
-from meshwright.planner.table import Table
-from meshwright.planner.walking import walk
+from meshwright.planner.search.leaders import rank
+from meshwright.planner.search.search import Found, Incumbents, Search
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.table import Table
+from meshwright.planner.search.walking import walk
 
 # Calculon's full search of GPT-3 175B on 512 GPUs: core-seconds, and executions by the loops of its search at batch 1,536, without offloading and
 # with a second memory to offload to.
@@ -72,8 +72,10 @@ def speed() -> None:
 def against_calculon(plans: int, costed: int, cpu: float) -> None:
     """Plans per CPU-second: settled by the search, and costed one by one as Calculon does."""
     fewest, most = (n / CALCULON_S for n in CALCULON_PLANS)
-    print(f"{'':<10}Calculon, the same problem: {CALCULON_S:,.0f} core-seconds, {CALCULON_S / cpu:,.0f} times as long, for "
-          f"{CALCULON_PLANS[0]:,} executions ({CALCULON_PLANS[1]:,} with offloading): {fewest:.0f} to {most:.0f} a CPU-second")  # fmt: skip
+    print(
+        f"{'':<10}Calculon, the same problem: {CALCULON_S:,.0f} core-seconds, {CALCULON_S / cpu:,.0f} times as long, for "
+        f"{CALCULON_PLANS[0]:,} executions ({CALCULON_PLANS[1]:,} with offloading): {fewest:.0f} to {most:.0f} a CPU-second"
+    )
     for what, rate in (
         ("settled by the search (costed, or proved slower or too large)", plans / cpu),
         ("costed by the search, all else it does included", costed / cpu),
@@ -87,8 +89,12 @@ def against_calculon(plans: int, costed: int, cpu: float) -> None:
 def costing(count: int = 100_000) -> float:
     """Plans per CPU-second where nothing is left out."""
     model, cluster, gpus, batch, seq, _ = CASES["GPT-3 175B on 512 A100"]
-    space = Space(catalog.load("models", model), catalog.load("clusters", cluster).with_gpus(gpus), Workload(batch=batch, seq=seq),
-                  catalog.load("stacks", "default"))  # fmt: skip
+    space = Space(
+        catalog.load("models", model),
+        catalog.load("clusters", cluster).with_gpus(gpus),
+        Workload(batch=batch, seq=seq),
+        catalog.load("stacks", "default"),
+    )
     parts, total = [], 0
     for part in space.plans(4096):
         parts.append(part)

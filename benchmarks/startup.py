@@ -28,8 +28,10 @@ def main() -> None:
     for name, command in CASES.items():
         times = sorted(seconds(command) for _ in range(RUNS))
         verdict = f"  promise {PROMISE_S} s: {'kept' if statistics.median(times) < PROMISE_S else 'broken'}"
-        print(f"{name:<28} median {statistics.median(times):.3f} s, best {times[0]:.3f} s"
-              + (verdict if name.endswith("--help") else ""))  # fmt: skip
+        print(
+            f"{name:<28} median {statistics.median(times):.3f} s, best {times[0]:.3f} s"
+            + (verdict if name.endswith("--help") else "")
+        )
 
 
 if __name__ == "__main__":

@@ -35,8 +35,12 @@ def main(path: str) -> None:
     print(f"{'model':20} {'P':>3} {'M':>4}  schedule: measured s / walked s (error), measured GB / predicted GiB")
     errors, memory_errors, same = [], [], 0
     for (model, p, m), found in sorted(groups.items()):
-        print(f"{model:20} {p:3} {m:4}  " + "; ".join(
-            f"{s}: {t:.3f}/{w:.3f} ({100 * (w / t - 1):+.0f}%), {gb:.0f}/{g:.0f}" for s, t, w, gb, g in found))  # fmt: skip
+        print(
+            f"{model:20} {p:3} {m:4}  "
+            + "; ".join(
+                f"{s}: {t:.3f}/{w:.3f} ({100 * (w / t - 1):+.0f}%), {gb:.0f}/{g:.0f}" for s, t, w, gb, g in found
+            )
+        )
         errors += [abs(w / t - 1) for _, t, w, _, _ in found]
         memory_errors += [abs(g / gb - 1) for *_, gb, g in found]
         same += sorted(found, key=lambda f: f[1])[0][0] == sorted(found, key=lambda f: f[2])[0][0]

@@ -9,7 +9,8 @@ import torch
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.parallel import tables, tensor
+from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor import tables
 
 distributed.init_process_group("gloo")
 group = distributed.group.WORLD

@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.train import launch
+from meshwright.training import launch
 
-launch.PRELOAD += ["meshwright.verify.trace", "meshwright.train.work"]
+launch.PRELOAD += ["meshwright.proof.trace", "meshwright.training.work"]
 SILENCE_S = 25.0
 GROUP_TIMEOUT_S = 15.0
 
 
-def run(world: int, work: Callable[..., Any], *args: Any, silence: float = SILENCE_S,
-        group_timeout: float = GROUP_TIMEOUT_S, **options: Any) -> list[Any]:  # fmt: skip
+def run(
+    world: int,
+    work: Callable[..., Any],
+    *args: Any,
+    silence: float = SILENCE_S,
+    group_timeout: float = GROUP_TIMEOUT_S,
+    **options: Any,
+) -> list[Any]:
     target = f"{work.__module__}:{work.__qualname__}"
     return launch.run(target, world, *args, silence=silence, group_timeout=group_timeout, **options)

@@ -33,12 +33,15 @@ def test_each_code_is_documented_once() -> None:
 
 def test_the_shape() -> None:
     error = MeshwrightError("MW-PLAN-004", "tp=6 does not divide 64 heads", valid=[1, 2, 4, 8], fix="--set plan.tp=8")
-    assert str(error) == "MW-PLAN-004: tp=6 does not divide 64 heads. Valid: 1, 2, 4, 8. Nearest: --set plan.tp=8"
+    assert str(error) == "MW-PLAN-004: tp=6 does not divide 64 heads. Valid: 1, 2, 4, 8. Fix: --set plan.tp=8"
     assert error.exit_code == 2
     assert error.as_dict() == {
-        "code": "MW-PLAN-004", "what": "tp=6 does not divide 64 heads", "why": "", "valid": ["1", "2", "4", "8"],
+        "code": "MW-PLAN-004",
+        "what": "tp=6 does not divide 64 heads",
+        "why": "",
+        "valid": ["1", "2", "4", "8"],
         "fix": "--set plan.tp=8",
-    }  # fmt: skip
+    }
 
 
 def test_a_long_list_is_cut_and_counted() -> None:

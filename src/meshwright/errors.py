@@ -1,6 +1,6 @@
-"""Errors in one shape: a stable code, what is wrong, why, the valid values, and the nearest fix.
+"""Errors in one shape: a stable code, what is wrong, why, the valid values, and the fix.
 
-    MW-PLAN-004: tp=6 does not divide 64 attention heads of llama3-70b. Valid: 1, 2, 4, 8. Nearest: --set plan.tp=8
+    MW-PLAN-004: tp=6 does not divide 64 attention heads of llama3-70b. Valid: 1, 2, 4, 8. Fix: --set plan.tp=8
 
 Every code has its line in `docs/errors.md`; a test holds the two together. Bad input raises `MeshwrightError`, never a
 bare exception: the command line prints it and exits with its `exit_code` (2 for bad input, 3 for "nothing fits").
@@ -40,7 +40,7 @@ class MeshwrightError(ValueError):
         if self.valid:
             text += f" Valid: {listed(self.valid)}."
         if self.fix:
-            text += f" Nearest: {self.fix}"
+            text += f" Fix: {self.fix}"
         return text
 
     def as_dict(self) -> dict[str, object]:

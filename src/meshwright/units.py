@@ -45,17 +45,23 @@ def _parse(text: str | float, units: dict[str, float], what: str, examples: list
         shown = text if len(text) <= 40 else text[:37] + "..."
         match = _NUMBER.fullmatch(text) if len(text) <= 64 else None
         if match is None:
-            raise MeshwrightError("MW-UNIT-001", f"{shown!r} is not {what}", why="A number and a unit are needed",
-                                  valid=examples)  # fmt: skip
+            raise MeshwrightError(
+                "MW-UNIT-001", f"{shown!r} is not {what}", why="A number and a unit are needed", valid=examples
+            )
         unit = match[2] or ""
         if unit not in units and not (unit == "" and float(match[1].replace(",", "").replace("_", "")) == 0):
             near = nearest(unit, [u for u in units if u])
-            raise MeshwrightError("MW-UNIT-002", f"{unit!r} in {shown!r} is not a unit of {what.split(' ', 1)[1]}",
-                                  valid=[u for u in units if u], fix=f"{match[1]}{near}" if near else "")  # fmt: skip
+            raise MeshwrightError(
+                "MW-UNIT-002",
+                f"{unit!r} in {shown!r} is not a unit of {what.split(' ', 1)[1]}",
+                valid=[u for u in units if u],
+                fix=f"{match[1]}{near}" if near else "",
+            )
         value = float(match[1].replace(",", "").replace("_", "")) * units.get(unit, 1.0)
     if not math.isfinite(value) or value < 0:
-        raise MeshwrightError("MW-UNIT-003", f"{str(text)[:40]!r} is not {what}", why="It must be finite and not negative",
-                              valid=examples)  # fmt: skip
+        raise MeshwrightError(
+            "MW-UNIT-003", f"{str(text)[:40]!r} is not {what}", why="It must be finite and not negative", valid=examples
+        )
     return value
 
 

@@ -81,20 +81,25 @@ def test_an_unknown_command_names_the_nearest(capsys) -> None:
     code, out, err = run(capsys, "catalgo")
     assert (code, out) == (2, "")
     assert err.startswith("MW-CLI-002: command 'catalgo' is not known.")
-    assert err.endswith("Nearest: meshwright catalog\n")
+    assert err.endswith("Fix: meshwright catalog\n")
 
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [(["catalog", "--nonsense"], "--nonsense"), (["verify"], "'plan'"), (["verify", "x", "--ranks", "0"], "'--ranks'"),
-     (["config"], "command"), (["config", "shwo"], "'show'")],
-)  # fmt: skip
+    [
+        (["catalog", "--nonsense"], "--nonsense"),
+        (["verify"], "'plan'"),
+        (["verify", "x", "--ranks", "0"], "'--ranks'"),
+        (["config"], "command"),
+        (["config", "shwo"], "'show'"),
+    ],
+)
 def test_misuse_is_told_in_the_shape_of_every_error(capsys, words, found) -> None:
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("MW-CLI-005: ")
     assert found in err
-    assert err.endswith(f" Nearest: meshwright {words[0]} --help\n")
+    assert err.endswith(f" Fix: meshwright {words[0]} --help\n")
     _, out, err = run(capsys, *words, "--json")
     assert err == ""
     assert json.loads(out)["error"]["code"] == "MW-CLI-005"

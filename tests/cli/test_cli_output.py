@@ -27,11 +27,13 @@ def test_a_folder_and_a_missing_one_are_refused(path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["simulate", DEMO, "--trace", "no/such/x.json"], ["validate", "--headline", "--html", "no/such/x.html"],
-        ["show", "all-reduce", "--html", "no/such/x.html"], ["verify", DEMO, "--out", "pyproject.toml/x.json"],
+        ["simulate", DEMO, "--trace", "no/such/x.json"],
+        ["validate", "--headline", "--html", "no/such/x.html"],
+        ["show", "all-reduce", "--html", "no/such/x.html"],
+        ["verify", DEMO, "--out", "pyproject.toml/x.json"],
         ["train", DEMO, "--out", "pyproject.toml/run"],
     ],
-)  # fmt: skip
+)
 def test_commands_refuse_before_they_work(arguments, capsys):
     from meshwright.cli import main
 
@@ -46,7 +48,7 @@ def test_a_plan_that_is_not_legal_is_never_proved(setting, code, capsys, monkeyp
     """A small copy of it would be: sixteen stages of four layers fold to two."""
     from meshwright.cli import main
 
-    monkeypatch.setattr("meshwright.verify.prove.prove", lambda *_, **__: pytest.fail("it was tried"))
+    monkeypatch.setattr("meshwright.proof.prove.prove", lambda *_, **__: pytest.fail("it was tried"))
     with pytest.raises(SystemExit) as leaving:
         main(["verify", DEMO, "--set", setting])
     assert leaving.value.code == 2

@@ -163,8 +163,14 @@ def test_split_products_equal_the_whole():
 
 def test_formats_are_those_of_the_libraries():
     torch = pytest.importorskip("torch")
-    names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-             "fp8 e4m3": torch.float8_e4m3fn, "fp8 e5m2": torch.float8_e5m2}  # fmt: skip
+    names = {
+        "fp64": torch.float64,
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp8 e4m3": torch.float8_e4m3fn,
+        "fp8 e5m2": torch.float8_e5m2,
+    }
     known = {f.name: f for f in FORMATS}
     for name, dtype in names.items():
         info = torch.finfo(dtype)

@@ -64,9 +64,17 @@ def test_states_follow_dtypes_and_optimizer():
     assert bytes_per_parameter(offload="states") == 6  # moments and master live on the host
 
 
-@pytest.mark.parametrize(("zero", "reduce", "shards"), [
-    (2, "auto", True), (3, "auto", True), (2, "step", False), (3, "step", False), (3, "microbatch", True), (1, "microbatch", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("zero", "reduce", "shards"),
+    [
+        (2, "auto", True),
+        (3, "auto", True),
+        (2, "step", False),
+        (3, "step", False),
+        (3, "microbatch", True),
+        (1, "microbatch", False),
+    ],
+)
 def test_gradients_are_kept_as_shards_only_where_every_micro_batch_reduces(zero, reduce, shards):
     """Accumulating without reducing keeps whole gradients; keeping shards reduces M times. No plan has both savings."""
     model, m = SEVEN, 4
@@ -113,8 +121,18 @@ def test_virtual_stages_are_counted_in_their_own_size():
 
 def test_full_recompute_keeps_inputs_and_one_layer():
     """The seeds' example: 32 layers of 4096, 8 × 2048 tokens: 73 GB becomes 4.3 plus 2.3 GB, 91% saved, not 97."""
-    model = Model(name="m", hidden=4096, layers=32, heads=32, ffn=16384, activation="gelu", norm="layernorm", vocab=64,
-                  positions="none", dropout=True)  # fmt: skip
+    model = Model(
+        name="m",
+        hidden=4096,
+        layers=32,
+        heads=32,
+        ffn=16384,
+        activation="gelu",
+        norm="layernorm",
+        vocab=64,
+        positions="none",
+        dropout=True,
+    )
     work = Workload(batch=8, seq=2048)
 
     def layers(recompute):

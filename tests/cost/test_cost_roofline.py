@@ -28,10 +28,18 @@ def test_ccr_of_data_parallelism_does_not_know_the_model():
         assert roofline.ccr_data_parallel(175e9, batch * 2048) == roofline.ccr_data_parallel(7e9, batch * 2048) == ccr
 
 
-@pytest.mark.parametrize(("share", "name"), [
-    (0.19, "severely communication-bound"), (0.2, "communication-bound"), (0.79, "communication-bound"),
-    (0.8, "near the ridge"), (1.19, "near the ridge"), (1.2, "compute-bound"), (50, "compute-bound"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("share", "name"),
+    [
+        (0.19, "severely communication-bound"),
+        (0.2, "communication-bound"),
+        (0.79, "communication-bound"),
+        (0.8, "near the ridge"),
+        (1.19, "near the ridge"),
+        (1.2, "compute-bound"),
+        (50, "compute-bound"),
+    ],
+)
 def test_regimes_change_at_the_seeds_cut_offs(share, name):
     told, how = roofline.regime(share * 1000, 1000)
     assert told == name

@@ -77,10 +77,16 @@ def test_postal_model() -> None:
 def three_levels(oversubscription: float = 1.0, ports: int = 0) -> Cluster:
     device = Accelerator(name="d", memory=1e9, memory_bandwidth=1e12, peak={"fp32": 1e12})
     fast, slow = Link(name="fast", alpha=1e-6, bandwidth=100e9), Link(name="slow", alpha=5e-6, bandwidth=10e9)
-    return Cluster(name="c", accelerator=device, gpus=32, levels=(
-        Level(name="node", size=4, link=fast),
-        Level(name="rail", size=4, link=slow, ports=ports),
-        Level(name="spine", size=2, link=slow, ports=ports, oversubscription=oversubscription)))  # fmt: skip
+    return Cluster(
+        name="c",
+        accelerator=device,
+        gpus=32,
+        levels=(
+            Level(name="node", size=4, link=fast),
+            Level(name="rail", size=4, link=slow, ports=ports),
+            Level(name="spine", size=2, link=slow, ports=ports, oversubscription=oversubscription),
+        ),
+    )
 
 
 @pytest.mark.parametrize(("a", "b", "level"), [(0, 3, 0), (3, 4, 1), (0, 15, 1), (15, 16, 2), (0, 31, 2)])
@@ -138,9 +144,16 @@ def test_a_level_beyond_the_catalog_holds_any_number() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("gpus", 10**30), ("gpus", -8), ("gpus", float("nan")), ("levels", []), ("accelerator", "h1000"),
-     ("accelerator", "../h100"), ("price", float("inf"))],
-)  # fmt: skip
+    [
+        ("gpus", 10**30),
+        ("gpus", -8),
+        ("gpus", float("nan")),
+        ("levels", []),
+        ("accelerator", "h1000"),
+        ("accelerator", "../h100"),
+        ("price", float("inf")),
+    ],
+)
 def test_bad_clusters_are_refused(field, value) -> None:
     with pytest.raises(MeshwrightError) as caught:
         catalog.load("clusters", "dgx-h100").but(**{field: value})

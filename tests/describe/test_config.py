@@ -228,9 +228,7 @@ def test_any_plan_round_trips(fields) -> None:
 def test_differences(base, tmp_path) -> None:
     other = tmp_path / "other.toml"
     other.write_text('extends = "base.toml"\n[plan]\ntp = 4\nshard = 8\n[cluster]\nprice = 2.5\n')
-    assert diff(load(base), load(other)) == {
-        "plan.shard": (4, 8), "plan.tp": (8, 4), "cluster.price": (0.0, 2.5)
-    }  # fmt: skip
+    assert diff(load(base), load(other)) == {"plan.shard": (4, 8), "plan.tp": (8, 4), "cluster.price": (0.0, 2.5)}
     assert diff(load(base), load(base)) == {}
 
 

@@ -16,15 +16,39 @@ from meshwright.describe.files import parse_toml
 from meshwright.errors import MeshwrightError
 
 WORDS = st.sampled_from(
-    ["plan", "model", "cluster", "workload", "stack", "extends", "levels", "link", "accelerator", "tp", "name", "peak",
-     "llama3-8b", "dgx-h100", "nvlink4", "layers_per_stage", "published", "order", "80GiB", "-1us", "../x", "x.json", ""]
-)  # fmt: skip
+    [
+        "plan",
+        "model",
+        "cluster",
+        "workload",
+        "stack",
+        "extends",
+        "levels",
+        "link",
+        "accelerator",
+        "tp",
+        "name",
+        "peak",
+        "llama3-8b",
+        "dgx-h100",
+        "nvlink4",
+        "layers_per_stage",
+        "published",
+        "order",
+        "80GiB",
+        "-1us",
+        "../x",
+        "x.json",
+        "",
+    ]
+)
 NUMBERS = st.integers(-(10**35), 10**35) | st.floats() | st.sampled_from([0, 1, -1, 2**63, 10**30])
 LEAVES = st.booleans() | NUMBERS | WORDS | st.text(max_size=20) | st.datetimes()
 TREES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=8), inner, max_size=5),
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS | st.text(max_size=8), inner, max_size=5),
     max_leaves=25,
-)  # fmt: skip
+)
 FIELDS = {name: sorted(cls.model_fields) for name, cls in CLASSES.items()}
 
 
@@ -86,8 +110,10 @@ def test_any_toml_text_settles(text) -> None:
     settle(lambda: parse_toml(text, "text"))
 
 
-@given(st.lists(st.sampled_from([*FIELDS, *FIELDS["plan"], "levels", "0", "1", "link", "9", "-1", ""]), max_size=6),
-       st.text(max_size=30) | st.sampled_from(["8", "nan", "[1", "{a=1}", "h200", '"', "1e999"]))  # fmt: skip
+@given(
+    st.lists(st.sampled_from([*FIELDS, *FIELDS["plan"], "levels", "0", "1", "link", "9", "-1", ""]), max_size=6),
+    st.text(max_size=30) | st.sampled_from(["8", "nan", "[1", "{a=1}", "h200", '"', "1e999"]),
+)
 def test_any_override_settles(keys, value) -> None:
     base = {"model": "llama3-8b", "cluster": "dgx-h100"}
     settle(lambda: Config.from_parts(**base, overrides=[f"{'.'.join(keys)}={value}"]))
@@ -106,8 +132,14 @@ def test_any_name_settles(name, kind) -> None:
 
 @pytest.mark.parametrize("size", [10**12, 10**30])
 def test_sizes_beyond_reason_cost_nothing(size) -> None:
-    for section, field in [("model", "layers"), ("model", "experts"), ("plan", "pp"), ("plan", "replicate"),
-                           ("cluster", "gpus"), ("workload", "seq")]:  # fmt: skip
+    for section, field in [
+        ("model", "layers"),
+        ("model", "experts"),
+        ("plan", "pp"),
+        ("plan", "replicate"),
+        ("cluster", "gpus"),
+        ("workload", "seq"),
+    ]:
         base = {"model": "mixtral-8x7b", "cluster": "dgx-h100"}
         settle(lambda s=section, f=field, b=base: Config.from_parts(**b, overrides=[f"{s}.{f}={size}"]))
 

@@ -21,10 +21,20 @@ COMMON = {
 }
 GROUPED = COMMON | {"num_key_value_heads": 2}
 LATENT = COMMON | {
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
-    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 ROUTED = GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GPT2 = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -180,8 +190,13 @@ def test_notes_name_what_is_assumed_or_not_understood():
 
 def test_language_model_inside_a_larger_config():
     """Nested configs are saved as differences from their class: what is unsaid is its default, and told."""
-    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
-            "sliding_window": 1024}  # fmt: skip
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
     model, notes = hf.interpret({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
     assert (model.heads, model.kv_heads, model.head_dim, model.vocab, model.tied) == (8, 4, 256, 262208, True)
     assert (model.window, model.full_every) == (1024, 6)
@@ -273,11 +288,16 @@ def test_names(tmp_path):
 
 KEYS = sorted({k for shapes in ORACLE.values() for shape in shapes for k in shape} | {"layer_types", "text_config"})
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 300) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 300)
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
     | st.sampled_from(["silu", "gelu", "full_attention"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

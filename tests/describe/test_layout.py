@@ -22,8 +22,15 @@ ORDERS = st.sampled_from(list(itertools.permutations(("tp", "cp", "pp", "dp"))))
 @st.composite
 def layouts(draw) -> Layout:
     shard = draw(DEGREES)
-    plan = Plan(tp=draw(DEGREES), cp=draw(DEGREES), pp=draw(DEGREES), replicate=draw(DEGREES), shard=shard,
-                zero=3 if shard > 1 else 0, order=draw(ORDERS))  # fmt: skip
+    plan = Plan(
+        tp=draw(DEGREES),
+        cp=draw(DEGREES),
+        pp=draw(DEGREES),
+        replicate=draw(DEGREES),
+        shard=shard,
+        zero=3 if shard > 1 else 0,
+        order=draw(ORDERS),
+    )
     room = plan.tp * plan.cp * plan.dp
     etp = draw(st.sampled_from([d for d in range(1, plan.tp + 1) if plan.tp % d == 0]))
     ep = draw(st.sampled_from([d for d in range(1, room // etp + 1) if room // etp % d == 0]))

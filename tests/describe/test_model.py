@@ -118,8 +118,20 @@ def test_grouped_query_parameters(groups, per_group, dim, hidden, ffn, tied):
 @given(*[st.integers(1, 50)] * 6, st.integers(0, 40), st.booleans())
 def test_latent_attention_parameters(heads, hidden, latent, nope, rope, value, q_rank, biased):
     """DeepSeek's MLA: low-rank latents with a norm each, and one rotary key for all heads."""
-    model = Model(attention="mla", hidden=hidden, layers=2, heads=heads, kv_rank=latent, nope_dim=nope, rope_dim=rope,
-                  value_dim=value, q_rank=q_rank, ffn=8, vocab=9, qkv_bias=biased)  # fmt: skip
+    model = Model(
+        attention="mla",
+        hidden=hidden,
+        layers=2,
+        heads=heads,
+        kv_rank=latent,
+        nope_dim=nope,
+        rope_dim=rope,
+        value_dim=value,
+        q_rank=q_rank,
+        ffn=8,
+        vocab=9,
+        qkv_bias=biased,
+    )
     query = hidden * q_rank + q_rank * heads * (nope + rope) if q_rank else hidden * heads * (nope + rope)
     keys = hidden * (latent + rope) + latent * heads * (nope + value)
     biases = (q_rank + latent + rope) if biased else 0
@@ -136,11 +148,27 @@ def test_expert_parameters(experts, data):
         data.draw(st.integers(0, 4)),
     )
     h, f, layers, biased = 24, 10, 6, data.draw(st.booleans())
-    model = Model(hidden=h, layers=layers, heads=2, ffn=32, vocab=50, experts=experts, top_k=top_k, expert_ffn=f,
-                  shared_experts=shared, dense_layers=dense, router_bias=biased, shared_gate=shared > 0)  # fmt: skip
+    model = Model(
+        hidden=h,
+        layers=layers,
+        heads=2,
+        ffn=32,
+        vocab=50,
+        experts=experts,
+        top_k=top_k,
+        expert_ffn=f,
+        shared_experts=shared,
+        dense_layers=dense,
+        router_bias=biased,
+        shared_gate=shared > 0,
+    )
     moe = layers - dense
-    expected = {"experts": moe * experts * 3 * h * f, "shared": moe * (shared * 3 * h * f + (h if shared else 0)),
-                "ffn": dense * 3 * h * 32, "router": moe * (h + biased) * experts}  # fmt: skip
+    expected = {
+        "experts": moe * experts * 3 * h * f,
+        "shared": moe * (shared * 3 * h * f + (h if shared else 0)),
+        "ffn": dense * 3 * h * 32,
+        "router": moe * (h + biased) * experts,
+    }
     counts = model.parameters()
     assert {part: counts.get(part, 0) for part in expected} == expected
     assert model.active == model.total - moe * (experts - top_k) * 3 * h * f
@@ -241,9 +269,14 @@ def models(draw) -> Model:
     }  # fmt: skip
     if draw(st.booleans()):
         experts = draw(st.integers(1, 16))
-        fields |= {"experts": experts, "top_k": draw(st.integers(1, experts)), "expert_ffn": draw(st.integers(0, 200)),
-                   "shared_experts": draw(st.integers(0, 2)), "dense_layers": draw(st.integers(0, fields["layers"])),
-                   "moe_every": draw(st.integers(1, 3))}  # fmt: skip
+        fields |= {
+            "experts": experts,
+            "top_k": draw(st.integers(1, experts)),
+            "expert_ffn": draw(st.integers(0, 200)),
+            "shared_experts": draw(st.integers(0, 2)),
+            "dense_layers": draw(st.integers(0, fields["layers"])),
+            "moe_every": draw(st.integers(1, 3)),
+        }
     return Model(**fields)
 
 

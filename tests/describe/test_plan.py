@@ -105,9 +105,19 @@ def test_expert_parallelism_adds_no_devices() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tp", 0), ("tp", -8), ("tp", 2.5), ("tp", 10**30), ("zero", 4), ("schedule", "1f1c"), ("bucket", "-1MB"),
-     ("bucket", float("nan")), ("recompute", True), ("compression_ratio", 0)],
-)  # fmt: skip
+    [
+        ("tp", 0),
+        ("tp", -8),
+        ("tp", 2.5),
+        ("tp", 10**30),
+        ("zero", 4),
+        ("schedule", "1f1c"),
+        ("bucket", "-1MB"),
+        ("bucket", float("nan")),
+        ("recompute", True),
+        ("compression_ratio", 0),
+    ],
+)
 def test_bad_values_are_refused(field, value) -> None:
     with pytest.raises(MeshwrightError) as caught:
         Plan(**{field: value})

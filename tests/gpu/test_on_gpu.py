@@ -34,8 +34,8 @@ def whole(q, k, v):
 
 def in_blocks(q, k, v, parts):
     """Every rank of a ring, one after the other, on one device."""
-    from meshwright.parallel.blocks import Attended, Gradients, Sight, places
-    from meshwright.parallel.context import runs_of
+    from meshwright.parallel.context.blocks import Attended, Gradients, Sight, places
+    from meshwright.parallel.context.sequence import runs_of
 
     runs, sight = runs_of(q.shape[2], parts, True), Sight(True)
     where = [places(own).to(q.device) for own in runs]
@@ -68,7 +68,7 @@ def test_blocks_of_attention_are_as_exact_as_the_whole(dtype):
 
 @pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
 def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
-    from meshwright.parallel.fp8 import has_scaled_product, rounded, scaled_product
+    from meshwright.parallel.numerics.fp8 import has_scaled_product, rounded, scaled_product
 
     a_dtype, b_dtype = (getattr(torch, f"float8_{name}") for name in dtypes)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -85,8 +85,8 @@ def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
 
 def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does():
     """Runs of no multiple of 16 rows, and of none; forward and both gradients."""
-    from meshwright.parallel.fp8 import has_scaled_product
-    from meshwright.parallel.fp8_grouped import grouped
+    from meshwright.parallel.numerics.fp8 import has_scaled_product
+    from meshwright.parallel.numerics.fp8_grouped import grouped
 
     counts, generator = [100, 0, 33], torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(*s, generator=generator) for s in ((133, 256), (3, 384, 256), (133, 384)))
@@ -108,8 +108,8 @@ def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does(
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
 def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
-    from meshwright.parallel.compress import make
-    from meshwright.parallel.emulation import perform
+    from meshwright.parallel.numerics.compress.compressors import make
+    from meshwright.proof.emulation.lossy_sum import perform
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
     message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def hooked(context, names):
     """Gradients of the fourth step under torch's own DDP, by name of the hook."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from meshwright.parallel.comm_hook import Compressed, hook
+    from meshwright.parallel.numerics.compress.ddp_hook import Compressed, hook
 
     out = {}
     for name in names:
@@ -162,16 +162,17 @@ def test_the_hook_waits_on_the_gpu_for_what_it_sends():
 
 def losses(context, plan, workload, dtype, model=MODEL):
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     torch.set_float32_matmul_precision("highest")
     parallel = apply(model, plan, workload, context.rank, device=context.device, dtype=getattr(torch, dtype))
     return [r.loss for r in Trainer(parallel, RandomSamples(model, workload.seq, 0)).train(5)]
 
 
-@pytest.mark.parametrize("said", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"},
-                                  {"offload": "states"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "said", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
+)
 def test_a_gpu_trains_what_a_cpu_does(said):
     plan = Plan(microbatch=4, param_dtype="fp32", master=False, **said)
     cpu, gpu = (ranks.run(1, losses, plan, WORKLOAD, "float32", device=device)[0] for device in ("cpu", "cuda"))
@@ -208,8 +209,8 @@ def test_dropout_drops_the_same_on_any_device(dtype, width):
 def test_attention_drops_the_same_probabilities_on_any_device():
     """In tiles, on a GPU too: a fused kernel would draw numbers of its own."""
     from meshwright.models.dropout import Dropped
-    from meshwright.parallel.blocks import Sight
-    from meshwright.parallel.ring import here
+    from meshwright.parallel.context.blocks import Sight
+    from meshwright.parallel.context.ring import here
 
     generator, told = torch.Generator().manual_seed(0), []
     parts = [torch.randn(2, n, 96, 32, generator=generator) for n in (4, 2, 2)]

@@ -18,8 +18,18 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.op import Op, StepProgram, sent
 from meshwright.lower.step import step_program
 
-GPT = Model(name="gpt", hidden=256, layers=8, heads=8, ffn=1024, activation="gelu", norm="layernorm", vocab=1000,
-            positions="none", dropout=True)  # fmt: skip
+GPT = Model(
+    name="gpt",
+    hidden=256,
+    layers=8,
+    heads=8,
+    ffn=1024,
+    activation="gelu",
+    norm="layernorm",
+    vocab=1000,
+    positions="none",
+    dropout=True,
+)
 GQA = catalog.load("models", "tiny").but(layers=8, tied=False)
 MOE = catalog.load("models", "tiny-moe").but(layers=8)
 MLA = catalog.load("models", "tiny-mla").but(layers=8)

@@ -14,10 +14,16 @@ ONE_HEAD = 2 * (32 + 1) * 4  # K and V, a bias each, of one head of four
 FP32 = 4
 
 
-@pytest.mark.parametrize(("plan", "expected"), [
-    ({"tp": 2}, 0), ({"tp": 4}, ONE_HEAD * FP32), ({"tp": 8, "pp": 2, "sp": True}, ONE_HEAD * FP32),
-    ({"tp": 4, "shard": 2, "zero": 1}, ONE_HEAD * FP32 / 2), ({"tp": 4, "grad_dtype": "bf16"}, ONE_HEAD * 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ({"tp": 2}, 0),
+        ({"tp": 4}, ONE_HEAD * FP32),
+        ({"tp": 8, "pp": 2, "sp": True}, ONE_HEAD * FP32),
+        ({"tp": 4, "shard": 2, "zero": 1}, ONE_HEAD * FP32 / 2),
+        ({"tp": 4, "grad_dtype": "bf16"}, ONE_HEAD * 2),
+    ],
+)
 def test_a_rank_sums_the_gradients_of_copies_once_a_step(plan, expected):
     records = traffic(step_program(MODEL, Plan(**plan), WORKLOAD))
     layers = MODEL.layers / plan.get("pp", 1)

@@ -85,13 +85,18 @@ def test_what_is_not_trained_is_gathered_and_not_reduced():
     assert gathers[0][0] - gathers[1][0] == 2 * 16  # nobody's gradient wants the input of that layer's two regions
 
 
-@pytest.mark.parametrize(("plan", "key", "spared"), [
-    ({"tp": 2}, ("tp", "all_reduce"), 2),  # gradients of the inputs of the first layer's two regions
-    ({"tp": 2, "sp": True}, ("tp", "all_gather"), 5),  # the embedding's, two outputs' gradients, two inputs again
-    ({"cp": 2}, ("cp", "send"), 2), ({"shard": 2, "zero": 3}, ("shard_cp", "all_gather"), 1),  # layer 0 was asked for ahead
-    ({"shard": 2, "zero": 3, "prefetch": False}, ("shard_cp", "all_gather"), 2),
-    ({"tp": 2, "recompute": "full"}, ("tp", "all_reduce"), 3), ({"tp": 2, "pp": 2}, ("pp", "send"), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "key", "spared"),
+    [
+        ({"tp": 2}, ("tp", "all_reduce"), 2),  # gradients of the inputs of the first layer's two regions
+        ({"tp": 2, "sp": True}, ("tp", "all_gather"), 5),  # the embedding's, two outputs' gradients, two inputs again
+        ({"cp": 2}, ("cp", "send"), 2),
+        ({"shard": 2, "zero": 3}, ("shard_cp", "all_gather"), 1),  # layer 0 was asked for ahead
+        ({"shard": 2, "zero": 3, "prefetch": False}, ("shard_cp", "all_gather"), 2),
+        ({"tp": 2, "recompute": "full"}, ("tp", "all_reduce"), 3),
+        ({"tp": 2, "pp": 2}, ("pp", "send"), 0),
+    ],
+)
 def test_backward_ends_at_the_first_parameter_that_is_trained(plan, key, spared):
     frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith(("embedding.", "layers.0.")))
     micro = 16 // plan.get("shard", 1)
@@ -108,8 +113,10 @@ def test_replicas_average_in_the_step_that_says_so():
 
 
 def test_a_split_backward_gathers_what_it_saved_twice_on_all_stages_but_the_first():
-    plain, split = ([said({"tp": 2, "sp": True, "pp": 2, "schedule": s}, rank)["tp", "all_gather"] for rank in (0, 2)]
-                    for s in ("1f1b", "zb-h1"))  # fmt: skip
+    plain, split = (
+        [said({"tp": 2, "sp": True, "pp": 2, "schedule": s}, rank)["tp", "all_gather"] for rank in (0, 2)]
+        for s in ("1f1b", "zb-h1")
+    )
     assert split[0] == plain[0]
     assert split[1][0] - plain[1][0] == 16 * (2 * 2 + 1)  # two regions of two layers, and the head's
 
@@ -120,8 +127,10 @@ def test_routing_is_even_unless_given():
     even = said(plan, model=MOE)["ep", "all_to_all"]
     copies = 32 * MOE.top_k
     same = {layer: [Routed(copies, copies, copies, copies)] * 8 for layer in layers}
-    assert said(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"] == \
-        said(plan, model=MOE, element=4.0)["ep", "all_to_all"]  # fmt: skip
+    assert (
+        said(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"]
+        == said(plan, model=MOE, element=4.0)["ep", "all_to_all"]
+    )
     more = {
         **same,
         0: [Routed(copies - 9, copies + 3, copies, copies)] * 8,
@@ -135,16 +144,24 @@ def test_ranks_that_hold_parts_of_an_operand_agree_on_its_scale():
     wide, fp8 = (said({"tp": 2, "cp": 2}, work=w, element=2.0)["tp", "all_reduce"] for w in (WORK, work))
     assert fp8[0] - wide[0] == 16 * 4 * 7 * 2  # seven products a layer, forward and backward
     assert fp8[1] - wide[1] == 16 * 4 * 7 * (8 + 4)
-    plain, split = ([said({"tp": 2, "pp": 2, "schedule": s}, rank, work=work)["tp", "all_reduce"][0] for rank in (0, 2)]
-                    for s in ("1f1b", "zb-h1"))  # fmt: skip
+    plain, split = (
+        [said({"tp": 2, "pp": 2, "schedule": s}, rank, work=work)["tp", "all_reduce"][0] for rank in (0, 2)]
+        for s in ("1f1b", "zb-h1")
+    )
     assert [b - a for a, b in zip(plain, split, strict=True)] == [0, 16 * 2 * 7]  # of the gradient in I and in W
 
 
-@pytest.mark.parametrize(("name", "sizes"), [
-    ("bf16", {"all_reduce": 200}), ("int8", {"all_to_all": 4 * (26 + 4), "all_gather": 4 * (26 + 4)}),
-    ("int4", {"all_to_all": 4 * (13 + 4), "all_gather": 4 * (13 + 4)}), ("top-k", {"all_gather": 4 * 1 * 8}),
-    ("random-k", {"all_reduce": 4}), ("powersgd", {"all_reduce": 4 * (2 * 10 + 2 * 10)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("bf16", {"all_reduce": 200}),
+        ("int8", {"all_to_all": 4 * (26 + 4), "all_gather": 4 * (26 + 4)}),
+        ("int4", {"all_to_all": 4 * (13 + 4), "all_gather": 4 * (13 + 4)}),
+        ("top-k", {"all_gather": 4 * 1 * 8}),
+        ("random-k", {"all_reduce": 4}),
+        ("powersgd", {"all_reduce": 4 * (2 * 10 + 2 * 10)}),
+    ],
+)
 def test_compressed_messages_to_the_byte(name, sizes):
     plan = Plan(replicate=4, compression=name, compression_ratio=0.005, compression_rank=2)
     found: dict[str, float] = {}

@@ -155,9 +155,14 @@ def test_full_recompute_runs_forward_once_more(model, block):
     assert flops(lowered(model, tp=2), block, "R") == 0
 
 
-@pytest.mark.parametrize(("model", "block", "kind"), [
-    (GPT, "dense", "all_reduce"), (MOE, "moe", "all_gather"), (MLP, "dense", "all_gather"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "block", "kind"),
+    [
+        (GPT, "dense", "all_reduce"),
+        (MOE, "moe", "all_gather"),
+        (MLP, "dense", "all_gather"),
+    ],
+)
 def test_full_recompute_repeats_all_exchanges_but_the_last(model, block, kind):
     """Forward is rerun until backward has what it needs: nobody waits for what comes behind the last product."""
     program = lowered(model, tp=2, recompute="full")

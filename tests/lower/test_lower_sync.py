@@ -19,8 +19,11 @@ def data_parallel_ops(program, rank=0):
     b = program.batch
     holding = holdings(b, every_rank=True)[rank]
     counts = reduced(program, holding)
-    out = [(1.0, op) for group in ("dense", "expert")
-           for op in (*sync.gradient_reduction(b, counts, group), *sync.parameter_gather(b, counts, group))]  # fmt: skip
+    out = [
+        (1.0, op)
+        for group in ("dense", "expert")
+        for op in (*sync.gradient_reduction(b, counts, group), *sync.parameter_gather(b, counts, group))
+    ]
     for block, times in holding.counts.items():
         if block in program.parameters:
             found = [op for _, op in program.ops(block) if op.axis in ("shard_cp", "expert_shard", "replicate")]
@@ -38,10 +41,16 @@ def volume(program, rank=0):
     return total / one(sum(elements(program, holdings(b, every_rank=True)[rank]).values()))
 
 
-@pytest.mark.parametrize(("plan", "times"), [
-    ({"replicate": P}, 2), ({"zero": 1, "shard": P}, 2), ({"zero": 2, "shard": P}, 2), ({"zero": 3, "shard": P}, 3),
-    ({"zero": 3, "shard": P, "reshard": False}, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "times"),
+    [
+        ({"replicate": P}, 2),
+        ({"zero": 1, "shard": P}, 2),
+        ({"zero": 2, "shard": P}, 2),
+        ({"zero": 3, "shard": P}, 3),
+        ({"zero": 3, "shard": P, "reshard": False}, 2),
+    ],
+)
 @pytest.mark.parametrize("model", [GPT, COUNTS], ids=["gpt", "counts"])
 def test_data_parallel_volume(plan, times, model):
     """2N elements for DDP, ZeRO-1 and 2; 3N for ZeRO-3, which gathers again backward; all × (P−1)/P."""
@@ -78,10 +87,16 @@ def test_experts_reduce_over_their_own_replicas():
     assert not any(one(op.count) for op in sync.gradient_reduction(alone.batch, {"expert": np.array([1e6])}, "expert"))
 
 
-@pytest.mark.parametrize(("plan", "rounds"), [
-    ({"replicate": P}, 1), ({"replicate": P, "reduce": "microbatch"}, 8), ({"zero": 1, "shard": P}, 1),
-    ({"zero": 2, "shard": P}, 8), ({"zero": 3, "shard": P, "reduce": "microbatch"}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "rounds"),
+    [
+        ({"replicate": P}, 1),
+        ({"replicate": P, "reduce": "microbatch"}, 8),
+        ({"zero": 1, "shard": P}, 1),
+        ({"zero": 2, "shard": P}, 8),
+        ({"zero": 3, "shard": P, "reduce": "microbatch"}, 8),
+    ],
+)
 def test_how_often_gradients_are_reduced(plan, rounds):
     """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
     program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)

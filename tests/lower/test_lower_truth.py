@@ -34,9 +34,21 @@ MODELS = {
 }
 SMALL = 1e5  # a bucket: many a stage
 LOSSY = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
-PIPELINES = [{"schedule": s, "virtual": v} for s, v in (
-    ("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("looped-bfs", 2), ("zb-h1", 1), ("zb-h2", 1), ("interleaved-zb", 2),
-    ("zbv", 2), ("dualpipev", 2))]  # fmt: skip
+PIPELINES = [
+    {"schedule": s, "virtual": v}
+    for s, v in (
+        ("naive", 1),
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("looped-bfs", 2),
+        ("zb-h1", 1),
+        ("zb-h2", 1),
+        ("interleaved-zb", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    )
+]
 ROUNDED = {
     "none": 1e-9,
     "int8": 1e-3,

@@ -30,8 +30,10 @@ def test_it_drops_its_share_everywhere(rate, width):
         assert (dropped.mean(dims) - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"step": 4}, {"site": "layers.1.attention"}, {"samples": range(8, 16)},
-                                    {"places": PLACES + 1000}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 6}, {"step": 4}, {"site": "layers.1.attention"}, {"samples": range(8, 16)}, {"places": PLACES + 1000}],
+)
 def test_another_moment_site_sample_or_place_is_another_mask(change):
     agree = (mask() == mask(**change)).double().mean()
     assert abs(agree - (0.3**2 + 0.7**2)) < 0.02  # of two independent ones

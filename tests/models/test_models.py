@@ -35,20 +35,39 @@ def count(network):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    heads=st.sampled_from([1, 2, 4, 6]), per_kv=st.sampled_from([1, 2]), width=st.sampled_from([0, 2, 8]),
-    layers=st.integers(1, 3), ffn=st.integers(1, 40), vocab=st.integers(1, 70), multiple=st.sampled_from([1, 16]),
-    activation=st.sampled_from(["gelu", "relu", "swiglu", "geglu"]), norm=st.sampled_from(["rmsnorm", "layernorm"]),
-    positions=st.sampled_from(["rope", "learned", "none"]), norms=st.sampled_from([2, 4]),
+    heads=st.sampled_from([1, 2, 4, 6]),
+    per_kv=st.sampled_from([1, 2]),
+    width=st.sampled_from([0, 2, 8]),
+    layers=st.integers(1, 3),
+    ffn=st.integers(1, 40),
+    vocab=st.integers(1, 70),
+    multiple=st.sampled_from([1, 16]),
+    activation=st.sampled_from(["gelu", "relu", "swiglu", "geglu"]),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    positions=st.sampled_from(["rope", "learned", "none"]),
+    norms=st.sampled_from([2, 4]),
     flags=st.lists(st.booleans(), min_size=7, max_size=7),
-)  # fmt: skip
-def test_parameters_equal_the_anatomys(heads, per_kv, width, layers, ffn, vocab, multiple, activation, norm, positions,
-                                       norms, flags):  # fmt: skip
+)
+def test_parameters_equal_the_anatomys(
+    heads, per_kv, width, layers, ffn, vocab, multiple, activation, norm, positions, norms, flags
+):
     names = ("tied", "final_norm", "embedding_norm", "qk_norm", "qkv_bias", "out_bias", "ffn_bias")
     model = Model(
-        hidden=heads * 4, heads=heads, kv_heads=heads // per_kv if heads % per_kv == 0 else heads, head_dim=width,
-        layers=layers, ffn=ffn, vocab=vocab, vocab_multiple=multiple, activation=activation, norm=norm,
-        positions=positions, max_positions=12, norms_per_layer=norms, **dict(zip(names, flags, strict=True)),
-    )  # fmt: skip
+        hidden=heads * 4,
+        heads=heads,
+        kv_heads=heads // per_kv if heads % per_kv == 0 else heads,
+        head_dim=width,
+        layers=layers,
+        ffn=ffn,
+        vocab=vocab,
+        vocab_multiple=multiple,
+        activation=activation,
+        norm=norm,
+        positions=positions,
+        max_positions=12,
+        norms_per_layer=norms,
+        **dict(zip(names, flags, strict=True)),
+    )
     network = build(model)
     assert count(network) == model.total
     layer = network.layers["0"]
@@ -93,9 +112,16 @@ def test_llama_computes_what_transformers_computes():
     transformers = pytest.importorskip("transformers")
     model = Model(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
     config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-        vocab_size=64, rms_norm_eps=1e-5, rope_theta=10_000.0, tie_word_embeddings=False,
-    )  # fmt: skip
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=64,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    )
     other = transformers.LlamaForCausalLM(config).double().eval()
     network = materialised(model)
     words = {
@@ -116,10 +142,24 @@ def test_llama_computes_what_transformers_computes():
 
 def test_gpt2_computes_what_transformers_computes():
     transformers = pytest.importorskip("transformers")
-    model = Model(hidden=32, layers=2, heads=4, ffn=128, vocab=64, tied=True, activation="gelu", norm="layernorm",
-                  positions="learned", max_positions=16, qkv_bias=True, out_bias=True, ffn_bias=True)  # fmt: skip
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16,
-                                     activation_function="gelu")  # fmt: skip
+    model = Model(
+        hidden=32,
+        layers=2,
+        heads=4,
+        ffn=128,
+        vocab=64,
+        tied=True,
+        activation="gelu",
+        norm="layernorm",
+        positions="learned",
+        max_positions=16,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+    )
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, activation_function="gelu"
+    )
     other = transformers.GPT2LMHeadModel(config).double().eval()
     network = materialised(model)
     ours, theirs = network.state_dict(), other.state_dict()
@@ -172,10 +212,14 @@ def test_initial_values_depend_on_seed_and_name_only():
 
 @pytest.mark.parametrize(
     "shape",
-    [{"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "qk_norm": True},
-     {"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "rope_dim": 3},
-     {"positions": "alibi"}, {"norms_per_layer": 1}, {"head_dim": 5}],
-)  # fmt: skip
+    [
+        {"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "qk_norm": True},
+        {"attention": "mla", "kv_rank": 4, "nope_dim": 4, "value_dim": 4, "rope_dim": 3},
+        {"positions": "alibi"},
+        {"norms_per_layer": 1},
+        {"head_dim": 5},
+    ],
+)
 def test_what_is_not_built_is_refused(shape):
     with pytest.raises(MeshwrightError, match="MW-BUILD-002"):
         build(Model(**{"hidden": 16, "layers": 2, "heads": 2, "ffn": 16, "vocab": 8, **shape}))

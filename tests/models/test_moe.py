@@ -34,13 +34,22 @@ def random(*shape, seed=0):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    layers=st.integers(1, 5), dense=st.integers(0, 2), every=st.integers(1, 3), experts=st.integers(2, 5),
-    shared=st.integers(0, 2), width=st.sampled_from([0, 6]), shared_width=st.sampled_from([0, 10]), q_rank=st.sampled_from([0, 8]),
-    latent=st.booleans(), activation=st.sampled_from(["gelu", "swiglu"]), norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    layers=st.integers(1, 5),
+    dense=st.integers(0, 2),
+    every=st.integers(1, 3),
+    experts=st.integers(2, 5),
+    shared=st.integers(0, 2),
+    width=st.sampled_from([0, 6]),
+    shared_width=st.sampled_from([0, 10]),
+    q_rank=st.sampled_from([0, 8]),
+    latent=st.booleans(),
+    activation=st.sampled_from(["gelu", "swiglu"]),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
     flags=st.lists(st.booleans(), min_size=7, max_size=7),
-)  # fmt: skip
-def test_parameters_equal_the_anatomys(layers, dense, every, experts, shared, width, shared_width, q_rank, latent,
-                                       activation, norm, flags):  # fmt: skip
+)
+def test_parameters_equal_the_anatomys(
+    layers, dense, every, experts, shared, width, shared_width, q_rank, latent, activation, norm, flags
+):
     names = ("tied", "qkv_bias", "out_bias", "ffn_bias", "router_bias", "balance_bias", "shared_gate")
     kind = {**LATENT, "q_rank": q_rank} if latent else {}
     said = {
@@ -51,8 +60,15 @@ def test_parameters_equal_the_anatomys(layers, dense, every, experts, shared, wi
         "experts": experts,
         "expert_ffn": width,
     }
-    model = Model(**said, dense_layers=min(dense, layers), moe_every=every, shared_experts=shared, shared_ffn=shared_width * (shared > 0),
-                  activation=activation, norm=norm)  # fmt: skip
+    model = Model(
+        **said,
+        dense_layers=min(dense, layers),
+        moe_every=every,
+        shared_experts=shared,
+        shared_ffn=shared_width * (shared > 0),
+        activation=activation,
+        norm=norm,
+    )
     if model.shared_gate and not shared:
         model = model.but(shared_gate=False)
     network = build(model)
@@ -68,8 +84,15 @@ def test_presets_are_built_whole_on_meta(name):
     assert {part.score for part in build(model).modules() if isinstance(part, Router)} == {score}
 
 
-@pytest.mark.parametrize("shape", [{}, {"shared_experts": 2, "shared_gate": True, "router_bias": True, "ffn_bias": True},
-                                   {"balance_bias": True, "activation": "gelu"}, {"top_k": 1}])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"shared_experts": 2, "shared_gate": True, "router_bias": True, "ffn_bias": True},
+        {"balance_bias": True, "activation": "gelu"},
+        {"top_k": 1},
+    ],
+)
 def test_a_mixture_is_its_tokens_own_experts(shape):
     model = Model(**{**SHAPE, **shape})
     moe = materialised(model).layers["0"].moe
@@ -202,8 +225,15 @@ def test_impossible_options_are_refused(bad):
         Model(**SHAPE, router=bad)
 
 
-@pytest.mark.parametrize("router", [{"groups": 2}, {"groups": 5, "groups_kept": 6}, {"groups": 5, "groups_kept": 1},
-                                    {"groups": 5, "choice": "expert"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"groups": 2},
+        {"groups": 5, "groups_kept": 6},
+        {"groups": 5, "groups_kept": 1},
+        {"groups": 5, "choice": "expert"},
+    ],
+)
 def test_groups_that_hold_too_few_experts_are_refused(router):
     with pytest.raises(MeshwrightError, match="MW-MODEL-008"):
         Model(**SHAPE, router=router)

@@ -7,10 +7,25 @@ from meshwright.describe import catalog, hf
 from meshwright.models.moe import Alone
 from meshwright.models.router import Router
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 32,
-         "num_key_value_heads": 2, "num_experts_per_tok": 3}  # fmt: skip
-LATENT = SIZES | {"n_routed_experts": 12, "moe_intermediate_size": 8, "kv_lora_rank": 8, "q_lora_rank": 8,
-                  "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1}  # fmt: skip
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 3,
+}
+LATENT = SIZES | {
+    "n_routed_experts": 12,
+    "moe_intermediate_size": 8,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "first_k_dense_replace": 1,
+}
 QWEN = SIZES | {"num_experts": 12, "moe_intermediate_size": 8}
 GROUPS = {"n_group": 4, "topk_group": 2}
 ROUTERS = [
@@ -58,8 +73,9 @@ def test_losses_are_read_where_the_class_adds_them():
     model, notes = read("mixtral", **SIZES, num_local_experts=12, router_aux_loss_coef=0.02, router_jitter_noise=0.1)
     assert model.router.aux == 0
     assert [note.split(" ")[0] for note in notes] == ["router_jitter_noise", "router_aux_loss_coef"]
-    model, notes = read("deepseek_v2", **LATENT, aux_loss_alpha=0.001, seq_aux=True, norm_topk_prob=True,
-                        routed_scaling_factor=3.0)  # fmt: skip
+    model, notes = read(
+        "deepseek_v2", **LATENT, aux_loss_alpha=0.001, seq_aux=True, norm_topk_prob=True, routed_scaling_factor=3.0
+    )
     assert (model.router.aux, model.router.normalise, model.router.scale) == (0.001, None, 1.0)
     assert any(note.startswith("seq_aux") for note in notes)
     model, notes = read("deepseek_v3", **LATENT, **GROUPS, scoring_func="softmax", topk_method="first")
@@ -91,10 +107,13 @@ def test_the_catalog_routes_as_released(name):
     for model in (ours, read_as):
         router = Router(model.but(hidden=16, heads=2))
         assert (router.experts, router.k, router.score) == (
-            RELEASED[name]["n_routed_experts"], RELEASED[name]["num_experts_per_tok"], RELEASED[name]["scoring_func"],
-        )  # fmt: skip
+            RELEASED[name]["n_routed_experts"],
+            RELEASED[name]["num_experts_per_tok"],
+            RELEASED[name]["scoring_func"],
+        )
         assert (router.normalise, router.options.scale) == (
-            RELEASED[name]["norm_topk_prob"], RELEASED[name]["routed_scaling_factor"],
-        )  # fmt: skip
+            RELEASED[name]["norm_topk_prob"],
+            RELEASED[name]["routed_scaling_factor"],
+        )
         groups = router.options.groups, router.options.groups_kept or 1
         assert groups == (RELEASED[name]["n_group"], RELEASED[name]["topk_group"])

@@ -7,9 +7,9 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.models import build, initial_value, loss_function
-from meshwright.parallel import fp8
-from meshwright.parallel.apart import Apart, tokens_of
+from meshwright.parallel.numerics import fp8
 from meshwright.parallel.pieces import materialise
+from meshwright.proof.emulation.per_rank import Apart, tokens_of
 
 SHAPE = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
 MODELS = {

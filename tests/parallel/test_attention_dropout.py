@@ -11,10 +11,11 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.models.dropout import Dropped, Moment, Probabilities, drawing, runs_in
 from meshwright.models.transformer import Geometry
-from meshwright.parallel import blocks, context, ring
-from meshwright.verify.compare import compare
-from meshwright.verify.records import Job
-from meshwright.verify.trace import record
+from meshwright.parallel.context import blocks, ring
+from meshwright.parallel.context import sequence as context
+from meshwright.proof.compare import compare
+from meshwright.proof.records import Job
+from meshwright.proof.trace import record
 
 SHAPE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "attention_dropout": 0.3}
 LATENT = {"attention": "mla", "kv_heads": 0, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}

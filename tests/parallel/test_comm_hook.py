@@ -7,9 +7,9 @@ import torch
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.comm_hook import Compressed
-from meshwright.parallel.compress import make
-from meshwright.parallel.emulation import emulate
+from meshwright.parallel.numerics.compress.compressors import make
+from meshwright.parallel.numerics.compress.ddp_hook import Compressed
+from meshwright.proof.emulation.lossy_sum import emulate
 
 NAMES = ("none", "bf16", "int8", "top-k", "random-k", "threshold", "powersgd")
 OPTIONS = {"ratio": 0.1, "rank": 2, "threshold": 1.5, "seed": 3}
@@ -29,7 +29,7 @@ def trained(rank, name):
     """Of every step what each bucket held before and after the hook, by index, with its shapes."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from meshwright.parallel.comm_hook import hook
+    from meshwright.parallel.numerics.compress.ddp_hook import hook
 
     DistributedDataParallel(network()).register_comm_hook(Compressed(name), hook)  # torch reads its annotations
     model = DistributedDataParallel(network(), bucket_cap_mb=0.001)

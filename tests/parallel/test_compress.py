@@ -8,12 +8,12 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.compress import dequantise, make, quantise
-from meshwright.parallel.emulation import emulate, run_together
-from meshwright.parallel.powersgd import PowerSGD, orthonormal
-from meshwright.parallel.scatter import chunked, columns_of
-from meshwright.parallel.sparse import kept
-from meshwright.verify.prove import prove
+from meshwright.parallel.numerics.compress.compressors import dequantise, make, quantise
+from meshwright.parallel.numerics.compress.powersgd import PowerSGD, orthonormal
+from meshwright.parallel.numerics.compress.scatter import chunked, columns_of
+from meshwright.parallel.numerics.compress.sparse import kept
+from meshwright.proof.emulation.lossy_sum import emulate, run_together
+from meshwright.proof.prove import prove
 
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
 WITH_FEEDBACK = NAMES[2:]
@@ -35,7 +35,7 @@ def reduced(context, names, steps):
     """The flat sums of each step, and their errors, by name: real exchanges over the group."""
     from torch import distributed
 
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     out = {}
     for name in names:
@@ -62,7 +62,7 @@ def emulated(name, world, steps, layouts, lengths):
 
 
 def layouts_of(name):
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     made = Buckets(parameters(), None, BUCKET, compressor=make(name, **OPTIONS))
     return made.layouts, [m.numel() for m in made.messages]
@@ -225,8 +225,12 @@ PROVED = [
 
 
 def said(plan):
-    return Config.from_parts(MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
-                             plan={"replicate": 2, "microbatch": 2, "bucket": 4e3, **plan})  # fmt: skip
+    return Config.from_parts(
+        MODEL,
+        "laptop",
+        workload={"batch": 8, "seq": 8, "precision": "fp32"},
+        plan={"replicate": 2, "microbatch": 2, "bucket": 4e3, **plan},
+    )
 
 
 @pytest.mark.parametrize("plan", PROVED, ids=str)
@@ -247,7 +251,7 @@ def test_a_16_bit_sum_of_four_ranks_is_held_to_what_its_order_makes_of_it(prepar
 
 def halved():
     """In every rank: a bug of a factor."""
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     finish = Buckets.finish
 
@@ -262,7 +266,7 @@ def options(context):
     """Frozen and unused parameters, and no overlap: what leaves when, and the gradients."""
     from torch import distributed, nn
 
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     torch.manual_seed(0)
     module = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))

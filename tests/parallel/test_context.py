@@ -13,13 +13,13 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.blocks import Sight, places, rectangles
-from meshwright.parallel.context import is_zigzag, runs_of
-from meshwright.verify.compare import compare
-from meshwright.verify.fold import small_copy
-from meshwright.verify.prove import prove
-from meshwright.verify.records import Job
-from meshwright.verify.trace import record
+from meshwright.parallel.context.blocks import Sight, places, rectangles
+from meshwright.parallel.context.sequence import is_zigzag, runs_of
+from meshwright.proof.compare import compare
+from meshwright.proof.fold import small_copy
+from meshwright.proof.prove import prove
+from meshwright.proof.records import Job
+from meshwright.proof.trace import record
 
 SEQ = 24
 WORKLOAD = Workload(batch=8, seq=SEQ)
@@ -50,8 +50,8 @@ def functions(context):
     """Largest error of output and gradients of every kind and case on this rank."""
     from torch import distributed
 
-    from meshwright.parallel import blocks
-    from meshwright.parallel.context import gather_attention, part_of, ring_attention, ulysses_attention
+    from meshwright.parallel.context import blocks
+    from meshwright.parallel.context.sequence import gather_attention, part_of, ring_attention, ulysses_attention
 
     group, worst = distributed.group.WORLD, {}
 
@@ -79,8 +79,13 @@ def functions(context):
                 compare(f"{name} {tile}", case, *case, call)
     ranks_ = context.world
     many = SEQ * ranks_  # as many heads a rank as tokens
-    for heads, keys, causal in ((2 * ranks_, 1, True), (ranks_, ranks_, False), (4 * ranks_, 2 * ranks_, True),
-                                (many, 2 * ranks_, True), (2 * many, many, True)):  # fmt: skip
+    for heads, keys, causal in (
+        (2 * ranks_, 1, True),
+        (ranks_, ranks_, False),
+        (4 * ranks_, 2 * ranks_, True),
+        (many, 2 * ranks_, True),
+        (2 * many, many, True),
+    ):
         call = lambda q, k, v, causal=causal: ulysses_attention(q, k, v, group, causal)  # noqa: E731
         compare("ulysses", (heads, keys, causal), heads, keys, causal, False, 0, call)
     return worst
@@ -114,7 +119,7 @@ def plain_backward(slope, q, k, v, output, total, triangle):
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
     """All ranks of a ring in turn, in one process, on a kernel in place of tiles."""
-    from meshwright.parallel import blocks, kernels
+    from meshwright.parallel.context import blocks, kernels
 
     calls = []
     kernel = kernels.Kernel(plain_forward, plain_backward)
@@ -144,7 +149,7 @@ def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
 
 
 def test_torch_still_has_the_kernels_by_their_private_names():
-    from meshwright.parallel import kernels
+    from meshwright.parallel.context import kernels
 
     assert kernels._has("cudnn")
     assert kernels._has("flash")
@@ -169,8 +174,8 @@ class Largest(TorchDispatchMode):
 def sizes(context, seq):
     from torch import distributed
 
-    from meshwright.parallel import blocks
-    from meshwright.parallel.context import gather_attention, ring_attention
+    from meshwright.parallel.context import blocks
+    from meshwright.parallel.context.sequence import gather_attention, ring_attention
 
     blocks.TILE, found = 1, []  # a row at a time
     for function in (ring_attention, gather_attention):
@@ -191,13 +196,15 @@ def test_no_scores_of_the_whole_sequence_and_in_a_ring_no_keys_of_it_either():
 def wrong_calls(context):
     from torch import distributed
 
-    from meshwright.parallel.context import gather_attention, ring_attention, ulysses_attention
+    from meshwright.parallel.context.sequence import gather_attention, ring_attention, ulysses_attention
 
     told = []
     for call, query, key in (
-        (ring_attention, (1, 2, 3, 4), (1, 2, 3, 4)), (ulysses_attention, (1, 3, 4, 4), (1, 3, 4, 4)),
-        (ring_attention, (1, 2, 4, 4), (1, 2, 6, 4)), (gather_attention, (1, 3, 4, 4), (1, 2, 4, 4)),
-    ):  # fmt: skip
+        (ring_attention, (1, 2, 3, 4), (1, 2, 3, 4)),
+        (ulysses_attention, (1, 3, 4, 4), (1, 3, 4, 4)),
+        (ring_attention, (1, 2, 4, 4), (1, 2, 6, 4)),
+        (gather_attention, (1, 3, 4, 4), (1, 2, 4, 4)),
+    ):
         q, k = random(query, 0), random(key, 1)
         with pytest.raises(MeshwrightError) as error:
             call(q, k, k, distributed.group.WORLD)
@@ -323,9 +330,15 @@ def proof_of(plan, model=None, prepare=""):
 
 @pytest.mark.parametrize(
     "plan",
-    [{"cp": 3}, {"cp": 2, **GATHER, "zero": 3}, {"cp": 2, **ULYSSES, "recompute": "selective"},
-     {"cp": 2, "tp": 2, "sp": True, "recompute": "selective"}, {"cp": 2, "recompute": "full"}, {"cp": 2, "shard": 2, "zero": 2}],
-)  # fmt: skip
+    [
+        {"cp": 3},
+        {"cp": 2, **GATHER, "zero": 3},
+        {"cp": 2, **ULYSSES, "recompute": "selective"},
+        {"cp": 2, "tp": 2, "sp": True, "recompute": "selective"},
+        {"cp": 2, "recompute": "full"},
+        {"cp": 2, "shard": 2, "zero": 2},
+    ],
+)
 def test_what_is_issued_is_what_is_lowered(plan):
     proof = proof_of(plan)
     assert proof.passed
@@ -357,7 +370,7 @@ def test_small_copies_keep_every_context_legal(kind):
 
 def wrong_offset():
     """Every rank believes to hold the start of the sequence."""
-    from meshwright.parallel import context
+    from meshwright.parallel.context import sequence as context
 
     put_on = context.put_on
 
@@ -371,7 +384,7 @@ def wrong_offset():
 
 def no_sync_without_dp():
     """Gradients reduced over dp, which has one rank, though cp has two with different tokens."""
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     start = Buckets.__init__
     Buckets.__init__ = lambda self, module, group, *rest, **options: start(self, module, None, *rest, **options)
@@ -379,7 +392,7 @@ def no_sync_without_dp():
 
 def own_tokens_only():
     """The loss divided by the tokens of one rank's part of the sequence."""
-    from meshwright.train.loop import Trainer
+    from meshwright.training.loop import Trainer
 
     summed = Trainer.summed
     Trainer.summed = lambda self, values, axis: values if axis == "dp_cp" else summed(self, values, axis)
@@ -387,9 +400,13 @@ def own_tokens_only():
 
 @pytest.mark.parametrize(
     ("bug", "model", "what"),
-    [("wrong_offset", {}, "loss"), ("wrong_offset", {"positions": "learned"}, "loss"), ("no_sync_without_dp", {}, "gradient"),
-     ("own_tokens_only", {}, "loss")],
-)  # fmt: skip
+    [
+        ("wrong_offset", {}, "loss"),
+        ("wrong_offset", {"positions": "learned"}, "loss"),
+        ("no_sync_without_dp", {}, "gradient"),
+        ("own_tokens_only", {}, "loss"),
+    ],
+)
 def test_a_bug_of_context_parallelism_is_caught(bug, model, what):
     proof = proof_of({"cp": 2}, model, bug)
     assert not proof.parity

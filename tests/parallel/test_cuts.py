@@ -8,16 +8,22 @@ from torch import nn
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.cuts import Cut, boundaries, cut_out, fused_cuts, parts_of
+from meshwright.parallel.tensor.cuts import Cut, boundaries, cut_out, fused_cuts, parts_of
 
 
 @pytest.mark.parametrize(
     ("kind", "said", "rank", "world", "expected"),
-    [("heads", "4,2,2", 0, 2, [(0, 12, 1), (24, 6, 1), (36, 6, 1)]), ("heads", "4,2,2", 1, 2, [(12, 12, 1), (30, 6, 1), (42, 6, 1)]),
-     ("heads", "4,2,2", 1, 4, [(6, 6, 1), (24, 6, 2), (36, 6, 2)]), ("heads", "4,2,2", 2, 4, [(12, 6, 1), (30, 6, 2), (42, 6, 2)]),
-     ("heads", "6,1,1", 1, 2, [(18, 18, 1), (36, 6, 2), (42, 6, 2)]), ("column", "1,1", 1, 4, [(6, 6, 1), (30, 6, 1)]),
-     ("column", "2,1", 0, 2, [(0, 16, 1), (32, 8, 1)]), ("column", "3", 2, 3, [(32, 16, 1)])],
-)  # fmt: skip
+    [
+        ("heads", "4,2,2", 0, 2, [(0, 12, 1), (24, 6, 1), (36, 6, 1)]),
+        ("heads", "4,2,2", 1, 2, [(12, 12, 1), (30, 6, 1), (42, 6, 1)]),
+        ("heads", "4,2,2", 1, 4, [(6, 6, 1), (24, 6, 2), (36, 6, 2)]),
+        ("heads", "4,2,2", 2, 4, [(12, 6, 1), (30, 6, 2), (42, 6, 2)]),
+        ("heads", "6,1,1", 1, 2, [(18, 18, 1), (36, 6, 2), (42, 6, 2)]),
+        ("column", "1,1", 1, 4, [(6, 6, 1), (30, 6, 1)]),
+        ("column", "2,1", 0, 2, [(0, 16, 1), (32, 8, 1)]),
+        ("column", "3", 2, 3, [(32, 16, 1)]),
+    ],
+)
 def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
     cuts = fused_cuts("w", 1, 48, kind, said, world, rank)
     assert [(cut.start, cut.length, cut.copies) for cut in cuts] == expected
@@ -29,10 +35,19 @@ def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
         assert torch.equal(part, whole[:, at : at + n])
 
 
-@pytest.mark.parametrize(("kind", "said", "code"), [
-    ("column", "1,0", "005"), ("column", "5,2", "005"), ("heads", "a,1", "005"), ("column", "", "005"),
-    ("heads", "2,3,3", "002"), ("heads", "2,1,1", "002"), ("column", "5,3", "002"), ("heads", "8,3,1", "002"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "said", "code"),
+    [
+        ("column", "1,0", "005"),
+        ("column", "5,2", "005"),
+        ("heads", "a,1", "005"),
+        ("column", "", "005"),
+        ("heads", "2,3,3", "002"),
+        ("heads", "2,1,1", "002"),
+        ("column", "5,3", "002"),
+        ("heads", "8,3,1", "002"),
+    ],
+)
 def test_parts_that_do_not_fill_it_or_do_not_divide_are_told(kind, said, code):
     with pytest.raises(MeshwrightError, match=f"MW-TP-{code}"):
         fused_cuts("w", 0, 48, kind, said, 4, 0)
@@ -68,8 +83,16 @@ class Gated(nn.Module):
         return self.down(torch.tanh(gate) * up)
 
 
-TABLE = (("norm", "between"), ("attend", "region"), ("attend", "counts:heads,kv_heads"), ("attend.qkv", "heads:4,2,2"),
-         ("attend.o", "row"), ("gated", "region"), ("gated.both", "column:1,1"), ("gated.down", "row"))  # fmt: skip
+TABLE = (
+    ("norm", "between"),
+    ("attend", "region"),
+    ("attend", "counts:heads,kv_heads"),
+    ("attend.qkv", "heads:4,2,2"),
+    ("attend.o", "row"),
+    ("gated", "region"),
+    ("gated.both", "column:1,1"),
+    ("gated.down", "row"),
+)
 
 
 def network():
@@ -86,7 +109,7 @@ def divided(context):
     """Of two ranks and of four, with and without sequence parallelism: the largest differences from one device."""
     from torch import distributed
 
-    from meshwright.parallel.tensor import split
+    from meshwright.parallel.tensor.split import split
 
     pairs = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
     out = []
@@ -134,7 +157,7 @@ def test_fused_projections_divided_compute_what_one_device_computes(case):
 
 
 def test_a_whole_parameter_has_no_cut():
-    from meshwright.parallel.cuts import Split
+    from meshwright.parallel.tensor.cuts import Split
 
     done = Split(None, cuts={"a": Cut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", 2, 1)})
     assert [len(done.cuts_of(n)) for n in "abc"] == [1, 2, 0]

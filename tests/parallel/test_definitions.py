@@ -6,11 +6,11 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.compress import Cast, Quantised, Running, make
-from meshwright.parallel.emulation import perform, run_together
-from meshwright.parallel.powersgd import PowerSGD
-from meshwright.parallel.scatter import CompressedScatter, chunked, columns_of, managed, put_together
-from meshwright.parallel.sparse import RandomK, Threshold, TopK, kept
+from meshwright.parallel.numerics.compress.compressors import Cast, Quantised, Running, make
+from meshwright.parallel.numerics.compress.powersgd import PowerSGD
+from meshwright.parallel.numerics.compress.scatter import CompressedScatter, chunked, columns_of, managed, put_together
+from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, kept
+from meshwright.proof.emulation.lossy_sum import perform, run_together
 
 RANKS = 3
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -32,8 +32,10 @@ def asked_for(compressors, given, scattered, index=0):
     layout, seen = shapes(scattered), []
     out = torch.zeros(RANKS, given[0].shape[-1], dtype=given[0].dtype)
     messages = [g.clone() for g in given]
-    steps = [c.scatter(index, given[r], layout, r, out[r]) if scattered else c.reduce(index, messages[r], layout, r, RANKS)
-             for r, c in enumerate(compressors)]  # fmt: skip
+    steps = [
+        c.scatter(index, given[r], layout, r, out[r]) if scattered else c.reduce(index, messages[r], layout, r, RANKS)
+        for r, c in enumerate(compressors)
+    ]
     while requests := [asked for step in steps if (asked := next(step, None)) is not None]:
         seen.append((requests[0].operation, max(requests[0].out.nbytes, requests[0].given.nbytes)))
         perform(requests)
@@ -72,9 +74,14 @@ def above(x, factor):
 
 @pytest.mark.parametrize(
     ("name", "sent"),
-    [("bf16", lambda x: x.bfloat16().double()), ("int8", lambda x: rounded(x, 127)), ("int4", lambda x: rounded(x, 7)),
-     ("top-k", lambda x: largest(x, 2)), ("threshold", lambda x: above(x, 1.5))],
-)  # fmt: skip
+    [
+        ("bf16", lambda x: x.bfloat16().double()),
+        ("int8", lambda x: rounded(x, 127)),
+        ("int4", lambda x: rounded(x, 7)),
+        ("top-k", lambda x: largest(x, 2)),
+        ("threshold", lambda x: above(x, 1.5)),
+    ],
+)
 def test_an_owner_has_the_sum_of_what_all_sent_it(name, sent):
     """Of 15 columns, an odd number; and in a second step of what the first has kept back."""
     compressors, given = [make(name, **OPTIONS) for _ in range(2)], [numbers(2, 15, seed=r) for r in range(2)]
@@ -101,9 +108,17 @@ def test_a_quantised_sum_is_rounded_by_its_owner_and_told_to_all(kind, levels):
 
 
 @pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize("make_one", [lambda on: Cast(torch.float16, on), lambda on: Quantised("int8", on), lambda on: TopK(0.1, on),
-                                      lambda on: Threshold(1.5, on), lambda on: RandomK(0.1, 3, on),
-                                      lambda on: PowerSGD(2, 3, on)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make_one",
+    [
+        lambda on: Cast(torch.float16, on),
+        lambda on: Quantised("int8", on),
+        lambda on: TopK(0.1, on),
+        lambda on: Threshold(1.5, on),
+        lambda on: RandomK(0.1, 3, on),
+        lambda on: PowerSGD(2, 3, on),
+    ],
+)
 def test_feedback_keeps_what_is_lost_and_without_it_nothing_is_kept(make_one, scattered):
     shape = (RANKS, 14) if scattered else (35,)
     for on in (True, False):

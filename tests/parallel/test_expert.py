@@ -10,10 +10,10 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
-from meshwright.verify import prove as proof
-from meshwright.verify.compare import compare
-from meshwright.verify.records import Job
-from meshwright.verify.trace import record
+from meshwright.proof import prove as proof
+from meshwright.proof.compare import compare
+from meshwright.proof.records import Job
+from meshwright.proof.trace import record
 
 WORKLOAD = Workload(batch=8, seq=8)
 STEPS = 2
@@ -128,9 +128,11 @@ def test_micro_batches_in_flight_together_are_counted_together(router):
 @pytest.mark.parametrize("router", [{"capacity": 0.5, "aux": 0.1}, {"choice": "expert", "capacity": 1.5}])
 def test_a_router_that_is_described_is_proved_and_sends_what_is_lowered(router):
     config = Config.from_parts(
-        MODELS["mixtral"].but(router=router), "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
+        MODELS["mixtral"].but(router=router),
+        "laptop",
+        workload={"batch": 8, "seq": 8, "precision": "fp32"},
         plan={"replicate": 2, "ep": 2, "microbatch": 2, "recompute": "full"},
-    )  # fmt: skip
+    )
     found = proof.prove(config, ranks=2, steps=2)
     assert found.small.model.router.capacity == router["capacity"]
     assert found.passed, (found.agreements[0].breaks[:2], [row for _, row in found.rows if row.unexplained])
@@ -170,13 +172,13 @@ def gradients_not_summed():
 
 
 def statistics_of_one_rank():
-    from meshwright.parallel.expert import Spread
+    from meshwright.parallel.expert.dispatch import Spread
 
     Spread.summed = lambda self, values: values
 
 
 def answers_in_another_order():
-    from meshwright.parallel.expert import Journey
+    from meshwright.parallel.expert.dispatch import Journey
 
     plain = Journey.back
     Journey.back = lambda self, answers: plain(self, answers).flip(0)
@@ -188,13 +190,17 @@ def bias_added_by_every_rank():
     GroupedLinear.bias_share = property(lambda self: 1.0, lambda self, value: None)
 
 
-@pytest.mark.parametrize(("bug", "name", "said", "router"), [
-    (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
-    (gradients_not_summed, "mixtral", {"tp": 2, "expert_tp": 1}, ""),
-    (statistics_of_one_rank, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, "losses"),
-    (answers_in_another_order, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
-    (bias_added_by_every_rank, "qwen", {"tp": 2}, ""),
-], ids=lambda value: getattr(value, "__name__", None))  # fmt: skip
+@pytest.mark.parametrize(
+    ("bug", "name", "said", "router"),
+    [
+        (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
+        (gradients_not_summed, "mixtral", {"tp": 2, "expert_tp": 1}, ""),
+        (statistics_of_one_rank, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, "losses"),
+        (answers_in_another_order, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
+        (bias_added_by_every_rank, "qwen", {"tp": 2}, ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_a_bug_is_caught(bug, name, said, router):
     traces = many(name, said, router, prepare=f"{__name__}:{bug.__name__}")
     assert compare(one_device(name, router), traces).breaks
@@ -208,7 +214,7 @@ def journeys(context):
     import torch
     from torch import distributed
 
-    from meshwright.parallel.expert import all_to_all
+    from meshwright.parallel.expert.dispatch import all_to_all
 
     sizes = [[0, 3, 1], [2, 0, 0], [0, 0, 0]]  # rows from rank to rank: the last sends none, the first gets few
     rank, group = context.rank, distributed.group.WORLD
@@ -235,9 +241,9 @@ def shared_between(context, overlap):
     import torch
 
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.expert import Flight
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.parallel.expert.dispatch import Flight
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     log = []
     start, wait = Flight.start, Flight.wait

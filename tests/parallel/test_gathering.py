@@ -5,15 +5,26 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.gathering import Gathering, check_apart, fitting, gather_ahead, grouped, size_of
+from meshwright.parallel.data.gathering import Gathering, check_apart, fitting, gather_ahead, grouped, size_of
 
 
 @pytest.mark.parametrize(
     ("at", "step", "most", "limit", "expected"),
-    [(0, 1, 2, 99, [1, 2]), (0, 1, 9, 99, [1, 2, 3]), (0, 1, 0, 99, []), (3, 1, 2, 99, []), (2, 1, 2, 99, [3]),
-     (3, -1, 2, 99, [2, 1]), (1, -1, 3, 99, [0]), (0, -1, 3, 99, []),
-     (0, 1, 3, 9, [1, 2]), (0, 1, 3, 8, [1]), (0, 1, 3, 6, []), (3, -1, 3, 6, [2, 1])],
-)  # fmt: skip
+    [
+        (0, 1, 2, 99, [1, 2]),
+        (0, 1, 9, 99, [1, 2, 3]),
+        (0, 1, 0, 99, []),
+        (3, 1, 2, 99, []),
+        (2, 1, 2, 99, [3]),
+        (3, -1, 2, 99, [2, 1]),
+        (1, -1, 3, 99, [0]),
+        (0, -1, 3, 99, []),
+        (0, 1, 3, 9, [1, 2]),
+        (0, 1, 3, 8, [1]),
+        (0, 1, 3, 6, []),
+        (3, -1, 3, 6, [2, 1]),
+    ],
+)
 def test_units_that_fit_beside_the_one_at_work(at, step, most, limit, expected):
     assert fitting([4, 3, 2, 1], at, step, most, limit) == expected
 
@@ -38,13 +49,18 @@ SIZES = [4 * width**2 for width in WIDTHS]
 
 @pytest.mark.parametrize(
     ("said", "forward", "backward"),
-    [({}, None, None), ({"forward": 1}, [[3], [2], []], None), ({"forward": 2}, [[3, 2], [2], []], None),
-     ({"forward": 0}, [[], [], []], None),
-     ({"backward": 1}, None, [[4], [4], [3]]),  # the first has none before it and names itself: nothing is gathered
-     ({"backward": 0}, None, [[4], [3], [2]]), ({"limit": 1e9}, [[], [], []], [[4], [4], [3]]),
-     ({"limit": SIZES[0] + SIZES[1], "forward": 2, "backward": 2}, [[3], [2], []], [[4], [4], [3]]),
-     ({"limit": SIZES[0]}, [[], [], []], [[4], [3], [3]])],
-)  # fmt: skip
+    [
+        ({}, None, None),
+        ({"forward": 1}, [[3], [2], []], None),
+        ({"forward": 2}, [[3, 2], [2], []], None),
+        ({"forward": 0}, [[], [], []], None),
+        ({"backward": 1}, None, [[4], [4], [3]]),  # the first has none before it and names itself: nothing is gathered
+        ({"backward": 0}, None, [[4], [3], [2]]),
+        ({"limit": 1e9}, [[], [], []], [[4], [4], [3]]),
+        ({"limit": SIZES[0] + SIZES[1], "forward": 2, "backward": 2}, [[3], [2], []], [[4], [4], [3]]),
+        ({"limit": SIZES[0]}, [[], [], []], [[4], [3], [3]]),
+    ],
+)
 def test_each_unit_is_told_whom_to_gather_ahead_as_far_as_they_fit_beside_it(said, forward, backward):
     units = [[Unit(width), Unit(1)] for width in WIDTHS]
     gather_ahead(units, SIZES, Gathering(**said))

@@ -13,7 +13,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
-from meshwright.verify.prove import prove
+from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
 SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
@@ -22,10 +22,10 @@ SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
 def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
-    from meshwright.train.observe import Observer
-    from meshwright.train.records import Settings
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
+    from meshwright.training.observe import Observer
+    from meshwright.training.records import Settings
 
     parallel = apply(MODEL, plan.but(average_every=every), workload, context.rank, dtype=torch.float64)
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0), Settings(learning_rate=0.5, warmup=1))
@@ -65,7 +65,7 @@ def averaged(context, every):
     """A module of one's own: each replica adds a number of its own a step."""
     from torch import distributed
 
-    from meshwright.parallel.localsgd import Average
+    from meshwright.parallel.data.local_sgd import Average
 
     module = torch.nn.Linear(3, 2).double()
     torch.nn.init.constant_(module.weight, 1.0)
@@ -100,8 +100,9 @@ def test_replicas_that_need_each_other_are_refused(plan):
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}])
 def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
     """AdamW and clipping, each replica its own; two steps apart, then the average."""
-    config = Config.from_parts(MODEL, "laptop", plan={**plan, "average_every": 8},
-                               workload={"batch": 8, "seq": 8, "precision": "fp32"})  # fmt: skip
+    config = Config.from_parts(
+        MODEL, "laptop", plan={**plan, "average_every": 8}, workload={"batch": 8, "seq": 8, "precision": "fp32"}
+    )
     proof = prove(config, ranks=4, steps=3)
     assert proof.small.plan.average_every == 2
     assert proof.passed, (proof.agreements[0].breaks[:3], [row for _, row in proof.rows if row.unexplained])

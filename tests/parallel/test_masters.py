@@ -6,9 +6,17 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.localsgd import Average
+from meshwright.parallel.data.local_sgd import Average
+from meshwright.parallel.numerics.precision import (
+    LossScale,
+    Masters,
+    at_least_single,
+    cast,
+    masters_of,
+    narrow,
+    unscale,
+)
 from meshwright.parallel.pieces import Piece
-from meshwright.parallel.precision import LossScale, Masters, at_least_single, cast, masters_of, narrow, unscale
 
 
 def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
@@ -22,12 +30,18 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
 
 @pytest.mark.parametrize(
     ("dtype", "sums", "said", "wide"),
-    [(torch.bfloat16, torch.float32, {}, torch.float32), (torch.float16, None, {}, torch.float32), (torch.float32, None, {}, None),
-     (torch.bfloat16, None, {"master": False}, None), (torch.bfloat16, torch.float32, {"master": False}, torch.bfloat16),
-     (torch.float64, None, {"offload": "states"}, torch.float64), (torch.bfloat16, None, {"offload": "both"}, torch.float32),
-     (torch.float32, None, {"offload": "activations"}, None)],
+    [
+        (torch.bfloat16, torch.float32, {}, torch.float32),
+        (torch.float16, None, {}, torch.float32),
+        (torch.float32, None, {}, None),
+        (torch.bfloat16, None, {"master": False}, None),
+        (torch.bfloat16, torch.float32, {"master": False}, torch.bfloat16),
+        (torch.float64, None, {"offload": "states"}, torch.float64),
+        (torch.bfloat16, None, {"offload": "both"}, torch.float32),
+        (torch.float32, None, {"offload": "activations"}, None),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_masters_are_there_where_parameters_are_narrow_or_away(dtype, sums, said, wide):
     """Or where gradients are wider than an optimizer would take; of a parameter that is not trained it does not matter."""
     made = masters_of([piece([1.0], dtype, trained=False), piece([1.0], dtype, sums)], Plan(**said))
@@ -84,9 +98,11 @@ def test_what_is_narrow_and_what_is_cast():
     ]
     assert [at_least_single(d) for d in (torch.float16, torch.float64)] == [torch.float32, torch.float64]
     for parameters, buffers, expected in (
-        (None, None, (torch.float32, torch.float32)), (torch.float64, None, (torch.float64, torch.float64)),
-        (None, torch.float64, (torch.float32, torch.float64)), (torch.bfloat16, torch.float32, (torch.bfloat16, torch.float32)),
-    ):  # fmt: skip
+        (None, None, (torch.float32, torch.float32)),
+        (torch.float64, None, (torch.float64, torch.float64)),
+        (None, torch.float64, (torch.float32, torch.float64)),
+        (torch.bfloat16, torch.float32, (torch.bfloat16, torch.float32)),
+    ):
         module = cast(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), parameters, buffers)
         assert (module[0].weight.dtype, module[1].running_mean.dtype) == expected
         assert module[1].num_batches_tracked.dtype == torch.int64

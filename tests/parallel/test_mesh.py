@@ -27,8 +27,10 @@ def groups(context, plans):
     for plan in plans:
         mesh = Mesh(Layout(plan), context.rank)
         found = {axis: mesh.group(axis) for axis in AXES}
-        told = {a: (mesh.index(a) if a != "world" else context.rank, g and distributed.get_process_group_ranks(g))
-                for a, g in found.items()}  # fmt: skip
+        told = {
+            a: (mesh.index(a) if a != "world" else context.rank, g and distributed.get_process_group_ranks(g))
+            for a, g in found.items()
+        }
         ends = mesh.ends
         told["ends"] = (0, ends and distributed.get_process_group_ranks(ends))
         told["sharding"] = mesh.sharding().mesh_dim_names if plan.shard > 1 else ()

@@ -9,9 +9,9 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.parallel import offload
+from meshwright.parallel.data import offload
 from meshwright.parallel.recompute import recompute
-from meshwright.verify.prove import prove
+from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32)
 
@@ -84,7 +84,7 @@ def bytes_of_a_region(context):
     """What a sequence-parallel region of one product and one activation sends down, and its input's gradient."""
     from torch import distributed
 
-    from meshwright.parallel.tensor import split
+    from meshwright.parallel.tensor.split import split
 
     torch.manual_seed(0)
     pair = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
@@ -108,8 +108,8 @@ def test_of_a_sequence_parallel_region_the_share_goes_and_what_it_computed():
 
 def states_crossed(context, plan, workload, dtype):
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, workload, context.rank, dtype=getattr(torch, dtype))
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0))
@@ -130,9 +130,12 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, cross
 
 @pytest.mark.parametrize(
     "plan",
-    [{"offload": "both", "shard": 2, "zero": 3, "recompute": "full"}, {"offload": "both", "pp": 2, "schedule": "zb-h1"},
-     {"offload": "activations", "tp": 2, "sp": True}],
-)  # fmt: skip
+    [
+        {"offload": "both", "shard": 2, "zero": 3, "recompute": "full"},
+        {"offload": "both", "pp": 2, "schedule": "zb-h1"},
+        {"offload": "activations", "tp": 2, "sp": True},
+    ],
+)
 def test_a_plan_with_it_trains_what_one_device_trains(plan):
     model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}
     config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan=plan)

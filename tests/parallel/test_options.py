@@ -13,7 +13,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
-from meshwright.verify.prove import prove
+from meshwright.proof.prove import prove
 
 LAYERS = 6
 
@@ -59,7 +59,7 @@ def sharded(context, options):
     and backward."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from meshwright.parallel.gathering import Gathering, shard
+    from meshwright.parallel.data.gathering import Gathering, shard
 
     module = Own()
     units = shard(module, init_device_mesh("cpu", (context.world,)), list(module.body), Gathering(**options))
@@ -94,9 +94,15 @@ def alone(world):
 
 @pytest.mark.parametrize(
     ("options", "sizes"),
-    [({}, [1] * 6), ({"layers": 4}, [4, 2]), ({"layers": 0}, []), ({"reshard": False}, [1] * 6),
-     ({"forward": 2, "backward": 3}, [1] * 6), ({"forward": 0, "backward": 0}, [1] * 6)],
-)  # fmt: skip
+    [
+        ({}, [1] * 6),
+        ({"layers": 4}, [4, 2]),
+        ({"layers": 0}, []),
+        ({"reshard": False}, [1] * 6),
+        ({"forward": 2, "backward": 3}, [1] * 6),
+        ({"forward": 0, "backward": 0}, [1] * 6),
+    ],
+)
 def test_units_are_wrapped_and_gathered_ahead_as_asked(options, sizes):
     for made, ahead, _, gradients in ranks.run(2, sharded, options):
         assert made == sizes
@@ -129,7 +135,7 @@ def replicated(context, options, orders, used):
     """Flat gradients of each step; how many messages had left before backward was through."""
     from torch import distributed
 
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     module = Own()
     buckets = Buckets(module, distributed.group.WORLD, 600.0, **options)
@@ -184,8 +190,9 @@ PROVED = [
 
 @pytest.mark.parametrize("plan", PROVED, ids=str)
 def test_a_plan_says_them_and_is_proved(plan):
-    config = Config.from_parts(MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"},
-                               plan={**plan, "bucket": 4e3})  # fmt: skip
+    config = Config.from_parts(
+        MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan={**plan, "bucket": 4e3}
+    )
     proof = prove(config, ranks=4, steps=2)
     assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
 
@@ -193,8 +200,10 @@ def test_a_plan_says_them_and_is_proved(plan):
 def test_wider_units_are_fewer_messages_and_more_memory():
     plans = [Plan(shard=4, zero=3, wrap=n) for n in (1, 2, 0)]
     program = step_program(MODEL, plans, Workload(batch=8, seq=8))
-    gathers = {kind: next(op for op in program.blocks[kind, "F"] if op.name == "gather-weights")
-               for kind in ("embedding", "dense", "head")}  # fmt: skip
+    gathers = {
+        kind: next(op for op in program.blocks[kind, "F"] if op.name == "gather-weights")
+        for kind in ("embedding", "dense", "head")
+    }
     for gather in gathers.values():  # of a message that several share, each has its part
         assert (gather.count * gather.message_bytes).tolist() == pytest.approx([gather.message_bytes[0]] * 3)
     messages = sum(gather.count * (4 if kind == "dense" else 1) for kind, gather in gathers.items())

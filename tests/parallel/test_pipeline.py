@@ -20,8 +20,8 @@ def order_run(context, plan, workload):
     """The actions torch really performs on this rank, as (stage, kind, micro-batch)."""
     from meshwright.parallel.apply import apply
     from meshwright.parallel.pipeline import Stage
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     log = []
     forward, backward, weight = Stage.forward_one_chunk, Stage.backward_one_chunk, Stage.backward_weight_one_chunk
@@ -121,9 +121,9 @@ def own_stages(context, schedule, virtual):
     from torch import nn
 
     from meshwright.describe.layout import Layout
+    from meshwright.parallel.data.zero import Alone
     from meshwright.parallel.mesh import Mesh
     from meshwright.parallel.pipeline import Pipeline, Stage
-    from meshwright.parallel.zero import Alone
 
     def parts(*, frozen=(), empty=()):
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ from torch import nn
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.plain import check_plain, output_dim, product
+from meshwright.parallel.tensor.plain import check_plain, output_dim, product
 
 
 class Halved(nn.Linear):
@@ -50,8 +50,17 @@ def test_a_weight_may_lie_the_other_way():
         assert torch.equal(product(part, x), part(x))
 
 
-@pytest.mark.parametrize("part", [nn.Linear(4, 6), nn.Linear(4, 6, bias=False, dtype=torch.bfloat16), Spelled(4, 6), nn.Embedding(2, 3),
-                                  nn.Linear(4, 6, device="meta"), Conv1D("meta")])  # fmt: skip
+@pytest.mark.parametrize(
+    "part",
+    [
+        nn.Linear(4, 6),
+        nn.Linear(4, 6, bias=False, dtype=torch.bfloat16),
+        Spelled(4, 6),
+        nn.Embedding(2, 3),
+        nn.Linear(4, 6, device="meta"),
+        Conv1D("meta"),
+    ],
+)
 def test_a_product_is_taken_for_one(part):
     check_plain("part", part)
 
@@ -68,7 +77,7 @@ def pair(context, seeds, drop, frozen):
     """Two products split over two ranks, with a norm between that is trained only after the split."""
     from torch import distributed
 
-    from meshwright.parallel.tensor import split
+    from meshwright.parallel.tensor.split import split
 
     torch.manual_seed(0)
     norm = nn.LayerNorm(8, dtype=torch.float64).requires_grad_(not frozen)

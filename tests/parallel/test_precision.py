@@ -11,9 +11,9 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.parallel import fp8, fp8_grouped
-from meshwright.parallel.precision import LossScale, cast
-from meshwright.verify.prove import prove
+from meshwright.parallel.numerics import fp8, fp8_grouped
+from meshwright.parallel.numerics.precision import LossScale, cast
+from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32, ffn_bias=True)
 WORKLOAD = Workload(batch=4, seq=4, precision="fp32", optimizer="momentum")
@@ -26,8 +26,8 @@ def trained(context, plan, workload, dtype, steps=2, break_at=None):
     `break_at` makes one gradient of the last rank infinite in that step.
     """
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, workload, context.rank, dtype=DTYPES[dtype])
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0))
@@ -47,8 +47,15 @@ def trained(context, plan, workload, dtype, steps=2, break_at=None):
     masters = {p.name: p.local.detach().double().numpy().copy() for p in wide}
     rounded = {p.name: p.local.detach().double().numpy().copy() for p in parallel.pieces}
     kinds = {str(p.local.dtype) for p in parallel.pieces}, {str(p.gradient.dtype) for p in parallel.pieces}
-    return {"masters": masters, "rounded": rounded, "losses": [r.loss for r in records], "scales": scales,
-            "taken": [r.taken for r in records], "history": history, "kinds": kinds}  # fmt: skip
+    return {
+        "masters": masters,
+        "rounded": rounded,
+        "losses": [r.loss for r in records],
+        "scales": scales,
+        "taken": [r.taken for r in records],
+        "history": history,
+        "kinds": kinds,
+    }
 
 
 def same(one, other):
@@ -206,8 +213,12 @@ def test_fp8_of_experts_is_within_its_bounds_whoever_is_together():
 
 @pytest.mark.parametrize("plan", FP8_EXPERTS, ids=str)
 def test_fp8_experts_divided_are_fp8_experts_on_one_device(plan):
-    config = Config.from_parts(MODEL.but(layers=4, heads=4, kv_heads=2, **EXPERTS), "laptop", plan=plan,
-                               workload={"batch": 4, "seq": 8, "precision": "fp8"})  # fmt: skip
+    config = Config.from_parts(
+        MODEL.but(layers=4, heads=4, kv_heads=2, **EXPERTS),
+        "laptop",
+        plan=plan,
+        workload={"batch": 4, "seq": 8, "precision": "fp8"},
+    )
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.workload.precision == "fp8"
     assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
@@ -219,8 +230,9 @@ def test_fp8_divided_is_fp8_on_one_device(plan):
     """A scale a shard would round otherwise: ranks agree on the largest of what they hold parts of."""
     if plan.get("schedule") == "zb-h1" and torch.__version__ < TorchVersion("2.13"):
         pytest.skip("refused before torch 2.13")
-    config = Config.from_parts(MODEL.but(layers=4, kv_heads=2), "laptop", plan=plan,
-                               workload={"batch": 4, "seq": 8, "precision": "fp8"})  # fmt: skip
+    config = Config.from_parts(
+        MODEL.but(layers=4, kv_heads=2), "laptop", plan=plan, workload={"batch": 4, "seq": 8, "precision": "fp8"}
+    )
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.workload.precision == "fp8"
     assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])

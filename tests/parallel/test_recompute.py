@@ -28,9 +28,9 @@ from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
-from meshwright.planner import lint
-from meshwright.verify.fold import small_copy
-from meshwright.verify.prove import prove
+from meshwright.planner.advice.lint import lint
+from meshwright.proof.fold import small_copy
+from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)
 WORKLOAD = Workload(batch=2, seq=8, precision="fp32")
@@ -195,8 +195,9 @@ def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan
     shape = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "ffn_bias": True}
     if model.get("kind") == "mlp":
         shape = {"hidden": 16, "layers": 4, "ffn_bias": True}
-    config = Config.from_parts({**shape, **model}, "laptop", plan=plan,
-                               workload={"batch": 8, "seq": 8, "precision": "fp32"})  # fmt: skip
+    config = Config.from_parts(
+        {**shape, **model}, "laptop", plan=plan, workload={"batch": 8, "seq": 8, "precision": "fp32"}
+    )
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.plan.recompute == plan["recompute"]
     assert proof.small.plan.recompute_every == plan.get("recompute_every", 1)

@@ -6,7 +6,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.supported import check_supported
-from meshwright.parallel.tables import LLAMA, TABLES, phi3, table_of
+from meshwright.parallel.tensor.tables import LLAMA, TABLES, phi3, table_of
 
 MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)
 
@@ -22,12 +22,24 @@ def test_refused_with_a_fix(plan):
     assert error.value.why
 
 
-@pytest.mark.parametrize("plan", [
-    {}, {"tp": 2, "sp": True}, {"shard": 2, "zero": 3, "reduce": "microbatch"}, {"tp": 4}, {"tp": 2, "tp_form": "all-gather"},
-    {"offload": "activations", "tp": 2, "sp": True}, {"tp": 3}, {"replicate": 2, "reduce": "microbatch"},
-    {"pp": 2, "reduce": "microbatch"}, {"replicate": 2, "pp": 2, "reduce": "microbatch"}, {"shard": 2, "zero": 3, "pp": 2, "reduce": "microbatch"},
-    {"shard": 2, "cp": 2, "zero": 3, "pp": 2, "reduce": "microbatch"}, {"cp": 2, "zero": 3, "pp": 2, "reduce": "microbatch"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"tp": 2, "sp": True},
+        {"shard": 2, "zero": 3, "reduce": "microbatch"},
+        {"tp": 4},
+        {"tp": 2, "tp_form": "all-gather"},
+        {"offload": "activations", "tp": 2, "sp": True},
+        {"tp": 3},
+        {"replicate": 2, "reduce": "microbatch"},
+        {"pp": 2, "reduce": "microbatch"},
+        {"replicate": 2, "pp": 2, "reduce": "microbatch"},
+        {"shard": 2, "zero": 3, "pp": 2, "reduce": "microbatch"},
+        {"shard": 2, "cp": 2, "zero": 3, "pp": 2, "reduce": "microbatch"},
+        {"cp": 2, "zero": 3, "pp": 2, "reduce": "microbatch"},
+    ],
+)
 def test_accepted(plan):
     check_supported(MODEL, Plan(**plan))
 
@@ -55,4 +67,8 @@ def test_each_kind_of_model_has_its_table():
     assert table_of(MODEL.but(**latent)) is TABLES["mla"]
     assert table_of(Model(kind="mlp", hidden=16, layers=2)) is TABLES["mlp"]
     assert {name.rpartition(".")[2] for name, _ in LLAMA} - {name.rpartition(".")[2] for name, _ in phi3(4, 2)} == {
-        "q_proj", "[kv]_proj", "gate_proj", "up_proj"}  # fmt: skip
+        "q_proj",
+        "[kv]_proj",
+        "gate_proj",
+        "up_proj",
+    }

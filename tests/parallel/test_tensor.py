@@ -14,11 +14,11 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
 from meshwright.models.transformer import IGNORED, cross_entropy
-from meshwright.parallel import tensor
-from meshwright.parallel.tables import TABLES
-from meshwright.parallel.tensor import boundaries, matches
-from meshwright.verify.records import Job
-from meshwright.verify.trace import record
+from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor.split import boundaries, matches
+from meshwright.parallel.tensor.tables import TABLES
+from meshwright.proof.records import Job
+from meshwright.proof.trace import record
 
 LLAMA = Model(hidden=16, layers=3, heads=4, kv_heads=2, ffn=24, vocab=32)
 
@@ -57,8 +57,8 @@ def exchanges(context):
 def vocabulary_ends(context, vocabulary):
     from torch import distributed
 
-    from meshwright.parallel.vocabulary import cross_entropy as split_cross_entropy
-    from meshwright.parallel.vocabulary import embed
+    from meshwright.parallel.tensor.vocabulary import cross_entropy as split_cross_entropy
+    from meshwright.parallel.tensor.vocabulary import embed
 
     group, world = distributed.group.WORLD, context.world
     start, stop = boundaries(vocabulary, world, context.rank)
@@ -85,7 +85,7 @@ def vocabulary_ends(context, vocabulary):
 def omission(context):
     from torch import distributed, nn
 
-    from meshwright.parallel.tensor import split
+    from meshwright.parallel.tensor.split import split
 
     with torch.device("meta"):
         network = build(LLAMA)
@@ -96,7 +96,7 @@ def omission(context):
 def uneven_heads(context):
     from torch import distributed
 
-    from meshwright.parallel.tensor import split
+    from meshwright.parallel.tensor.split import split
 
     split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, head=4, strict=False)
 
@@ -106,7 +106,7 @@ def region(context, again, changed=False):
     from torch import distributed, nn
 
     from meshwright.parallel import exchange
-    from meshwright.parallel.regather import gather_again
+    from meshwright.parallel.tensor.regather import gather_again
 
     group = distributed.group.WORLD
     linears = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
@@ -170,8 +170,10 @@ def twice(context):
     """Each exchange, of whose gradient a gradient is asked; what was said."""
     from torch import distributed
 
-    from meshwright.parallel import context as sequence
-    from meshwright.parallel import exchange, expert, vocabulary
+    from meshwright.parallel import exchange
+    from meshwright.parallel.context import sequence
+    from meshwright.parallel.expert import dispatch as expert
+    from meshwright.parallel.tensor import vocabulary
 
     group = distributed.group.WORLD
     x = torch.ones(2, 2, 4, 4, requires_grad=True)
@@ -203,18 +205,31 @@ def test_a_sequence_that_does_not_divide_raises():
         ranks.run(2, uneven_share)
 
 
-@pytest.mark.parametrize(("said", "kv_heads", "expected"), [
-    # four a layer; embedding one, head one, and two small ones of the loss; the global norm
-    ({}, 2, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
-    # a head on both ranks: one more, once a step
-    ({}, 1, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1 + 1}),
-    # forward two gathers and two reduce-scatters a layer, backward the transposed and two gathers more for the weights
-    ({"sp": True}, 2, {("tp", "all_gather"): 3 * 6 + 1 + 2, ("tp", "reduce_scatter"): 3 * 4 + 1 + 1,
-                       ("tp", "all_reduce"): 2 + 1 + 1}),
-    # of each pair the inner and the outer output gathered; backward the inner scattered, the input summed
-    ({"tp_form": "all-gather"}, 2, {("tp", "all_gather"): 3 * 4, ("tp", "reduce_scatter"): 3 * 2,
-                                    ("tp", "all_reduce"): 3 * 2 + 1 + 1 + 2 + 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "kv_heads", "expected"),
+    [
+        # four a layer; embedding one, head one, and two small ones of the loss; the global norm
+        ({}, 2, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
+        # a head on both ranks: one more, once a step
+        ({}, 1, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1 + 1}),
+        # forward two gathers and two reduce-scatters a layer, backward the transposed and two gathers more for the weights
+        (
+            {"sp": True},
+            2,
+            {
+                ("tp", "all_gather"): 3 * 6 + 1 + 2,
+                ("tp", "reduce_scatter"): 3 * 4 + 1 + 1,
+                ("tp", "all_reduce"): 2 + 1 + 1,
+            },
+        ),
+        # of each pair the inner and the outer output gathered; backward the inner scattered, the input summed
+        (
+            {"tp_form": "all-gather"},
+            2,
+            {("tp", "all_gather"): 3 * 4, ("tp", "reduce_scatter"): 3 * 2, ("tp", "all_reduce"): 3 * 2 + 1 + 1 + 2 + 1},
+        ),
+    ],
+)
 def test_four_all_reduces_a_layer_and_no_more(said, kv_heads, expected):
     model, plan = LLAMA.but(kv_heads=kv_heads), Plan(tp=2, microbatch=2, **said)
     job = Job(model, plan, Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)

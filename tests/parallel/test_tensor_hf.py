@@ -9,14 +9,23 @@ from torch.nn import functional
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel import tables
-from meshwright.parallel.cuts import cut_out
-from meshwright.parallel.tensor import split
+from meshwright.parallel.tensor import tables
+from meshwright.parallel.tensor.cuts import cut_out
+from meshwright.parallel.tensor.split import split
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40,
-         "max_position_embeddings": 16}  # fmt: skip
-FUSED = {"gpt2": "transformer.h.1.attn.c_attn.weight", "phi3": "model.layers.1.self_attn.qkv_proj.weight",
-         "falcon": "transformer.h.1.self_attention.query_key_value.weight"}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 16,
+}
+FUSED = {
+    "gpt2": "transformer.h.1.attn.c_attn.weight",
+    "phi3": "model.layers.1.self_attn.qkv_proj.weight",
+    "falcon": "transformer.h.1.self_attention.query_key_value.weight",
+}
 
 
 def falcon(fused, counts, *norms):
@@ -153,20 +162,58 @@ def other(pattern, style):
     return tuple((p, style if p == pattern else s) for p, s in tables.LLAMA)
 
 
-@pytest.mark.parametrize(("table", "world", "head", "words"), [
-    ((*tables.LLAMA, ("model.layers.*.attention", "region")), 2, 8, r"MW-TP-003: no module matches 'model\.layers\.\*\.attention'"),
-    (tables.LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
-    (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
-    (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
-    (tables.LLAMA, 2, 0, "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0"),
-    (other("model.layers.*.mlp.up_proj", "column:1,x"), 2, 8, "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns"),
-    (other("model.layers.*.mlp.up_proj", "column:1,4"), 2, 8, "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns"),
-    (other("model.layers.*.self_attn.q_proj", "heads:2,1,1"), 4, 8, "MW-TP-002: a part of 2 heads of 'model.layers.0.self_attn"),
-    (other("model.layers.*.self_attn.q_proj", "column:31,1"), 2, 8, "MW-TP-002: a part of 31 columns of 'model.layers.0.self_attn"),
-    (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'parts:1,1'"),
-    ((*tables.LLAMA, ("model.layers.*.mlp", "counts:width")), 2, 8, "MW-TP-005: 'model.layers.0.mlp' counts width = None"),
-    (tables.LLAMA, 3, 8, "MW-TP-002: dimension 0 of 'model.layers.0.self_attn.q_proj.weight', 32, does not divide over tp=3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("table", "world", "head", "words"),
+    [
+        (
+            (*tables.LLAMA, ("model.layers.*.attention", "region")),
+            2,
+            8,
+            r"MW-TP-003: no module matches 'model\.layers\.\*\.attention'",
+        ),
+        (tables.LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
+        (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
+        (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
+        (tables.LLAMA, 2, 0, "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0"),
+        (
+            other("model.layers.*.mlp.up_proj", "column:1,x"),
+            2,
+            8,
+            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns",
+        ),
+        (
+            other("model.layers.*.mlp.up_proj", "column:1,4"),
+            2,
+            8,
+            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns",
+        ),
+        (
+            other("model.layers.*.self_attn.q_proj", "heads:2,1,1"),
+            4,
+            8,
+            "MW-TP-002: a part of 2 heads of 'model.layers.0.self_attn",
+        ),
+        (
+            other("model.layers.*.self_attn.q_proj", "column:31,1"),
+            2,
+            8,
+            "MW-TP-002: a part of 31 columns of 'model.layers.0.self_attn",
+        ),
+        (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'parts:1,1'"),
+        (
+            (*tables.LLAMA, ("model.layers.*.mlp", "counts:width")),
+            2,
+            8,
+            "MW-TP-005: 'model.layers.0.mlp' counts width = None",
+        ),
+        (
+            tables.LLAMA,
+            3,
+            8,
+            "MW-TP-002: dimension 0 of 'model.layers.0.self_attn.q_proj.weight', 32, does not divide over tp=3",
+        ),
+    ],
+)
 def test_a_table_that_does_not_fit_is_refused_in_words(table, world, head, words):
     with pytest.raises(MeshwrightError, match=words):
         split(made("llama")[0], table, Ranks(world), head=head)

@@ -9,11 +9,23 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
-from meshwright.parallel.order import token_order
+from meshwright.parallel.context.token_order import token_order
 
 WORKLOAD = Workload(batch=4, seq=8)
-MODEL = Model(hidden=16, layers=2, heads=4, kv_heads=2, ffn=24, vocab=33, experts=4, top_k=2, expert_ffn=12, dense_layers=1,
-              ffn_bias=True, activation="gelu")  # fmt: skip
+MODEL = Model(
+    hidden=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    ffn=24,
+    vocab=33,
+    experts=4,
+    top_k=2,
+    expert_ffn=12,
+    dense_layers=1,
+    ffn_bias=True,
+    activation="gelu",
+)
 
 
 def partial(context, plans):
@@ -36,8 +48,8 @@ def load(context, plan, scale):
     """The first step's metrics of the routers, and what their losses weigh where every loss is scaled."""
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64, scatter=True)
     metrics = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0)).train_step().router
@@ -76,9 +88,9 @@ def kept_back(context, plan):
     from meshwright.errors import MeshwrightError
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.zero import compressors_of
-    from meshwright.train.data import RandomSamples
-    from meshwright.train.loop import Trainer
+    from meshwright.parallel.data.zero import compressors_of
+    from meshwright.training.data import RandomSamples
+    from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64)
     trainer = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0))

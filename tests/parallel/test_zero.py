@@ -22,7 +22,7 @@ PLANS = [
 def buckets(context, bytes_):
     from torch import distributed, nn
 
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
 
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
@@ -109,16 +109,23 @@ def test_fewer_experts_than_ranks_are_cut_inside():
     assert max(held) < 1.02 * min(held)  # but for rows of the vocabulary
 
 
-@pytest.mark.parametrize(("said", "expected"), [
-    ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
-    ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),
-    ({"zero": 3, "grad_dtype": "bf16", "comm_dtype": "fp32"}, (None, True, torch.bfloat16, torch.float32)),
-    ({"zero": 3, "comm_dtype": "bf16"}, (None, True, torch.bfloat16, torch.float32)),  # narrowed by us when it is sent
-    ({"zero": 2}, (None, False, torch.bfloat16, torch.float32)), ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
+        ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),
+        ({"zero": 3, "grad_dtype": "bf16", "comm_dtype": "fp32"}, (None, True, torch.bfloat16, torch.float32)),
+        (
+            {"zero": 3, "comm_dtype": "bf16"},
+            (None, True, torch.bfloat16, torch.float32),
+        ),  # narrowed by us when it is sent
+        ({"zero": 2}, (None, False, torch.bfloat16, torch.float32)),
+        ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
+    ],
+)
 def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, monkeypatch):
     from meshwright.models import build
-    from meshwright.parallel import zero
+    from meshwright.parallel.data import zero
 
     asked = []
     monkeypatch.setattr(zero, "shard_units", lambda module, units, mesh, how, ignored=None: asked.append(how))
@@ -132,7 +139,7 @@ def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, 
 def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
     from torch import nn
 
-    from meshwright.parallel.zero import Alone
+    from meshwright.parallel.data.zero import Alone
 
     module, twin = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
     twin.load_state_dict(module.state_dict())
@@ -163,8 +170,8 @@ def own_buckets(context):
     from torch import distributed, nn
 
     from meshwright.errors import MeshwrightError
-    from meshwright.parallel.compress import make
-    from meshwright.parallel.zero import Buckets
+    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.numerics.compress.compressors import make
 
     group, out = distributed.group.WORLD, {}
 

@@ -8,8 +8,8 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.planner import choices as chosen
-from meshwright.planner.space import Space
+from meshwright.planner.search import choices as chosen
+from meshwright.planner.search.space import Space
 
 DENSE = Model(
     name="dense", hidden=512, layers=6, heads=8, kv_heads=4, ffn=1024, vocab=2048, activation="swiglu", tied=False
@@ -71,6 +71,21 @@ def name(where: Space, plan: Plan) -> tuple[object, ...]:
         zero = 1
     looped = {"looped-bfs": "gpipe", "interleaved-zb": "zb-h1"}
     schedule = looped.get(plan.schedule, plan.schedule) if plan.virtual == 1 else plan.schedule
-    return (plan.tp, plan.cp, plan.pp, plan.replicate, plan.shard, plan.tp > 1 and plan.sp, plan.cp > 1 and plan.cp_kind, plan.ep, plan.etp,
-            plan.microbatch, plan.recompute, zero, zero == 3 and plan.reshard, zero == 3 and plan.reduces_each,
-            plan.pp > 1 and (schedule, plan.virtual), placement(where, plan))  # fmt: skip
+    return (
+        plan.tp,
+        plan.cp,
+        plan.pp,
+        plan.replicate,
+        plan.shard,
+        plan.tp > 1 and plan.sp,
+        plan.cp > 1 and plan.cp_kind,
+        plan.ep,
+        plan.etp,
+        plan.microbatch,
+        plan.recompute,
+        zero,
+        zero == 3 and plan.reshard,
+        zero == 3 and plan.reduces_each,
+        plan.pp > 1 and (schedule, plan.virtual),
+        placement(where, plan),
+    )

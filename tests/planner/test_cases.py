@@ -9,13 +9,26 @@ import pytest
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner import cases
-from meshwright.planner.alternatives import step
+from meshwright.planner.advice.alternatives import step
+from meshwright.planner.cases import cases
 from meshwright.view import cases as view
 
 DOCS = Path(__file__).parents[2] / "docs" / "cases"
-WANTED = {"gpt3", "llama-7b", "llama-13b", "llama-33b", "llama-65b", "llama2-70b", "llama3-405b", "mt-nlg", "palm", "bloom", "mixtral",
-          "deepseek-v2", "deepseek-v3"}  # fmt: skip
+WANTED = {
+    "gpt3",
+    "llama-7b",
+    "llama-13b",
+    "llama-33b",
+    "llama-65b",
+    "llama2-70b",
+    "llama3-405b",
+    "mt-nlg",
+    "palm",
+    "bloom",
+    "mixtral",
+    "deepseek-v2",
+    "deepseek-v3",
+}
 RESULTS = {name: cases.evaluate(name) for name in cases.CASES}
 PAGES = view.pages()
 
@@ -47,8 +60,17 @@ def test_most_published_figures_lie_in_our_band() -> None:
     assert sum(row.within for row in rows) >= 0.7 * len(rows)
 
 
-@pytest.mark.parametrize(("name", "days"), [("llama-7b", 3.4), ("llama-13b", 5.5), ("llama-33b", 21.6), ("llama-65b", 20.8),
-                                            ("llama2-70b", 35.0), ("deepseek-v3", 54.2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "days"),
+    [
+        ("llama-7b", 3.4),
+        ("llama-13b", 5.5),
+        ("llama-33b", 21.6),
+        ("llama-65b", 20.8),
+        ("llama2-70b", 35.0),
+        ("deepseek-v3", 54.2),
+    ],
+)
 def test_published_gpu_hours_in_days(name: str, days: float) -> None:
     """What the seeds' table of days should have said."""
     case = cases.load(name)
@@ -160,5 +182,5 @@ def test_the_choice_is_what_the_search_says(name: str) -> None:
     now, was = step(cases.estimated(cases.load(name), found)), RESULTS[name].choice
     assert was is not None
     assert now == pytest.approx(step(was), rel=0.01), (
-        "run `python -m meshwright.planner.cases src/meshwright/planner/case_choices.toml`"
+        "run `python -m meshwright.planner.cases.cases src/meshwright/planner/case_choices.toml`"
     )

@@ -9,15 +9,25 @@ from hypothesis import strategies as st
 
 from meshwright.cost.estimate import estimate
 from meshwright.errors import MeshwrightError
-from meshwright.planner.leaders import solve
-from meshwright.planner.nothing import no_plan, nothing_fits
-from meshwright.planner.space import Space, bucket_for
+from meshwright.planner.advice.nothing import no_plan, nothing_fits
+from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.space import Space, bucket_for
 from planner.spaces import MODELS, space
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")
 BOUND = st.tuples(st.sampled_from(NUMBERS), st.integers(1, 8)).map(lambda pair: f"{pair[0]}={pair[1]}")
-WORDS = st.sampled_from(["schedule=zbv", "schedule=interleaved", "schedule=gpipe", "recompute=full", "cp_kind=ulysses", "sp=true", "reshard=false",
-                         "order=dp,tp,cp,pp"])  # fmt: skip
+WORDS = st.sampled_from(
+    [
+        "schedule=zbv",
+        "schedule=interleaved",
+        "schedule=gpipe",
+        "recompute=full",
+        "cp_kind=ulysses",
+        "sp=true",
+        "reshard=false",
+        "order=dp,tp,cp,pp",
+    ]
+)
 WITHOUT = st.sampled_from(
     [
         "tp",

@@ -9,18 +9,24 @@ from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner import explain as why
+from meshwright.planner.advice import explain as why
+from meshwright.planner.advice.nothing import fits, other
+from meshwright.planner.advice.sensitivity import changed, links, resized
 from meshwright.planner.api import run, share, split_settings, words
-from meshwright.planner.nothing import fits, other
-from meshwright.planner.sensitivity import changed, links, resized
 from planner.spaces import DENSE, MOE, cluster, space
 
 
 @pytest.fixture(scope="module")
 def result():
     """A small problem on which pipelines, sharding and recompute all matter."""
-    where = space(DENSE.but(hidden=2048, heads=16, kv_heads=8, ffn=8192, layers=8, vocab=32000), 16, 32, seq=2048, memory="7GB",
-                  without=["ulysses,all-gather,gpipe,looped-bfs,zb-h2,reorder"])  # fmt: skip
+    where = space(
+        DENSE.but(hidden=2048, heads=16, kv_heads=8, ffn=8192, layers=8, vocab=32000),
+        16,
+        32,
+        seq=2048,
+        memory="7GB",
+        without=["ulysses,all-gather,gpipe,looped-bfs,zb-h2,reorder"],
+    )
     parts = {
         "model": where.model,
         "cluster": where.cluster.but(price=2.0),
@@ -155,10 +161,16 @@ def test_an_impossible_batch():
     assert "--batch 978" in e.fix
 
 
-@pytest.mark.parametrize(("said", "fix"), [
-    ({"fix": {"tp": 6}}, "--fix tp=8"), ({"fix": {"microbatch": 3}}, "--fix microbatch=4"), ({"least": ["pp=100"]}, "--min pp=64"),
-    ({"fix": ["ep=2"]}, "--fix ep=1"), ({"fix": ["tp=16", "pp=16"]}, "--fix pp=4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"fix": {"tp": 6}}, "--fix tp=8"),
+        ({"fix": {"microbatch": 3}}, "--fix microbatch=4"),
+        ({"least": ["pp=100"]}, "--min pp=64"),
+        ({"fix": ["ep=2"]}, "--fix ep=1"),
+        ({"fix": ["tp=16", "pp=16"]}, "--fix pp=4"),
+    ],
+)
 def test_a_constraint_that_nothing_keeps_names_the_nearest_value(said, fix):
     e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **said)
     assert e.code == "MW-PLANNER-004"
@@ -170,9 +182,11 @@ def test_a_model_larger_than_the_cluster():
     assert e.code == "MW-PLANNER-005"
     assert e.exit_code == 3
     gpus = int(e.fix.split("(")[1].split()[0])
-    where = planner.api.Space(*(catalog.load(kind, name) for kind, name in (("models", "llama3.1-405b"), ("clusters", "dgx-h100"))),
-                              planner.api.problem("llama3.1-405b", "dgx-h100", 0, gpus, 64, 8192, "", "", ())[0].workload,
-                              catalog.load("stacks", "default"))  # fmt: skip
+    where = planner.api.Space(
+        *(catalog.load(kind, name) for kind, name in (("models", "llama3.1-405b"), ("clusters", "dgx-h100"))),
+        planner.api.problem("llama3.1-405b", "dgx-h100", 0, gpus, 64, 8192, "", "", ())[0].workload,
+        catalog.load("stacks", "default"),
+    )
     limit = 0.95 * where.cluster.accelerator.memory
     assert fits(other(where, cluster=where.cluster.with_gpus(gpus)), limit)
     assert not fits(other(where, cluster=where.cluster.with_gpus(16)), limit)

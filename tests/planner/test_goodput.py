@@ -132,8 +132,16 @@ def test_survival() -> None:
     assert g.survival(3600, 3600) == pytest.approx(math.exp(-1))
 
 
-@pytest.mark.parametrize("call", [lambda: g.system_mtbf(0, 8), lambda: g.goodput(0, 1, 1, 1), lambda: g.young_interval(-1, 5),
-                                  lambda: g.goodput(1, -1, 0, 9), lambda: g.expected_failures(math.inf, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: g.system_mtbf(0, 8),
+        lambda: g.goodput(0, 1, 1, 1),
+        lambda: g.young_interval(-1, 5),
+        lambda: g.goodput(1, -1, 0, 9),
+        lambda: g.expected_failures(math.inf, 3),
+    ],
+)
 def test_impossible_durations_are_refused(call: object) -> None:
     with pytest.raises(MeshwrightError) as error:
         call()  # type: ignore[operator]
@@ -145,8 +153,13 @@ def test_impossible_durations_are_refused(call: object) -> None:
 
 @pytest.fixture(scope="module")
 def pod() -> Estimate:
-    c = Config.from_parts("llama3.1-405b", {"extends": "dgx-h100", "gpus": 1024}, "megatron-core", {"batch": 128, "seq": 8192},
-                          {"tp": 8, "sp": True, "pp": 16, "shard": 8, "zero": 1, "recompute": "selective", "bucket": 5e8})  # fmt: skip
+    c = Config.from_parts(
+        "llama3.1-405b",
+        {"extends": "dgx-h100", "gpus": 1024},
+        "megatron-core",
+        {"batch": 128, "seq": 8192},
+        {"tp": 8, "sp": True, "pp": 16, "shard": 8, "zero": 1, "recompute": "selective", "bucket": 5e8},
+    )
     return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
 
 
@@ -187,8 +200,13 @@ def test_a_fast_line_hides(pod: Estimate) -> None:
 
 
 def test_only_data_parallelism_crosses_sites() -> None:
-    c = Config.from_parts("llama3-70b", {"extends": "h100-two-sites", "gpus": 4096}, "default", {"batch": 2048},
-                          {"tp": 8, "sp": True, "replicate": 512, "recompute": "full"})  # fmt: skip
+    c = Config.from_parts(
+        "llama3-70b",
+        {"extends": "h100-two-sites", "gpus": 4096},
+        "default",
+        {"batch": 2048},
+        {"tp": 8, "sp": True, "replicate": 512, "recompute": "full"},
+    )
     e = estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
     assert sites.axes_across(e, 2) == {"dp": 512}
     assert sites.axes_across(e, 1) == {"dp": 512}

@@ -12,9 +12,9 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner import lint
-from meshwright.planner.alternatives import data_parallel, moved, orders, settings
-from meshwright.planner.lint_legal import padded
+from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings
+from meshwright.planner.advice.lint import lint
+from meshwright.planner.advice.lint.legal import padded
 
 
 def config(
@@ -65,7 +65,7 @@ def found(code: str) -> lint.Finding:
 
 
 def test_every_rule_has_a_plan_that_shows_it() -> None:
-    from meshwright.planner.lint_rules import BY_CODE
+    from meshwright.planner.advice.lint.rules import BY_CODE
 
     assert set(SHOWING) == set(BY_CODE) | {"MW-LINT-011", "MW-LINT-012"}
 

@@ -6,13 +6,21 @@ import pytest
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
-from meshwright.planner import lint
-from meshwright.planner.leaders import solve
-from meshwright.planner.space import Space
+from meshwright.planner.advice.lint import lint
+from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.space import Space
 
 CLUSTERS = {"dgx-h100": 16, "dgx-a100": 32, "ethernet-cluster": 16, "gcp-a3-high": 16, "gb200-nvl72": 72}
-MODELS = {"llama3.2-1b": 64, "gpt3-6.7b": 128, "llama3-8b": 144, "qwen2.5-14b": 144, "mixtral-8x7b": 144, "deepseek-v2-lite": 144,
-          "bert-large": 288, "llama-33b": 144}  # fmt: skip
+MODELS = {
+    "llama3.2-1b": 64,
+    "gpt3-6.7b": 128,
+    "llama3-8b": 144,
+    "qwen2.5-14b": 144,
+    "mixtral-8x7b": 144,
+    "deepseek-v2-lite": 144,
+    "bert-large": 288,
+    "llama-33b": 144,
+}
 PAIRS = [(model, cluster) for model in MODELS for cluster in CLUSTERS]
 QUICK = [("llama3-8b", "dgx-h100"), ("bert-large", "ethernet-cluster"), ("llama3.2-1b", "gcp-a3-high")]
 

@@ -13,11 +13,11 @@ from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
-from meshwright.planner import bounds, choices, families, leaders, walking
-from meshwright.planner.leaders import TIE, rank, solve
-from meshwright.planner.search import MARGIN, Found, Search, search
-from meshwright.planner.space import Space
-from meshwright.planner.table import join
+from meshwright.planner.search import bounds, choices, families, leaders, walking
+from meshwright.planner.search.leaders import TIE, rank, solve
+from meshwright.planner.search.search import MARGIN, Found, Search, search
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.table import join
 from planner.spaces import DENSE, MODELS, MOE, TIED, space
 
 PROBLEMS = {
@@ -64,12 +64,15 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
     assert {*np.unique(found.rows.family), *found.misfits} >= {*np.unique(family)}
 
 
-@pytest.mark.parametrize(("model", "gpus", "said"), [
-    ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
-    ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
-    ("dense", 8, {"fix": ["pp=4", "recompute=none"], "most": ["zero=1"], "without": ["reorder"]}),
-    ("moe", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "gpus", "said"),
+    [
+        ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
+        ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
+        ("dense", 8, {"fix": ["pp=4", "recompute=none"], "most": ["zero=1"], "without": ["reorder"]}),
+        ("moe", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
+    ],
+)
 def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
     where = space(MODELS[model], gpus, 8, **said)
     one = Search(where, np.inf)

@@ -10,8 +10,8 @@ from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors
 from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE, SCHEDULES
 from meshwright.lower.step import lower, step_program
-from meshwright.planner import choices as chosen
-from meshwright.planner.table import Table, grid, join
+from meshwright.planner.search import choices as chosen
+from meshwright.planner.search.table import Table, grid, join
 from meshwright.programs.pipelines.rules import refusal
 from planner.spaces import DENSE, MODELS, MOE, name, placement, space
 
@@ -69,11 +69,22 @@ def plans(draw, where):
     schedule = draw(st.sampled_from([s for s in SCHEDULES if s != "auto"]))
     virtual = 2 if schedule in ("zbv", "dualpipev") else draw(st.integers(1, 3)) if schedule in VIRTUAL_SCHEDULES else 1
     return Plan(
-        replicate=dp // shard, shard=shard, tp=tp, cp=cp, pp=pp, zero=zero, schedule=schedule, virtual=virtual,
-        sp=draw(st.booleans()), cp_kind=draw(st.sampled_from(CP_KINDS)), ep=draw(st.sampled_from([1, 1, 2, 4])),
-        expert_tp=draw(st.sampled_from([0, 1, 2])), reshard=draw(st.booleans()), order=draw(st.permutations(AXES)),
+        replicate=dp // shard,
+        shard=shard,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        zero=zero,
+        schedule=schedule,
+        virtual=virtual,
+        sp=draw(st.booleans()),
+        cp_kind=draw(st.sampled_from(CP_KINDS)),
+        ep=draw(st.sampled_from([1, 1, 2, 4])),
+        expert_tp=draw(st.sampled_from([0, 1, 2])),
+        reshard=draw(st.booleans()),
+        order=draw(st.permutations(AXES)),
         reduce=draw(st.sampled_from(["auto", "step"])),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=250)
@@ -151,8 +162,15 @@ def test_a_constraint_leaves_exactly_what_keeps_it(which):
     said, keeps = CONSTRAINED[which]
     fixed = ["recompute=none"] if "recompute" not in which else []
     whole = space(DENSE, 8, 8, fix=fixed, without=["reorder"])
-    narrow = space(DENSE, 8, 8, fix=[*fixed, *said.get("fix", [])], most=said.get("most", []), least=said.get("least", []),
-                   without=["reorder", *said.get("without", [])])  # fmt: skip
+    narrow = space(
+        DENSE,
+        8,
+        8,
+        fix=[*fixed, *said.get("fix", [])],
+        most=said.get("most", []),
+        least=said.get("least", []),
+        without=["reorder", *said.get("without", [])],
+    )
     rows = everything(narrow)
     assert keeps(rows).all()
     assert len(rows) == int(keeps(everything(whole)).sum()) > 0
@@ -169,12 +187,18 @@ def test_dtypes_and_overlap_are_widened_only_when_allowed():
 @pytest.mark.parametrize(
     ("said", "code"),
     [
-        ({"fix": ["tp"]}, "MW-PLANNER-001"), ({"fix": ["tp=x"]}, "MW-PLANNER-001"), ({"fix": ["tpp=8"]}, "MW-PLANNER-002"),
-        ({"most": ["schedule=4"]}, "MW-PLANNER-002"), ({"without": ["zero9"]}, "MW-PLANNER-002"), ({"fix": ["order=tp,xx"]}, "MW-PLANNER-002"),
-        ({"fix": ["tp=8"], "most": ["tp=4"]}, "MW-PLANNER-003"), ({"least": ["pp=4"], "without": ["pp"]}, "MW-PLANNER-003"),
-        ({"fix": ["recompute=lots"]}, "MW-CONF-003"), ({"allow": ["grad_dtype=int3"]}, "MW-PLANNER-002"),
+        ({"fix": ["tp"]}, "MW-PLANNER-001"),
+        ({"fix": ["tp=x"]}, "MW-PLANNER-001"),
+        ({"fix": ["tpp=8"]}, "MW-PLANNER-002"),
+        ({"most": ["schedule=4"]}, "MW-PLANNER-002"),
+        ({"without": ["zero9"]}, "MW-PLANNER-002"),
+        ({"fix": ["order=tp,xx"]}, "MW-PLANNER-002"),
+        ({"fix": ["tp=8"], "most": ["tp=4"]}, "MW-PLANNER-003"),
+        ({"least": ["pp=4"], "without": ["pp"]}, "MW-PLANNER-003"),
+        ({"fix": ["recompute=lots"]}, "MW-CONF-003"),
+        ({"allow": ["grad_dtype=int3"]}, "MW-PLANNER-002"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_refused_in_words(said, code):
     with pytest.raises(MeshwrightError) as refused:
         space(DENSE, 8, 8, **said)

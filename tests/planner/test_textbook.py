@@ -11,12 +11,25 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.planner import guides, guides_axes, textbook
-from meshwright.planner.situation import Situation
+from meshwright.planner.advice import guides, guides_axes, textbook
+from meshwright.planner.advice.situation import Situation
 from meshwright.view import textbook as view
 
-NAMES = {"size vs memory", "topology", "batch (training)", "architecture", "typical configuration", "ZeRO stage", "tensor guide",
-         "pipeline guide", "3D", "ZeRO-3's network", "practical tree", "start simple", "inference"}  # fmt: skip
+NAMES = {
+    "size vs memory",
+    "topology",
+    "batch (training)",
+    "architecture",
+    "typical configuration",
+    "ZeRO stage",
+    "tensor guide",
+    "pipeline guide",
+    "3D",
+    "ZeRO-3's network",
+    "practical tree",
+    "start simple",
+    "inference",
+}
 
 
 def config(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096, tokens: str = "0") -> Config:
@@ -84,14 +97,17 @@ def test_architecture_by_kind() -> None:
     assert (dense.tp, dense.cp, dense.ep) == (8, 1, 1)
 
 
-@pytest.mark.parametrize(("model", "seq", "gpus", "batch", "holds"), [
-    ("llama3.2-1b", 4096, 16, 128, lambda p: p.zero == 0 and p.dp == 16),
-    ("llama3-8b", 4096, 16, 128, lambda p: p.zero == 3 and p.tp == 1),
-    ("llama3-70b", 4096, 512, 1024, lambda p: p.zero == 3 or p.tp == 8),
-    ("gpt3-175b", 2048, 1024, 1536, lambda p: p.tp == 8 and p.pp in (8, 16)),
-    ("deepseek-v3", 4096, 2048, 15360, lambda p: p.tp == 4 and p.ep == 64),
-    ("llama3.1-8b", 131_072, 64, 32, lambda p: p.tp == 8 and p.cp == 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "seq", "gpus", "batch", "holds"),
+    [
+        ("llama3.2-1b", 4096, 16, 128, lambda p: p.zero == 0 and p.dp == 16),
+        ("llama3-8b", 4096, 16, 128, lambda p: p.zero == 3 and p.tp == 1),
+        ("llama3-70b", 4096, 512, 1024, lambda p: p.zero == 3 or p.tp == 8),
+        ("gpt3-175b", 2048, 1024, 1536, lambda p: p.tp == 8 and p.pp in (8, 16)),
+        ("deepseek-v3", 4096, 2048, 15360, lambda p: p.tp == 4 and p.ep == 64),
+        ("llama3.1-8b", 131_072, 64, 32, lambda p: p.tp == 8 and p.cp == 4),
+    ],
+)
 def test_typical_configurations(model: str, seq: int, gpus: int, batch: int, holds) -> None:
     plan = guides.typical_configuration(situation(model, "dgx-h100", gpus, batch, seq)).plan
     assert plan is not None
@@ -157,13 +173,16 @@ def test_zero3_and_its_network() -> None:
     assert guides_axes.zero3_network(situation("llama2-13b", "dgx-h100", 64, 512)).plan is not None
 
 
-@pytest.mark.parametrize(("model", "gpus", "batch", "seq", "holds"), [
-    ("llama3.2-1b", 8, 64, 4096, lambda p: p.zero == 0),
-    ("qwen2.5-32b", 64, 512, 4096, lambda p: p.tp in (2, 4, 8) and p.pp == 1 and p.zero == 3),
-    ("llama3-70b", 64, 512, 4096, lambda p: p.tp == 8 and p.pp in (2, 4)),
-    ("gpt3-175b", 1024, 1536, 2048, lambda p: p.tp == 8 and p.pp in (8, 16)),
-    ("deepseek-v3", 2048, 15360, 4096, lambda p: p.tp == 8 and p.pp in (8, 16) and p.ep > 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "gpus", "batch", "seq", "holds"),
+    [
+        ("llama3.2-1b", 8, 64, 4096, lambda p: p.zero == 0),
+        ("qwen2.5-32b", 64, 512, 4096, lambda p: p.tp in (2, 4, 8) and p.pp == 1 and p.zero == 3),
+        ("llama3-70b", 64, 512, 4096, lambda p: p.tp == 8 and p.pp in (2, 4)),
+        ("gpt3-175b", 1024, 1536, 2048, lambda p: p.tp == 8 and p.pp in (8, 16)),
+        ("deepseek-v3", 2048, 15360, 4096, lambda p: p.tp == 8 and p.pp in (8, 16) and p.ep > 1),
+    ],
+)
 def test_the_practical_tree(model: str, gpus: int, batch: int, seq: int, holds) -> None:
     plan = guides.practical_tree(situation(model, "dgx-h100", gpus, batch, seq)).plan
     assert plan is not None

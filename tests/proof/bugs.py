@@ -21,9 +21,10 @@ import torch
 from torch import distributed
 
 from meshwright.models import initial_value
-from meshwright.parallel import apply, zero
+from meshwright.parallel import apply
+from meshwright.parallel.data import zero
 from meshwright.parallel.mesh import Mesh
-from meshwright.train import loop
+from meshwright.training import loop
 
 
 class Bug(NamedTuple):

@@ -10,22 +10,15 @@ from torch.nn import functional as F
 
 from meshwright.models import dropout
 from meshwright.models.dropout import Moment
-from meshwright.parallel import (
-    apply,
-    blocks,
-    context,
-    exchange,
-    expert,
-    gathering,
-    pipeline,
-    recompute,
-    tensor,
-    ulysses,
-    vocabulary,
-    zero,
-)
+from meshwright.parallel import apply, exchange, pipeline, recompute
+from meshwright.parallel.context import blocks, ulysses
+from meshwright.parallel.context import sequence as context
+from meshwright.parallel.data import gathering, zero
+from meshwright.parallel.expert import dispatch as expert
 from meshwright.parallel.mesh import Mesh
-from meshwright.train import loop
+from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor import vocabulary
+from meshwright.training import loop
 
 # Tensor and sequence parallel
 

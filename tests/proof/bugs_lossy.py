@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.parallel import apply, compress, sparse
+from meshwright.parallel import apply
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics.compress import compressors as compress
+from meshwright.parallel.numerics.compress import sparse
 
 
 def error_feedback_forgotten():

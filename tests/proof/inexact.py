@@ -62,7 +62,7 @@ COMPRESSED += [
     ("drops", {**CP[0], **DP, **KINDS["int8"]}),
     ("mlp", {**Z3, "pp": 2, **KINDS["powersgd"]}),
     ("five", {**DP, "pp": 2, "schedule": "looped-bfs", "virtual": 2, "reduce": "microbatch", **KINDS["int8"]}),
-]  # fmt: skip
+]
 # Routers that count the tokens of all ranks.
 COUNTED: list[tuple[str, Said, Said]] = [
     ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "expert_tp": 1, "microbatch": 2, **KINDS["int8"]}, {"aux": 0.1, "z": 0.01}),

@@ -19,8 +19,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.supported import check_supported
-from meshwright.verify.prove import one_device
-from meshwright.verify.records import Job
+from meshwright.proof.prove import one_device
+from meshwright.proof.records import Job
 
 WORKLOAD = Workload(batch=8, seq=8)
 STEPS = 2
@@ -59,8 +59,18 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
     "recompute": {kind: {"recompute": kind} for kind in ("selective", "full")},
 }
 # What the pairs leave to be shown alone.
-SCHEDULES = [("gpipe", 1), ("naive", 1), ("zb-h1", 1), ("zb-h2", 1), ("interleaved", 2), ("looped-bfs", 2),
-             ("interleaved-zb", 2), ("dualpipev", 2), ("auto", 1), ("auto", 2)]  # fmt: skip
+SCHEDULES = [
+    ("gpipe", 1),
+    ("naive", 1),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("interleaved", 2),
+    ("looped-bfs", 2),
+    ("interleaved-zb", 2),
+    ("dualpipev", 2),
+    ("auto", 1),
+    ("auto", 2),
+]
 # Models take turns, so that each meets many layouts; experts need a model that has them.
 DENSE = ("llama", "qwen", "gpt", "gemma")
 SPARSE = ("mixtral", "qwen-moe", "deepseek")
@@ -142,31 +152,74 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
 ]
 ONE_KIND = {"tp": 2, "tp_form": "all-gather"}  # of collective forward: the lecture's form
 ULYSSES = {"cp": 2, "cp_kind": "ulysses"}
-COPIED = [("one-kv", said) for said in (  # a KV head on several ranks
-    {"tp": 2}, {"tp": 4, "sp": True}, {**Z3, **SP}, {**ZBV, "tp": 2, "recompute": "full"}, {**CP, **SP}, {**ULYSSES, "tp": 2},
-    {"replicate": 2, "tp": 2, "recompute": "selective", "bucket": 2000}, {**ONE_KIND, "pp": 2},
-)]  # fmt: skip
+COPIED = [
+    ("one-kv", said)
+    for said in (  # a KV head on several ranks
+        {"tp": 2},
+        {"tp": 4, "sp": True},
+        {**Z3, **SP},
+        {**ZBV, "tp": 2, "recompute": "full"},
+        {**CP, **SP},
+        {**ULYSSES, "tp": 2},
+        {"replicate": 2, "tp": 2, "recompute": "selective", "bucket": 2000},
+        {**ONE_KIND, "pp": 2},
+    )
+]
 COPIED += [("qwen", {"tp": 4}), ("qwen", {"tp": 4, "sp": True, "pp": 2}), ("gemma", {"tp": 4, **Z3})]
-GATHERED = [(model, {**ONE_KIND, **said}) for model, said in (
-    ("llama", {}), ("gpt", {"replicate": 2}), ("qwen", Z3), ("gemma", {"pp": 2, "schedule": "zb-h1"}), ("gpt", CP),
-    ("qwen", {"recompute": "full"}), ("qwen-moe", {"recompute": "full"}), ("deepseek", {"replicate": 2, "ep": 2}),
-    ("gpt", {**ZBV, "recompute": "full"}),
-)]  # fmt: skip
-DROPPED = [("drops", said) for said in (
-    {}, {"replicate": 2}, {**Z3, "recompute": "full"}, {"tp": 2}, SP, CP, {**ULYSSES, **SP}, {"pp": 2, "recompute": "full"},
-    {**SP, "recompute": "full"}, {**CP, **SP, "recompute": "full"}, {**ZBV, "replicate": 2, "recompute": "full", "microbatch": 1},
-    {**SP, "pp": 2, "schedule": "zb-h1"}, ONE_KIND,
-)]  # fmt: skip
+GATHERED = [
+    (model, {**ONE_KIND, **said})
+    for model, said in (
+        ("llama", {}),
+        ("gpt", {"replicate": 2}),
+        ("qwen", Z3),
+        ("gemma", {"pp": 2, "schedule": "zb-h1"}),
+        ("gpt", CP),
+        ("qwen", {"recompute": "full"}),
+        ("qwen-moe", {"recompute": "full"}),
+        ("deepseek", {"replicate": 2, "ep": 2}),
+        ("gpt", {**ZBV, "recompute": "full"}),
+    )
+]
+DROPPED = [
+    ("drops", said)
+    for said in (
+        {},
+        {"replicate": 2},
+        {**Z3, "recompute": "full"},
+        {"tp": 2},
+        SP,
+        CP,
+        {**ULYSSES, **SP},
+        {"pp": 2, "recompute": "full"},
+        {**SP, "recompute": "full"},
+        {**CP, **SP, "recompute": "full"},
+        {**ZBV, "replicate": 2, "recompute": "full", "microbatch": 1},
+        {**SP, "pp": 2, "schedule": "zb-h1"},
+        ONE_KIND,
+    )
+]
 DROPPED += [("moe-drops", {"replicate": 2, **SP, "ep": 2}), ("mlp-drops", {"tp": 2, "pp": 2}), ("mlp-drops", Z3)]
 # On the host meanwhile: states, what layers save for backward, or both.
-AWAY = [(model, {**said, "offload": where}) for model, said, where in (
-    ("gpt", SP, "activations"), ("qwen", {**SP, **ZBV}, "activations"), ("llama", {}, "states"), ("gpt", {}, "both"),
-    ("llama", {"replicate": 2, "bucket": 2000}, "activations"), ("qwen", {"shard": 2, "zero": 1}, "states"), ("gpt", Z3, "both"),
-    ("gemma", {"tp": 2}, "both"), ("llama", CP, "activations"), ("qwen", {"pp": 2}, "both"), ("mlp", ZBV, "activations"),
-    ("mixtral", {"replicate": 2, "ep": 2}, "both"), ("gpt", {**CP, "recompute": "full"}, "both"),
-    ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, "activations"),
-    ("llama", {"recompute": "selective"}, "activations"),
-)]  # fmt: skip
+AWAY = [
+    (model, {**said, "offload": where})
+    for model, said, where in (
+        ("gpt", SP, "activations"),
+        ("qwen", {**SP, **ZBV}, "activations"),
+        ("llama", {}, "states"),
+        ("gpt", {}, "both"),
+        ("llama", {"replicate": 2, "bucket": 2000}, "activations"),
+        ("qwen", {"shard": 2, "zero": 1}, "states"),
+        ("gpt", Z3, "both"),
+        ("gemma", {"tp": 2}, "both"),
+        ("llama", CP, "activations"),
+        ("qwen", {"pp": 2}, "both"),
+        ("mlp", ZBV, "activations"),
+        ("mixtral", {"replicate": 2, "ep": 2}, "both"),
+        ("gpt", {**CP, "recompute": "full"}, "both"),
+        ("qwen-moe", {"shard": 4, "zero": 3, "ep": 2}, "activations"),
+        ("llama", {"recompute": "selective"}, "activations"),
+    )
+]
 EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
 FROZEN: list[tuple[str, dict[str, Any]]] = [  # of llama the embedding too: backward ends in the network's second layer
     ("qwen", {"replicate": 2, "bucket": 2000}), ("qwen", {**Z3, "microbatch": 2}), ("llama", {**Z3, "prefetch": False}),
@@ -218,8 +271,17 @@ class Layout(NamedTuple):
     def job(self) -> Job:
         model = MODELS[self.model].but(router=dict(self.router))
         workload = WORKLOAD.but(precision=self.precision)
-        return Job(model, self.plan, workload, steps=STEPS, dtypes=(self.dtype,), prepare=self.prepare,
-                   emulated=self.emulated, kv_copies=self.kv_copies, watch=self.plan.world > 1)  # fmt: skip
+        return Job(
+            model,
+            self.plan,
+            workload,
+            steps=STEPS,
+            dtypes=(self.dtype,),
+            prepare=self.prepare,
+            emulated=self.emulated,
+            kv_copies=self.kv_copies,
+            watch=self.plan.world > 1,
+        )
 
     @property
     def reference(self) -> Layout:
@@ -278,8 +340,10 @@ def all_layouts() -> list[Layout]:
     out += [Layout(model, Plan(**plan), "layouts:freeze") for model, plan in FROZEN]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
     out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in inexact.FP8]
-    out += [Layout(model, Plan(**plan), router=tuple(router.items()), precision="fp8")
-            for model, plan, router in inexact.FP8_COUNTED]  # fmt: skip
+    out += [
+        Layout(model, Plan(**plan), router=tuple(router.items()), precision="fp8")
+        for model, plan, router in inexact.FP8_COUNTED
+    ]
     return list(dict.fromkeys(out))
 
 
@@ -335,8 +399,8 @@ def train_all(context: Any, jobs: list[Job]) -> list[Any]:
     """Each job's trace on this rank, one after the other. A fault that was injected for one stays for the next."""
     from torch import distributed
 
-    from meshwright.train.rank import resolve
-    from meshwright.verify.trace import record_one
+    from meshwright.proof.trace import record_one
+    from meshwright.training.rank import resolve
 
     if jobs[0].prepare:
         resolve(jobs[0].prepare)()

@@ -7,8 +7,8 @@ from torch import distributed
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
-from meshwright.parallel import zero
-from meshwright.verify.prove import prove
+from meshwright.parallel.data import zero
+from meshwright.proof.prove import prove
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias": True, "ffn_bias": True}
 WORKLOAD = {"batch": 8, "seq": 8, "precision": "fp32"}

@@ -11,8 +11,8 @@ import pytest
 
 import ranks
 from meshwright.describe.plan import Plan
-from meshwright.verify import prove as proof
-from meshwright.verify.compare import compare
+from meshwright.proof import prove as proof
+from meshwright.proof.compare import compare
 
 SILENCE_S = 100.0
 
@@ -64,6 +64,10 @@ def test_a_historical_bug_is_caught_where_it_is(bug):
 def test_there_are_enough_and_each_is_taught():
     names = {bug.name for bug in bugs.CORPUS}
     assert len(names) >= 25
-    written = {name for home in HOMES for name, f in vars(home).items()
-               if callable(f) and getattr(f, "__module__", "") == home.__name__}  # fmt: skip
+    written = {
+        name
+        for home in HOMES
+        for name, f in vars(home).items()
+        if callable(f) and getattr(f, "__module__", "") == home.__name__
+    }
     assert {name for name in written if name[0].islower()} == names

@@ -9,9 +9,9 @@ import pytest
 
 import ranks
 from meshwright.programs.pipelines import SCHEDULES
-from meshwright.verify import prove as proof
-from meshwright.verify import traffic
-from meshwright.verify.compare import bounds_from_rounding, compare
+from meshwright.proof import prove as proof
+from meshwright.proof import traffic
+from meshwright.proof.compare import bounds_from_rounding, compare
 
 ALL, LOSSY, TWINS = layouts.all_layouts(), tuple(layouts.lossy_layouts()), tuple(layouts.twin_layouts())
 TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes

@@ -24,9 +24,9 @@ import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.supported import check_supported
-from meshwright.planner.space import Space
-from meshwright.verify.fold import small_copy
-from meshwright.verify.prove import prove
+from meshwright.planner.search.space import Space
+from meshwright.proof.fold import small_copy
+from meshwright.proof.prove import prove
 
 PROBLEMS = [  # model, GPUs of dgx-h100, batch, sequence
     ("llama3-8b", 16, 32, 2048), ("llama3-70b", 64, 128, 8192), ("qwen2.5-7b", 8, 16, 2048), ("gemma2-9b", 32, 64, 4096),

@@ -52,9 +52,13 @@ def test_a_training_that_diverged_is_drawn_as_far_as_it_went(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"prediction": "{"}, "MW-REP-002"), ({"difference": {}}, "MW-REP-002"),
-     ({"difference": [{"what": "step time"}]}, "MW-REP-002"), ({"measurement": {"loss": "low"}}, "MW-REP-002")],
-)  # fmt: skip
+    [
+        ({"prediction": "{"}, "MW-REP-002"),
+        ({"difference": {}}, "MW-REP-002"),
+        ({"difference": [{"what": "step time"}]}, "MW-REP-002"),
+        ({"measurement": {"loss": "low"}}, "MW-REP-002"),
+    ],
+)
 def test_broken_files_are_named(tmp_path, changes, code):
     with pytest.raises(MeshwrightError) as error:
         read_run(folder(tmp_path / "a", **changes))

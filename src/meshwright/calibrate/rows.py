@@ -43,8 +43,15 @@ FAMILIES = (  # how a model's name leads to its catalog entry; told shapes overr
     (r"opt.175b", "gpt3-175b"),
 )
 GATED = r"llama|qwen|mixtral|deepseek|grok|gpt.?oss|mistral"
-SCHEDULES = {"": "1f1b", "none": "1f1b", "1f1b": "1f1b", "interleaved": "interleaved", "1f1b-i": "interleaved",
-             "zb-1p": "zb-h1", "zb-2p": "zb-h2"}  # fmt: skip
+SCHEDULES = {
+    "": "1f1b",
+    "none": "1f1b",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "1f1b-i": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-h2",
+}
 PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
 
 
@@ -104,8 +111,11 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
             reader = csv.DictReader(file)
             missing = [c for c in REQUIRED if c not in (reader.fieldnames or [])]
             if missing:
-                raise MeshwrightError("MW-VAL-002", f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}",
-                                      valid=REQUIRED)  # fmt: skip
+                raise MeshwrightError(
+                    "MW-VAL-002",
+                    f"{path.name} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}",
+                    valid=REQUIRED,
+                )
             for row in reader:
                 yield {
                     k: (v or "").strip()
@@ -321,10 +331,22 @@ def _plan(c: Case) -> None:
     grad = c.stack.gradient_dtype
     c.workload = Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
     fields: dict[str, Any] = dict(
-        replicate=1 if sharded else dp, shard=dp if sharded else 1, zero=zero if sharded else 0, tp=tp, sp=sp, cp=cp, pp=pp,
-        virtual=virtual, schedule=schedule, microbatch=micro, grad_dtype=grad, comm_dtype=grad, bucket=_bucket(c),
-        reduce="step" if zero == 2 and pp > 1 else "auto", master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
-    )  # fmt: skip
+        replicate=1 if sharded else dp,
+        shard=dp if sharded else 1,
+        zero=zero if sharded else 0,
+        tp=tp,
+        sp=sp,
+        cp=cp,
+        pp=pp,
+        virtual=virtual,
+        schedule=schedule,
+        microbatch=micro,
+        grad_dtype=grad,
+        comm_dtype=grad,
+        bucket=_bucket(c),
+        reduce="step" if zero == 2 and pp > 1 else "auto",
+        master=c.stack.name != "composer-fsdp" or "pure" not in r["zero_fsdp"].lower(),
+    )
     if c.stack.name == "composer-fsdp":
         fields |= dict(
             param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16"

@@ -146,8 +146,11 @@ def score(outcomes: list[Outcome]) -> Score:
         size = np.abs(errors)
         s.bias, s.mape = float(np.median(errors)), float(size.mean())
         s.median, s.p90 = float(np.median(size)), float(np.quantile(size, 0.9))
-        inside = [o.prediction.step_time_low_s <= o.case.step_time <= o.prediction.step_time_high_s  # type: ignore[union-attr, operator]
-                  for o in usable if o.error is not None]  # fmt: skip
+        inside = [
+            o.prediction.step_time_low_s <= o.case.step_time <= o.prediction.step_time_high_s  # type: ignore[union-attr, operator]
+            for o in usable
+            if o.error is not None
+        ]
         s.inside_band = float(np.mean(inside))
         s.spearman, s.regret = ranking(usable)
     memory = [abs(o.memory_error) for o in outcomes if o.memory_error is not None]
@@ -198,8 +201,11 @@ def macro(scores: dict[str, Score]) -> dict[str, float]:
     """Means over sources of the figures they have; sources kept for memory alone do not count for time."""
     out = {}
     for name in ("bias", "mape", "median", "p90", "inside_band", "spearman", "regret", "memory_median", "false_alarms"):
-        values = [getattr(s, name) for source, s in scores.items()
-                  if getattr(s, name) is not None and (source not in NOT_FOR_TIME or name == "memory_median")]  # fmt: skip
+        values = [
+            getattr(s, name)
+            for source, s in scores.items()
+            if getattr(s, name) is not None and (source not in NOT_FOR_TIME or name == "memory_median")
+        ]
         if values:
             out[name] = float(np.mean(values))
     return out

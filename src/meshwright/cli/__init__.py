@@ -135,9 +135,13 @@ def guarded(run: Callable[[], object], as_json: bool) -> int:
     except Exception as fault:
         if os.environ.get(TRACEBACK) == "1":
             raise
-        told = MeshwrightError("MW-CLI-001", f"a fault in meshwright: {type(fault).__name__}: {fault}"[:500],
-                               why="This is not your input's fault", fix=f"{TRACEBACK}=1 shows the traceback",
-                               exit_code=FAULT)  # fmt: skip
+        told = MeshwrightError(
+            "MW-CLI-001",
+            f"a fault in meshwright: {type(fault).__name__}: {fault}"[:500],
+            why="This is not your input's fault",
+            fix=f"{TRACEBACK}=1 shows the traceback",
+            exit_code=FAULT,
+        )
         tell(told, as_json)
         return FAULT
     return 0

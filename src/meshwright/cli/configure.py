@@ -11,9 +11,17 @@ from meshwright.errors import MeshwrightError
 
 
 def configured(
-    model: str = "", cluster: str = "", nodes: int = 0, gpus: int = 0, plan: str = "", stack: str = "", batch: int = 0, seq: int = 0,
-    tokens: str = "", settings: Sequence[str] = (),
-) -> tuple[Config, list[str]]:  # fmt: skip
+    model: str = "",
+    cluster: str = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    plan: str = "",
+    stack: str = "",
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str = "",
+    settings: Sequence[str] = (),
+) -> tuple[Config, list[str]]:
     """The configuration, and what was assumed to complete it."""
     words = [
         f'model="{model}"' if model else "",
@@ -40,7 +48,7 @@ def configured(
         config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
     if plan or any(s.strip().startswith("plan.") for s in settings):
         return config, []
-    from meshwright.planner.simple import first_that_fits
+    from meshwright.planner.search.simple import first_that_fits
 
     chosen = first_that_fits(config.model, config.cluster, config.workload, config.stack)
     return replace(config, plan=chosen), [f"plan: the simplest that fits ({chosen.title()})"]

@@ -42,8 +42,9 @@ def patient(doing: str, told: bool = True) -> Iterator[Callable[[float], None]]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     err = Console(stderr=True)
-    bar = Progress(TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=err, transient=True,
-                   disable=not err.is_terminal)  # fmt: skip
+    bar = Progress(
+        TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
+    )
     task, start = bar.add_task("", total=1.0 if told else None), time.monotonic()
 
     def tell(share: float) -> None:

@@ -64,10 +64,22 @@ def command(
 
     own = own_plan(compare) if compare else None
     writable(out, html)
-    problem: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens,
-                               "stack": stack}  # fmt: skip
-    narrowed: dict[str, Any] = {"fix": fix, "most": most, "least": least, "without": without, "allow": allow,
-                                "headroom": headroom}  # fmt: skip
+    problem: dict[str, Any] = {
+        "nodes": nodes,
+        "gpus": gpus,
+        "batch": batch,
+        "seq": seq,
+        "tokens": tokens,
+        "stack": stack,
+    }
+    narrowed: dict[str, Any] = {
+        "fix": fix,
+        "most": most,
+        "least": least,
+        "without": without,
+        "allow": allow,
+        "headroom": headroom,
+    }
     beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
     with patient("searching") as progress:
         result = planner.plan(
@@ -123,7 +135,7 @@ def own_plan(path: str) -> Plan:
 
 def show_case(name: str, as_json: bool) -> None:
     """A case study: the published configuration evaluated, the planner's choice beside it."""
-    from meshwright.planner import cases
+    from meshwright.planner.cases import cases
     from meshwright.view.cases import shown
     from meshwright.view.tables import show, show_json
 
@@ -138,7 +150,7 @@ def beside_the_guides(result: Any, why: bool = False) -> Any:
     """What the decision guides would have chosen, and what following them costs."""
     from rich.console import Group
 
-    from meshwright.planner import textbook
+    from meshwright.planner.advice import textbook
     from meshwright.view.textbook import reasons, table
 
     e = result.estimate
@@ -152,7 +164,7 @@ def beside_the_guides(result: Any, why: bool = False) -> Any:
 def findings(result: Any) -> Any:
     """What `lint` says of the winner, each with why it is still best."""
     from meshwright.describe.config import Config
-    from meshwright.planner import lint
+    from meshwright.planner.advice.lint import lint
     from meshwright.view.lint import one
 
     e = result.estimate

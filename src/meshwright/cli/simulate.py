@@ -43,11 +43,21 @@ def command(
     closed = result.prediction.step_time_s
     if as_json:
         ranks = walked.walk
-        print(json.dumps({
-            "step_time_s": walked.time, "closed_form_s": closed, "makespan_s": ranks.makespan, "closing_s": walked.closing,
-            "bubble_fraction": ranks.bubble_fraction, "bubble_overhead": ranks.bubble_overhead,
-            "busy_s": ranks.busy.tolist(), "in_flight": ranks.peak_memory.tolist(), "detail": detail or choose_detail(result, walked),
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "step_time_s": walked.time,
+                    "closed_form_s": closed,
+                    "makespan_s": ranks.makespan,
+                    "closing_s": walked.closing,
+                    "bubble_fraction": ranks.bubble_fraction,
+                    "bubble_overhead": ranks.bubble_overhead,
+                    "busy_s": ranks.busy.tolist(),
+                    "in_flight": ranks.peak_memory.tolist(),
+                    "detail": detail or choose_detail(result, walked),
+                }
+            )
+        )
         return
     from meshwright.units import format_seconds
     from meshwright.view.pipelines import show_pipelines

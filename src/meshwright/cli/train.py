@@ -22,9 +22,9 @@ def command(
 
     from meshwright.cli.output import patient, writable
     from meshwright.describe.config import load
-    from meshwright.train.page import page, showing
-    from meshwright.train.records import Settings
-    from meshwright.train.run import run_training
+    from meshwright.training.page import page, showing
+    from meshwright.training.records import Settings
+    from meshwright.training.run import run_training
     from meshwright.view.tables import show, show_json
 
     config = load(plan, settings)

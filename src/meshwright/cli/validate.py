@@ -4,8 +4,26 @@ from __future__ import annotations
 
 import typer
 
-COLUMNS = ("source", "file", "model", "gpus", "gpu_type", "stack", "dtype", "tp", "pp", "dp",
-           "cp", "ep", "zero", "schedule", "seq_len", "tier", "task", "recompute_mode")  # fmt: skip
+COLUMNS = (
+    "source",
+    "file",
+    "model",
+    "gpus",
+    "gpu_type",
+    "stack",
+    "dtype",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "zero",
+    "schedule",
+    "seq_len",
+    "tier",
+    "task",
+    "recompute_mode",
+)
 
 
 def command(
@@ -57,8 +75,11 @@ def command(
 
         Path(html).write_text(page(outcomes or stars, sources, overall), encoding="utf-8")
     if as_json:
-        out = {"overall": overall, "sources": {n: s.as_dict() for n, s in sources.items()},
-               "rows": [o.as_dict() for o in (*outcomes, *stars)]}  # fmt: skip
+        out = {
+            "overall": overall,
+            "sources": {n: s.as_dict() for n, s in sources.items()},
+            "rows": [o.as_dict() for o in (*outcomes, *stars)],
+        }
         print(json.dumps(out))
         return
     from meshwright.view import validate as view

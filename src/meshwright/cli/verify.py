@@ -20,7 +20,7 @@ def command(
     """Does the plan train what one device would? Losses, gradients, parameters and collectives, compared."""
     from meshwright.cli.output import patient, writable
     from meshwright.describe.config import load
-    from meshwright.verify.prove import prove
+    from meshwright.proof.prove import prove
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
@@ -34,7 +34,7 @@ def command(
     if as_json:
         show_json(proof.as_dict())
     else:
-        from meshwright.verify.page import page
+        from meshwright.proof.page import page
 
         show(page(proof))
     if not proof.passed:

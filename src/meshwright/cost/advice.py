@@ -51,8 +51,17 @@ def ring_buffer(seq: int, ranks: int, kv_width: int, dtype_bytes: float) -> floa
     return 4 * seq / ranks * kv_width * dtype_bytes
 
 
-def ring_step(seq: int, ranks: int, heads: int, head_dim: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2,
-              causal: bool = True) -> tuple[float, float]:  # fmt: skip
+def ring_step(
+    seq: int,
+    ranks: int,
+    heads: int,
+    head_dim: int,
+    kv_heads: int,
+    flops: float,
+    bandwidth: float,
+    dtype_bytes: float = 2,
+    causal: bool = True,
+) -> tuple[float, float]:
     """Seconds of attention on one block and of passing one K/V block on: free-overlap while the first is the longer."""
     block = seq / ranks
     work = 4 * heads * head_dim * block * block * (0.5 if causal else 1.0)
@@ -109,8 +118,17 @@ def topk_compression(share: float, value_bytes: float = 4, index_bytes: float = 
     return dense / sparse
 
 
-def inference_latency(parameters: float, layers: int, hidden: int, tp: int, memory_bandwidth: float, alpha: float, beta: float,
-                      dtype_bytes: float = 2, batch: int = 1) -> float:  # fmt: skip
+def inference_latency(
+    parameters: float,
+    layers: int,
+    hidden: int,
+    tp: int,
+    memory_bandwidth: float,
+    alpha: float,
+    beta: float,
+    dtype_bytes: float = 2,
+    batch: int = 1,
+) -> float:
     """Seconds per generated token at small batch: every weight is read once, plus two all-reduces of b·h a layer.
 
     Tensor parallelism divides the reading by tp; a pipeline does not: each token still reads every weight in turn.

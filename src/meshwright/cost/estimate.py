@@ -68,11 +68,18 @@ class Estimate:
             "plan": self.plan.as_dict(),
             "world": self.plan.world,
             "verdicts": {v.name: {"value": v.value, "target": v.target, "good": v.good} for v in self.verdicts},
-            "roofline": {"ccr": place.ccr, "ridge": place.ridge, "efficiency": place.efficiency, "regime": place.regime,
-                         "critical_batch": place.critical_batch, "batch_for_90": place.batch_for_90, "advice": list(place.advice),
-                         "ceilings": [c.__dict__ for c in place.ceilings]},
+            "roofline": {
+                "ccr": place.ccr,
+                "ridge": place.ridge,
+                "efficiency": place.efficiency,
+                "regime": place.regime,
+                "critical_batch": place.critical_batch,
+                "batch_for_90": place.batch_for_90,
+                "advice": list(place.advice),
+                "ceilings": [c.__dict__ for c in place.ceilings],
+            },
             "inference_latency_s": {f"tp={x.tp}": x.seconds for x in self.inference},
-        }  # fmt: skip
+        }
 
 
 def estimate(
@@ -84,8 +91,20 @@ def estimate(
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)
     levels = axis_levels(program, cluster)
-    return Estimate(model, cluster, plan, workload, stack, program, cost, result, verdicts(cost, result, plan),
-                    place(result, cost, cluster, workload, plan), levels, inference(model, cluster))  # fmt: skip
+    return Estimate(
+        model,
+        cluster,
+        plan,
+        workload,
+        stack,
+        program,
+        cost,
+        result,
+        verdicts(cost, result, plan),
+        place(result, cost, cluster, workload, plan),
+        levels,
+        inference(model, cluster),
+    )
 
 
 def communication(cost: StepCost) -> tuple[float, float]:
@@ -107,8 +126,14 @@ def verdicts(cost: StepCost, result: Prediction, plan: Plan) -> tuple[Verdict, .
         hidden = 1 - exposed / total
         out.append(Verdict("communication hidden", hidden, "above 80%", hidden > 0.80))
         out.append(Verdict("communication exposed", exposed / step, "below 20% of the step", exposed / step < 0.20))
-    out.append(Verdict("memory", (result.memory_gib or 0) / result.memory_limit_gib, "fits, with 5% to spare",
-                       (result.memory_gib or 0) <= SPARE * result.memory_limit_gib))  # fmt: skip
+    out.append(
+        Verdict(
+            "memory",
+            (result.memory_gib or 0) / result.memory_limit_gib,
+            "fits, with 5% to spare",
+            (result.memory_gib or 0) <= SPARE * result.memory_limit_gib,
+        )
+    )
     return tuple(out)
 
 

@@ -33,8 +33,15 @@ def predict(
     return prediction(cost, model, cluster, plan, workload, stack, assumed)
 
 
-def prediction(cost: StepCost, model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack,
-               assumed: list[str] | None = None) -> Prediction:  # fmt: skip
+def prediction(
+    cost: StepCost,
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    workload: Workload,
+    stack: Stack,
+    assumed: list[str] | None = None,
+) -> Prediction:
     time = float(cost.time[0])
     peak = cluster.accelerator.peak_for(workload.precision)
     samples = workload.tokens_per_step if model.kind == "transformer" else workload.batch
@@ -65,14 +72,24 @@ def prediction(cost: StepCost, model: Model, cluster: Cluster, plan: Plan, workl
     )
 
 
-COMMUNICATION = {"tp": "tensor-parallel communication", "dp": "data-parallel communication", "cp": "context-parallel communication",
-                 "ep": "expert dispatch and combine", "pp": "pipeline messages"}  # fmt: skip
+COMMUNICATION = {
+    "tp": "tensor-parallel communication",
+    "dp": "data-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert dispatch and combine",
+    "pp": "pipeline messages",
+}
 
 
 def bound_by(exposed: dict[str, float]) -> str:
     """The largest of compute, each axis's communication, bubble and host."""
-    named = {**COMMUNICATION, "bubble": "the pipeline bubble", "host": "the host's launches", "optimizer": "the optimizer",
-             "overhead": "step overhead"}  # fmt: skip
+    named = {
+        **COMMUNICATION,
+        "bubble": "the pipeline bubble",
+        "host": "the host's launches",
+        "optimizer": "the optimizer",
+        "overhead": "step overhead",
+    }
     groups: dict[str, float] = {}
     for part, seconds in exposed.items():
         name = named.get(part, "compute")

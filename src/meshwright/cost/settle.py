@@ -42,10 +42,14 @@ def settle(model: Model, plan: Plan, workload: Workload, stack: Stack, device_me
     found = bisect_left(counts, True, key=lambda c: peak(model, again(c), workload, stack) <= SPARE * device_memory)
     if found == len(counts):
         least = peak(model, again(counts[-1]) if counts else none, workload, stack)
-        raise MeshwrightError("MW-PAR-003", f"{format_bytes(least)} a device with every layer recomputed, more than "
-                              f"{format_bytes(SPARE * device_memory)}", why=f"recompute=auto fills {SPARE:.0%} of a device's "
-                              f"{format_bytes(device_memory)} at most", valid=["smaller micro-batches", "more ranks for the states"],
-                              fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PAR-003",
+            f"{format_bytes(least)} a device with every layer recomputed, more than "
+            f"{format_bytes(SPARE * device_memory)}",
+            why=f"recompute=auto fills {SPARE:.0%} of a device's {format_bytes(device_memory)} at most",
+            valid=["smaller micro-batches", "more ranks for the states"],
+            fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
+        )
     return again(counts[found])
 
 

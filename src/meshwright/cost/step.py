@@ -135,8 +135,11 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
     others = {"R": b.partly, "S": b.splits_twice}  # phases that not all of a rank's blocks have
-    some = {phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
-            for phase, on in others.items() if on}  # fmt: skip
+    some = {
+        phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
+        for phase, on in others.items()
+        if on
+    }
     exposed: dict[str, Array] = {}
     busy: dict[str, Array] = {}
     flops: Array = 0.0
@@ -166,8 +169,22 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
             exposed[axis] = exposed.get(axis, 0.0) + closing[axis]
     exposed["overhead"] = np.full(b.n, b.stack.step_overhead)
 
-    return StepCost(sum(exposed.values()), exposed, busy, flops, slowest, ranks, held,
-                    times, boundary, closing["after"], closing["reduce"], closing["tail"], program, syncs)  # fmt: skip
+    return StepCost(
+        sum(exposed.values()),
+        exposed,
+        busy,
+        flops,
+        slowest,
+        ranks,
+        held,
+        times,
+        boundary,
+        closing["after"],
+        closing["reduce"],
+        closing["tail"],
+        program,
+        syncs,
+    )
 
 
 def phase_time(
@@ -231,8 +248,13 @@ def rank_time(
 
 
 def _mean(
-    program: StepProgram, times: dict[tuple[str, str], PhaseTime], held: list[Holding], ranks: list[RankTime], boundary: Array, every_rank: bool
-) -> list[Array]:  # fmt: skip
+    program: StepProgram,
+    times: dict[tuple[str, str], PhaseTime],
+    held: list[Holding],
+    ranks: list[RankTime],
+    boundary: Array,
+    every_rank: bool,
+) -> list[Array]:
     """Mean f, i, w over the ranks; a batch, which looks at few of them, takes a rank that holds the mean of all blocks."""
     b = program.batch
     if not every_rank:

@@ -81,8 +81,14 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     section = cls.__name__.lower()
     if isinstance(inner, MeshwrightError):
         if place and not inner.what.startswith(f"{section}."):
-            inner = MeshwrightError(inner.code, _placed(inner.what, f"{section}.{place}", cls, place), why=inner.why, valid=inner.valid,
-                                    fix=inner.fix, exit_code=inner.exit_code)  # fmt: skip
+            inner = MeshwrightError(
+                inner.code,
+                _placed(inner.what, f"{section}.{place}", cls, place),
+                why=inner.why,
+                valid=inner.valid,
+                fix=inner.fix,
+                exit_code=inner.exit_code,
+            )
         return inner
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])
@@ -97,5 +103,6 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
     options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
     near = nearest(str(first.get("input")), options) if options else ""
     fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
-    return MeshwrightError("MW-CONF-003", f"{section}.{place} = {given} is not valid", why=first["msg"], valid=options,
-                           fix=fix)  # fmt: skip
+    return MeshwrightError(
+        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=first["msg"], valid=options, fix=fix
+    )

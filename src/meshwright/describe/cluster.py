@@ -70,8 +70,15 @@ class Accelerator(Described):
 
     def peak_for(self, dtype: str) -> float:
         """Peak at a dtype; one the device lacks runs at the next wider type it has."""
-        wider = {"fp4": ["mxfp8", "fp8", "bf16"], "mxfp8": ["fp8", "bf16"], "fp8": ["bf16"], "bf16": ["fp16", "fp32"],
-                 "fp16": ["bf16", "fp32"], "tf32": ["fp32"], "int8": ["fp8", "bf16"]}  # fmt: skip
+        wider = {
+            "fp4": ["mxfp8", "fp8", "bf16"],
+            "mxfp8": ["fp8", "bf16"],
+            "fp8": ["bf16"],
+            "bf16": ["fp16", "fp32"],
+            "fp16": ["bf16", "fp32"],
+            "tf32": ["fp32"],
+            "int8": ["fp8", "bf16"],
+        }
         for name in [dtype, *wider.get(dtype, []), "fp32"]:
             if name in self.peak:
                 return self.peak[name]

@@ -78,8 +78,13 @@ class Config:
             draft.lay("stack", "default", "default", HERE)
         for section in ("model", "cluster"):
             if section not in draft.tables:
-                raise MeshwrightError("MW-CONF-002", f"no [{section}] is given", why="It has no default",
-                                      valid=catalog.names(NAMED[section]), fix=f"--set {section}=NAME")  # fmt: skip
+                raise MeshwrightError(
+                    "MW-CONF-002",
+                    f"no [{section}] is given",
+                    why="It has no default",
+                    valid=catalog.names(NAMED[section]),
+                    fix=f"--set {section}=NAME",
+                )
         for section in ("workload", "plan"):
             draft.tables.setdefault(section, {})
         parts: dict[str, Any] = {name: CLASSES[name](**draft.opened(name)) for name in SECTIONS}

@@ -85,8 +85,11 @@ class Draft:
         """A catalog entry as a table of its own; for a model also a Hugging Face config.json."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
-            raise MeshwrightError("MW-CONF-009", f"[{path}] cannot start from {str(name)[:60]!r}",
-                                  why="The catalog has none of its kind" if not kind else "A name is a string")  # fmt: skip
+            raise MeshwrightError(
+                "MW-CONF-009",
+                f"[{path}] cannot start from {str(name)[:60]!r}",
+                why="The catalog has none of its kind" if not kind else "A name is a string",
+            )
         if kind == "models" and name.endswith(".json"):
             from meshwright.describe.model import Model
 
@@ -128,8 +131,11 @@ class Draft:
         path, sign, text = word.partition("=")
         keys = path.strip().split(".")
         if not sign or not all(keys) or len(keys) > DEPTH:
-            raise MeshwrightError("MW-CONF-011", f"'--set {word[:60]}' is not a path, '=' and a value",
-                                  valid=["plan.tp=8", "cluster.gpus=64", "model=llama3-8b"])  # fmt: skip
+            raise MeshwrightError(
+                "MW-CONF-011",
+                f"'--set {word[:60]}' is not a path, '=' and a value",
+                valid=["plan.tp=8", "cluster.gpus=64", "model=llama3-8b"],
+            )
         section, value = keys[0], parse_value(text.strip(), path)
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", "section", section, SECTIONS, "--set {}." + ".".join(keys[1:]))
@@ -172,8 +178,11 @@ class Draft:
         if not isinstance(node, list):
             raise MeshwrightError("MW-CONF-011", f"--set {path}.{key[:60]}: {path} is a single value, not a table")
         if not (key.isdecimal() and len(key) < 9 and int(key) < len(node)):
-            raise MeshwrightError("MW-CONF-011", f"--set {path}.{key[:60]}: {path} is a list",
-                                  valid=[f"{path}.{i}" for i in range(len(node))])  # fmt: skip
+            raise MeshwrightError(
+                "MW-CONF-011",
+                f"--set {path}.{key[:60]}: {path} is a list",
+                valid=[f"{path}.{i}" for i in range(len(node))],
+            )
         return int(key)
 
     # For validation
@@ -230,8 +239,12 @@ def parse_value(text: str, path: str) -> Any:
         if re.fullmatch(r"[\w./+µ -]+", text):
             return text
     near = nearest(text, ["true", "false"])
-    raise MeshwrightError("MW-CONF-011", f"--set {path[:60]}: {text[:60]!r} is no value", fix=near,
-                          valid=["8", "true", "bf16", '"a string"', '["tp", "dp"]'])  # fmt: skip
+    raise MeshwrightError(
+        "MW-CONF-011",
+        f"--set {path[:60]}: {text[:60]!r} is no value",
+        fix=near,
+        valid=["8", "true", "bf16", '"a string"', '["tp", "dp"]'],
+    )
 
 
 def key_lines(text: str) -> dict[str, int]:

@@ -27,8 +27,9 @@ def read_text(path: str | Path) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise MeshwrightError("MW-CONF-004", f"'{shown}' is not a file", why="It is a folder, a pipe or a device")
         if status.st_size > LIMIT:
-            raise MeshwrightError("MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes",
-                                  why=f"A configuration has at most {LIMIT:,}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes", why=f"A configuration has at most {LIMIT:,}"
+            )
         with open(path, "rb") as file:
             return file.read(LIMIT).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -54,8 +55,11 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     """A TOML document, refused where it is malformed or nested beyond reason."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > DOTS:
-            raise MeshwrightError("MW-CONF-007", f"{name}:{number} has a line with {line.count('.')} dots",
-                                  why="No key is nested that deep")  # fmt: skip
+            raise MeshwrightError(
+                "MW-CONF-007",
+                f"{name}:{number} has a line with {line.count('.')} dots",
+                why="No key is nested that deep",
+            )
     try:
         return shallow(tomllib.loads(text), name)
     except RecursionError:

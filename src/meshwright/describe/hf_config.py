@@ -135,8 +135,12 @@ def load(path: str | Path) -> dict[str, Any]:
         if not stat.S_ISREG(facts.st_mode):
             raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is no regular file")
         if facts.st_size > MOST_BYTES:
-            raise MeshwrightError("MW-HF-002", f"{str(path)[:200]} has {facts.st_size:,} bytes",
-                                  why="The config of a model is small", valid=[f"at most {MOST_BYTES:,}"])  # fmt: skip
+            raise MeshwrightError(
+                "MW-HF-002",
+                f"{str(path)[:200]} has {facts.st_size:,} bytes",
+                why="The config of a model is small",
+                valid=[f"at most {MOST_BYTES:,}"],
+            )
         with place.open("rb") as file:
             raw = file.read(MOST_BYTES)
     except MeshwrightError:

@@ -27,8 +27,18 @@ from meshwright.errors import MeshwrightError, unknown
 
 MOST_RANKS = 2**22  # every rank is listed: keeps hostile plans within memory
 BASE = ("tp", "cp", "pp", "shard", "replicate")
-DERIVED = ("dp", "dp_cp", "shard_cp", "expert_tp", "ep", "expert_dp", "expert_shard", "expert_replicate",
-           "stage", "world")  # fmt: skip
+DERIVED = (
+    "dp",
+    "dp_cp",
+    "shard_cp",
+    "expert_tp",
+    "ep",
+    "expert_dp",
+    "expert_shard",
+    "expert_replicate",
+    "stage",
+    "world",
+)
 
 
 @dataclass(frozen=True)

@@ -106,25 +106,41 @@ class Model(Described):
             if not getattr(self, field):
                 raise MeshwrightError("MW-MODEL-001", f"{self.name}: a {self.kind} needs '{field}' above 0")
         if self.layers > MOST_LAYERS:
-            raise MeshwrightError("MW-MODEL-007", f"{self.name}: {self.layers} layers", valid=[f"1 to {MOST_LAYERS}"],
-                                  fix=f"--set model.layers={MOST_LAYERS}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-007",
+                f"{self.name}: {self.layers} layers",
+                valid=[f"1 to {MOST_LAYERS}"],
+                fix=f"--set model.layers={MOST_LAYERS}",
+            )
         return self if self.kind == "mlp" else self._legal_transformer()
 
     def _legal_transformer(self) -> Model:
         if self.attention == "gqa" and not self.head_dim and self.hidden % self.heads:
             legal = [n for n in range(1, 257) if self.hidden % n == 0]
-            raise MeshwrightError("MW-MODEL-002", f"{self.heads} heads do not divide hidden {self.hidden}", valid=legal,
-                                  fix=f"--set model.heads={nearest_number(self.heads, legal)}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-002",
+                f"{self.heads} heads do not divide hidden {self.hidden}",
+                valid=legal,
+                fix=f"--set model.heads={nearest_number(self.heads, legal)}",
+            )
         if self.heads % self.kv_groups:
             legal = [n for n in range(1, min(self.heads, 4096) + 1) if self.heads % n == 0]
             near = nearest_number(self.kv_groups, legal)
-            raise MeshwrightError("MW-MODEL-003", f"{self.kv_groups} KV heads do not divide {self.heads} heads",
-                                  valid=legal, fix=f"--set model.kv_heads={near}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-003",
+                f"{self.kv_groups} KV heads do not divide {self.heads} heads",
+                valid=legal,
+                fix=f"--set model.kv_heads={near}",
+            )
         if self.attention == "mla" and not (self.kv_rank and self.nope_dim and self.value_dim):
             raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         if self.experts and not 1 <= self.top_k <= self.experts:
-            raise MeshwrightError("MW-MODEL-005", f"top_k={self.top_k} of {self.experts} experts is impossible",
-                                  valid=[f"1 to {self.experts}"], fix="--set model.top_k=1")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-005",
+                f"top_k={self.top_k} of {self.experts} experts is impossible",
+                valid=[f"1 to {self.experts}"],
+                fix="--set model.top_k=1",
+            )
         if not self.experts and (self.top_k or self.shared_experts):
             raise MeshwrightError(
                 "MW-MODEL-005", "top_k or shared experts, yet no experts", fix="--set model.experts=8"

@@ -25,8 +25,19 @@ from meshwright.describe.stack import Axis
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1",
-                   "zb-h2", "interleaved-zb", "zbv", "dualpipev", "auto"]  # fmt: skip
+Schedule = Literal[
+    "naive",
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zbv",
+    "dualpipev",
+    "auto",
+]
 VIRTUAL_SCHEDULES = ("interleaved", "looped-bfs", "interleaved-zb", "zbv", "dualpipev", "auto")
 V_SHAPED = ("zbv", "dualpipev")
 Recompute = Literal["none", "selective", "full", "auto"]
@@ -97,49 +108,87 @@ class Plan(Described):
     @model_validator(mode="after")
     def _coherent(self) -> Plan:
         if self.shard > 1 and self.zero == 0:
-            raise MeshwrightError("MW-PLAN-001", f"shard={self.shard} with zero=0 shards nothing",
-                                  why="ZeRO stage 1, 2 or 3 says what is sharded; plain data parallelism is `replicate`",
-                                  valid=["zero=1", "zero=2", "zero=3", "shard=1"], fix="--set plan.zero=3")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-001",
+                f"shard={self.shard} with zero=0 shards nothing",
+                why="ZeRO stage 1, 2 or 3 says what is sharded; plain data parallelism is `replicate`",
+                valid=["zero=1", "zero=2", "zero=3", "shard=1"],
+                fix="--set plan.zero=3",
+            )
         if self.order and sorted(self.order) != sorted(AXES):
-            raise MeshwrightError("MW-PLAN-002", f"order {list(self.order)} must name each axis once", valid=AXES,
-                                  fix='--set plan.order=["tp","cp","pp","dp"]')  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-002",
+                f"order {list(self.order)} must name each axis once",
+                valid=AXES,
+                fix='--set plan.order=["tp","cp","pp","dp"]',
+            )
         if self.sp and self.tp_form == "all-gather":
-            raise MeshwrightError("MW-PLAN-013", "sp with tp_form=all-gather", fix="--set plan.sp=false",
-                                  why="Sequence parallelism is the other form's: it gathers before and scatters after")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-013",
+                "sp with tp_form=all-gather",
+                fix="--set plan.sp=false",
+                why="Sequence parallelism is the other form's: it gathers before and scatters after",
+            )
         self._coherent_recompute()
         self._coherent_averages()
         if self.virtual > 1 and self.schedule not in VIRTUAL_SCHEDULES:
-            raise MeshwrightError("MW-PLAN-003", f"schedule {self.schedule} runs one stage a rank, not virtual={self.virtual}",
-                                  valid=VIRTUAL_SCHEDULES, fix="--set plan.schedule=interleaved")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-003",
+                f"schedule {self.schedule} runs one stage a rank, not virtual={self.virtual}",
+                valid=VIRTUAL_SCHEDULES,
+                fix="--set plan.schedule=interleaved",
+            )
         if self.schedule in V_SHAPED and self.pp > 1 and self.virtual != 2:
-            raise MeshwrightError("MW-PLAN-003", f"schedule {self.schedule} is V-shaped: two stages a rank",
-                                  why=f"virtual={self.virtual}", valid=["virtual=2"], fix="--set plan.virtual=2")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-003",
+                f"schedule {self.schedule} is V-shaped: two stages a rank",
+                why=f"virtual={self.virtual}",
+                valid=["virtual=2"],
+                fix="--set plan.virtual=2",
+            )
         if self.layers_per_stage and len(self.layers_per_stage) != self.stages:
-            raise MeshwrightError("MW-PLAN-007", f"layers_per_stage has {len(self.layers_per_stage)} entries for "
-                                  f"pp × virtual = {self.pp} × {self.virtual} = {self.stages} stages")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-007",
+                f"layers_per_stage has {len(self.layers_per_stage)} entries for "
+                f"pp × virtual = {self.pp} × {self.virtual} = {self.stages} stages",
+            )
         return self
 
     def _coherent_recompute(self) -> None:
         if (self.recompute_every > 1 or self.recompute_layers) and self.recompute != "full":
-            raise MeshwrightError("MW-PLAN-014", f"layers to recompute are chosen, yet recompute={self.recompute}",
-                                  why="Of whole layers alone some can be chosen", fix="--set plan.recompute=full")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-014",
+                f"layers to recompute are chosen, yet recompute={self.recompute}",
+                why="Of whole layers alone some can be chosen",
+                fix="--set plan.recompute=full",
+            )
         if self.recompute_budget > 0 and self.recompute != "auto":
-            raise MeshwrightError("MW-PLAN-014", f"recompute={self.recompute} with recompute_budget="
-                                  f"{self.recompute_budget:g}", why="auto fits a budget, and nothing else has one",
-                                  valid=["recompute=auto with recompute_budget=20GiB"],
-                                  fix="--set plan.recompute=auto")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-014",
+                f"recompute={self.recompute} with recompute_budget={self.recompute_budget:g}",
+                why="auto fits a budget, and nothing else has one",
+                valid=["recompute=auto with recompute_budget=20GiB"],
+                fix="--set plan.recompute=auto",
+            )
 
     def _coherent_averages(self) -> None:
         if not self.average_every:
             return
-        together = {"zero": self.zero, "cp": self.cp > 1 and self.cp, "ep": self.ep > 1 and self.ep,
-                    "compression": self.compression != "none" and self.compression}  # fmt: skip
+        together = {
+            "zero": self.zero,
+            "cp": self.cp > 1 and self.cp,
+            "ep": self.ep > 1 and self.ep,
+            "compression": self.compression != "none" and self.compression,
+        }
         said = [f"{field}={value}" for field, value in together.items() if value]
         if said or self.replicate == 1:
             field = next((field for field, value in together.items() if value), "average_every")
-            raise MeshwrightError("MW-PLAN-015", f"average_every={self.average_every} with {said[0] if said else 'one replica'}",
-                                  why="Replicas that train alone must be several and whole: they exchange no gradients",
-                                  fix=f"--set plan.{field}={type(self).model_fields[field].default}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PLAN-015",
+                f"average_every={self.average_every} with {said[0] if said else 'one replica'}",
+                why="Replicas that train alone must be several and whole: they exchange no gradients",
+                fix=f"--set plan.{field}={type(self).model_fields[field].default}",
+            )
 
     # Derived
 

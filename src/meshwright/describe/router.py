@@ -41,12 +41,19 @@ class RouterOptions(Described):
         """Whether k experts can be chosen within groups."""
         kept = self.groups_kept or self.groups
         if experts % self.groups or kept > self.groups or top_k > kept * (experts // self.groups):
-            raise MeshwrightError("MW-MODEL-008", f"top {top_k} of {experts} experts in {kept} of {self.groups} groups",
-                                  why="Groups are equal, and those that are kept must hold as many experts as a token visits",
-                                  fix="--set model.router.groups=1 --set model.router.groups_kept=0")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-008",
+                f"top {top_k} of {experts} experts in {kept} of {self.groups} groups",
+                why="Groups are equal, and those that are kept must hold as many experts as a token visits",
+                fix="--set model.router.groups=1 --set model.router.groups_kept=0",
+            )
         if self.groups > 1 and self.choice == "expert":
-            raise MeshwrightError("MW-MODEL-008", f"{self.groups} groups of experts, yet experts choose their tokens",
-                                  why="Groups limit what a token chooses", fix="--set model.router.choice=token")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MODEL-008",
+                f"{self.groups} groups of experts, yet experts choose their tokens",
+                why="Groups limit what a token chooses",
+                fix="--set model.router.choice=token",
+            )
 
     @property
     def compares(self) -> bool:

@@ -28,8 +28,19 @@ RECOMPUTE = ("none", "selective", "full")
 CP_KINDS: tuple[str, ...] = get_args(ContextKind)
 COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
-INTEGERS = ("replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "microbatch", "zero", "compression_rank",
-            "average_every")  # fmt: skip
+INTEGERS = (
+    "replicate",
+    "shard",
+    "tp",
+    "cp",
+    "pp",
+    "virtual",
+    "ep",
+    "microbatch",
+    "zero",
+    "compression_rank",
+    "average_every",
+)
 FLAGS = ("sp", "reshard", "prefetch", "master")
 ORDERS = tuple(permutations(AXES))
 

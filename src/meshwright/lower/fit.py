@@ -59,8 +59,12 @@ def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stac
         found = Fit(count, max(lengths), max(sizes) + (whole if count else 0.0))
         if found.bytes <= budget:
             return found
-    raise MeshwrightError("MW-PAR-003", f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
-                          f"budget of {format_bytes(budget)}", fix="--set plan.microbatch=1")  # fmt: skip
+    raise MeshwrightError(
+        "MW-PAR-003",
+        f"{format_bytes(found.bytes)} of activations with every layer recomputed, more than the "
+        f"budget of {format_bytes(budget)}",
+        fix="--set plan.microbatch=1",
+    )
 
 
 def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = None) -> Plan:
@@ -68,8 +72,11 @@ def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = N
     if plan.recompute != "auto":
         return plan
     if not plan.recompute_budget:
-        raise MeshwrightError("MW-PAR-004", "recompute=auto without a budget, and no device to fit",
-                              why="Without one it is what the plan leaves of a device's memory (`cost.settle`)",
-                              fix="--set plan.recompute_budget=20GiB")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PAR-004",
+            "recompute=auto without a budget, and no device to fit",
+            why="Without one it is what the plan leaves of a device's memory (`cost.settle`)",
+            fix="--set plan.recompute_budget=20GiB",
+        )
     count = fit(model, plan, workload, plan.recompute_budget, stack).layers
     return plan.but(recompute="full" if count else "none", recompute_layers=count, recompute_budget=0.0)

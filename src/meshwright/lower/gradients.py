@@ -87,8 +87,11 @@ class DataParallel:
         rounds = self.microbatches if plan.reduce == "microbatch" else 1
         for shapes, elements in self._cut([s for s in held if s.learns][::-1], lossy and plan.wire == "powersgd"):
             for count in self._passed(told, lossy, rounds):
-                said = exchanges(plan, elements, self.gradient_bytes, shapes, ranks, told=count) if lossy else \
-                    [("all_reduce", elements * self.gradient_bytes)]  # fmt: skip
+                said = (
+                    exchanges(plan, elements, self.gradient_bytes, shapes, ranks, told=count)
+                    if lossy
+                    else [("all_reduce", elements * self.gradient_bytes)]
+                )
                 yield from (("reduce-gradients", axis, operation, n) for operation, n in said)
 
     def _passed(self, told: Told | None, lossy: bool, rounds: int) -> Sequence[int | None]:

@@ -252,7 +252,9 @@ def _units(program: StepProgram, holding: Holding, name: str) -> Array:
     both = ends["embedding"] * ends["head"] * (batch.pp == 1) if model.tied else 0.0
     if not batch.wraps:
         return layers + sum(ends.values()) - both
-    wrapped = sum(often * np.ceil(sum(part[kind] * has[kind] for kind in ("dense", "moe") if kind in has) / batch.wrap)
-                  for often, part in by_stage(batch, holding))  # fmt: skip
+    wrapped = sum(
+        often * np.ceil(sum(part[kind] * has[kind] for kind in ("dense", "moe") if kind in has) / batch.wrap)
+        for often, part in by_stage(batch, holding)
+    )
     whole = (layers > 0) * np.where(batch.pp > 1, batch.virtual, 1.0)
     return np.where(batch.one_unit, whole, wrapped + sum(ends.values()) - both)

@@ -204,11 +204,15 @@ def cuts(style: str, plan: Plan) -> tuple[tuple[int, str], ...]:
     """(dimension, axis) along which tensor and expert parallelism split a parameter of a style."""
     by_columns = plan.tp_form == "all-gather"
     return {
-        "column": ((0, "tp"),), "keys": ((0, "tp"),), "vocabulary": ((0, "tp"),),
-        "row": ((0 if by_columns else 1, "tp"),), "row-bias": ((0, "tp"),) if by_columns else (),
-        "experts": ((0, "ep"), (1, "expert_tp")), "experts-row": ((0, "ep"), (2, "expert_tp")),
+        "column": ((0, "tp"),),
+        "keys": ((0, "tp"),),
+        "vocabulary": ((0, "tp"),),
+        "row": ((0 if by_columns else 1, "tp"),),
+        "row-bias": ((0, "tp"),) if by_columns else (),
+        "experts": ((0, "ep"), (1, "expert_tp")),
+        "experts-row": ((0, "ep"), (2, "expert_tp")),
         "experts-row-bias": ((0, "ep"),),
-    }.get(style, ())  # fmt: skip
+    }.get(style, ())
 
 
 def partial_over(style: str, plan: Plan, copies: int) -> str:

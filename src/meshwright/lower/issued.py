@@ -38,8 +38,14 @@ from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
 OURS = Stack(shared_scales=True)  # what `parallel` does
-JOURNEYS = {"dispatch": "sent", "dispatch-grad": "received", "combine": "received", "combine-grad": "sent",
-            "expert-gather": "fullest", "expert-scatter": "fullest"}  # fmt: skip
+JOURNEYS = {
+    "dispatch": "sent",
+    "dispatch-grad": "received",
+    "combine": "received",
+    "combine-grad": "sent",
+    "expert-gather": "fullest",
+    "expert-scatter": "fullest",
+}
 ROWS = "fp8-expert-rows"  # scales of the rows that `down` reads
 
 
@@ -73,9 +79,15 @@ class Stage:
 
 
 def issued(
-    model: Model, plan: Plan, workload: Workload, rank: int, order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
-    given: Given | None = None, stack: Stack | None = None, element: float = 0.0,
-) -> list[Record]:  # fmt: skip
+    model: Model,
+    plan: Plan,
+    workload: Workload,
+    rank: int,
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+    given: Given | None = None,
+    stack: Stack | None = None,
+    element: float = 0.0,
+) -> list[Record]:
     """Everything this rank of the plan issues in the step; activations of `element` bytes, unsaid those of the workload."""
     given, plan = given or Given(), settle(model, plan, workload, stack)
     layout, m = Layout(plan, order), plan.microbatches(workload)

@@ -56,14 +56,29 @@ class LayerLowering:
         self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
 
     def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
-        op = Op(name, part, "p2p" if kind == "send" else "collective", count, collective=kind, axis=axis, message_bytes=n,
-                stream=f"comm:{axis}")  # fmt: skip
+        op = Op(
+            name,
+            part,
+            "p2p" if kind == "send" else "collective",
+            count,
+            collective=kind,
+            axis=axis,
+            message_bytes=n,
+            stream=f"comm:{axis}",
+        )
         self.phases.setdefault(phase, []).append(op)
 
     def gemm(
-        self, name: str, part: str, m: Array, n: Array, k: Array, products: Array = 1.0, launches: float = 1.0,
+        self,
+        name: str,
+        part: str,
+        m: Array,
+        n: Array,
+        k: Array,
+        products: Array = 1.0,
+        launches: float = 1.0,
         dtype: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A product forward, and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
         flops = 2.0 * products * m * n * k
         e = self.element
@@ -287,8 +302,15 @@ class LayerLowering:
         if self.block.kind == "moe":
             experts, split = self.m.experts / self.b.ep, (self.b.etp > 1) * 1.0
             rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp
-            self.collective("F", "fp8-expert-weights", "experts", "all_reduce", "expert_tp", 4.0 * experts,
-                            split * (2.0 if self.m.gated else 1.0))  # fmt: skip
+            self.collective(
+                "F",
+                "fp8-expert-weights",
+                "experts",
+                "all_reduce",
+                "expert_tp",
+                4.0 * experts,
+                split * (2.0 if self.m.gated else 1.0),
+            )
             self.collective("F", "fp8-expert-rows", "experts", "all_reduce", "expert_tp", 4.0 * (experts + rows), split)
 
     # Whole layers
@@ -338,6 +360,19 @@ class LayerLowering:
             core = op.name in ("core", "scores", "softmax", "values")
             again = full + (selective if core else 0.0)
             if present(again):
-                copy = Op(f"{op.name}-again", op.part, op.kind, op.count * again, op.flops, op.bytes, op.shape, op.dtype,
-                          op.collective, op.axis, op.message_bytes, op.stream, launches=op.launches)  # fmt: skip
+                copy = Op(
+                    f"{op.name}-again",
+                    op.part,
+                    op.kind,
+                    op.count * again,
+                    op.flops,
+                    op.bytes,
+                    op.shape,
+                    op.dtype,
+                    op.collective,
+                    op.axis,
+                    op.message_bytes,
+                    op.stream,
+                    launches=op.launches,
+                )
                 self.phases["R"].append(copy)

@@ -205,8 +205,10 @@ def _mean_split(batch: Batch, held: Holding) -> dict[str, Array]:
     paired = 2 * pp**2 - pp - np.floor(pp**2 / 4) - np.floor((pp + 1) ** 2 / 4)
     share = np.where(batch.schedule == DUALPIPEV, paired / (2 * pp * batch.rounds), 1.0)
     first = stage_counts(batch, np.zeros(batch.n))
-    whole = {kind: count - np.where(batch.schedule == DUALPIPEV, 0.0, first[kind] / pp)
-             for kind, count in held.counts.items()}  # fmt: skip
+    whole = {
+        kind: count - np.where(batch.schedule == DUALPIPEV, 0.0, first[kind] / pp)
+        for kind, count in held.counts.items()
+    }
     return {kind: batch.splits * share * count for kind, count in whole.items()}
 
 

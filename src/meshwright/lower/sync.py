@@ -68,8 +68,18 @@ def compressed_bytes(
     plain = np.where(scattered, batch.comm_bytes, np.minimum(batch.comm_bytes, batch.grad_bytes))
     if not batch.compresses:
         return elements * plain, 0.0
-    passes = {"none": 0.0, "fp16": 1.5, "bf16": 1.5, "int8": 3.0, "int4": 3.0, "top-k": 8.0, "powersgd": 4.0,
-              "fp8": 3.0, "random-k": 4.0, "threshold": 5.0}  # fmt: skip
+    passes = {
+        "none": 0.0,
+        "fp16": 1.5,
+        "bf16": 1.5,
+        "int8": 3.0,
+        "int4": 3.0,
+        "top-k": 8.0,
+        "powersgd": 4.0,
+        "fp8": 3.0,
+        "random-k": 4.0,
+        "threshold": 5.0,
+    }
     width = batch.grad_bytes
     each = elements / np.where(messages > 0, messages, 1.0)  # of a message
     whole = 2 * np.ceil(each / (2 * ranks))  # values a rank's part is rounded up to
@@ -143,8 +153,19 @@ def gradient_reduction(batch: Batch, counts: dict[str, Array], kind: str) -> lis
     ops = []
 
     def reduce(name: str, collective: str, axis: str, total: Array, count: Array, many: Array = messages) -> None:
-        ops.append(Op(name, kind, "collective", on * count * many, collective=collective, axis=axis,
-                      message_bytes=total / np.where(many > 0, many, 1.0), stream="comm:dp", launches=1.0))  # fmt: skip
+        ops.append(
+            Op(
+                name,
+                kind,
+                "collective",
+                on * count * many,
+                collective=collective,
+                axis=axis,
+                message_bytes=total / np.where(many > 0, many, 1.0),
+                stream="comm:dp",
+                launches=1.0,
+            )
+        )
 
     reduce("reduce-gradients", "all_reduce", whole, n / twice, (~scattered & ~owners) * times * twice)
     reduce("reduce-gradients", "reduce_scatter", shard, n, (scattered & ~owners & ~thin) * times)
@@ -170,8 +191,18 @@ def parameter_gather(batch: Batch, counts: dict[str, Array], kind: str) -> list[
     on = (batch.zero < 3) & sharded(batch, kind)
     n = padded(counts, kind) * batch.param_bytes
     units = np.ceil(n / batch.bucket) if not batch.units else counts.get(f"{kind}_messages", np.ones(batch.n))
-    return [Op("gather-parameters", kind, "collective", on * units, collective="all_gather", axis=SHARDS[kind],
-               message_bytes=n / np.where(units > 0, units, 1.0), stream="comm:dp")]  # fmt: skip
+    return [
+        Op(
+            "gather-parameters",
+            kind,
+            "collective",
+            on * units,
+            collective="all_gather",
+            axis=SHARDS[kind],
+            message_bytes=n / np.where(units > 0, units, 1.0),
+            stream="comm:dp",
+        )
+    ]
 
 
 def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
@@ -181,8 +212,18 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
     # Each replica's parameters, and by how many tokens they count.
     n = (elements + 1) * batch.kept_bytes
     count = (batch.average_every > 0) / np.maximum(batch.average_every, 1.0)
-    return [Op("average-parameters", kind, "collective", count, collective="all_reduce", axis="replicate",
-               message_bytes=n, stream="comm:dp")]  # fmt: skip
+    return [
+        Op(
+            "average-parameters",
+            kind,
+            "collective",
+            count,
+            collective="all_reduce",
+            axis="replicate",
+            message_bytes=n,
+            stream="comm:dp",
+        )
+    ]
 
 
 def sharded_weights(batch: Batch, counts: dict[str, Array], kind: str, unit: Array) -> dict[str, list[Op]]:
@@ -194,8 +235,9 @@ def sharded_weights(batch: Batch, counts: dict[str, Array], kind: str, unit: Arr
     apart = counts.get(f"{kind}_exact", 0.0) * batch.lossy
     share = elements / np.maximum(unit, 1.0)  # of a unit's messages, this block's
     once = 1.0 / np.maximum(batch.microbatches, 1)
-    said, extra = compressed_bytes(batch, learns - apart, share, batch.size(shard), np.True_,
-                                   counts.get(f"{kind}_factors", learns))  # fmt: skip
+    said, extra = compressed_bytes(
+        batch, learns - apart, share, batch.size(shard), np.True_, counts.get(f"{kind}_factors", learns)
+    )
 
     def op(name: str, collective: str, axis: str, n: Array, count: Array) -> Op:
         if unit is not counts[kind]:
@@ -260,8 +302,18 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
     def reduce(name: str, axis: str, n: Array, part: str = "closing", where: Array = True) -> None:
         on = (batch.size(axis) > 1) & (np.asarray(n) > 0) & where
         if present(on):
-            ops.append(Op(name, part, "collective", on * 1.0, collective="all_reduce", axis=axis, message_bytes=n,
-                          stream="comm:dp"))  # fmt: skip
+            ops.append(
+                Op(
+                    name,
+                    part,
+                    "collective",
+                    on * 1.0,
+                    collective="all_reduce",
+                    axis=axis,
+                    message_bytes=n,
+                    stream="comm:dp",
+                )
+            )
 
     # A shard's gradient is as wide as the shard, which is its own master.
     wide = np.where(sharded > 1, batch.kept_bytes, batch.grad_bytes) / sharded

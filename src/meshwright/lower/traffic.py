@@ -68,8 +68,12 @@ def recorded(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record
     by: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
     for name, axis, kind, count, n in found:
         by.setdefault((axis, kind), []).append((name, count, n))
-    return [Record(axis, kind, sum(c for _, c, _ in rows), sum(x for *_, x in rows), tuple(dict.fromkeys(n for n, *_ in rows)))
-            for (axis, kind), rows in by.items()]  # fmt: skip
+    return [
+        Record(
+            axis, kind, sum(c for _, c, _ in rows), sum(x for *_, x in rows), tuple(dict.fromkeys(n for n, *_ in rows))
+        )
+        for (axis, kind), rows in by.items()
+    ]
 
 
 def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:

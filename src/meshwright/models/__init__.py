@@ -32,8 +32,12 @@ def build(model: Model, layers: range | None = None) -> nn.Module:
             return Mlp(model, layers)
         if model.kind == "transformer":
             return Transformer(model, layers)
-    raise MeshwrightError("MW-BUILD-001", f"{model.name} cannot be built",
-                          why="Only its counts are known, not its shape", valid=["transformer", "mlp"])  # fmt: skip
+    raise MeshwrightError(
+        "MW-BUILD-001",
+        f"{model.name} cannot be built",
+        why="Only its counts are known, not its shape",
+        valid=["transformer", "mlp"],
+    )
 
 
 def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

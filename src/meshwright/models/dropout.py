@@ -147,9 +147,12 @@ class _Drop(torch.autograd.Function):
 def moment_of(x: torch.Tensor, site: str) -> Moment:
     moment = _now.get()
     if moment is None or len(moment.samples) != len(x):
-        raise MeshwrightError("MW-BUILD-004", f"dropout at {site} of {len(x)} samples, at {moment}",
-                              why="What is dropped depends on the step and the samples",
-                              fix="with drawing(Moment(seed, step, samples)): model(x)")  # fmt: skip
+        raise MeshwrightError(
+            "MW-BUILD-004",
+            f"dropout at {site} of {len(x)} samples, at {moment}",
+            why="What is dropped depends on the step and the samples",
+            fix="with drawing(Moment(seed, step, samples)): model(x)",
+        )
     return moment
 
 

@@ -123,8 +123,9 @@ class Router(nn.Module):
 
     def losses(self, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """These tokens' part of the two losses: over all ranks the parts add up to them."""
-        load_E, count = tokens.summed(torch.cat((chosen.sum(0), chosen.new_full((1,), len(chosen), dtype=torch.long)))
-                                      .to(scores.dtype)).split((self.experts, 1))  # fmt: skip
+        load_E, count = tokens.summed(
+            torch.cat((chosen.sum(0), chosen.new_full((1,), len(chosen), dtype=torch.long))).to(scores.dtype)
+        ).split((self.experts, 1))
         mean_E = (scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)).sum(0) / count
         aux = self.experts * (load_E / load_E.sum() * mean_E).sum()
         z = logits.logsumexp(-1).square().sum() / count

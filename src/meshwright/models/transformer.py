@@ -57,9 +57,13 @@ class Geometry:
         if dropped is not None:
             return self._attend_dropping(q_BNSD, k_BKSD, v_BKSD, mask, dropped)
         return F.scaled_dot_product_attention(
-            q_BNSD, k_BKSD, v_BKSD, attn_mask=mask, is_causal=self.causal and mask is None,
+            q_BNSD,
+            k_BKSD,
+            v_BKSD,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
             enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
-        )  # fmt: skip
+        )
 
     def _attend_dropping(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropped: Dropped
@@ -165,8 +169,11 @@ class LearnedPositions(nn.Module):
         places = self.geometry.places
         length = length if places is None else int(places.max()) + 1
         if length > self.weight.shape[0]:
-            raise MeshwrightError("MW-BUILD-003", f"a sequence of {length} with {len(self.weight)} learned positions",
-                                  fix=f"--set workload.seq={self.weight.shape[0]}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-BUILD-003",
+                f"a sequence of {length} with {len(self.weight)} learned positions",
+                fix=f"--set workload.seq={self.weight.shape[0]}",
+            )
         return self.weight[:length] if places is None else self.weight[places.to(self.weight.device)]
 
 
@@ -230,11 +237,16 @@ def check_buildable(model: Model) -> None:
     }
     for what, present in lacking.items():
         if present:
-            raise MeshwrightError("MW-BUILD-002", f"{model.name} has {what}, which the transformer does not run",
-                                  why="It can be described, planned and costed",
-                                  valid=["positions=rope|learned|none",
-                                         "norms_per_layer=2|4"])  # fmt: skip
+            raise MeshwrightError(
+                "MW-BUILD-002",
+                f"{model.name} has {what}, which the transformer does not run",
+                why="It can be described, planned and costed",
+                valid=["positions=rope|learned|none", "norms_per_layer=2|4"],
+            )
     width, field = rotated_width(model), "rope_dim" if model.attention == "mla" else "head_dim"
     if model.positions == "rope" and width % 2:
-        raise MeshwrightError("MW-BUILD-002", f"RoPE turns pairs; {field} {width} of {model.name} is odd",
-                              fix=f"--set model.{field}={width + 1}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-BUILD-002",
+            f"RoPE turns pairs; {field} {width} of {model.name} is odd",
+            fix=f"--set model.{field}={width + 1}",
+        )

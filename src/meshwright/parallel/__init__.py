@@ -1,1 +1,1 @@
-"""Strategies put on a model that knows nothing of them: mesh, tensor, zero, pipeline, in the one order of `apply`."""
+"""Parallel strategies applied to a model that knows nothing of them; `apply` puts them on in one fixed order."""

@@ -35,15 +35,21 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
-from meshwright.parallel import context, exchange, expert, fp8, fp8_grouped, offload, tensor, vocabulary, zero
-from meshwright.parallel.localsgd import LocalSgd
+from meshwright.parallel import exchange
+from meshwright.parallel.context import sequence as context
+from meshwright.parallel.data import offload, zero
+from meshwright.parallel.data.local_sgd import LocalSgd
+from meshwright.parallel.expert import dispatch as expert
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics import fp8, fp8_grouped
+from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
-from meshwright.parallel.precision import Masters, at_least_single, masters_of
 from meshwright.parallel.recompute import memory_of, recompute_plan
 from meshwright.parallel.supported import check_supported
-from meshwright.parallel.tables import table_of
+from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor import vocabulary
+from meshwright.parallel.tensor.tables import table_of
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.programs.pipelines.program import PipelineProgram
 
@@ -151,9 +157,12 @@ class Parallel:
     def give_up(self) -> None:
         """Forget what a step left behind that did not come to its end."""
         if self.pipeline is not None or any(isinstance(part, zero.Shards) for part in zero.parts_of(self.reductions)):
-            raise MeshwrightError("MW-PAR-006", "a step after one that failed",
-                                  why="What a pipeline or ZeRO has under way cannot be taken back: gradients would be wrong",
-                                  fix="apply the plan anew, and load the last checkpoint")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PAR-006",
+                "a step after one that failed",
+                why="What a pipeline or ZeRO has under way cannot be taken back: gradients would be wrong",
+                fix="apply the plan anew, and load the last checkpoint",
+            )
         self.zero_gradients()
         expert.forget(self.stages.values())
 
@@ -163,9 +172,17 @@ class Parallel:
 
 
 def apply(
-    model: Model, plan: Plan, workload: Workload, rank: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32,
-    seed: int = 0, scatter: bool = False, order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
-) -> Parallel:  # fmt: skip
+    model: Model,
+    plan: Plan,
+    workload: Workload,
+    rank: int,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    scatter: bool = False,
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+) -> Parallel:
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
     unsaid = plan.recompute == "auto" and not plan.recompute_budget
@@ -185,8 +202,16 @@ def apply(
     parted: dict[int, expert.Parted | None] = dict.fromkeys(stages)
     for i, module in stages.items():
         if group is not None:
-            splits[i] = tensor.split(module, table_of(model), group, plan.sp, form=plan.tp_form, head=model.head_width,
-                                     copies=copies, strict=False)  # fmt: skip
+            splits[i] = tensor.split(
+                module,
+                table_of(model),
+                group,
+                plan.sp,
+                form=plan.tp_form,
+                head=model.head_width,
+                copies=copies,
+                strict=False,
+            )
         if model.experts:
             parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
         if model.attention_dropout and model.kind == "transformer":
@@ -208,12 +233,26 @@ def apply(
     alike = {p.parameter for p in pieces if group is not None and p.full_shape == p.parameter.shape}
     alike -= {p for module in stages.values() for part in expert.experts_of(module) for p in part.parameters()}
     exact = alike | {p.parameter for p in pieces if p.partial}
-    reductions = [zero.reduction(module, mesh, plan, dtype, exact & set(module.parameters()))
-                  for module in stages.values()]  # fmt: skip
+    reductions = [
+        zero.reduction(module, mesh, plan, dtype, exact & set(module.parameters())) for module in stages.values()
+    ]
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  every rank takes part in making these groups
-    parallel = Parallel(model, plan, workload, mesh, stages, splits, pieces, reductions, choose_loss(model, mesh),
-                        places=places, dtype=dtype, masters=masters_of(pieces, plan), seed=seed)  # fmt: skip
+    parallel = Parallel(
+        model,
+        plan,
+        workload,
+        mesh,
+        stages,
+        splits,
+        pieces,
+        reductions,
+        choose_loss(model, mesh),
+        places=places,
+        dtype=dtype,
+        masters=masters_of(pieces, plan),
+        seed=seed,
+    )
     if parallel.masters is not None:
         initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
     if plan.average_every:

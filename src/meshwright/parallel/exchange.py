@@ -58,8 +58,12 @@ def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch
     """This rank's slice along `dim` of the sum over the group."""
     front = to_front(tensor, dim)
     if front.shape[0] % group.size():
-        raise MeshwrightError("MW-TP-006", f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks",
-                              why="Each rank keeps an equal share of it", fix="pad it, or do without sequence parallelism")  # fmt: skip
+        raise MeshwrightError(
+            "MW-TP-006",
+            f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks",
+            why="Each rank keeps an equal share of it",
+            fix="pad it, or do without sequence parallelism",
+        )
     part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
     _reduce_scatter(part, front, group=group)
     return from_front(part, dim)

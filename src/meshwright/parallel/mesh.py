@@ -31,8 +31,11 @@ class Mesh:
     def __init__(self, layout: Layout, rank: int, device: str = "cpu") -> None:
         world = distributed.get_world_size()
         if layout.plan.world != world:
-            raise MeshwrightError("MW-MESH-001", f"the plan needs {layout.plan.world} ranks and {world} were started",
-                                  why=f"{layout.plan.title()}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-MESH-001",
+                f"the plan needs {layout.plan.world} ranks and {world} were started",
+                why=f"{layout.plan.title()}",
+            )
         self.layout, self.rank, self.device = layout, rank, device
         self.coordinates = layout.coordinates(rank)
         self._made: dict[str, distributed.ProcessGroup | None] = {}

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.describe.model import Model
 from meshwright.lower.inventory import shard_dim
 from meshwright.models import initial_value
-from meshwright.parallel.expert import Parted
+from meshwright.parallel.expert.dispatch import Parted
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor import Split
+from meshwright.parallel.tensor.split import Split
 
 TIED_COPY = "head.project.weight"
 TIED_SOURCE = "embedding.tokens.weight"
@@ -81,13 +81,16 @@ def pieces_of(
             axes_of_copies -= {"shard", "cp"}
         tied_copy = model.tied and name == TIED_COPY
         yield Piece(
-            TIED_SOURCE if tied_copy else name, parameter, tuple(shape), tuple(start),
+            TIED_SOURCE if tied_copy else name,
+            parameter,
+            tuple(shape),
+            tuple(start),
             counted=not tied_copy and first and all(mesh.index(axis) == 0 for axis in axes_of_copies),
             partial=_partial_over(name, split) if parameter.requires_grad else "",
             tied=apart and (tied_copy or name == TIED_SOURCE),
             tied_copy=tied_copy,
             uses=(name, TIED_COPY) if model.tied and not apart and name == TIED_SOURCE else (name,),
-        )  # fmt: skip
+        )
 
 
 def _partial_over(name: str, split: Split | None) -> str:
@@ -113,11 +116,14 @@ def _expert_piece(name: str, parameter: nn.Parameter, mesh: Mesh, experts: Parte
         _move_to_shard(start, parameter, mesh, "expert_shard")
         axes_of_copies = axes_of_copies - {"expert_dp"} | {"expert_replicate"}
     return Piece(
-        name, parameter, tuple(shape), tuple(start),
+        name,
+        parameter,
+        tuple(shape),
+        tuple(start),
         counted=all(mesh.index(axis) == 0 for axis in axes_of_copies),
         partial="expert_tp" if name in experts.partial else "",
         uses=(name,),
-    )  # fmt: skip
+    )
 
 
 def _has_both_ends(module: nn.Module) -> bool:

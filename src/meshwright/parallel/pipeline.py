@@ -43,8 +43,8 @@ from torch.torch_version import TorchVersion
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.data.zero import Buckets, Reduction, parts_of
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.zero import Buckets, Reduction, parts_of
 from meshwright.programs.pipelines.program import PipelineProgram
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -58,8 +58,12 @@ def alone(microbatch: int) -> AbstractContextManager[None]:
 
 
 def check_adapter() -> None:
-    needed: list[tuple[Any, str]] = [(schedules, "_Action"), (schedules, "_ComputationType"), (schedules, "_PipelineScheduleRuntime"),
-                                     (PipelineStage, "perform_reduce_grad")]  # fmt: skip
+    needed: list[tuple[Any, str]] = [
+        (schedules, "_Action"),
+        (schedules, "_ComputationType"),
+        (schedules, "_PipelineScheduleRuntime"),
+        (PipelineStage, "perform_reduce_grad"),
+    ]
     missing = [f"{owner.__name__}.{name}" for owner, name in needed if not hasattr(owner, name)]
     if not missing:
         runtime = schedules._PipelineScheduleRuntime
@@ -68,26 +72,48 @@ def check_adapter() -> None:
             kind for kind in (*KINDS.values(), "RECV_F", "RECV_B") if not hasattr(schedules._ComputationType, kind)
         ]
     if missing:
-        raise MeshwrightError("MW-PIPE-040", f"torch {torch.__version__} has no {', '.join(missing)}",
-                              why="Pipeline programs run on torch's private runtime, which this version has changed",
-                              valid=["torch 2.11 to 2.13"])  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-040",
+            f"torch {torch.__version__} has no {', '.join(missing)}",
+            why="Pipeline programs run on torch's private runtime, which this version has changed",
+            valid=["torch 2.11 to 2.13"],
+        )
 
 
 def check_split_products(plan: Plan, program: PipelineProgram) -> None:
     """fp8 products are functions of ours, which torch before 2.13 forgets between the halves of a backward."""
     if program.splits_backward and torch.__version__ < TorchVersion("2.13"):
-        raise MeshwrightError("MW-PIPE-041", f"fp8 products under the schedule {plan.schedule} need torch 2.13, not {torch.__version__}",
-                              why="An earlier one forgets products of another's writing between the halves of their backward",
-                              valid=["gpipe", "1f1b", "interleaved"], fix="--set plan.schedule=1f1b")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-041",
+            f"fp8 products under the schedule {plan.schedule} need torch 2.13, not {torch.__version__}",
+            why="An earlier one forgets products of another's writing between the halves of their backward",
+            valid=["gpipe", "1f1b", "interleaved"],
+            fix="--set plan.schedule=1f1b",
+        )
 
 
 class Stage(PipelineStage):
     """A stage whose gradients leave as soon as its last backward is done, while other stages still work."""
 
-    def __init__(self, module: nn.Module, index: int, count: int, mesh: Mesh, reduction: Reduction,
-                 inputs: torch.Tensor, outputs: torch.Tensor) -> None:  # fmt: skip
-        super().__init__(module, index, count, torch.device(mesh.device), input_args=inputs, output_args=outputs,
-                         group=mesh.group("pp"))  # fmt: skip
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        mesh: Mesh,
+        reduction: Reduction,
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
+    ) -> None:
+        super().__init__(
+            module,
+            index,
+            count,
+            torch.device(mesh.device),
+            input_args=inputs,
+            output_args=outputs,
+            group=mesh.group("pp"),
+        )
         self.reduction = reduction
         self.around: Around = alone
 
@@ -150,8 +176,11 @@ class Pipeline:
     def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         """All micro-batches of a step, forward and backward; the summed loss where the last stage is."""
         if len(inputs) % self.microbatches:
-            raise MeshwrightError("MW-PIPE-042", f"{len(inputs)} samples in {self.microbatches} micro-batches",
-                                  why="Stages are told the shape of what they pass on: all micro-batches are alike")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PIPE-042",
+                f"{len(inputs)} samples in {self.microbatches} micro-batches",
+                why="Stages are told the shape of what they pass on: all micro-batches are alike",
+            )
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.first else ()
         self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)

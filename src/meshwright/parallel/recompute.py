@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.regather import keep_whole
+from meshwright.parallel.tensor.regather import keep_whole
 
 _under_way: ContextVar[bool] = ContextVar("recompute_under_way", default=False)
 
@@ -73,9 +73,12 @@ class _Keep(torch.autograd.Function):
 
 
 def differs(how: str) -> MeshwrightError:
-    return MeshwrightError("MW-PAR-005", f"a module that was made again in backward {how}",
-                           why="What it computes must depend on its inputs and the random state alone",
-                           fix="call train() or eval() before forward, not between forward and backward")  # fmt: skip
+    return MeshwrightError(
+        "MW-PAR-005",
+        f"a module that was made again in backward {how}",
+        why="What it computes must depend on its inputs and the random state alone",
+        fix="call train() or eval() before forward, not between forward and backward",
+    )
 
 
 class _Run:

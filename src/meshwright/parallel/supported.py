@@ -16,5 +16,9 @@ def check_supported(model: Model, plan: Plan) -> None:
     }  # fmt: skip
     for field, (bad, why) in refused.items():
         if bad:
-            raise MeshwrightError("MW-PAR-001", f"plan.{field}={getattr(plan, field)} is planned and costed, not run",
-                                  why=why, fix=f"--set plan.{field}={Plan.model_fields[field].default}")  # fmt: skip
+            raise MeshwrightError(
+                "MW-PAR-001",
+                f"plan.{field}={getattr(plan, field)} is planned and costed, not run",
+                why=why,
+                fix=f"--set plan.{field}={Plan.model_fields[field].default}",
+            )

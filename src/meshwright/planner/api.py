@@ -15,13 +15,13 @@ from typing import Any
 from meshwright.describe.config import Config, load
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner import choices as chosen
 from meshwright.planner import goodput
-from meshwright.planner.leaders import solve
-from meshwright.planner.nothing import no_plan, nothing_fits
+from meshwright.planner.advice.nothing import no_plan, nothing_fits
 from meshwright.planner.result import Result
-from meshwright.planner.search import Progress
-from meshwright.planner.space import Space
+from meshwright.planner.search import choices as chosen
+from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.search import Progress
+from meshwright.planner.search.space import Space
 from meshwright.units import parse_rate
 
 HEADROOM = 0.05
@@ -82,8 +82,12 @@ def joined(sites: int, line: str | float) -> float:
     if not sites and not line:
         return 0.0
     if sites < 2 or not line:
-        raise MeshwrightError("MW-GOOD-002", f"{sites} sites over a line of {str(line)[:20] or 'no bandwidth'}",
-                              why="Several sites need a line between them, and a line several sites", fix="--sites 2 --line 100Gb/s")  # fmt: skip
+        raise MeshwrightError(
+            "MW-GOOD-002",
+            f"{sites} sites over a line of {str(line)[:20] or 'no bandwidth'}",
+            why="Several sites need a line between them, and a line several sites",
+            fix="--sites 2 --line 100Gb/s",
+        )
     return parse_rate(line)
 
 
@@ -104,8 +108,16 @@ def run(
 
 
 def problem(
-    model: Any, cluster: Any, nodes: int, gpus: int, batch: int, seq: int, tokens: str | float, stack: Any, settings: Sequence[str]
-) -> tuple[Config, Plan, list[str]]:  # fmt: skip
+    model: Any,
+    cluster: Any,
+    nodes: int,
+    gpus: int,
+    batch: int,
+    seq: int,
+    tokens: str | float,
+    stack: Any,
+    settings: Sequence[str],
+) -> tuple[Config, Plan, list[str]]:
     """The configuration, the fields of the plan that are not searched, and what was assumed."""
     sizes = [
         f"workload.batch={batch}" if batch else "",
@@ -137,8 +149,11 @@ def problem(
         kept.pop(name, None)
     if "plan.grad_dtype" not in config.origins:
         kept["grad_dtype"] = config.stack.gradient_dtype
-    assumed = [f"{what}: {getattr(config.workload, name):,}" for name, what in (("batch", "batch"), ("seq", "sequence length"))
-               if f"workload.{name}" not in config.origins]  # fmt: skip
+    assumed = [
+        f"{what}: {getattr(config.workload, name):,}"
+        for name, what in (("batch", "batch"), ("seq", "sequence length"))
+        if f"workload.{name}" not in config.origins
+    ]
     assumed += [f"training stack: {config.stack.name}"] if "stack.name" not in config.origins or not stack else []
     return config, Plan(**kept), assumed
 
@@ -177,6 +192,10 @@ def share(text: str | float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise MeshwrightError("MW-PLANNER-006", f"memory headroom {str(text)[:40]!r} is not a share", valid=["0%", "5%", "10%", "0.1"],
-                              fix="--memory-headroom 10%")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PLANNER-006",
+            f"memory headroom {str(text)[:40]!r} is not a share",
+            valid=["0%", "5%", "10%", "0.1"],
+            fix="--memory-headroom 10%",
+        )
     return value

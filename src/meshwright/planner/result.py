@@ -16,13 +16,13 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
-from meshwright.planner import explain as why
+from meshwright.planner.advice import explain as why
+from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
-from meshwright.planner.leaders import Candidate, Ranking
-from meshwright.planner.search import Found
-from meshwright.planner.sensitivity import scaling, sensitivities
+from meshwright.planner.search.leaders import Candidate, Ranking
+from meshwright.planner.search.search import Found
+from meshwright.planner.search.space import Space
 from meshwright.planner.sites import LATENCY, Crossing, crossing
-from meshwright.planner.space import Space
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,14 @@ class Comparison:
         if self.mine is None:
             return {"legal": False, "refused": self.refused}
         p = self.mine.prediction
-        return {"legal": True, "plan": self.mine.plan.as_dict(), **p.as_dict(), "slower": self.slower, "difference_s": dict(self.parts),
-                "fields": {name: {"mine": a, "best": b} for name, (a, b) in self.fields.items()}}  # fmt: skip
+        return {
+            "legal": True,
+            "plan": self.mine.plan.as_dict(),
+            **p.as_dict(),
+            "slower": self.slower,
+            "difference_s": dict(self.parts),
+            "fields": {name: {"mine": a, "best": b} for name, (a, b) in self.fields.items()},
+        }
 
 
 @dataclass
@@ -112,11 +118,19 @@ class Result:
         e, best = self.estimate, self.ranking.best
         rivals = [*self.ranking.leaders[1:], *self.ranking.families.values()]
         return why.Explanation(
-            estimate=e, batch=why.batch_arithmetic(e), bound=why.bound(e.prediction), reasons=why.reasons(e),
-            training=why.training(e), scaling=scaling(self.space, best), sensitivities=sensitivities(self.space, best, rivals),
-            why_not=self.why_not, memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
-            critical=why.critical_batch(e)[1], calibrated=e.prediction.calibrated, assumed=self.assumed,
-        )  # fmt: skip
+            estimate=e,
+            batch=why.batch_arithmetic(e),
+            bound=why.bound(e.prediction),
+            reasons=why.reasons(e),
+            training=why.training(e),
+            scaling=scaling(self.space, best),
+            sensitivities=sensitivities(self.space, best, rivals),
+            why_not=self.why_not,
+            memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
+            critical=why.critical_batch(e)[1],
+            calibrated=e.prediction.calibrated,
+            assumed=self.assumed,
+        )
 
     @cached_property
     def crossing(self) -> Crossing | None:
@@ -144,19 +158,53 @@ class Result:
             "costed": self.found.costed,
             "seconds": self.seconds,
             "memory_headroom": self.headroom,
-            "plans": [{"plan": c.plan.as_dict(), "title": c.plan.title(), "family": c.family, "closed_form_s": c.closed, **p.as_dict()}
-                      for c, p in self.leaders],
-            "families": {self.ranking.best.family: {"fits": True, "slower": 0.0, "why_not": "", "plan": self.plan.as_dict(), "proved": True}}
-            | {w.family: {"fits": w.fits, "slower": w.slower if w.fits else None, "why_not": w.words, "plan": w.plan.as_dict(),
-                          "proved": w.proved} for w in x.why_not},
-            "front": [{"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)} for c in self.ranking.front],
-            "explanation": {
-                "batch": x.batch, "bound": x.bound, "reasons": x.reasons, "critical_batch": x.critical,
-                "memory_low_gib": x.memory_band[0], "memory_high_gib": x.memory_band[1],
-                "training": asdict(x.training) if x.training else None, "scaling": asdict(x.scaling),
-                "sensitivities": [asdict(s) for s in x.sensitivities], "calibrated": x.calibrated, "assumed": x.assumed,
+            "plans": [
+                {
+                    "plan": c.plan.as_dict(),
+                    "title": c.plan.title(),
+                    "family": c.family,
+                    "closed_form_s": c.closed,
+                    **p.as_dict(),
+                }
+                for c, p in self.leaders
+            ],
+            "families": {
+                self.ranking.best.family: {
+                    "fits": True,
+                    "slower": 0.0,
+                    "why_not": "",
+                    "plan": self.plan.as_dict(),
+                    "proved": True,
+                }
+            }
+            | {
+                w.family: {
+                    "fits": w.fits,
+                    "slower": w.slower if w.fits else None,
+                    "why_not": w.words,
+                    "plan": w.plan.as_dict(),
+                    "proved": w.proved,
+                }
+                for w in x.why_not
             },
-        } | self._survival()  # fmt: skip
+            "front": [
+                {"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)}
+                for c in self.ranking.front
+            ],
+            "explanation": {
+                "batch": x.batch,
+                "bound": x.bound,
+                "reasons": x.reasons,
+                "critical_batch": x.critical,
+                "memory_low_gib": x.memory_band[0],
+                "memory_high_gib": x.memory_band[1],
+                "training": asdict(x.training) if x.training else None,
+                "scaling": asdict(x.scaling),
+                "sensitivities": [asdict(s) for s in x.sensitivities],
+                "calibrated": x.calibrated,
+                "assumed": x.assumed,
+            },
+        } | self._survival()
 
     def _survival(self) -> dict[str, Any]:
         """Goodput and sites, where asked for."""

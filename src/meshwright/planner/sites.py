@@ -51,8 +51,9 @@ class Scaled:
         return self.mfu * self.goodput
 
 
-def scale_out(start: Estimate, copies: Sequence[int], save: float, restart: float, weak: bool = True,
-              gpu_mtbf: float = GPU_MTBF) -> list[Scaled]:  # fmt: skip
+def scale_out(
+    start: Estimate, copies: Sequence[int], save: float, restart: float, weak: bool = True, gpu_mtbf: float = GPU_MTBF
+) -> list[Scaled]:
     """The plan of `start` repeated along data parallelism; strong scaling leaves out copies the batch cannot feed."""
     rows: list[Scaled] = []
     base = 0.0
@@ -69,8 +70,16 @@ def scale_out(start: Estimate, copies: Sequence[int], save: float, restart: floa
             continue
         rate = (e.prediction.tokens_per_s or 0.0) / plan.world
         base = base or rate
-        rows.append(Scaled(plan.world, batch, e.prediction.step_time_s, e.prediction.mfu or 0.0, rate / base,
-                           reliability(plan.world, save, restart, gpu_mtbf)))  # fmt: skip
+        rows.append(
+            Scaled(
+                plan.world,
+                batch,
+                e.prediction.step_time_s,
+                e.prediction.mfu or 0.0,
+                rate / base,
+                reliability(plan.world, save, restart, gpu_mtbf),
+            )
+        )
     return rows
 
 
@@ -96,12 +105,16 @@ class Crossing:
         return 1 + self.exposed_s / self.step_s
 
 
-def crossing(site: Estimate, sites: int, bandwidth: float, alpha: float, share: float = 0.05,
-             dtype: str | None = None) -> Crossing:  # fmt: skip
+def crossing(
+    site: Estimate, sites: int, bandwidth: float, alpha: float, share: float = 0.05, dtype: str | None = None
+) -> Crossing:
     """`sites` sites, each running `site`, exchange gradients over a line of `bandwidth` bytes/s a direction."""
     if sites < 2 or bandwidth <= 0 or not 0 < share < 1:
-        raise MeshwrightError("MW-GOOD-002", f"{sites} sites over {bandwidth:g} B/s with a share of {share:g}",
-                              valid=["2 sites or more", "a bandwidth above 0", "a share between 0 and 1"])  # fmt: skip
+        raise MeshwrightError(
+            "MW-GOOD-002",
+            f"{sites} sites over {bandwidth:g} B/s with a share of {share:g}",
+            valid=["2 sites or more", "a bandwidth above 0", "a share between 0 and 1"],
+        )
     width = DTYPE_BYTES[dtype or site.plan.reduce_dtype]
     size = 2 * (sites - 1) / sites * site.model.total * width
     transfer = size / bandwidth + 2 * (sites - 1) * alpha

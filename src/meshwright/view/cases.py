@@ -13,10 +13,10 @@ from rich.console import RenderableType
 from rich.markdown import Markdown
 
 from meshwright.cost.estimate import Estimate
-from meshwright.planner import cases
-from meshwright.planner.alternatives import step
-from meshwright.planner.cases import Evaluated, Row
-from meshwright.planner.textbook import differences
+from meshwright.planner.advice.alternatives import step
+from meshwright.planner.advice.textbook import differences
+from meshwright.planner.cases import cases
+from meshwright.planner.cases.cases import Evaluated, Row
 from meshwright.units import format_count, format_seconds
 from meshwright.view.estimate import WORDS
 
@@ -119,8 +119,10 @@ def choice(r: Evaluated) -> Iterator[str]:
 
 def moved(was: Estimate, now: Estimate) -> str:
     """Where seconds were saved and where they were spent instead."""
-    told = [f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
-            for part, s in cases.gains(was, now)]  # fmt: skip
+    told = [
+        f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
+        for part, s in cases.gains(was, now)
+    ]
     return ", ".join(told) or "as before"
 
 
@@ -151,8 +153,10 @@ def index(results: Iterable[Evaluated]) -> str:
         ratios = ", ".join(f"{row.unit} {row.ratio:.2f}" for row in r.rows) or "nothing published"
         told = f"{format_seconds(step(r.choice))}: {r.choice.plan.title()}" if r.choice else ""
         used = f"{p.memory_gib:.0f}" + ("" if p.fits else " (over)")
-        lines.append(f"| [{r.case.title}]({r.case.name}.md) | {r.estimate.plan.world:,} | {r.estimate.plan.title()} | "
-                     f"{format_seconds(p.step_time_s)} | {p.mfu:.1%} | {used} | {ratios} | {told} |")  # fmt: skip
+        lines.append(
+            f"| [{r.case.title}]({r.case.name}.md) | {r.estimate.plan.world:,} | {r.estimate.plan.title()} | "
+            f"{format_seconds(p.step_time_s)} | {p.mfu:.1%} | {used} | {ratios} | {told} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -74,11 +74,14 @@ def model_card(model: Model) -> RenderableType:
         return Group(heading(model.name), top)
     flops = model.flops(seq)
     rows = [
-        (part, format_count(parameters.get(part, 0)) if part in parameters else "",
-         f"{parameters.get(part, 0) / model.total:.1%}" if part in parameters else "",
-         format_count(flops[part]) if part in flops else "")
+        (
+            part,
+            format_count(parameters.get(part, 0)) if part in parameters else "",
+            f"{parameters.get(part, 0) / model.total:.1%}" if part in parameters else "",
+            format_count(flops[part]) if part in flops else "",
+        )
         for part in {**parameters, **flops}
-    ]  # fmt: skip
+    ]
     columns = ("part", ">parameters", ">share", f">forward FLOPs a token, sequence {seq}")
     return Group(heading(model.name), top, filled(columns, rows))
 
@@ -107,11 +110,18 @@ def cluster_card(cluster: Cluster) -> RenderableType:
             "one shared bus" if level.shared else "",
             "reduces in the switch" if level.reduces else "",
         ]
-        rows.append((
-            level.name, "any" if last else level.size, level.link.name, format_rate(level.link.bandwidth),
-            f"{level.link.efficiency:.0%}", format_seconds(level.link.alpha),
-            format_rate(cluster.device_bandwidth(k)), ", ".join(a for a in asides if a),
-        ))  # fmt: skip
+        rows.append(
+            (
+                level.name,
+                "any" if last else level.size,
+                level.link.name,
+                format_rate(level.link.bandwidth),
+                f"{level.link.efficiency:.0%}",
+                format_seconds(level.link.alpha),
+                format_rate(cluster.device_bandwidth(k)),
+                ", ".join(a for a in asides if a),
+            )
+        )
     columns = ("level", ">joins", "link", ">rate a port", ">reached", ">α", ">a device's share", "~")
     price = f"{cluster.price:.2f} US dollars a GPU-hour (indicative)" if cluster.price else ""
     top = facts([("accelerator", accelerator_line(cluster.accelerator)), ("price", price), ("source", cluster.source)])
@@ -124,8 +134,10 @@ def sources(links: list[Link]) -> RenderableType:
 
 def accelerator_line(device: Accelerator) -> str:
     main = "bf16" if "bf16" in device.peak else next(iter(device.peak))
-    return (f"{device.name}: {format_flops(device.peak[main])} {main}, {format_bytes(device.memory)} "
-            f"at {format_rate(device.memory_bandwidth)}")  # fmt: skip
+    return (
+        f"{device.name}: {format_flops(device.peak[main])} {main}, {format_bytes(device.memory)} "
+        f"at {format_rate(device.memory_bandwidth)}"
+    )
 
 
 def accelerator_row(device: Accelerator) -> tuple[object, ...]:
@@ -138,28 +150,38 @@ def accelerator_row(device: Accelerator) -> tuple[object, ...]:
 
 
 def accelerator_card(device: Accelerator) -> RenderableType:
-    top = facts([
-        ("memory", f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"),
-        ("source", device.source),
-        ("efficiency", device.efficiency.source),
-    ])  # fmt: skip
+    top = facts(
+        [
+            ("memory", f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"),
+            ("source", device.source),
+            ("efficiency", device.efficiency.source),
+        ]
+    )
     rows = [(d, format_flops(rate, 4), f"{rate / device.memory_bandwidth:,.0f}") for d, rate in device.peak.items()]
     return Group(heading(device.name), top, filled(("type", ">dense peak", ">FLOPs a byte at the ridge"), rows))
 
 
 def link_row(link: Link) -> tuple[object, ...]:
-    return (link.name, format_rate(link.bandwidth), f"{link.efficiency:.0%}", format_seconds(link.alpha),
-            format_bytes(link.crossover), link.source)  # fmt: skip
+    return (
+        link.name,
+        format_rate(link.bandwidth),
+        f"{link.efficiency:.0%}",
+        format_seconds(link.alpha),
+        format_bytes(link.crossover),
+        link.source,
+    )
 
 
 def link_card(link: Link) -> RenderableType:
-    top = facts([
-        ("rate", f"{format_rate(link.bandwidth)} a direction and port, {link.efficiency:.0%} of it reached"),
-        ("α", format_seconds(link.alpha)),
-        ("library hop", format_seconds(link.library_hop)),
-        ("n* = α/β", f"{format_bytes(link.crossover)}: below it latency rules, above it bandwidth"),
-        ("source", link.source),
-    ])  # fmt: skip
+    top = facts(
+        [
+            ("rate", f"{format_rate(link.bandwidth)} a direction and port, {link.efficiency:.0%} of it reached"),
+            ("α", format_seconds(link.alpha)),
+            ("library hop", format_seconds(link.library_hop)),
+            ("n* = α/β", f"{format_bytes(link.crossover)}: below it latency rules, above it bandwidth"),
+            ("source", link.source),
+        ]
+    )
     rows = [
         (format_bytes(n), format_seconds(link.time(n)), format_rate(n / link.time(n))) for n in (2**10, 2**20, 2**30)
     ]
@@ -167,13 +189,21 @@ def link_card(link: Link) -> RenderableType:
 
 
 def stack_row(stack: Stack) -> tuple[object, ...]:
-    return (stack.name, format_seconds(stack.launch), stack.attention, ", ".join(stack.overlap) or "nothing",
-            ", ".join(stack.order), stack.source)  # fmt: skip
+    return (
+        stack.name,
+        format_seconds(stack.launch),
+        stack.attention,
+        ", ".join(stack.overlap) or "nothing",
+        ", ".join(stack.order),
+        stack.source,
+    )
 
 
 def stack_card(stack: Stack) -> RenderableType:
-    rows = [(name, value if not isinstance(value, tuple) else ", ".join(value) or "nothing")
-            for name, value in stack.model_dump(exclude={"name"}).items()]  # fmt: skip
+    rows = [
+        (name, value if not isinstance(value, tuple) else ", ".join(value) or "nothing")
+        for name, value in stack.model_dump(exclude={"name"}).items()
+    ]
     return Group(heading(stack.name), facts(rows))
 
 

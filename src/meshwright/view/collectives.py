@@ -41,8 +41,13 @@ def page(program: Program, walked: Walk | None = None, on: str = "", width: int 
     legend = LEGEND
     if body is None or wide(body) > width:
         body, legend = by_step(program, walked), ""
-    return Group(heading(title, shape(program)), Text(OPERATIONS[program.operation], "dim"), body, Text(legend, "dim"),
-                 summary(program, walked, on))  # fmt: skip
+    return Group(
+        heading(title, shape(program)),
+        Text(OPERATIONS[program.operation], "dim"),
+        body,
+        Text(legend, "dim"),
+        summary(program, walked, on),
+    )
 
 
 def by_rank(program: Program, walked: Walk | None) -> Table:
@@ -143,8 +148,14 @@ def values_page(program: Program, inputs: Sequence[Any]) -> Group:
     promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
     grid.add_section()
     grid.add_row(Text("result", "bold"), *held(program, promised, {}, width))
-    return Group(heading(f"{program.algorithm} {program.operation}", shape(program)), Text(OPERATIONS[program.operation], "dim"), grid,
-                 Text.assemble(("a sum was formed", "bold yellow"), "   ", ("received", "bold green"), ("   · not there", "dim")))  # fmt: skip
+    return Group(
+        heading(f"{program.algorithm} {program.operation}", shape(program)),
+        Text(OPERATIONS[program.operation], "dim"),
+        grid,
+        Text.assemble(
+            ("a sum was formed", "bold yellow"), "   ", ("received", "bold green"), ("   · not there", "dim")
+        ),
+    )
 
 
 def held(program: Program, slots: Slots, written: dict[tuple[int, int], bool], width: int) -> Iterator[Text]:
@@ -176,9 +187,7 @@ def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
     names = list(comparison.times)
     grid = table(">size", *(f">{name}" for name in names))
     for k, (size, best) in enumerate(zip(comparison.sizes, comparison.best, strict=True)):
-        row = [
-            Text(format_seconds(comparison.times[name][k]), "bold green" if name == best else "") for name in names
-        ]  # fmt: skip
+        row = [Text(format_seconds(comparison.times[name][k]), "bold green" if name == best else "") for name in names]
         grid.add_row(format_bytes(size), *row)
     aside = f"{comparison.ranks} ranks on {comparison.cluster}"
     title = heading(f"{comparison.operation}: algorithms by message size", aside)
@@ -227,12 +236,19 @@ def html(program: Program, walked: Walk | None = None, on: str = "", inputs: Seq
     """An animated figure in one file that needs no network: chunks moving, step by step, and the walked timeline."""
     check(program)
     if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 8:
-        raise MeshwrightError("MW-SHOW-002", f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too full to read",
-                              why=f"It draws up to {MOST_DRAWN} ranks", fix="--ranks 8")  # fmt: skip
+        raise MeshwrightError(
+            "MW-SHOW-002",
+            f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too full to read",
+            why=f"It draws up to {MOST_DRAWN} ranks",
+            fix="--ranks 8",
+        )
     told = as_dict(program, walked) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
     sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.ranks).max(initial=0.0)
-    told["facts"] = [("steps", str(program.steps)), ("moves", f"{len(program.moves.step):,}"),
-                     ("sent", f"{sent:,.0f} elements by the busiest rank")]  # fmt: skip
+    told["facts"] = [
+        ("steps", str(program.steps)),
+        ("moves", f"{len(program.moves.step):,}"),
+        ("sent", f"{sent:,.0f} elements by the busiest rank"),
+    ]
     if program.elements and sent:
         told["facts"].append(("", f"{sent / program.elements:.4g} × the buffer"))
     if walked:

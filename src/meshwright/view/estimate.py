@@ -27,8 +27,14 @@ WORDS = {
     "head": "head and loss",
 }
 SHORT = {"parameters": "params", "gradients": "grads", "optimizer": "optim", "activations": "acts", "working": "work"}
-KIND = {**dict.fromkeys(COMMUNICATION, "communication"), "bubble": "waiting", "host": "waiting", "interference": "waiting",
-        "optimizer": "once a step", "overhead": "once a step"}  # fmt: skip
+KIND = {
+    **dict.fromkeys(COMMUNICATION, "communication"),
+    "bubble": "waiting",
+    "host": "waiting",
+    "interference": "waiting",
+    "optimizer": "once a step",
+    "overhead": "once a step",
+}
 
 
 def page(e: Estimate) -> RenderableType:
@@ -50,11 +56,16 @@ def header(e: Estimate) -> Panel:
     p = e.prediction
     low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
     big = Text.assemble(
-        ("step ", "dim"), (format_seconds(p.step_time_s), "bold"), (f"  ({low} to {high})", "dim"),
-        ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
-        ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold green" if p.fits else "bold red"),
-        ("   tokens/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold"),
-    )  # fmt: skip
+        ("step ", "dim"),
+        (format_seconds(p.step_time_s), "bold"),
+        (f"  ({low} to {high})", "dim"),
+        ("   MFU ", "dim"),
+        (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+        ("   memory ", "dim"),
+        (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold green" if p.fits else "bold red"),
+        ("   tokens/s ", "dim"),
+        (format_count(p.tokens_per_s or 0), "bold"),
+    )
     count = format_count(e.model.total)
     active = f", {format_count(e.model.active)} active" if e.model.experts else ""
     lines = [
@@ -166,8 +177,13 @@ def notes(e: Estimate) -> Group:
     lines = [Text.assemble(("bound by ", "dim"), (p.bound_by, "bold"))]
     if place.ccr != float("inf"):
         ceilings = ", ".join(f"{c.level} {c.ridge:,.0f} ({format_rate(c.bandwidth)})" for c in place.ceilings[:3])
-        lines.append(Text.assemble(("roofline ", "dim"), f"{place.ccr:,.0f} FLOP/byte against a ridge of {place.ridge:,.0f}: {place.regime}",
-                                   (f"; ridges: {ceilings}", "dim")))  # fmt: skip
+        lines.append(
+            Text.assemble(
+                ("roofline ", "dim"),
+                f"{place.ccr:,.0f} FLOP/byte against a ridge of {place.ridge:,.0f}: {place.regime}",
+                (f"; ridges: {ceilings}", "dim"),
+            )
+        )
         lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]

@@ -70,8 +70,14 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
                     else compute.op_time(e.cluster.accelerator, e.workload.precision, e.stack.attention, op)
                 )
                 total += times * one(op.count) * seconds
-                table.add_row(f"{block} × {times:.0f}", phase, f"{op.name} × {one(op.count):g}", shape_of(op), format_seconds(seconds),
-                              format_seconds(times * one(op.count) * seconds))  # fmt: skip
+                table.add_row(
+                    f"{block} × {times:.0f}",
+                    phase,
+                    f"{op.name} × {one(op.count):g}",
+                    shape_of(op),
+                    format_seconds(seconds),
+                    format_seconds(times * one(op.count) * seconds),
+                )
     m = e.plan.microbatches(e.workload)
     lines: list[RenderableType] = [
         Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")
@@ -118,12 +124,19 @@ def explain_bubble(e: Estimate) -> RenderableType:
     idle = e.prediction.exposed_s.get("bubble", 0.0)
     return Group(
         Text(f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}", style="bold"),
-        Text("1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`", style="cyan"),
-        Text(f"{e.plan.schedule}: P = {p}, M = {m}, V = {v};  mean f = {format_seconds(means[0])}, input gradient {format_seconds(means[1])}, "
-             f"weight gradient {format_seconds(means[2])}"),
-        Text(f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  overhead (P−1)/(V·M) = {100 * (p - 1) / (v * m):.1f}%, "
-             f"fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"),
-    )  # fmt: skip
+        Text(
+            "1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`",
+            style="cyan",
+        ),
+        Text(
+            f"{e.plan.schedule}: P = {p}, M = {m}, V = {v};  mean f = {format_seconds(means[0])}, input gradient {format_seconds(means[1])}, "
+            f"weight gradient {format_seconds(means[2])}"
+        ),
+        Text(
+            f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  overhead (P−1)/(V·M) = {100 * (p - 1) / (v * m):.1f}%, "
+            f"fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"
+        ),
+    )
 
 
 def explain_memory(e: Estimate) -> RenderableType:

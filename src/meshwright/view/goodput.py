@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.planner import cases, goodput, sites
+from meshwright.planner import goodput, sites
+from meshwright.planner.cases import cases
 from meshwright.planner.goodput import RESTART, SAVE
 from meshwright.planner.result import Result
 from meshwright.units import format_bytes, format_count, format_rate, format_seconds
@@ -76,8 +77,10 @@ def large(start: Estimate) -> Iterator[str]:
     for r in sites.scale_out(start, COPIES, SAVE, RESTART):
         tokens = format_count(r.batch * start.workload.seq)
         rel = r.reliability
-        yield (f"| {r.gpus:,} | {tokens} | {format_seconds(r.step_s)} | {r.mfu:.1%} | {r.efficiency:.1%} | {format_seconds(rel.mtbf)} | "
-               f"{format_seconds(rel.interval)} | {r.goodput:.1%} | {r.effective_mfu:.1%} |")  # fmt: skip
+        yield (
+            f"| {r.gpus:,} | {tokens} | {format_seconds(r.step_s)} | {r.mfu:.1%} | {r.efficiency:.1%} | {format_seconds(rel.mtbf)} | "
+            f"{format_seconds(rel.interval)} | {r.goodput:.1%} | {r.effective_mfu:.1%} |"
+        )
     yield ""
     yield "What grows is not the step but the failures: the whole fails as often as all its parts together. The batch grows too, past"
     yield "what training can use well; with the batch held (and plain 1F1B, since interleaving runs micro-batches in rounds of pp) each rank"
@@ -128,8 +131,10 @@ def between(start: Estimate) -> Iterator[str]:
     for count in (2, 4):
         for bandwidth in LINES:
             c = sites.crossing(start, count, bandwidth, sites.LATENCY, dtype="bf16")
-            yield (f"| {count} | {format_rate(bandwidth)} | {format_bytes(c.site_bytes)} | {format_seconds(c.transfer_s)} | "
-                   f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |")  # fmt: skip
+            yield (
+                f"| {count} | {format_rate(bandwidth)} | {format_bytes(c.site_bytes)} | {format_seconds(c.transfer_s)} | "
+                f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |"
+            )
     yield ""
     yield "Tensor, context and pipeline groups must not cross: `planner.sites.axes_across` names the axes that span a level, and `lint`"
     yield "tells what they cost there."

@@ -107,10 +107,14 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
         inside = 1 - float(walked.busy.max()) / walked.longest_span
         lines.append(
             Text.assemble(
-                "without a barrier between steps: one every ", (unit.told(walked.longest_span), "bold"), ", ",
-                (f"{inside:.1%}", "bold"), " of it idle", style="dim",
+                "without a barrier between steps: one every ",
+                (unit.told(walked.longest_span), "bold"),
+                ", ",
+                (f"{inside:.1%}", "bold"),
+                " of it idle",
+                style="dim",
             )
-        )  # fmt: skip
+        )
     return lines
 
 
@@ -129,13 +133,17 @@ def comparison(several: Sequence[Walked], unit: Unit) -> Table:
     best = min(w.makespan for w in several)
     rows = [
         [
-            Text(w.program.schedule, "bold"), w.program.virtual,
+            Text(w.program.schedule, "bold"),
+            w.program.virtual,
             Text(unit.told(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else ""),
-            f"{w.bubble_fraction:.1%}", f"{w.bubble_overhead:.1%}", unit.told(w.longest_span),
-            f"{w.peak_memory.max():g}", f"{messages(w):g}",
+            f"{w.bubble_fraction:.1%}",
+            f"{w.bubble_overhead:.1%}",
+            unit.told(w.longest_span),
+            f"{w.peak_memory.max():g}",
+            f"{messages(w):g}",
         ]
         for w in several
-    ]  # fmt: skip
+    ]
     return tables.filled(columns, rows)
 
 
@@ -188,10 +196,17 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
     actions = [p.action(i) for i in range(len(p))]
     rank, start, end = p.rank.tolist(), (walked.start * u).tolist(), (walked.end * u).tolist()
     spans = [
-        Span(r, "compute", f"{a.kind}{a.microbatch}", s, e - s, KIND_NAMES[a.kind],
-             {"stage": a.stage, "micro-batch": a.microbatch, "kind": KIND_NAMES[a.kind]})
+        Span(
+            r,
+            "compute",
+            f"{a.kind}{a.microbatch}",
+            s,
+            e - s,
+            KIND_NAMES[a.kind],
+            {"stage": a.stage, "micro-batch": a.microbatch, "kind": KIND_NAMES[a.kind]},
+        )
         for a, r, s, e in zip(actions, rank, start, end, strict=True)
-    ]  # fmt: skip
+    ]
     crossing = [i for i in np.flatnonzero(needs >= 0).tolist() if rank[needs[i]] != rank[i]]
     flows = [
         Flow(
@@ -206,8 +221,14 @@ def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, A
         for r in range(p.ranks)
         for t, level in zip(*held_changes(walked, r), strict=True)
     ]
-    about = {"schedule": p.schedule, "ranks": p.ranks, "stages": p.stages, "microbatches": p.microbatches,
-             "bubble_fraction": walked.bubble_fraction, "bubble_overhead": walked.bubble_overhead}  # fmt: skip
+    about = {
+        "schedule": p.schedule,
+        "ranks": p.ranks,
+        "stages": p.stages,
+        "microbatches": p.microbatches,
+        "bubble_fraction": walked.bubble_fraction,
+        "bubble_overhead": walked.bubble_overhead,
+    }
     return trace_events(spans, flows=flows, counters=counters, streams=["compute"], about=about)
 
 
@@ -268,8 +289,10 @@ def _cells(walked: Walked, own: slice, columns: int, scale: float, coloured: boo
         if right <= left:
             continue
         text.append("·" * (left - at), "dim")
-        text.append(_inside(a.kind, a.microbatch, right - left, coloured),
-                    _style(colour(a.kind, int(chunk[a.stage]), p.virtual, a.microbatch)) if coloured else "")  # fmt: skip
+        text.append(
+            _inside(a.kind, a.microbatch, right - left, coloured),
+            _style(colour(a.kind, int(chunk[a.stage]), p.virtual, a.microbatch)) if coloured else "",
+        )
         at = right
     return text.append("·" * max(0, columns - at), "dim")
 

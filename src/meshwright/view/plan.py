@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.describe.plan import Plan
-from meshwright.planner import explain as why
+from meshwright.planner.advice import explain as why
+from meshwright.planner.advice.sensitivity import Sensitivity
 from meshwright.planner.result import Comparison, Result
-from meshwright.planner.sensitivity import Sensitivity
 from meshwright.units import format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
@@ -112,8 +112,14 @@ def leaders(r: Result) -> Table:
     best = r.prediction.step_time_s
     for k, (c, p) in enumerate(r.leaders, 1):
         style = "bold" if k == 1 else ""
-        table.add_row(str(k), Text(short(c.plan), style), Text(format_seconds(p.step_time_s, 4), style), f"{100 * (p.step_time_s / best - 1):+.1f}%",
-                      f"{100 * (p.mfu or 0):.1f}%", f"{p.memory_gib:.1f}")  # fmt: skip
+        table.add_row(
+            str(k),
+            Text(short(c.plan), style),
+            Text(format_seconds(p.step_time_s, 4), style),
+            f"{100 * (p.step_time_s / best - 1):+.1f}%",
+            f"{100 * (p.mfu or 0):.1f}%",
+            f"{p.memory_gib:.1f}",
+        )
     low, high = (100 * x / best - 100 for x in (r.prediction.step_time_low_s, r.prediction.step_time_high_s))
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
     table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"

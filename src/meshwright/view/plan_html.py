@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from meshwright.cost.predict import COMMUNICATION
-from meshwright.planner import explain as why
+from meshwright.planner.advice import explain as why
 from meshwright.planner.result import Result
 from meshwright.units import format_count, format_seconds
 from meshwright.view import goodput
@@ -43,8 +43,10 @@ SHADES = ("#2f7fb8", "#5b9bc9", "#8ab9db", "#a24bb0", "#c98a16", "#4d9a57", "#9a
 def document(r: Result) -> str:
     """A whole page."""
     title = escape(f"{r.config.model.name} on {r.plan.world} × {r.config.cluster.accelerator.name}")
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{title}</title><style>{FRAME}</style></head><body><main>{fragment(r)}</main></body></html>\n")  # fmt: skip
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{FRAME}</style></head><body><main>{fragment(r)}</main></body></html>\n"
+    )
 
 
 def fragment(r: Result) -> str:
@@ -117,29 +119,51 @@ def head(r: Result) -> str:
 
 def leaders(r: Result) -> str:
     best = r.prediction.step_time_s
-    rows = [(str(k), escape(short(c.plan)), escape(c.family), format_seconds(p.step_time_s, 4), f"{100 * (p.step_time_s / best - 1):+.1f}%",
-             f"{100 * (p.mfu or 0):.1f}%", f"{p.memory_gib:.1f}") for k, (c, p) in enumerate(r.leaders, 1)]  # fmt: skip
+    rows = [
+        (
+            str(k),
+            escape(short(c.plan)),
+            escape(c.family),
+            format_seconds(p.step_time_s, 4),
+            f"{100 * (p.step_time_s / best - 1):+.1f}%",
+            f"{100 * (p.mfu or 0):.1f}%",
+            f"{p.memory_gib:.1f}",
+        )
+        for k, (c, p) in enumerate(r.leaders, 1)
+    ]
     return section("Leaders, by simulated step", table([">", "plan", "family", ">step", ">", ">MFU", ">GiB"], rows))
 
 
 def colour(part: str) -> str:
-    kinds = {**dict.fromkeys(COMMUNICATION.values(), "comm"), "bubble": "wait", "waiting for the host": "wait", "compute slowed by overlap": "wait",
-             "optimizer": "once", "step overhead": "once"}  # fmt: skip
+    kinds = {
+        **dict.fromkeys(COMMUNICATION.values(), "comm"),
+        "bubble": "wait",
+        "waiting for the host": "wait",
+        "compute slowed by overlap": "wait",
+        "optimizer": "once",
+        "step overhead": "once",
+    }
     return f"var(--{kinds.get(part, 'compute')})"
 
 
 def bar(pieces: Iterable[tuple[str, float, str]], whole: float) -> str:
     """A bar of named pieces (name, size, colour) out of `whole`."""
-    inner = "".join(f'<i style="width:{100 * size / whole:.3f}%;background:{shade}" title="{escape(name)} {100 * size / whole:.1f}%"></i>'
-                    for name, size, shade in pieces if size > 0)  # fmt: skip
+    inner = "".join(
+        f'<i style="width:{100 * size / whole:.3f}%;background:{shade}" title="{escape(name)} {100 * size / whole:.1f}%"></i>'
+        for name, size, shade in pieces
+        if size > 0
+    )
     return f"<div class=bar>{inner}</div>"
 
 
 def step(r: Result) -> str:
     p = r.prediction
     parts = sorted(why.grouped(p).items(), key=lambda item: -item[1])
-    key = "".join(f'<span><i style="background:{colour(name)}"></i>{escape(name)} {format_seconds(s)} ({100 * s / p.step_time_s:.1f}%)</span> '
-                  for name, s in parts if s >= 0.001 * p.step_time_s)  # fmt: skip
+    key = "".join(
+        f'<span><i style="background:{colour(name)}"></i>{escape(name)} {format_seconds(s)} ({100 * s / p.step_time_s:.1f}%)</span> '
+        for name, s in parts
+        if s >= 0.001 * p.step_time_s
+    )
     return section(
         "Where the step goes",
         bar([(n, s, colour(n)) for n, s in parts], p.step_time_s),
@@ -154,8 +178,10 @@ def memory(r: Result) -> str:
     rows = []
     for k in shown_stages(len(stages)):
         name = f"stage {k}: " if len(stages) > 1 else ""
-        rows.append(f"<div class=soft>{name}{sum(stages[k].values()):.1f} of {limit:.1f} GiB</div>"
-                    + bar([(part, stages[k].get(part, 0.0), SHADES[PARTS.index(part)]) for part in parts], whole))  # fmt: skip
+        rows.append(
+            f"<div class=soft>{name}{sum(stages[k].values()):.1f} of {limit:.1f} GiB</div>"
+            + bar([(part, stages[k].get(part, 0.0), SHADES[PARTS.index(part)]) for part in parts], whole)
+        )
     key = "".join(f'<span><i style="background:{SHADES[PARTS.index(part)]}"></i>{part}</span> ' for part in parts)
     return section("Memory of a GPU", *rows, f'<p class="key soft">{key}</p>')
 
@@ -231,10 +257,15 @@ def sensitivities(r: Result) -> str:
         return "–" if x is None else f"{100 * x:+.1f}%"
 
     body = [
-        (escape(row.what), cell(row.less), cell(row.more), bar([(row.what, row.swing, "var(--compute)")], most),
-         f"<span class=soft>{escape(row.note)}</span>")
+        (
+            escape(row.what),
+            cell(row.less),
+            cell(row.more),
+            bar([(row.what, row.swing, "var(--compute)")], most),
+            f"<span class=soft>{escape(row.note)}</span>",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     return section(
         "What to change first: throughput with a fifth less, a fifth more", table(["", ">−20%", ">+20%", "", ""], body)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshwright.planner.explain import memory_words
+from meshwright.planner.advice.explain import memory_words
 from meshwright.planner.result import Result
 from meshwright.units import format_seconds
 

@@ -116,8 +116,13 @@ def proof(told: dict[str, Any] | None) -> str:
 
 
 def shown(unit: str, value: float) -> str:
-    forms = {"s": format_seconds, "bytes": format_decimal_bytes, "GiB": lambda x: format_bytes(x * 2**30),
-             "tokens/s": lambda x: format_count(x) + "/s", "%": lambda x: f"{x:.2f}%"}  # fmt: skip
+    forms = {
+        "s": format_seconds,
+        "bytes": format_decimal_bytes,
+        "GiB": lambda x: format_bytes(x * 2**30),
+        "tokens/s": lambda x: format_count(x) + "/s",
+        "%": lambda x: f"{x:.2f}%",
+    }
     return forms.get(unit, lambda x: f"{x:g}")(value)
 
 

@@ -79,13 +79,28 @@ def trace_events(
         ]
     for s in spans:
         events.append(
-            {"name": s.name, "cat": s.category or "span", "ph": "X", "ts": _us(s.start), "dur": _us(s.duration),
-             "pid": s.rank, "tid": order[s.stream], "args": dict(s.args)}
-        )  # fmt: skip
+            {
+                "name": s.name,
+                "cat": s.category or "span",
+                "ph": "X",
+                "ts": _us(s.start),
+                "dur": _us(s.duration),
+                "pid": s.rank,
+                "tid": order[s.stream],
+                "args": dict(s.args),
+            }
+        )
     for number, flow in enumerate(flows):
         for phase, end in (("s", flow.source), ("f", flow.target)):
-            event = {"name": flow.name, "cat": "transfer", "ph": phase, "id": number, "ts": _us(end[2]), "pid": end[0],
-                     "tid": order[end[1]]}  # fmt: skip
+            event = {
+                "name": flow.name,
+                "cat": "transfer",
+                "ph": phase,
+                "id": number,
+                "ts": _us(end[2]),
+                "pid": end[0],
+                "tid": order[end[1]],
+            }
             events.append({**event, "bp": "e"} if phase == "f" else event)
     for c in counters:
         events.append({"name": c.name, "ph": "C", "ts": _us(c.time), "pid": c.rank, "tid": 0, "args": dict(c.values)})

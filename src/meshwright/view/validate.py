@@ -36,8 +36,20 @@ def percent(value: float | None, signed: bool = False) -> str:
 
 def cells(s: Score) -> list[str]:
     rho = "–" if s.spearman is None else f"{s.spearman:.2f}"
-    return [str(s.rows), str(s.refused), str(s.apart), percent(s.bias, True), percent(s.median), percent(s.mape), percent(s.p90),
-            percent(s.inside_band), rho, percent(s.regret), percent(s.memory_median), percent(s.false_alarms)]  # fmt: skip
+    return [
+        str(s.rows),
+        str(s.refused),
+        str(s.apart),
+        percent(s.bias, True),
+        percent(s.median),
+        percent(s.mape),
+        percent(s.p90),
+        percent(s.inside_band),
+        rho,
+        percent(s.regret),
+        percent(s.memory_median),
+        percent(s.false_alarms),
+    ]
 
 
 def table(scores: dict[str, Score], overall: dict[str, float], title: str = "source") -> Table:
@@ -49,9 +61,17 @@ def table(scores: dict[str, Score], overall: dict[str, float], title: str = "sou
         out.add_column(name, justify="right")
     for name, s in sorted(scores.items()):
         out.add_row(name, *cells(s))
-    mean = Score(bias=overall.get("bias"), median=overall.get("median"), mape=overall.get("mape"), p90=overall.get("p90"),
-                 inside_band=overall.get("inside_band"), spearman=overall.get("spearman"), regret=overall.get("regret"),
-                 memory_median=overall.get("memory_median"), false_alarms=overall.get("false_alarms"))  # fmt: skip
+    mean = Score(
+        bias=overall.get("bias"),
+        median=overall.get("median"),
+        mape=overall.get("mape"),
+        p90=overall.get("p90"),
+        inside_band=overall.get("inside_band"),
+        spearman=overall.get("spearman"),
+        regret=overall.get("regret"),
+        memory_median=overall.get("memory_median"),
+        false_alarms=overall.get("false_alarms"),
+    )
     out.add_row("[bold]macro average[/]", "", "", "", *[f"[bold]{c}[/]" for c in cells(mean)[3:]])
     return out
 
@@ -85,13 +105,33 @@ def headline(outcomes: list[Outcome]) -> Table:
         p = o.prediction
         style = "green" if abs(o.error) < 0.15 else "yellow" if abs(o.error) < 0.3 else "red"
         band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
-        out.add_row(o.case.row_id, f"{o.case.plan.world} GPUs: {o.case.plan.title()}", format_seconds(o.case.step_time or 0),
-                    format_seconds(p.step_time_s), band, f"[{style}]{percent(o.error, True)}[/]")  # fmt: skip
+        out.add_row(
+            o.case.row_id,
+            f"{o.case.plan.world} GPUs: {o.case.plan.title()}",
+            format_seconds(o.case.step_time or 0),
+            format_seconds(p.step_time_s),
+            band,
+            f"[{style}]{percent(o.error, True)}[/]",
+        )
     return out
 
 
-PALETTE = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#1f7a8c", "#bc4b51",
-           "#5b8e7d", "#f4a259", "#8cb369")  # fmt: skip
+PALETTE = (
+    "#4269d0",
+    "#efb118",
+    "#ff725c",
+    "#6cc5b0",
+    "#3ca951",
+    "#ff8ab7",
+    "#a463f2",
+    "#97bbf5",
+    "#9c6b4e",
+    "#1f7a8c",
+    "#bc4b51",
+    "#5b8e7d",
+    "#f4a259",
+    "#8cb369",
+)
 APART = "#c9ccd1"  # stalled or untwinned runs, and runs kept for memory alone: shown, not judged
 
 
@@ -104,8 +144,11 @@ def page(outcomes: list[Outcome], scores: dict[str, Score], overall: dict[str, f
     """A self-contained page: a log-log scatter of measured against predicted, and the table."""
     paired = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
     judged = {o.case.row_id for o in outcomes if not apart(o, paired)}
-    points = [(o.case.row.get("file", ""), o.case.row_id, o.case.step_time, o.prediction.step_time_s)
-              for o in outcomes if o.prediction and o.case.step_time]  # fmt: skip
+    points = [
+        (o.case.row.get("file", ""), o.case.row_id, o.case.step_time, o.prediction.step_time_s)
+        for o in outcomes
+        if o.prediction and o.case.step_time
+    ]
     low = min((min(m, p) for _, _, m, p in points if m), default=0.01)
     high = max((max(m, p) for _, _, m, p in points if m), default=1.0)
     a, b = math.floor(math.log10(low)), math.ceil(math.log10(high))

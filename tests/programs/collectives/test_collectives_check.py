@@ -84,8 +84,16 @@ def test_a_broken_list_is_refused(operation, algorithm):
             if (operation, algorithm) in WASTEFUL and victim.kind != "send":
                 return
         with pytest.raises(MeshwrightError) as refused:
-            check(assemble(operation, lists, program.elements, sizes=program.sizes, root=program.root,
-                           target=options.get("target", 0)))  # fmt: skip
+            check(
+                assemble(
+                    operation,
+                    lists,
+                    program.elements,
+                    sizes=program.sizes,
+                    root=program.root,
+                    target=options.get("target", 0),
+                )
+            )
         assert refused.value.code.startswith("MW-PROG-01")
         assert all(word in str(refused.value) for word in ("rank", "step", "chunk"))
 

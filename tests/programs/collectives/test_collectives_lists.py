@@ -61,7 +61,7 @@ def test_steps_numbered_apart_are_lined_up(data):
 def test_ranks_that_all_send_first_deadlock():
     lists = [
         [Instruction(0, "send", 1 - rank, rank), Instruction(1, "receive", 1 - rank, 1 - rank)] for rank in range(2)
-    ]  # fmt: skip
+    ]
     with pytest.raises(MeshwrightError, match="rank 0, step 0: send chunk 0 to rank 1: waits for ever") as refused:
         assemble("all-gather", lists, 2)
     assert refused.value.code == "MW-PROG-019"
@@ -78,14 +78,14 @@ def test_a_send_that_nobody_receives_is_named():
         assemble("reduce", [[Instruction(2, "reduce", 1, 0)], []], 2)
     with pytest.raises(MeshwrightError, match="there is no rank 7"):
         assemble("reduce", [[Instruction(2, "reduce", 7, 0)], []], 2)
-    with pytest.raises(MeshwrightError, match=r"instruction 'recieve' is not known.*Nearest: receive"):
+    with pytest.raises(MeshwrightError, match=r"instruction 'recieve' is not known.*Fix: receive"):
         assemble("reduce", [[Instruction(2, "recieve", 1, 0)], []], 2)
 
 
 def test_bad_arguments_are_refused_in_words():
     for arguments, words in [
-        (("all-reduce", "rings", 4, 8), "Nearest: ring"),
-        (("allreduce", "ring", 4, 8), "Nearest: all-reduce"),
+        (("all-reduce", "rings", 4, 8), "Fix: ring"),
+        (("allreduce", "ring", 4, 8), "Fix: all-reduce"),
         (("all-reduce", "ring", 0, 8), "ranks = 0"),
         (("all-reduce", "ring", 10**9, 8), "ranks = 1000000000"),
         (("all-reduce", "ring", 4, -1), "elements = -1"),

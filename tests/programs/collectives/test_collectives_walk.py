@@ -70,7 +70,7 @@ def test_formulas_of_the_textbooks():
     assert terms("all-reduce", "naive", 4).time(100, link) == 6 * (1 + 100)
     assert terms("all-reduce", "halving-doubling", 8).time(80, link) == 6 + 2 * 70
     assert terms("all-to-all", "bruck", 8).time(80, link) == 3 + 3 * 40
-    with pytest.raises(MeshwrightError, match="Nearest: ring"):
+    with pytest.raises(MeshwrightError, match="Fix: ring"):
         terms("all-reduce", "rings", 4)
 
 
@@ -229,7 +229,7 @@ def test_the_comparison_finds_the_closed_crossover():
     assert [(c.before, c.after) for c in found.crossovers] == [("tree", "ring")]
     assert found.crossovers[0].size == pytest.approx(8 / 4.25 * 1e-6 * 1e9, rel=1e-9)
     assert set(compare("all-gather", cluster, 8, [1024.0]).times) == set(ALGORITHMS["all-gather"])
-    with pytest.raises(MeshwrightError, match="Nearest: all-reduce"):
+    with pytest.raises(MeshwrightError, match="Fix: all-reduce"):
         compare("all-reduc", cluster, 8)
 
 

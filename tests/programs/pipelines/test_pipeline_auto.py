@@ -56,10 +56,7 @@ def test_it_finds_the_optimum_of_a_small_case():
     """Two ranks, two micro-batches: all orders of both ranks, walked."""
     durations = Durations.of(2, [1.0, 2.0], [3.0, 1.0], [2.0, 2.0])
     pieces = [[(rank, kind, batch) for batch in range(2) for kind in "FIW"] for rank in range(2)]
-    legal = [
-        [order for order in itertools.permutations(rank) if _in_order(order)]
-        for rank in pieces
-    ]  # fmt: skip
+    legal = [[order for order in itertools.permutations(rank) if _in_order(order)] for rank in pieces]
     best = np.inf
     for lists in itertools.product(*legal):
         try:

@@ -81,14 +81,14 @@ def test_names_and_aliases():
     with pytest.raises(MeshwrightError) as caught:
         build("1f2b", 2, 2)
     assert caught.value.code == "MW-PIPE-002"
-    assert "Nearest: 1f1b" in str(caught.value)
+    assert "Fix: 1f1b" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "microbatches", "virtual", "code", "says"),
     [
         ("1f1b", 4, 8, 2, "MW-PIPE-004", "does not take 2 stages a rank"),
-        ("interleaved", 4, 8, 1, "MW-PIPE-004", "Nearest: 1f1b"),
+        ("interleaved", 4, 8, 1, "MW-PIPE-004", "Fix: 1f1b"),
         ("zbv", 4, 8, 3, "MW-PIPE-004", "Valid: 2"),
         ("dualpipev", 4, 7, 2, "MW-PIPE-005", "needs 8 micro-batches, not 7"),
         ("gpipe", 0, 8, 1, "MW-PIPE-003", "ranks = 0"),

@@ -118,7 +118,7 @@ def test_blocking_transfers_stop_the_compute_and_both_directions_go_at_once():
     program = build("1f1b", 2, 2)
     walked = walk(program, Durations.of(2, 1, 0.5, 0.5), p2p=1.0, overlap=False)
     by_rank = {str(program.action(i)): walked.start[i] for i in range(len(program))}
-    assert by_rank == {"0F0": 0, "0F1": 2, "0B0": 5, "0B1": 8, "1F0": 2, "1B0": 3, "1F1": 5, "1B1": 6}  # fmt: skip
+    assert by_rank == {"0F0": 0, "0F1": 2, "0B0": 5, "0B1": 8, "1F0": 2, "1B0": 3, "1F1": 5, "1B1": 6}
     assert walk(program, Durations.of(2, 1, 0.5, 0.5), p2p=1.0).makespan < walked.makespan
 
 

@@ -25,22 +25,48 @@ def command(
     topic: str = typer.Argument("", help="What to show. Unsaid: the list of everything."),
     names: str = typer.Argument("", help="With --compare: which, such as ring,tree or gpipe,zbv.", show_default=False),
     compare: bool = typer.Option(False, "--compare", help="Put algorithms or schedules side by side."),
-    algorithm: str = typer.Option("", "--algorithm", "-a", help="Of a collective; see `meshwright show`.", rich_help_panel=COLLECTIVES),
-    ranks: int = typer.Option(0, "--ranks", "-r", show_default=False, help="Unsaid: 4, or 8 where nodes matter.", rich_help_panel=COLLECTIVES),
-    size: str = typer.Option("", "--size", help="Bytes of the full buffer, such as 64MiB: adds times.", rich_help_panel=COLLECTIVES),
-    cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file: whose links to walk.", rich_help_panel=COLLECTIVES),
-    elements: int = typer.Option(-1, "--elements", show_default=False, help="Of the buffer. Unsaid: one a rank.", rich_help_panel=COLLECTIVES),
-    root: int = typer.Option(-1, "--root", show_default=False, help="Of broadcast, reduce, scatter, gather.", rich_help_panel=COLLECTIVES),
-    segments: int = typer.Option(0, "--segments", show_default=False, help="Of pipelined algorithms.", rich_help_panel=COLLECTIVES),
-    node: int = typer.Option(0, "--node", show_default=False, help="Ranks a node. Unsaid: the cluster's.", rich_help_panel=COLLECTIVES),
-    values: bool = typer.Option(False, "--values", help="The numbers of every rank before and after each step.", rich_help_panel=COLLECTIVES),
+    algorithm: str = typer.Option(
+        "", "--algorithm", "-a", help="Of a collective; see `meshwright show`.", rich_help_panel=COLLECTIVES
+    ),
+    ranks: int = typer.Option(
+        0, "--ranks", "-r", show_default=False, help="Unsaid: 4, or 8 where nodes matter.", rich_help_panel=COLLECTIVES
+    ),
+    size: str = typer.Option(
+        "", "--size", help="Bytes of the full buffer, such as 64MiB: adds times.", rich_help_panel=COLLECTIVES
+    ),
+    cluster: str = typer.Option(
+        "", "--cluster", "-c", help="A catalog name or a TOML file: whose links to walk.", rich_help_panel=COLLECTIVES
+    ),
+    elements: int = typer.Option(
+        -1, "--elements", show_default=False, help="Of the buffer. Unsaid: one a rank.", rich_help_panel=COLLECTIVES
+    ),
+    root: int = typer.Option(
+        -1, "--root", show_default=False, help="Of broadcast, reduce, scatter, gather.", rich_help_panel=COLLECTIVES
+    ),
+    segments: int = typer.Option(
+        0, "--segments", show_default=False, help="Of pipelined algorithms.", rich_help_panel=COLLECTIVES
+    ),
+    node: int = typer.Option(
+        0, "--node", show_default=False, help="Ranks a node. Unsaid: the cluster's.", rich_help_panel=COLLECTIVES
+    ),
+    values: bool = typer.Option(
+        False, "--values", help="The numbers of every rank before and after each step.", rich_help_panel=COLLECTIVES
+    ),
     stages: int = typer.Option(4, "--stages", help="Ranks of the pipeline.", rich_help_panel=PIPELINES),
-    microbatches: int = typer.Option(8, "--microbatches", "-m", help="Micro-batches of a step.", rich_help_panel=PIPELINES),
-    virtual: int = typer.Option(0, "--virtual", show_default=False, help="Stages a rank, where the schedule has several.", rich_help_panel=PIPELINES),
+    microbatches: int = typer.Option(
+        8, "--microbatches", "-m", help="Micro-batches of a step.", rich_help_panel=PIPELINES
+    ),
+    virtual: int = typer.Option(
+        0,
+        "--virtual",
+        show_default=False,
+        help="Stages a rank, where the schedule has several.",
+        rich_help_panel=PIPELINES,
+    ),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINES),
     html: str = typer.Option("", "--html", help="Write a figure to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
-) -> None:  # fmt: skip
+) -> None:
     """Show a collective, a pipeline schedule, or a table worth knowing; without a topic, list them all."""
     if not topic:
         from meshwright.cli.show.listing import list_topics
@@ -60,9 +86,15 @@ def command(
         from meshwright.cli.show import pipelines
 
         return pipelines.show(
-            topic, stages=stages, microbatches=microbatches, virtual=virtual or None, compare=names if compare else None,
-            html=html or None, trace=trace or None, json_out=as_json,
-        )  # fmt: skip
+            topic,
+            stages=stages,
+            microbatches=microbatches,
+            virtual=virtual or None,
+            compare=names if compare else None,
+            html=html or None,
+            trace=trace or None,
+            json_out=as_json,
+        )
     from meshwright.cli.show.collectives import Asked, show
 
     return show(

@@ -77,10 +77,21 @@ INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scal
 
 def as_dicts() -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = [
-        {"name": f.name, "bits": f.bits, "sign": 1, "exponent": f.exponent, "mantissa": f.mantissa, "largest": f.largest,
-         "smallest_normal": f.smallest_normal, "smallest": f.smallest, "step_at_1": f.step, "decimal_digits": f.digits, "use": f.use}
+        {
+            "name": f.name,
+            "bits": f.bits,
+            "sign": 1,
+            "exponent": f.exponent,
+            "mantissa": f.mantissa,
+            "largest": f.largest,
+            "smallest_normal": f.smallest_normal,
+            "smallest": f.smallest,
+            "step_at_1": f.step,
+            "decimal_digits": f.digits,
+            "use": f.use,
+        }
         for f in FORMATS
-    ]  # fmt: skip
+    ]
     return [*told, {"name": "int8", "bits": 8, "largest": 127.0, "smallest": 1.0, "use": INT8_USE}]
 
 
@@ -89,10 +100,19 @@ def show(topic: str = "formats", *, as_json: bool = False) -> None:
     if as_json:
         return show_json(as_dicts())
     rows: list[tuple[object, ...]] = [
-        (Text(f.name, "bold"), f.bits, f"1+{f.exponent}+{f.mantissa}", number(f.largest), number(f.smallest_normal),
-         number(f.smallest), f"2^-{f.mantissa}", f"{f.digits:.1f}", Text(f.use, "dim"))
+        (
+            Text(f.name, "bold"),
+            f.bits,
+            f"1+{f.exponent}+{f.mantissa}",
+            number(f.largest),
+            number(f.smallest_normal),
+            number(f.smallest),
+            f"2^-{f.mantissa}",
+            f"{f.digits:.1f}",
+            Text(f.use, "dim"),
+        )
         for f in FORMATS
-    ]  # fmt: skip
+    ]
     rows.append((Text("int8", "bold"), 8, "1+7", "127", "", "1", "", "", Text(INT8_USE, "dim")))
     columns = [
         "format",
@@ -106,10 +126,17 @@ def show(topic: str = "formats", *, as_json: bool = False) -> None:
         "use",
     ]
     print_out(
-        heading("Number formats", "range comes from exponent bits, precision from mantissa bits"), filled(columns, rows),
-        Text("bf16 is fp32 with 16 mantissa bits cut off: same range, 2–3 digits. fp16 has a digit more but overflows at 65,504 and", "dim"),
-        Text("loses gradients below 6e-8. Eight bits and fewer only work with scale factors that move the window to the data.", "dim"),
-    )  # fmt: skip
+        heading("Number formats", "range comes from exponent bits, precision from mantissa bits"),
+        filled(columns, rows),
+        Text(
+            "bf16 is fp32 with 16 mantissa bits cut off: same range, 2–3 digits. fp16 has a digit more but overflows at 65,504 and",
+            "dim",
+        ),
+        Text(
+            "loses gradients below 6e-8. Eight bits and fewer only work with scale factors that move the window to the data.",
+            "dim",
+        ),
+    )
     return None
 
 

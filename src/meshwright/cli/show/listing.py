@@ -30,8 +30,18 @@ def list_topics(as_json: bool = False) -> None:
     )
     lessons = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in LESSONS.items()])
     show(
-        heading("Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"), collectives,
-        Text("n the full buffer, P ranks as N nodes of g, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n", "dim"),
-        heading("Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"), schedules,
-        heading("Lessons", "meshwright show strategies"), lessons,
-    )  # fmt: skip
+        heading(
+            "Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"
+        ),
+        collectives,
+        Text(
+            "n the full buffer, P ranks as N nodes of g, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n",
+            "dim",
+        ),
+        heading(
+            "Pipeline schedules", "meshwright show 1f1b --stages 4 --microbatches 8 [--compare gpipe,zbv] [--html F]"
+        ),
+        schedules,
+        heading("Lessons", "meshwright show strategies"),
+        lessons,
+    )

@@ -93,31 +93,54 @@ def show(topic: str, *, as_json: bool = False) -> None:
 
 def column_page(told: dict[str, Any], equal: bool) -> list[Any]:
     cards = [
-        card(g, ("X: all of it", told["X"], ""), (f"W{g}: columns {4 * g}–{4 * g + 3}", told["W"][g], TINTS[g]),
-             (f"Y{g} = X·W{g}", told["Y"][g], TINTS[g])) for g in range(GPUS)
-    ]  # fmt: skip
+        card(
+            g,
+            ("X: all of it", told["X"], ""),
+            (f"W{g}: columns {4 * g}–{4 * g + 3}", told["W"][g], TINTS[g]),
+            (f"Y{g} = X·W{g}", told["Y"][g], TINTS[g]),
+        )
+        for g in range(GPUS)
+    ]
     return [
-        heading("Column-parallel", "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features"),
-        Columns(cards), joined("Y = [Y0 | Y1] by all-gather", told["Y"], told["whole Y"], "beside"), verdict("Y", equal),
-        Text("forward    no communication: the halves may go straight into a row-parallel product; only a reader of all of Y needs the all-gather"),
+        heading(
+            "Column-parallel",
+            "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features",
+        ),
+        Columns(cards),
+        joined("Y = [Y0 | Y1] by all-gather", told["Y"], told["whole Y"], "beside"),
+        verdict("Y", equal),
+        Text(
+            "forward    no communication: the halves may go straight into a row-parallel product; only a reader of all of Y needs the all-gather"
+        ),
         Text("backward   each GPU has dX from its own columns only; an all-reduce adds the parts:"),
-        joined("dX = dX0 + dX1 by all-reduce", told["dX"], told["whole dX"], "sum"), verdict("dX", equal),
-    ]  # fmt: skip
+        joined("dX = dX0 + dX1 by all-reduce", told["dX"], told["whole dX"], "sum"),
+        verdict("dX", equal),
+    ]
 
 
 def row_page(told: dict[str, Any], equal: bool) -> list[Any]:
     cards = [
-        card(g, (f"X{g}: columns {2 * g}–{2 * g + 1}", told["X"][g], TINTS[g]),
-             (f"W{g}: rows {2 * g}–{2 * g + 1}", told["W"][g], TINTS[g]),
-             (f"partial Y{g} = X{g}·W{g}", told["Y"][g], TINTS[g])) for g in range(GPUS)
-    ]  # fmt: skip
+        card(
+            g,
+            (f"X{g}: columns {2 * g}–{2 * g + 1}", told["X"][g], TINTS[g]),
+            (f"W{g}: rows {2 * g}–{2 * g + 1}", told["W"][g], TINTS[g]),
+            (f"partial Y{g} = X{g}·W{g}", told["Y"][g], TINTS[g]),
+        )
+        for g in range(GPUS)
+    ]
     return [
-        heading("Row-parallel", "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum"),
-        Columns(cards), joined("Y = Y0 + Y1 by all-reduce", told["Y"], told["whole Y"], "sum"), verdict("Y", equal),
+        heading(
+            "Row-parallel",
+            "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum",
+        ),
+        Columns(cards),
+        joined("Y = Y0 + Y1 by all-reduce", told["Y"], told["whole Y"], "sum"),
+        verdict("Y", equal),
         Text("forward    one all-reduce of Y; a bias is added once, after it (or on one GPU), never by both"),
         Text("backward   no communication: each GPU gets dX of its own columns from all of dY"),
-        joined("dX = [dX0 | dX1], as split", told["dX"], told["whole dX"], "beside"), verdict("dX", equal),
-    ]  # fmt: skip
+        joined("dX = [dX0 | dX1], as split", told["dX"], told["whole dX"], "beside"),
+        verdict("dX", equal),
+    ]
 
 
 def card(gpu: int, *matrices: tuple[str, np.ndarray, str]) -> Panel:

@@ -82,5 +82,5 @@ def show(topic: str = "strategies", *, as_json: bool = False) -> None:
         filled(["strategy", "overlaps", "state", "when to use"], use),
         facts(RULES),
         Text(LETTERS, "dim"),
-    )  # fmt: skip
+    )
     return None

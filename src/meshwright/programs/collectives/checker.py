@@ -166,8 +166,13 @@ class State:
         """Where `reduce`, `sent` becomes a new value of what came and what was there."""
         a, b = sent[which], there[which]
         if b.min() < 0:
-            self.refuse(rows, np.isin(np.arange(len(sent)), which[b < 0]), "MW-PROG-011",
-                        "adds chunk {chunk} from rank {source} to nothing: its own was never written", at="target")  # fmt: skip
+            self.refuse(
+                rows,
+                np.isin(np.arange(len(sent)), which[b < 0]),
+                "MW-PROG-011",
+                "adds chunk {chunk} from rank {source} to nothing: its own was never written",
+                at="target",
+            )
         first, self.made = self.made, self.made + len(which)
         self.operands[0, first : self.made], self.operands[1, first : self.made] = a, b
         self.made_by[first : self.made] = rows.start + which
@@ -227,8 +232,14 @@ class State:
         for k, (a, b) in enumerate(self.operands[:, : self.made].T.tolist()):
             if sets[a] & sets[b]:
                 move = int(self.made_by[k])
-                self.refuse(slice(move, move + 1), np.ones(1), "MW-PROG-013", "adds chunk {chunk} from rank {source}, though it "
-                            f"holds the part of {ranks_of(members(sets[a] & sets[b]))} already", at="target")  # fmt: skip
+                self.refuse(
+                    slice(move, move + 1),
+                    np.ones(1),
+                    "MW-PROG-013",
+                    "adds chunk {chunk} from rank {source}, though it "
+                    f"holds the part of {ranks_of(members(sets[a] & sets[b]))} already",
+                    at="target",
+                )
             sets.append(sets[a] | sets[b])
         return sets
 

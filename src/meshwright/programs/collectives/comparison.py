@@ -59,10 +59,14 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "operation": self.operation, "cluster": self.cluster, "ranks": self.ranks, "size_bytes": list(self.sizes),
-            "time_s": {name: list(times) for name, times in self.times.items()}, "best": self.best,
+            "operation": self.operation,
+            "cluster": self.cluster,
+            "ranks": self.ranks,
+            "size_bytes": list(self.sizes),
+            "time_s": {name: list(times) for name, times in self.times.items()},
+            "best": self.best,
             "crossovers": [{"size_bytes": c.size, "before": c.before, "after": c.after} for c in self.crossovers],
-        }  # fmt: skip
+        }
 
 
 def options_for(

@@ -64,18 +64,21 @@ def then(operation: str, *programs: Program) -> Program:
 def reverse(program: Program) -> Program:
     """The dual program: broadcast becomes reduce, scatter gather, all-gather reduce-scatter, and back."""
     if program.operation not in DUAL:
-        raise MeshwrightError(
-            "MW-PROG-003", f"{program.operation or 'this program'} has no dual", valid=sorted(DUAL)
-        )  # fmt: skip
+        raise MeshwrightError("MW-PROG-003", f"{program.operation or 'this program'} has no dual", valid=sorted(DUAL))
     dual, table = DUAL[program.operation], program.moves
     reduces = np.full(len(table.step), dual in ("reduce", "reduce-scatter"))
     backwards = table._replace(
         step=np.int32(program.steps - 1) - table.step, source=table.target, target=table.source, reduce=reduces
     )
     return collective(
-        dual, program.ranks, program.elements, in_order(backwards), sizes=program.sizes, root=program.root,
+        dual,
+        program.ranks,
+        program.elements,
+        in_order(backwards),
+        sizes=program.sizes,
+        root=program.root,
         groups=program.groups,
-    )  # fmt: skip
+    )
 
 
 def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:

@@ -67,9 +67,15 @@ def rank_lists(program: Program) -> list[list[Instruction]]:
 
 
 def assemble(
-    operation: str, lists: Sequence[Sequence[Instruction]], elements: int, *, sizes: Array | None = None, chunks: int = 1,
-    root: int = 0, target: int = 0,
-) -> Program:  # fmt: skip
+    operation: str,
+    lists: Sequence[Sequence[Instruction]],
+    elements: int,
+    *,
+    sizes: Array | None = None,
+    chunks: int = 1,
+    root: int = 0,
+    target: int = 0,
+) -> Program:
     """A program from one list a rank, steps lined up; unmatched sends and deadlocks are refused."""
     rows, visits = [], []
     for (a, send), (b, receive) in pairs(lists):

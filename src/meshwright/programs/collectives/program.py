@@ -55,9 +55,14 @@ class Moves(NamedTuple):
 
 
 def moves(
-    step: Numbers, source: Numbers, target: Numbers, chunk: Numbers, width: Numbers = 1, reduce: Numbers = False,
+    step: Numbers,
+    source: Numbers,
+    target: Numbers,
+    chunk: Numbers,
+    width: Numbers = 1,
+    reduce: Numbers = False,
     into: Numbers | None = None,
-) -> Moves:  # fmt: skip
+) -> Moves:
     """A table from arrays or numbers that broadcast against each other, sorted."""
     given = [step, source, target, chunk, width, chunk if into is None else into]
     numbers = [np.asarray(column, dtype=np.int32) for column in given]

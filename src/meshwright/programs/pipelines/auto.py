@@ -89,8 +89,13 @@ def search(
         by_stage(released_at_input, stages, "released_at_input"),
         np.full(ranks, np.inf) if limit is None else by_stage(limit, ranks, "limit"),
     )
-    options = {"p2p": setting.p2p, "overlap": overlap, "hidden": hidden, "activation": setting.activation,
-               "released_at_input": setting.released_at_input}  # fmt: skip
+    options = {
+        "p2p": setting.p2p,
+        "overlap": overlap,
+        "hidden": hidden,
+        "activation": setting.activation,
+        "released_at_input": setting.released_at_input,
+    }
     return _Search(setting, virtual, options, objective, effort).run()
 
 
@@ -172,9 +177,12 @@ class _Search:
         needed = np.bincount(setting.rank_of, setting.activation, minlength=setting.ranks)
         rank = int(np.argmin(setting.limit - needed))
         raise MeshwrightError(
-            "MW-PIPE-030", f"no schedule fits rank {rank}: the limit is {setting.limit[rank]:g}",
-            why=f"One micro-batch needs {needed[rank]:g} there", valid=[f"{needed[rank]:g} or more"], exit_code=3,
-        )  # fmt: skip
+            "MW-PIPE-030",
+            f"no schedule fits rank {rank}: the limit is {setting.limit[rank]:g}",
+            why=f"One micro-batch needs {needed[rank]:g} there",
+            valid=[f"{needed[rank]:g} or more"],
+            exit_code=3,
+        )
 
 
 def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespan") -> float:

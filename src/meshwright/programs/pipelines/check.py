@@ -110,8 +110,11 @@ def _first(mask: np.ndarray) -> int | None:
 def _check_places(program: PipelineProgram) -> None:
     held = np.bincount(program.rank_of, minlength=program.ranks)
     if len(held) != program.ranks or (held == 0).any():
-        raise MeshwrightError("MW-PIPE-010", f"{program.stages} stages do not cover {program.ranks} ranks",
-                              why=f"Stages a rank: {held.tolist()}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-010",
+            f"{program.stages} stages do not cover {program.ranks} ranks",
+            why=f"Stages a rank: {held.tolist()}",
+        )
     outside = (program.stage < 0) | (program.stage >= program.stages)
     outside |= (program.microbatch < 0) | (program.microbatch >= program.microbatches)
     bad = _first(outside)
@@ -121,14 +124,20 @@ def _check_places(program: PipelineProgram) -> None:
     bad = _first(program.rank_of[program.stage] != program.rank)
     if bad is not None:
         owner = int(program.rank_of[program.stage[bad]])
-        raise MeshwrightError("MW-PIPE-010", f"{place(program, bad)} is on the wrong rank",
-                              why=f"Stage {program.stage[bad]} is held by rank {owner}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-010",
+            f"{place(program, bad)} is on the wrong rank",
+            why=f"Stage {program.stage[bad]} is held by rank {owner}",
+        )
     next_is_backward = np.append(program.kind[1:], W) == B
     next_is_backward[program.first[1:] - 1] = False
     bad = _first(program.joined & ~((program.kind == F) & next_is_backward))
     if bad is not None:
-        raise MeshwrightError("MW-PIPE-010", f"{place(program, bad)} is joined to an action that is not a backward",
-                              why="Only a forward and the full backward right after it can be joined")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-010",
+            f"{place(program, bad)} is joined to an action that is not a backward",
+            why="Only a forward and the full backward right after it can be joined",
+        )
 
 
 def _check_once(program: PipelineProgram) -> np.ndarray:
@@ -140,8 +149,9 @@ def _check_once(program: PipelineProgram) -> np.ndarray:
     twice = _first(where[program.kind, piece] != np.arange(len(program)))
     if twice is not None:
         other = int(where[program.kind[twice], piece[twice]])
-        raise MeshwrightError("MW-PIPE-011", f"{place(program, twice)} is not the only one",
-                              why=f"Also at {place(program, other)}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-011", f"{place(program, twice)} is not the only one", why=f"Also at {place(program, other)}"
+        )
     has = where >= 0
     for kind, missing in ((F, ~has[F]), (B, ~has[B] & ~has[I]), (W, has[I] & ~has[W]), (I, has[W] & ~has[I])):
         bad = _first(missing)
@@ -149,8 +159,11 @@ def _check_once(program: PipelineProgram) -> np.ndarray:
             _raise_missing(program, kind, bad)
     both = _first(has[B] & has[I])
     if both is not None:
-        raise MeshwrightError("MW-PIPE-011", f"{place(program, int(where[I, both]))} repeats part of a full backward",
-                              why=f"The whole of it is at {place(program, int(where[B, both]))}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-011",
+            f"{place(program, int(where[I, both]))} repeats part of a full backward",
+            why=f"The whole of it is at {place(program, int(where[B, both]))}",
+        )
     backward = np.maximum(where[B], where[I])
     _check_position(program, backward, where[F], "stands before its forward")
     _check_position(program, where[W][has[W]], where[I][has[W]], "stands before the backward of its inputs")
@@ -170,8 +183,11 @@ def _raise_missing(program: PipelineProgram, kind: int, piece: int) -> NoReturn:
 def _check_position(program: PipelineProgram, later: np.ndarray, earlier: np.ndarray, what: str) -> None:
     bad = _first(later < earlier)
     if bad is not None:
-        raise MeshwrightError("MW-PIPE-012", f"{place(program, int(later[bad]))} {what}",
-                              why=f"That is at {place(program, int(earlier[bad]))}")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-012",
+            f"{place(program, int(later[bad]))} {what}",
+            why=f"That is at {place(program, int(earlier[bad]))}",
+        )
 
 
 def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int]) -> NoReturn:
@@ -187,8 +203,11 @@ def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int
     circle = path[path.index(at) :]
     chain = "; ".join(f"{place(program, i)} waits for {program.action(int(needs[i]))}" for i in circle[:6])
     more = f"; and {len(circle) - 6} more" if len(circle) > 6 else ""
-    raise MeshwrightError("MW-PIPE-013", f"deadlock: {chain}{more}",
-                          why="Each stands behind another in its rank's list, so none can ever run")  # fmt: skip
+    raise MeshwrightError(
+        "MW-PIPE-013",
+        f"deadlock: {chain}{more}",
+        why="Each stands behind another in its rank's list, so none can ever run",
+    )
 
 
 def _check_memory(program: PipelineProgram) -> None:
@@ -198,6 +217,7 @@ def _check_memory(program: PipelineProgram) -> None:
     bad = _first(held > program.promised[program.rank])
     if bad is not None:
         raise MeshwrightError(
-            "MW-PIPE-014", f"{place(program, bad)} is activation number {held[bad]} in flight",
+            "MW-PIPE-014",
+            f"{place(program, bad)} is activation number {held[bad]} in flight",
             why=f"{program.schedule} promises at most {int(program.promised[program.rank[bad]])} on this rank",
-        )  # fmt: skip
+        )

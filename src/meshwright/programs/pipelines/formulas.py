@@ -179,17 +179,29 @@ def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
     wide = v * p + m - 1
     back = p + n - 1
     return [
-        (np.where(few, wide, n + q), np.where(few, (v - 1) * m + p, n), n,
-         np.where(few, turns + 2 * p + m - 5, enough + 3 * q - short)),
+        (
+            np.where(few, wide, n + q),
+            np.where(few, (v - 1) * m + p, n),
+            n,
+            np.where(few, turns + 2 * p + m - 5, enough + 3 * q - short),
+        ),
         (np.where(few, v * p, n), np.where(few, back, n + q), n, np.where(few, turns, enough) + 2 * q),
-        (np.where(few, wide, n + q), np.where(few, back, n + q), np.where(few, (v - 1) * m + 1, n - q),
-         np.where(few, turns + 2 * (p + m) - 6, enough + 4 * q - short)),
-        (np.where(few, wide, n), np.where(few, wide, n), np.where(few, 1, n),
-         few * (all_around + 2 * np.maximum(0, m - 2))),
+        (
+            np.where(few, wide, n + q),
+            np.where(few, back, n + q),
+            np.where(few, (v - 1) * m + 1, n - q),
+            np.where(few, turns + 2 * (p + m) - 6, enough + 4 * q - short),
+        ),
+        (
+            np.where(few, wide, n),
+            np.where(few, wide, n),
+            np.where(few, 1, n),
+            few * (all_around + 2 * np.maximum(0, m - 2)),
+        ),
         (np.where(few, v * p, n), np.where(few, wide, n), np.where(few, m, n), few * all_around),
         # Transfers longer than W: a forward and a backward then wait for each other as in 1F1B, and weights fill the gaps.
         (n + ~few * q, n + ~few * q, np.ones_like(n), ~few * _transfers_1f1b(p, n, overlap=True)),
-    ]  # fmt: skip
+    ]
 
 
 def _zb_h2(p: np.ndarray, m: np.ndarray) -> list[Path]:
@@ -237,8 +249,10 @@ def _when(where: np.ndarray, paths: list[Path]) -> list[Path]:
         return paths
     if not where.any():
         return []
-    return [(np.where(where, f, 0), np.where(where, i, 0), np.where(where, w, 0), np.where(where, t, 0))
-            for f, i, w, t in paths]  # fmt: skip
+    return [
+        (np.where(where, f, 0), np.where(where, i, 0), np.where(where, w, 0), np.where(where, t, 0))
+        for f, i, w, t in paths
+    ]
 
 
 def _dualpipev(p: np.ndarray, m: np.ndarray) -> list[Path]:

@@ -108,8 +108,9 @@ class _Play:
             if min(soon_b, soon_f) >= now + self.policy.least_gap * self.w[stage]:
                 self.do_weights(rank, now)
 
-    def pick(self, rank: int, now: float, upto: list[int], here: list[list[float]], latest: bool,
-             forward: bool = False) -> tuple[int, float]:  # fmt: skip
+    def pick(
+        self, rank: int, now: float, upto: list[int], here: list[list[float]], latest: bool, forward: bool = False
+    ) -> tuple[int, float]:
         """The stage to run of those whose next input has arrived (−1: none), and when the next known one will."""
         chosen, soon = -1, NEVER
         for stage in self.local[rank]:

@@ -134,9 +134,17 @@ class PipelineProgram:
 
     def replace(self, order: np.ndarray, schedule: str | None = None) -> PipelineProgram:
         """The same actions in another order (`order[i]` is the old index of the new action i, within ranks)."""
-        return PipelineProgram(schedule or self.schedule, self.microbatches, self.rank_of, self.kind[order],
-                               self.stage[order], self.microbatch[order], self.first, self.joined[order],
-                               self.promised)  # fmt: skip
+        return PipelineProgram(
+            schedule or self.schedule,
+            self.microbatches,
+            self.rank_of,
+            self.kind[order],
+            self.stage[order],
+            self.microbatch[order],
+            self.first,
+            self.joined[order],
+            self.promised,
+        )
 
 
 def looped(ranks: int, virtual: int) -> np.ndarray:
@@ -169,5 +177,14 @@ def program_of(
     for r, positions in enumerate(joined or ()):
         mark[first[r] + np.asarray(positions, np.int64)] = True
     columns = np.array([(s, KINDS.index(k), m) for s, k, m in flat], np.int64).reshape(-1, 3)
-    return PipelineProgram(schedule, microbatches, np.asarray(rank_of), columns[:, 1].astype(np.int8),
-                           columns[:, 0], columns[:, 2], first, mark, promised)  # fmt: skip
+    return PipelineProgram(
+        schedule,
+        microbatches,
+        np.asarray(rank_of),
+        columns[:, 1].astype(np.int8),
+        columns[:, 0],
+        columns[:, 2],
+        first,
+        mark,
+        promised,
+    )

@@ -66,20 +66,27 @@ def refusal(schedule: str, ranks: int, microbatches: int, virtual: int) -> Meshw
         near = least if virtual < least else rule.most_virtual
         valid = [least] if least == rule.most_virtual else [f"{least} to {rule.most_virtual}"]
         return MeshwrightError(
-            "MW-PIPE-004", f"{schedule} does not take {virtual} stages a rank", why=rule.about, valid=valid,
+            "MW-PIPE-004",
+            f"{schedule} does not take {virtual} stages a rank",
+            why=rule.about,
+            valid=valid,
             fix="1f1b" if schedule == "interleaved" and virtual == 1 else f"virtual={near}",
-        )  # fmt: skip
+        )
     if microbatches < rule.least_microbatches_per_rank * ranks:
         needed = rule.least_microbatches_per_rank * ranks
         return MeshwrightError(
-            "MW-PIPE-005", f"{schedule} on {ranks} ranks needs {needed} micro-batches, not {microbatches}",
-            why="Both stages of every rank must be filled", valid=[f"{needed} or more"], fix=f"microbatches={needed}",
-        )  # fmt: skip
+            "MW-PIPE-005",
+            f"{schedule} on {ranks} ranks needs {needed} micro-batches, not {microbatches}",
+            why="Both stages of every rank must be filled",
+            valid=[f"{needed} or more"],
+            fix=f"microbatches={needed}",
+        )
     if ranks * microbatches * virtual * 3 > MOST_ACTIONS:
         return MeshwrightError(
-            "MW-PIPE-006", f"{ranks} ranks × {microbatches} micro-batches × {virtual} stages a rank is too large",
+            "MW-PIPE-006",
+            f"{ranks} ranks × {microbatches} micro-batches × {virtual} stages a rank is too large",
             why=f"A program holds at most {MOST_ACTIONS:,} actions",
-        )  # fmt: skip
+        )
     return None
 
 

@@ -46,8 +46,9 @@ class Durations:
     backward: np.ndarray
 
     @classmethod
-    def of(cls, stages: int, forward: Times = 1.0, input: Times = 1.0, weight: Times = 1.0,
-           backward: Times | None = None) -> Durations:  # fmt: skip
+    def of(
+        cls, stages: int, forward: Times = 1.0, input: Times = 1.0, weight: Times = 1.0, backward: Times | None = None
+    ) -> Durations:
         """From numbers (the same for every stage) or one value a stage."""
         whole = np.asarray(input, float) + np.asarray(weight, float) if backward is None else backward
         named = {"forward": forward, "input": input, "weight": weight, "backward": whole}
@@ -162,8 +163,12 @@ def by_stage(value: Times, count: int, what: str) -> np.ndarray:
     """One finite number, not negative, for each stage or boundary."""
     array = np.asarray(value, float)
     if array.ndim > 1 or (array.ndim == 1 and len(array) != count):
-        raise MeshwrightError("MW-PIPE-020", f"{what} has shape {array.shape}", why="It is one number, or one for each",
-                              valid=[f"shape ({count},)"])  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-020",
+            f"{what} has shape {array.shape}",
+            why="It is one number, or one for each",
+            valid=[f"shape ({count},)"],
+        )
     if not np.isfinite(array).all() or (array < 0).any():
         raise MeshwrightError("MW-PIPE-021", f"{what} = {value!r} is not finite and not negative")
     return np.broadcast_to(array, (count,))
@@ -229,6 +234,10 @@ def _join(
     took[pairs + 1] = forward + backward - hidden * np.minimum(forward, backward)
     order = np.array(run_order(needs.tolist(), program.first.tolist()))
     if len(order) < len(program):
-        raise MeshwrightError("MW-PIPE-013", f"deadlock: {program.schedule} cannot run its joined pairs as one",
-                              why="They wait for each other in a circle", fix="walk without hidden=")  # fmt: skip
+        raise MeshwrightError(
+            "MW-PIPE-013",
+            f"deadlock: {program.schedule} cannot run its joined pairs as one",
+            why="They wait for each other in a circle",
+            fix="walk without hidden=",
+        )
     return needs, order, took

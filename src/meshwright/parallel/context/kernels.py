@@ -1,0 +1,103 @@
+"""Attention kernels that tell the logarithm of their sum of exponentials: what blocks need to be merged.
+
+The public `scaled_dot_product_attention` keeps it to itself; the operators behind it give it away, and take it back in
+backward: with the **final** sum of all blocks in place of the block's own, the kernel returns this block's share of the
+gradients. Private names of torch, all of them here:
+
+    aten._scaled_dot_product_cudnn_attention, …_backward    Hopper and later: twice as fast there as
+    aten._scaled_dot_product_flash_attention, …_backward    Ampere and later
+
+Both want CUDA and 16 bits, and see all keys or the triangle; torch's public `can_use_…` say the rest. A torch without
+these names, a CPU, float32 or a window: the caller works in tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.backends import cuda
+
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+HOPPER = (9, 0)
+MULTIPLE = 8  # of head widths; the public function pads to it
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """forward(q, k, v, triangle) → output, ℓ; backward(slope, q, k, v, output, ℓ, triangle) → dq, dk, dv."""
+
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    backward: Callable[..., Parts]
+
+
+def _cudnn_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, total = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, triangle)[:2]
+    return output, total.squeeze(-1)
+
+
+def _cudnn_backward(
+    slope: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    total: torch.Tensor,
+    triangle: bool,
+) -> Parts:
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
+    total = total.contiguous().unsqueeze(-1)
+    return backward(slope, q, k, v, output, total, seed, seed, None, None, None, *lengths, 0.0, triangle)
+
+
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle)[:2]
+    return output, total
+
+
+def _flash_backward(
+    slope: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    total: torch.Tensor,
+    triangle: bool,
+) -> Parts:
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
+    return backward(slope, q, k, v, output, total.contiguous(), None, None, *lengths, 0.0, triangle, seed, seed)
+
+
+def _no_dropout(q: torch.Tensor) -> torch.Tensor:
+    """The kernels ask for the seed of a dropout that there is none of."""
+    return torch.zeros((), dtype=torch.long, device=q.device)
+
+
+def _has(name: str) -> bool:
+    return all(hasattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention{end}") for end in ("", "_backward"))
+
+
+def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool) -> Kernel | None:
+    """The fastest that takes these tensors; None: there is none."""
+    if (
+        not q.is_cuda
+        or q.dtype not in (torch.float16, torch.bfloat16)
+        or q.shape[-1] % MULTIPLE
+        or v.shape[-1] % MULTIPLE
+    ):
+        return None
+    asked: Any = cuda.SDPAParams(q, k, v, None, 0.0, triangle, q.shape[1] != k.shape[1])
+    hopper = torch.cuda.get_device_capability(q.device) >= HOPPER
+    if hopper and _has("cudnn") and cuda.can_use_cudnn_attention(asked):
+        return Kernel(_cudnn_forward, _cudnn_backward)
+    if _has("flash") and cuda.can_use_flash_attention(asked):
+        return Kernel(_flash_forward, _flash_backward)
+    return None

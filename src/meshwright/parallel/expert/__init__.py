@@ -1,0 +1,1 @@
+"""Expert parallelism: routed experts spread over ranks, and the tokens that travel to them."""

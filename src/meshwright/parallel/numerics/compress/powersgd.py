@@ -1,0 +1,123 @@
+"""PowerSGD: a gradient matrix as the product of two thin ones, both small enough to all-reduce (Vogels et al. 2019).
+
+For a matrix M (m × n), the sum over ranks of M_w, one step of subspace iteration from where the last step ended:
+
+    P = Σ_w M_w Q          all-reduce of m·r numbers
+    P ← orthonormal basis of P's columns
+    Q = Σ_w M_wᵀ P         all-reduce of n·r numbers
+    M ≈ P Qᵀ = P Pᵀ Σ_w M_w        the best there is within the span of P
+
+Both are sums, so a ring carries them: (m + n)·r numbers instead of m·n, whatever the number of ranks. Q is kept for
+the next step (*warm start*): gradients change slowly, and after a few steps P spans their leading directions. What is
+outside the span, e_w = (I − P Pᵀ) M_w, is fed back into the rank's next gradient.
+
+Under ZeRO the factors are summed for all ranks just the same, they are small, and each makes only the rows of P Qᵀ that
+it owns: (m + n)·r numbers all-reduced instead of m·n reduce-scattered.
+
+All matrices of a message share one all-reduce for their P's and one for their Q's; vectors, and matrices that would
+not shrink, ride along whole with the P's. Messages are cut at parameters and each has its own two exchanges, issued
+in the same order on every rank: any number of messages runs on gloo and NCCL alike. A column of Q that is zero (a
+gradient that was) is drawn anew, else it would stay zero for good.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from itertools import accumulate
+
+import torch
+
+from meshwright.parallel.numerics.compress.compressors import Exchange, Feedback, Layout, generator
+
+
+class PowerSGD:
+    aligned = True
+
+    def __init__(self, rank: int, seed: int = 0, feedback: bool = True) -> None:
+        self.rank, self.seed, self.feedback = rank, seed, Feedback(feedback)
+        self.bases: dict[tuple[int, int], torch.Tensor] = {}  # Q by message and place in it
+        self.steps: dict[int, int] = {}
+
+    def width(self, shape: torch.Size) -> int:
+        """Columns of the factors of a parameter; 0 where it goes whole."""
+        if len(shape) < 2:
+            return 0
+        m, n = shape[0], math.prod(shape[1:])
+        r = min(self.rank, m, n)
+        return r if r * (m + n) < m * n else 0
+
+    def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
+        sums = yield from self._sum(index, message, layout)
+        for (start, shape), (left, right) in zip(layout, sums, strict=True):
+            message[start : start + shape.numel()] = product(left, right).flatten()
+
+    def scatter(
+        self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
+    ) -> Iterator[Exchange]:
+        """Of the product each rank makes the rows it owns."""
+        stops = [*(start for start, _ in layout[1:]), rows.shape[1]]
+        whole = [
+            rows[:, start:stop].flatten()[: shape.numel()] for (start, shape), stop in zip(layout, stops, strict=True)
+        ]
+        starts = accumulate((w.numel() for w in whole), initial=0)
+        flat = [(at, shape) for at, (_, shape) in zip(starts, layout, strict=False)]
+        sums = yield from self._sum(index, torch.cat(whole), flat)
+        out.zero_()
+        for (start, shape), (left, right) in zip(layout, sums, strict=True):
+            each = -(-shape[0] // len(rows))
+            mine = product(left[rank * each : (rank + 1) * each], right).flatten()
+            out[start : start + mine.numel()] = mine
+
+    def _sum(
+        self, index: int, message: torch.Tensor, layout: Layout
+    ) -> Generator[Exchange, None, list[tuple[torch.Tensor, torch.Tensor | None]]]:
+        """The sum of each parameter over ranks, as its two factors, or whole."""
+        x = self.feedback.corrected(index, message)
+        step = self.steps[index] = self.steps.get(index, -1) + 1
+        matrices = [x[start : start + shape.numel()].view(shape[0], -1) for start, shape in layout]
+        thin = [i for i, (_, shape) in enumerate(layout) if self.width(shape)]
+        starts = {i: self._start(index, layout[i][0], matrices[i], step) for i in thin}
+
+        first = [m @ starts[i] if i in starts else m for i, m in enumerate(matrices)]
+        first = yield from summed_together(first)
+        bases = {i: orthonormal(first[i]) for i in thin}
+
+        own = [matrices[i].T @ bases[i] for i in thin]
+        error = torch.zeros_like(x)
+        for i, q in zip(thin, own, strict=True):
+            start, shape = layout[i]
+            error[start : start + shape.numel()] = (matrices[i] - bases[i] @ q.T).flatten()
+        self.feedback.keep(index, error)
+        second = dict(zip(thin, (yield from summed_together(own)), strict=True))
+        for i, q in second.items():
+            self.bases[index, layout[i][0]] = q.clone()
+        return [(bases[i], second[i]) if i in second else (whole, None) for i, whole in enumerate(first)]
+
+    def _start(self, index: int, at: int, matrix: torch.Tensor, step: int) -> torch.Tensor:
+        shape = matrix.shape[1], self.width(matrix.shape)
+        kept = self.bases.get((index, at))
+        if kept is not None and bool((kept.abs().amax(0) > 0).all()):
+            return kept
+        random = generator(matrix.device, self.seed, index, at, step)
+        fresh = torch.randn(shape, generator=random, device=matrix.device, dtype=torch.float32).to(matrix.dtype)
+        return fresh if kept is None else torch.where(kept.abs().amax(0) > 0, kept, fresh)
+
+
+def product(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+    return left if right is None else left @ right.T
+
+
+def summed_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list[torch.Tensor]]:
+    """All of them in one all-reduce, if there are any."""
+    if not parts:
+        return []
+    payload = torch.cat([part.flatten() for part in parts])
+    yield Exchange("all_reduce", payload, payload)
+    return [s.view_as(part) for part, s in zip(parts, payload.split([p.numel() for p in parts]), strict=True)]
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """An orthonormal basis of the columns: QR, in float32 or wider. The same on all ranks, whose input is the same."""
+    wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    return torch.linalg.qr(wide).Q.to(matrix.dtype)

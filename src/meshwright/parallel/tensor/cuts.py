@@ -1,0 +1,142 @@
+"""Which part of a parameter a tensor-parallel rank holds: one range of a dimension, or of a fused one several.
+
+Many models make queries, keys and values, or gate and up, in one product, whose weight is theirs one below the other:
+
+    [ q | k | v ]  cut in two as it stands:   [ q, half of k ] and [ half of k, v ]        no rank can attend
+    each part cut by itself:                  [ q₀ | k₀ | v₀ ] and [ q₁ | k₁ | v₁ ]        each has some heads
+
+A table says the parts, "column:1,1" in proportion, or "heads:32,8,8" in heads, which are never cut: where there are
+fewer of them than ranks, neighbours hold copies, as `tensor` tells of keys. Parts that alternate head by head (GPT-NeoX's
+q₀k₀v₀q₁k₁v₁…, Falcon's groups) are whole heads one after the other: plain "column" cuts them right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from meshwright.errors import MeshwrightError
+from meshwright.parallel import exchange
+
+
+@dataclass(frozen=True)
+class Cut:
+    """This rank's range of one dimension of a parameter, which `copies` neighbours hold."""
+
+    dim: int
+    start: int
+    length: int
+    full: int
+    copies: int = 1
+
+
+def boundaries(full: int, parts: int, index: int) -> tuple[int, int]:
+    """The range of the `index`-th of `parts`, as even as can be: the first `full mod parts` are one longer."""
+    base, extra = divmod(full, parts)
+    start = index * base + min(index, extra)
+    return start, start + base + (index < extra)
+
+
+def fused_cuts(name: str, dim: int, full: int, kind: str, said: str, ranks: int, rank: int) -> tuple[Cut, ...]:
+    """This rank's ranges of a dimension that holds several parts, `said` as "32,8,8"."""
+    counts = [int(word) for word in said.split(",") if word.isdecimal() and int(word)]
+    if len(counts) != said.count(",") + 1 or full % sum(counts):
+        raise MeshwrightError(
+            "MW-TP-005",
+            f"'{name}' of {full} columns is said to be '{kind}:{said}'",
+            why="Its parts are counted in whole numbers, in proportion or in heads, and fill it",
+            valid=["column:1,1", "heads:32,8,8"],
+        )
+    width, cuts, begin = full // sum(counts), [], 0
+    for count in counts:
+        pieces = count if kind == "heads" else count * width  # of which none is cut
+        if pieces % ranks and (kind != "heads" or ranks % pieces or count == max(counts)):
+            raise MeshwrightError(
+                "MW-TP-002",
+                f"a part of {pieces} {'heads' if kind == 'heads' else 'columns'} of '{name}' does "
+                f"not divide over tp={ranks}",
+                why="Each rank holds whole heads or columns",
+            )
+        copies = max(1, ranks // pieces)
+        start, stop = boundaries(count * width, ranks // copies, rank // copies)
+        cuts.append(Cut(dim, begin + start, stop - start, full, copies))
+        begin += count * width
+    return tuple(cuts)
+
+
+def parts_of(cuts: tuple[Cut, ...], local: torch.Tensor) -> list[torch.Tensor]:
+    """Views of what a rank holds, one for each cut."""
+    return list(local.split([cut.length for cut in cuts], dim=cuts[0].dim))
+
+
+def cut_out(cuts: tuple[Cut, ...], full: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a full tensor."""
+    return torch.cat([full.narrow(cut.dim, cut.start, cut.length) for cut in cuts], dim=cuts[0].dim)
+
+
+@dataclass
+class Split:
+    """What `split` did: the cuts by parameter name, and the parameters whose gradient is a partial sum: whole ones over
+    tp, copied ones over `copies`."""
+
+    group: ProcessGroup
+    sequence: bool = False
+    form: str = "megatron"
+    head: int = 0
+    copies: ProcessGroup | None = None
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    fused: dict[str, tuple[Cut, ...]] = field(default_factory=dict)  # of parameters that hold several parts
+    partial: set[str] = field(default_factory=set)
+    copied: set[str] = field(default_factory=set)
+    made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
+    configs: list[Any] = field(default_factory=list)  # copies made for modules that count by them
+
+    def sum_gradients(self, module: nn.Module) -> None:
+        """After the backward of a step's last micro-batch: complete the gradients that are partial sums."""
+        slopes = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        copied = [
+            part
+            for n in slopes
+            if n in self.copied
+            for cut, part in zip(self.cuts_of(n), self.parts(n, slopes[n]), strict=True)
+            if cut.copies > 1
+        ]
+        for gradients, group in (([slopes[n] for n in slopes if n in self.partial], self.group), (copied, self.copies)):
+            if gradients and group is not None:
+                exchange.sum_together(gradients, group)
+
+    def norm(self, module: nn.Module) -> torch.Tensor:
+        """Of the whole model's gradient: each rank's own columns and rows, and of what several hold one copy."""
+        squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
+        for name, parameter in module.named_parameters():
+            copies = [cut.copies for cut in self.cuts_of(name)] or [self.group.size()]
+            for held, count in (
+                zip(self.parts(name, parameter.grad), copies, strict=True) if parameter.grad is not None else ()
+            ):
+                if self.group.rank() % count == 0:
+                    squares += held.double().square().sum()
+        return exchange.all_reduce(squares, self.group).sqrt()
+
+    def cuts_of(self, name: str) -> tuple[Cut, ...]:
+        """One, of a fused parameter several, of a whole one none."""
+        return self.fused.get(name) or ((self.cuts[name],) if name in self.cuts else ())
+
+    def parts(self, name: str, local: torch.Tensor) -> list[torch.Tensor]:
+        cuts = self.cuts_of(name)
+        return parts_of(cuts, local) if cuts else [local]
+
+    @torch.no_grad()
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The full tensor, on every rank, of which `part` is this rank's: of a parameter, its gradient or a moment."""
+        cuts = self.cuts_of(name)
+        if not cuts:
+            return part.detach().clone()
+        full = part.new_zeros([cuts[0].full if dim == cuts[0].dim else n for dim, n in enumerate(part.shape)])
+        for cut, held in zip(cuts, parts_of(cuts, part), strict=True):
+            if self.group.rank() % cut.copies == 0:
+                full.narrow(cut.dim, cut.start, cut.length).copy_(held)
+        return exchange.all_reduce(full, self.group)

@@ -1,0 +1,177 @@
+"""What one change would do: neighbours of a plan, estimated.
+
+A neighbour differs from a plan in a few fields and is legal for the same model, workload and cluster. Degrees move between axes
+so that the product stays the number of devices:
+
+    tp · cp · pp · dp = devices       tp ÷ f  ⇒  pp · f  or  dp · f
+
+Where the batch no longer divides, the micro-batch shrinks to the nearest that does. `Trial` estimates neighbours once each, so
+that the rules of `lint` and the guides of `textbook` speak in seconds and not in opinions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.settle import SPARE as SPARE
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
+from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+
+
+@dataclass
+class Trial:
+    """A place to try plans: one model, cluster, workload and stack."""
+
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    stack: Stack
+    _seen: dict[str, Estimate | None] = field(default_factory=dict, repr=False)
+
+    def of(self, plan: Plan | None) -> Estimate | None:
+        """The estimate of a plan; None where it is no plan or not legal here."""
+        if plan is None:
+            return None
+        key = repr(plan)
+        if key not in self._seen:
+            try:
+                self._seen[key] = estimate(self.model, self.cluster, plan, self.workload, self.stack)
+            except MeshwrightError:
+                self._seen[key] = None
+        return self._seen[key]
+
+    def elsewhere(
+        self, plan: Plan, cluster: Cluster | None = None, workload: Workload | None = None, model: Model | None = None
+    ) -> Estimate | None:
+        """The same plan on another cluster, workload or model."""
+        other = Trial(model or self.model, cluster or self.cluster, workload or self.workload, self.stack)
+        return other.of(plan)
+
+    def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
+        """The fastest of those that are legal and leave `1 − spare` of the memory free; ties go to the first."""
+        fitting = [e for plan in plans if (e := self.of(plan)) is not None and fits(e, spare)]
+        return min(fitting, key=step, default=None)
+
+
+def step(e: Estimate) -> float:
+    return e.prediction.step_time_s
+
+
+def exposed(e: Estimate, part: str) -> float:
+    return e.prediction.exposed_s.get(part, 0.0)
+
+
+def fits(e: Estimate, spare: float = 1.0) -> bool:
+    return (e.prediction.memory_gib or 0.0) <= spare * e.prediction.memory_limit_gib
+
+
+def changed(plan: Plan, **changes: Any) -> Plan | None:
+    """The plan with some fields changed; None where it contradicts itself."""
+    try:
+        return plan.but(**changes)
+    except MeshwrightError:
+        return None
+
+
+def data_parallel(plan: Plan, dp: int) -> dict[str, int]:
+    """`replicate` and `shard` for another data-parallel degree, in the plan's own manner."""
+    if plan.zero == 0:
+        return {"replicate": dp, "shard": 1}
+    if plan.replicate == 1:
+        return {"replicate": 1, "shard": dp}
+    shard = math.gcd(plan.shard, dp)
+    return {"replicate": dp // shard, "shard": shard}
+
+
+def rebatched(plan: Plan | None, workload: Workload) -> Plan | None:
+    """The plan with the largest micro-batch up to its own that the batch allows."""
+    if plan is None or workload.batch % plan.dp:
+        return None
+    local = workload.batch // plan.dp
+    for size in sorted((d for d in divisors(local) if d <= plan.microbatch), reverse=True):
+        rounds = local // size
+        if plan.pp > 1 and plan.virtual > 1 and plan.schedule in ("interleaved", "interleaved-zb") and rounds % plan.pp:
+            continue
+        return changed(plan, microbatch=size)
+    return None
+
+
+def moved(plan: Plan, source: str, target: str, factor: int, workload: Workload) -> Plan | None:
+    """Divide one axis by `factor` and multiply another by it; axes are tp, cp, pp, dp."""
+    degrees = {axis: getattr(plan, axis) for axis in AXES}
+    if factor < 2 or degrees[source] % factor:
+        return None
+    degrees[source] //= factor
+    degrees[target] *= factor
+    changes: dict[str, Any] = {**{a: degrees[a] for a in ("tp", "cp", "pp")}, **data_parallel(plan, degrees["dp"])}
+    if degrees["pp"] == 1 and plan.virtual > 1:
+        changes |= {"virtual": 1, "schedule": "1f1b"}
+    if plan.layers_per_stage:
+        changes["layers_per_stage"] = ()
+    if degrees["tp"] == 1:
+        changes["sp"] = False
+    if plan.expert_tp and degrees["tp"] % plan.expert_tp:
+        changes["expert_tp"] = 0
+    return rebatched(changed(plan, **changes), workload)
+
+
+def moves(plan: Plan, source: str, workload: Workload, targets: Iterable[str] = AXES) -> Iterator[Plan | None]:
+    """Every way to take some of one axis and give it to another."""
+    for factor in divisors(getattr(plan, source))[1:]:
+        for target in targets:
+            if target != source:
+                yield moved(plan, source, target, factor, workload)
+
+
+def orders(plan: Plan) -> Iterator[Plan | None]:
+    """The plan under every order of its axes that places them differently."""
+    used = [axis for axis in AXES if getattr(plan, axis) > 1]
+    idle = [axis for axis in AXES if axis not in used]
+    for order in permutations(used):
+        yield changed(plan, order=(*order, *idle))
+
+
+def microbatches(plan: Plan, workload: Workload) -> Iterator[Plan | None]:
+    """The plan with every other micro-batch the batch allows, smallest first."""
+    if workload.batch % plan.dp == 0:
+        for size in divisors(workload.batch // plan.dp):
+            if size != plan.microbatch:
+                yield changed(plan, microbatch=size)
+
+
+def interleavings(plan: Plan, model: Model) -> Iterator[Plan | None]:
+    """The plan with looped virtual stages."""
+    if plan.pp > 1:
+        for virtual in (2, 3, 4, 6, 8):
+            if plan.pp * virtual <= model.layers and virtual != plan.virtual:
+                schedule = plan.schedule if plan.schedule in VIRTUAL_SCHEDULES else "interleaved"
+                yield changed(plan, virtual=virtual, schedule=schedule, layers_per_stage=())
+
+
+def settings(old: Plan, new: Plan) -> str:
+    """The `--set` words that turn one plan into another."""
+    words = []
+    for name, value in new.model_dump().items():
+        if value == getattr(old, name):
+            continue
+        if isinstance(value, tuple):
+            inner = ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value)
+            words.append(f"--set 'plan.{name}=[{inner}]'")
+        else:
+            words.append(f"--set plan.{name}={written(value)}")
+    return " ".join(words)
+
+
+def written(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,287 @@
+"""The seeds' decision guides, each a function from a situation to a recommendation.
+
+Sources are the seeds by number and section. Where a seed's figures err the function decides by the right ones and says so:
+
+    state          16 bytes a parameter (2 + 2 + 12), so 7B needs 112 GB and DDP ends at 2.5B on 40 GB and 5B on 80 GB
+    ZeRO at P = 8  7B: ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 GB
+    bubble         overhead (P−1)/M, fraction (P−1)/(M+P−1): M ≥ 4·P keeps the fraction below 20%
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.guides_axes import (
+    inference,
+    pipeline,
+    tensor,
+    three_dimensions,
+    zero3_network,
+    zero_stage,
+)
+from meshwright.planner.advice.situation import Situation
+from meshwright.planner.advice.textbook import Recommendation
+from meshwright.planner.search.simple import first_that_fits
+from meshwright.units import format_count, format_decimal_bytes, format_rate
+
+Guide = Callable[[Situation], Recommendation]
+SMALL, LARGE = 10e9, 100e9  # parameters: where the seeds change their advice
+LONG = 65_536  # tokens: "long context 64K–1M"
+VERY_LONG = 100_000  # tokens: "sequences of 100K+"
+LIMITS = (
+    "16 bytes a parameter: 7B needs 112 GB (not 84 or 140) and 70B 1,120 GB; DDP ends at 2.5B on 40 GB and 5B on 80 GB"
+)
+
+
+def size_against_memory(s: Situation) -> Recommendation:
+    """Replicate what fits one device, shard what does not."""
+    alone = s.state < s.memory
+    ddp = s.shaped() if alone else None
+    plan = ddp if s.fits(ddp) else s.shaped(zero=3)
+    compares = "below" if alone else "above"
+    verdict = "replicate it" if plan == ddp and plan else "shard it over all devices"
+    reason = f"{format_decimal_bytes(s.state)} of state is {compares} the {format_decimal_bytes(s.memory)} of one device: {verdict}{s.aside(plan)}"
+    return Recommendation(
+        "size vs memory",
+        plan,
+        reason,
+        "seed 001, Strategy Selection; seed 000, 7.7",
+        "7B: 80 GB is sufficient → DDP; 70B: model parallelism required",
+        LIMITS,
+    )
+
+
+def topology(s: Situation) -> Recommendation:
+    """Match the busiest axis to the fastest level."""
+    source = "seed 001, Strategy Selection"
+    if s.model.kind != "transformer":
+        return Recommendation("topology", s.shaped(), "no heads to split: data parallel on every level", source)
+    if s.nodes == 1:
+        plan = s.first_fitting(s.shaped(tp=t, zero=1) for t in (2, 4, s.node))
+        said = f"one node of {s.node}" + (
+            " on NVLink" if s.fast_inside else f" at {format_rate(s.cluster.device_bandwidth(0))}"
+        )
+        return Recommendation(
+            "topology",
+            plan,
+            f"{said}: tensor parallel as far as memory asks, the rest data parallel",
+            source,
+            "single node 8 GPU NVLink: TP=8 or TP=2–4 + DP",
+            "" if s.fast_inside else "without NVLink the advice does not hold: see the tensor guide",
+        )
+    if s.slow_between:
+        wished = [s.shaped(zero=3), s.first_fitting(s.shaped(tp=1, pp=p, zero=1) for p in (2, 4, 8, 16, 32))]
+        best = s.trial.fastest(wished)
+        plan = best.plan if best else next((p for p in wished if p), None)
+        kind = "pipeline" if plan and plan.pp > 1 else "FSDP"
+        return Recommendation(
+            "topology",
+            plan,
+            f"{format_rate(s.between)} a device between nodes: of FSDP and pipeline, {kind}",
+            source,
+            "cloud Ethernet: FSDP or pipeline",
+        )
+    plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16, 32))
+    return Recommendation(
+        "topology",
+        plan,
+        f"{s.nodes} nodes at {format_rate(s.between)} a device: tensor parallel inside, "
+        "pipeline between as far as memory asks, data parallel over the rest",
+        source,
+        "multiple nodes InfiniBand: TP intra-node, DP/PP inter-node",
+        "TP=8 everywhere is a habit, not a need: small models lose more to it than they gain",
+    )
+
+
+def batch_size(s: Situation) -> Recommendation:
+    """Training takes large batches, many micro-batches and a bubble of 10 to 20%."""
+    base = practical_tree(s).plan
+    plan = s.settled(base) if base else None
+    if plan is not None and plan.pp > 1 and (small := plan.but(microbatch=1)) and s.fits(small):
+        plan = small
+    reason = "no pipeline: accumulate only what does not fit at once"
+    if plan is not None and plan.pp > 1:
+        m = plan.microbatches(s.workload)
+        share = (plan.pp - 1) / (m * plan.virtual + plan.pp - 1)
+        verdict = "acceptable" if share <= 0.2 else "too much: raise the batch"
+        reason = f"{m} micro-batches through {plan.pp} stages: {share:.0%} of the time is bubble, {verdict}"
+    return Recommendation(
+        "batch (training)",
+        plan,
+        reason,
+        "seed 001, Strategy Selection",
+        "large batches, aggressive accumulation, pipeline bubble 10–20% acceptable",
+        "accumulation helps a pipeline; without one it only costs launches (the seed's own anti-pattern)",
+    )
+
+
+def architecture(s: Situation) -> Recommendation:
+    """What the model's kind asks for."""
+    source = "seed 001, Strategy Selection; seed 000, 11"
+    if s.model.kind != "transformer":
+        return Recommendation(
+            "architecture", s.shaped(), "no transformer: only data parallelism is planned for it", source
+        )
+    if s.workload.seq >= VERY_LONG:
+        plan = s.first_fitting(s.shaped(tp=s.node, cp=c, zero=1) for c in (2, 4, 8, 16, 32))
+        return Recommendation(
+            "architecture",
+            plan,
+            f"sequences of {s.workload.seq:,} tokens: split them, by context parallelism",
+            source,
+            "long sequences 100K+: sequence parallelism",
+            "its transfers are free only where a block's attention outlasts them; the seeds' µs are ms",
+        )
+    if s.moe:
+        tries = [s.shaped(tp=t, pp=p, ep=s.model.experts, zero=1) for p in (1, 2, 4, 8, 16) for t in (1, s.node)]
+        return Recommendation(
+            "architecture",
+            s.first_fitting(tries),
+            f"{s.model.experts} experts: expert parallelism, tensor or pipeline for the dense layers as memory asks",
+            source,
+            "MoE: expert parallelism + TP/PP for dense layers",
+            "expert parallelism re-uses the data-parallel ranks and adds no GPUs; its traffic grows with top-k",
+        )
+    plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16))
+    return Recommendation(
+        "architecture",
+        plan,
+        "a dense transformer splits by heads and by layers",
+        source,
+        "transformer: suitable for tensor and pipeline",
+    )
+
+
+def typical_configuration(s: Situation) -> Recommendation:
+    """Degrees by the model's size."""
+    n, guide, source = s.model.total, "typical configuration", "seed 001, Typical Configurations"
+    size = f"{format_count(n)} parameters"
+    if s.workload.seq >= LONG:
+        return Recommendation(
+            guide,
+            s.shaped(tp=8, cp=4, zero=1),
+            f"{s.workload.seq:,} tokens of context: cp 4, tp 8, the rest dp",
+            source,
+            "long context 64K–1M: SP=4 × TP=8 × DP=8 = 256 GPUs",
+        )
+    if s.moe and n >= LARGE:
+        plan = s.first_fitting(s.shaped(tp=4, pp=p, ep=64, zero=1) for p in (1, 2, 4, 8, 16))
+        return Recommendation(
+            guide,
+            plan,
+            f"a mixture of experts of {size}: experts over up to 64 ranks, tp 4 for the rest",
+            source,
+            "MoE: 64 experts on 64 GPUs + TP=4 = 256 GPUs",
+            "the 64 ranks of the experts are among the 256",
+        )
+    if n < SMALL:
+        ddp = s.shaped()
+        plan = ddp if s.fits(ddp) else s.shaped(zero=3)
+        kind = "DDP" if plan == ddp else "FSDP, since memory is tight"
+        return Recommendation(
+            guide,
+            plan,
+            f"{size}: {kind}{s.aside(plan)}",
+            source,
+            "1–10B: pure DDP on 8–64 GPUs; FSDP if memory is tight",
+            LIMITS,
+        )
+    if n < LARGE:
+        wished = [s.shaped(zero=3), s.shaped(tp=min(8, s.node), zero=1)]
+        best = s.trial.fastest(wished)
+        plan = best.plan if best else next((p for p in wished if p), None)
+        return Recommendation(
+            guide,
+            plan,
+            f"{size}: the faster of FSDP and tp {min(8, s.node)} + dp that fits",
+            source,
+            "10–70B: FSDP (ZeRO-3) or TP=4–8 intra-node + DP inter-node",
+            "the seed leaves 70B to 100B open; we read it as up to 100B",
+        )
+    plan = s.first_fitting(s.shaped(tp=8, pp=p, zero=1) for p in (8, 16))
+    return Recommendation(
+        guide, plan, f"{size}: tp 8, pp 8 to 16, the rest dp", source, "100B–1T: TP=8 × PP=8–16 × DP=16+"
+    )
+
+
+def practical_tree(s: Situation) -> Recommendation:
+    """Size first, then whether a node holds the model, then dense or mixture."""
+    n, source = s.model.total, "seed 000, 12.5"
+    size = format_count(n)
+    if n < SMALL:
+        ddp = s.shaped()
+        plan = ddp if s.fits(ddp) else s.shaped(zero=3)
+        return Recommendation(
+            "practical tree",
+            plan,
+            f"{size} is below 10B: {'DDP' if plan == ddp else 'FSDP'}{s.aside(plan)}",
+            source,
+            "< 10B: use DDP or FSDP",
+        )
+    if n < LARGE:
+        holds = s.state < s.node * s.memory
+        wished = (
+            [s.shaped(tp=t, zero=3) for t in (2, 4, 8)] if holds else [s.shaped(tp=8, pp=p, zero=3) for p in (2, 4)]
+        )
+        said = (
+            "a node holds it: tensor parallel inside, FSDP across"
+            if holds
+            else "a node does not hold it: add a pipeline"
+        )
+        return Recommendation(
+            "practical tree",
+            s.first_fitting(wished),
+            f"{size} is between 10B and 100B; {said}",
+            source,
+            "10B–100B: single node fit? TP=2–8 + FSDP; else TP=8 + PP=2–4 + FSDP",
+            "FSDP under a pipeline gathers every layer again for each micro-batch; ZeRO-1 is the usual choice",
+        )
+    wished = [s.shaped(tp=8, pp=p, zero=1, ep=s.model.experts if s.moe else 1) for p in (8, 16)]
+    kind = "MoE: 3D + expert parallel" if s.moe else "dense: full 3D"
+    return Recommendation(
+        "practical tree",
+        s.first_fitting(wished),
+        f"{size} is above 100B, {kind}",
+        source,
+        "> 100B: dense TP=8 + PP=8–16 + DP; MoE: EP + TP + PP + DP",
+    )
+
+
+def start_simple(s: Situation) -> Recommendation:
+    """The first rung that fits: DDP → FSDP → tensor → pipeline → 3D."""
+    source, wording = (
+        "seed 001, Key Takeaways; seed 000, 13",
+        "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
+    )
+    try:
+        plan = first_that_fits(s.model, s.cluster, s.workload, s.stack)
+    except MeshwrightError as error:
+        return Recommendation("start simple", None, f"no rung is legal: {error.what}", source, wording)
+    plan = plan.but(bucket=s.bucket(plan.dp * plan.cp))
+    verdict = "the simplest rung that fits" if s.fits(plan) else "no rung fits; the closest"
+    return Recommendation(
+        "start simple",
+        plan,
+        f"{verdict}: {plan.title()}",
+        source,
+        wording,
+        "ZeRO-1 belongs between DDP and FSDP: it saves most of the state for the same bytes",
+    )
+
+
+GUIDES: tuple[Guide, ...] = (
+    size_against_memory,
+    topology,
+    batch_size,
+    architecture,
+    typical_configuration,
+    zero_stage,
+    tensor,
+    pipeline,
+    three_dimensions,
+    zero3_network,
+    practical_tree,
+    start_simple,
+    inference,
+)

@@ -1,0 +1,186 @@
+"""The seeds' guides to single strategies: ZeRO stages, tensor, pipeline, all three together, ZeRO-3's network, inference.
+
+Tensor and pipeline guides are lists of conditions ("use when", "avoid when", "best practices"). Each condition is judged for the case
+at hand and told with its verdict, so that the reader sees why the guide says what it says.
+"""
+
+from __future__ import annotations
+
+from meshwright.cost.advice import inference_latency
+from meshwright.planner.advice.alternatives import step
+from meshwright.planner.advice.situation import Situation
+from meshwright.planner.advice.textbook import Recommendation
+from meshwright.units import format_decimal_bytes, format_rate, format_seconds
+
+GATES = {"unusable": 12.5e9, "standard": 50e9}  # bytes/s a device: 100 Gb/s and 400 Gb/s ports
+MUCH_FASTER = 4.0  # inside a node against between nodes: from here sharding inside only is worth its memory
+TRADE = "ZeRO-2 with accumulation reduces once a micro-batch, not once a step: only without accumulation is it free"
+
+
+def zero_stage(s: Situation) -> Recommendation:
+    """The lowest stage that fits without recompute, else the lowest that fits; inside nodes only where the network is narrow."""
+    stages = {stage: s.shaped(zero=stage) for stage in range(4)}
+    whole = [p for p in stages.values() if p and p.recompute == "none" and s.fits(p)]
+    plan = whole[0] if whole else s.first_fitting(stages.values())
+    chosen = plan.zero if plan else 0
+    ratio = s.cluster.device_bandwidth(0) / s.between
+    hybrid = s.shaped(zero=3, hybrid=True) if chosen >= 2 and s.nodes > 1 and ratio >= MUCH_FASTER else None
+    if s.fits(hybrid):
+        plan, name = hybrid, "HSDP"
+    else:
+        name = {0: "no stage: DDP fits", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}[chosen]
+    states = ", ".join(f"{name_} {format_decimal_bytes(size)}" for name_, size in stage_states(s).items())
+    return Recommendation(
+        "ZeRO stage",
+        plan,
+        f"{name}; state a device over {s.world}: {states}{s.aside(plan)}",
+        "seed 000, 8.6",
+        "ZeRO-1: optimizer states are too large; ZeRO-2: gradients too; ZeRO-3: the model itself; HSDP: limited "
+        "bandwidth between nodes",
+        TRADE,
+    )
+
+
+def stage_states(s: Situation) -> dict[str, float]:
+    """Bytes of state a device holds under each stage, textbook widths."""
+    n, p = s.model.total, s.world
+    return {"DDP": 16 * n, "ZeRO-1": 4 * n + 12 * n / p, "ZeRO-2": 2 * n + 14 * n / p, "ZeRO-3": 16 * n / p}
+
+
+def judged(conditions: dict[str, bool]) -> str:
+    return ", ".join(f"{'✓' if holds else '✗'} {what}" for what, holds in conditions.items())
+
+
+def tensor(s: Situation) -> Recommendation:
+    """9.8: use, avoid, best practices."""
+    source, wording = (
+        "seed 000, 9.8",
+        "TP=8 for 8-GPU nodes, pipeline across nodes, sequence parallelism for activations",
+    )
+    small = s.fits(s.shaped(zero=1))
+    legal = [d for d in s.tensor_degrees if d > 1]
+    use = {
+        "a fast link inside the node": s.fast_inside,
+        f"heads divide by {s.node}": s.node in s.tensor_degrees,
+        "the model does not fit by sharding optimizer states alone": not small,
+    }
+    if small or not s.fast_inside or not legal:
+        return Recommendation(
+            "tensor guide",
+            None,
+            f"avoid: {judged(use)}",
+            source,
+            wording,
+            '"avoid for small models" is about need: a small batch can make it the faster choice all the same',
+        )
+    plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16))
+    return Recommendation(
+        "tensor guide",
+        plan,
+        f"use: {judged(use)}",
+        source,
+        wording,
+        "its traffic a layer is 4·2(T−1)/T·b·s·h elements: 352 MB for GPT-3 at T = 8, not 175",
+    )
+
+
+def pipeline(s: Situation) -> Recommendation:
+    """10.8: ideal for, challenges, best practices."""
+    source, wording = "seed 000, 10.8", "M ≥ 4·P, interleaved stages, PP across nodes and TP inside, balanced layers"
+    rounds = [p for p in (2, 4, 8, 16, 32) if s.nodes >= p and p <= s.model.layers]
+    ideal = {
+        f"{s.nodes} nodes": s.nodes > 1,
+        f"{s.model.layers} layers to distribute": s.model.layers >= 8,
+        "memory asks for it beyond tensor parallelism": not s.fits(s.shaped(tp=s.node, zero=1)),
+    }
+    if s.model.kind != "transformer" or not rounds:
+        return Recommendation("pipeline guide", None, f"avoid: {judged(ideal)}", source, wording)
+    shaped = [plan for p in rounds if (plan := s.shaped(tp=s.node, pp=p, zero=1, virtual=2)) is not None]
+    enough = [plan for plan in shaped if plan.microbatches(s.workload) >= 4 * plan.pp]
+    if not enough:
+        return Recommendation(
+            "pipeline guide",
+            None,
+            f"avoid: no degree leaves M ≥ 4·P at batch {s.workload.batch}; {judged(ideal)}",
+            source,
+            wording,
+        )
+    plan = s.first_fitting(enough)
+    return Recommendation(
+        "pipeline guide",
+        plan,
+        f"the smallest depth that fits with M ≥ 4·P; {judged(ideal)}",
+        source,
+        wording,
+        "1F1B has GPipe's bubble and saves memory; interleaving shrinks the bubble and multiplies messages",
+    )
+
+
+def three_dimensions(s: Situation) -> Recommendation:
+    """Tensor inside nodes, pipeline across them, data over the rest: 70B on 512 as 8 × 8 × 8."""
+    plan = s.shaped(tp=s.node, pp=min(8, s.nodes), zero=1)
+    said = f"{plan.tp} × {plan.pp} × {plan.dp} = {plan.world} GPUs" if plan else "no legal split"
+    return Recommendation(
+        "3D",
+        plan,
+        f"each strategy at the level that bears it: {said}",
+        "seed 002, 8; seed 000, 11.1",
+        "70B on 512 GPUs: TP=8 in the node, PP=8 across nodes, DP=8",
+        "70B does not need a pipeline on 80 GB devices; it pays only where data parallelism runs out of batch",
+    )
+
+
+def zero3_network(s: Situation) -> Recommendation:
+    """Whether the network bears ZeRO-3."""
+    source, wording = "seed 004, 4", "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard"
+    plan = s.shaped(zero=3)
+    said = f"{format_rate(s.between)} a device between nodes"
+    if s.nodes == 1:
+        return Recommendation("ZeRO-3's network", plan, "one node: its gathers never leave it", source, wording)
+    if s.between <= GATES["unusable"]:
+        hidden = s.trial.of(plan)
+        share = hidden.prediction.exposed_s.get("dp", 0.0) / step(hidden) if hidden else 1.0
+        return Recommendation(
+            "ZeRO-3's network",
+            None,
+            f"avoid: {said}, {share:.0%} of its step would wait for weights",
+            source,
+            wording,
+            "what decides is the work between two gathers, not the port",
+        )
+    verdict = (
+        "the standard"
+        if s.between >= 0.75 * GATES["standard"]
+        else "between unusable and standard: watch what is exposed"
+    )
+    return Recommendation(
+        "ZeRO-3's network",
+        plan,
+        f"{said}: {verdict}",
+        source,
+        wording,
+        "what decides is the work between two gathers, not the port",
+    )
+
+
+def inference(s: Situation) -> Recommendation:
+    """Latency of one generated token: tensor parallelism divides it, a pipeline does not."""
+    link = s.cluster.levels[0].link
+    rate = s.cluster.accelerator.memory_bandwidth
+    if s.model.kind != "transformer":
+        return Recommendation("inference", None, "only transformers generate tokens", "seed 001, Strategy Selection")
+
+    def latency(tp: int) -> float:
+        return inference_latency(s.model.active, s.model.layers, s.model.hidden, tp, rate, link.alpha, link.beta)
+
+    best = min(s.tensor_degrees, key=latency)
+    holds = 2 * s.model.total <= best * s.memory
+    room = "" if holds else f", though 2 bytes a parameter need {-(-2 * s.model.total // s.memory):.0f} devices"
+    return Recommendation(
+        "inference",
+        None,
+        f"tp {best}: {format_seconds(latency(best))} a token at batch 1 against "
+        f"{format_seconds(latency(1))} from one device's bandwidth or any pipeline{room}",
+        "seed 001, Strategy Selection",
+        "latency is critical, tensor parallelism preferred over pipeline",
+    )

@@ -1,0 +1,1 @@
+"""Lint rules: known mistakes in a plan, each with its cost in seconds and a legal fix."""

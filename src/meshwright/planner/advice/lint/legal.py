@@ -1,0 +1,112 @@
+"""What makes a plan illegal, told as the anti-pattern behind it, with what the usual workaround would cost.
+
+**Indivisible heads.** Frameworks that allow it pad: 52 heads over 8 ranks become 56, and every rank computes heads that are thrown
+away. The cost is the padded step beyond the fastest legal degree's.
+
+**Batch arithmetic.** batch = micro-batch × accumulation × dp. A batch of 64 on 128 ranks is half a sequence a rank: in the round that
+is not full, batch / padded batch of the ranks work and the others wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshwright.cost.estimate import Estimate
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan, divisors
+from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.alternatives import (
+    Trial,
+    changed,
+    data_parallel,
+    microbatches,
+    moves,
+    rebatched,
+    settings,
+    step,
+)
+from meshwright.planner.advice.lint.lint import Finding
+
+HEADS, BATCH = ("MW-PLAN-004",), ("MW-PLAN-011", "MW-PLAN-012")
+
+
+def illegal(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+    """The pattern behind an illegal plan; an error that is no pattern is raised again."""
+    if error.code in HEADS:
+        return indivisible_heads(config, trial, error)
+    if error.code in BATCH:
+        return batch_arithmetic(config, trial, error)
+    raise error
+
+
+def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+    plan = config.plan
+    fixed = trial.fastest(other_degrees(plan, config))
+    model = padded(config.model, plan.tp)
+    worst = trial.elsewhere(plan, model=model)
+    what = f"{error.what}: padded to {model.heads} heads, {1 - config.model.heads / model.heads:.1%} of attention is thrown away"
+    return told(
+        "MW-LINT-011",
+        "indivisible heads",
+        what,
+        plan,
+        fixed,
+        worst,
+        error,
+        step(worst) - step(fixed) if worst and fixed else None,
+    )
+
+
+def batch_arithmetic(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
+    plan, workload = config.plan, config.workload
+    unit = plan.microbatch * plan.dp * (plan.pp if error.code == "MW-PLAN-012" else 1)
+    whole = -(-workload.batch // unit) * unit
+    smaller = [p for p in microbatches(plan, workload) if p is not None and p.microbatch < plan.microbatch]
+    fixed = trial.fastest([*smaller, *moves(plan, "dp", workload, ("tp", "pp", "cp"))])
+    worst = trial.elsewhere(plan, workload=workload.but(batch=whole))
+    idle = 1 - workload.batch / whole
+    what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
+    return told(
+        "MW-LINT-012", "batch arithmetic", what, plan, fixed, worst, error, idle * step(worst) if worst else None
+    )
+
+
+def told(
+    code: str,
+    name: str,
+    what: str,
+    plan: Plan,
+    fixed: Estimate | None,
+    worst: Estimate | None,
+    error: MeshwrightError,
+    cost: float | None,
+) -> Finding:
+    share = cost / step(worst) if cost is not None and worst else None
+    if fixed is None:
+        return Finding(code, name, "error", what, cost, share, error.fix)
+    saves = step(worst) - step(fixed) if worst else None
+    return Finding(code, name, "error", what, cost, share, settings(plan, fixed.plan), saves, fixed.plan)
+
+
+def other_degrees(plan: Plan, config: Config) -> Iterator[Plan | None]:
+    """Every tensor-parallel degree with the rest of the devices given to data parallelism."""
+    room = config.cluster.world // (plan.cp * plan.pp)
+    for tp in divisors(room):
+        changes = {"tp": tp, **data_parallel(plan, room // tp)}
+        yield rebatched(changed(plan, **changes, sp=plan.sp and tp > 1), config.workload)
+
+
+def padded(model: Model, tp: int) -> Model:
+    """The model with heads, KV heads and FFN rounded up to multiples of tp, as a padding framework runs it."""
+
+    def up(n: int) -> int:
+        return -(-n // tp) * tp
+
+    groups = model.kv_groups
+    kv = groups if groups % tp == 0 or tp % groups == 0 else up(groups)
+    heads = up(kv * (model.heads // groups))
+    changes = {"heads": heads, "kv_heads": heads if groups == model.heads else kv, "head_dim": model.head_width}
+    return (
+        model.but(**changes, ffn=up(model.ffn)) if model.kind == "transformer" else model.but(hidden=up(model.hidden))
+    )

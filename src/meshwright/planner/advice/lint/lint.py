@@ -1,0 +1,198 @@
+"""Anti-patterns of a plan, each with its cost in seconds and a way out.
+
+A **rule** looks at an estimate and, where it sees its pattern, tells what the pattern costs: the seconds it exposes (against the
+same plan on a network that does not have the fault), or what its fix saves, whichever is more. Its **fix** is the
+fastest legal neighbour of the plan that lacks the pattern and fits in memory, as `--set` words, estimated like the plan itself;
+where that neighbour is slower no fix is offered.
+
+    error     the plan cannot run as it stands: illegal, or it does not fit
+    warning   the fix saves at least 1% of the step, or the pattern costs at least 10% of it
+    note      the pattern is there, but costs little or nothing known is better
+
+What costs less than 0.1% of the step is not told. A searched winner may show a pattern and still be best: `justify` puts the
+reason, in figures, beside each finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from meshwright.cost.estimate import Estimate
+from meshwright.cost.settle import settle
+from meshwright.cost.walked import walk_step
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.alternatives import Trial, fits, settings, step
+from meshwright.units import format_seconds
+
+Severity = Literal["error", "warning", "note"]
+SAVES = 0.01  # share of the step a fix must save to be worth a warning
+COSTS = 0.10  # share of the step that is worth a warning even without a better plan
+MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
+TOLD = 0.001  # share of the step below which a pattern is not told
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One pattern found in a plan."""
+
+    code: str
+    name: str
+    severity: Severity
+    what: str
+    cost_s: float | None = None
+    share: float | None = None  # of the step
+    fix: str = ""
+    saves_s: float | None = None  # by the fix; negative: it is slower
+    fixed: Plan | None = None
+    still_best: str = ""
+
+    @property
+    def weighs(self) -> bool:
+        return self.severity != "note"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "name": self.name,
+            "severity": self.severity,
+            "what": self.what,
+            "cost_s": self.cost_s,
+            "share": self.share,
+            "fix": self.fix,
+            "saves_s": self.saves_s,
+            "still_best": self.still_best,
+        }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rule looks at: the configuration, its estimate, and a place to try neighbours."""
+
+    config: Config
+    now: Estimate
+    trial: Trial
+
+    @property
+    def plan(self) -> Plan:
+        return self.now.plan
+
+    @property
+    def step(self) -> float:
+        return step(self.now)
+
+
+Rule = Callable[[Seen], Finding | None]
+
+
+def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
+    """Every pattern found, the costliest first; errors lead. An illegal plan is told by what makes it illegal."""
+    from meshwright.planner.advice.lint.legal import illegal
+    from meshwright.planner.advice.lint.rules import RULES
+
+    trial = Trial(config.model, config.cluster, config.workload, config.stack)
+    try:
+        config.check()
+        settle(config.model, config.plan, config.workload, config.stack, config.cluster.accelerator.memory)
+    except MeshwrightError as error:
+        return [illegal(config, trial, error)]
+    now = estimate or trial.of(config.plan)
+    assert now is not None, "a legal plan has an estimate"
+    seen = Seen(config, now, trial)
+    found = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    rank = {"error": 0, "warning": 1, "note": 2}
+    return sorted(found, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
+
+
+def finding(
+    seen: Seen,
+    code: str,
+    name: str,
+    what: str,
+    cost: float,
+    fixed: Estimate | None = None,
+    words: str = "",
+    saves: float | None = None,
+) -> Finding | None:
+    """A finding with its weight; None where it costs next to nothing."""
+    if fixed is not None:
+        saves = seen.step - step(fixed)
+        words = settings(seen.plan, fixed.plan) if saves > 0 else ""
+        cost = max(cost, saves)
+    share = cost / seen.step
+    if share < TOLD:
+        return None
+    worth = (saves or 0.0) / seen.step >= SAVES or share >= COSTS
+    return Finding(
+        code, name, "warning" if worth else "note", what, cost, share, words, saves, fixed.plan if fixed else None
+    )
+
+
+def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequence[Estimate] = ()) -> list[Finding]:
+    """Fill `still_best`: why a plan that shows a pattern is the one to take all the same.
+
+    `alternatives` are other plans for the same work (the search's leaders, say): the fastest of them that does not show the
+    pattern speaks where the rule's own fix does not.
+    """
+    return [replace(f, still_best=reason(f, winner, alternatives)) for f in findings]
+
+
+def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> str:
+    now = step(winner)
+    if f.severity == "error":
+        return ""
+    if f.fixed is not None:
+        trial = Trial(winner.model, winner.cluster, winner.workload, winner.stack)
+        fixed = trial.of(f.fixed)
+        if fixed is not None and not fits(fixed):
+            return f"the fix needs {fixed.prediction.memory_gib:.1f} of {fixed.prediction.memory_limit_gib:.1f} GiB"
+        if fixed is not None and step(fixed) >= now:
+            return f"with the fix a step takes {format_seconds(step(fixed))}, {step(fixed) / now - 1:.1%} longer"
+        if fixed is not None and step(fixed) > now * (1 - SAVES):
+            return f"the fix saves {format_seconds(now - step(fixed))}, {1 - step(fixed) / now:.2%} of a step"
+        if fixed is not None and simulated(fixed) > simulated(winner) * (1 - SAVES):
+            walked = f"{format_seconds(simulated(fixed))} against {format_seconds(simulated(winner))}"
+            return f"by the closed forms the fix is faster; with its stages walked one by one it takes {walked}"
+    without = [e for e in alternatives if fits(e) and not shows(f.code, e)]
+    if without:
+        best = min(without, key=step)
+        if step(best) >= now:
+            return f"the fastest of {len(without)} plans without it ({best.plan.title()}) takes {step(best) / now - 1:.1%} longer"
+    if f.fix.startswith("--set workload."):
+        return "the batch was given: every neighbour with this batch is slower or does not fit"
+    if not f.fix:
+        return "no legal neighbour without it fits and is faster"
+    return ""
+
+
+def simulated(e: Estimate) -> float:
+    """Seconds of a step with its pipeline walked; by the closed forms where there is none, or a walk would be too long."""
+    actions = 3 * e.plan.stages * e.plan.microbatches(e.workload)
+    return walk_step(e.program, e.cost, e.plan).time if e.plan.pp > 1 and actions <= MOST_ACTIONS else step(e)
+
+
+def shows(code: str, e: Estimate) -> bool:
+    """Whether an estimated plan shows the pattern of a code."""
+    from meshwright.planner.advice.lint.rules import BY_CODE
+
+    seen = Seen(
+        Config(e.model, e.cluster, e.stack, e.workload, e.plan), e, Trial(e.model, e.cluster, e.workload, e.stack)
+    )
+    rule = BY_CODE.get(code)
+    return rule is not None and rule(seen) is not None
+
+
+def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, float | None]:
+    """The words for the smallest larger batch that is enough (or the largest tried), and what it saves for the work of a step."""
+    words, saves = "", None
+    for factor in (2, 4, 8, 16):
+        workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)
+        e = seen.trial.elsewhere(seen.plan, workload=workload)
+        if e is not None and fits(e):
+            words, saves = f"--set workload.batch={workload.batch}", seen.step - step(e) / factor
+            if enough(e):
+                break
+    return words, saves

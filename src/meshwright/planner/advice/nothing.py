@@ -1,0 +1,222 @@
+"""When there is no answer: say so in words, say by how much, and say the least change that would give one.
+
+**No plan is legal.** Each constraint is dropped in turn; those without which plans exist are the ones to blame. Without constraints the sizes
+are: world = replicate · shard · tp · cp · pp, where tp divides heads, pp is at most the layers, and dp divides the batch. A prime number of devices
+leaves little choice. The nearest batch and the nearest numbers of devices that have a plan are told.
+
+**Nothing fits.** The plan with the least memory is known from the search (it is proved, not guessed). Then single changes are tried in turn,
+the least first: less headroom, a constraint dropped, gradients in 16 bits, states on the host, more devices, a shorter sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.cost.memory import minimum_gpus
+from meshwright.describe.plan import divisors
+from meshwright.errors import MeshwrightError, nearest_number
+from meshwright.planner.search import families
+from meshwright.planner.search.choices import NUMBERS, Choices, Constraint, choices
+from meshwright.planner.search.search import Found, Search
+from meshwright.planner.search.space import Space
+from meshwright.units import format_bytes, format_count
+
+MOST_TIMES = 4096  # more devices than this times the given ones are not looked for
+
+
+def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **changes: object) -> Space:
+    """The same problem with something changed."""
+    parts = {
+        "model": space.model,
+        "cluster": space.cluster,
+        "workload": space.workload,
+        "stack": space.stack,
+        "base": space.base,
+        "bucket": space.bucket,
+        **changes,
+    }
+    said = space.choices.constraints if constraints is None else constraints
+    options: Choices = choices(parts["base"], said, tuple(space.stack.order))  # type: ignore[arg-type]
+    return Space(**{**parts, "choices": options})  # type: ignore[arg-type]
+
+
+# No legal plan
+
+
+def no_plan(space: Space) -> MeshwrightError:
+    """Why no plan is legal, and what is nearest."""
+    said = space.choices.constraints
+    degrees, batches = possible_batches(space)
+    blamed = [c for c in said if len(other(space, tuple(x for x in said if x is not c)).frames)]
+    if blamed:
+        return _blame(space, blamed[-1], batches)
+    world, batch = space.cluster.world, space.workload.batch
+    other_batch = [f"--batch {nearest_number(batch, batches)}"] if batches else []
+    if said and len(other(space, ()).frames):
+        return MeshwrightError(
+            "MW-PLANNER-004",
+            "no plan is legal under " + ", ".join(c.said for c in said),
+            why="Without them there are plans; no single one of them is to blame",
+            fix=" or ".join([*other_batch, "drop two of them"]),
+        )
+    worlds = _nearest_worlds(space)
+    prime = world > 3 and len(divisors(world)) == 2
+    why = f"{world} is prime, so one axis must take all devices: " if prime else "Of the model alone, "
+    why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
+    fixes = (
+        [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.said}" for c in said] or ["--gpus 1 --batch 1"]
+    )
+    return MeshwrightError(
+        "MW-PLANNER-004",
+        f"no plan is legal for {space.model.name} with batch {batch} on {world} GPUs",
+        why=why,
+        valid=[f"batch={b}" for b in batches[:6]] + [f"{w} GPUs" for w in worlds],
+        fix=" or ".join(fixes),
+    )
+
+
+def possible_batches(space: Space) -> tuple[list[int], list[int]]:
+    """Data-parallel degrees that would be legal with another batch, and for each the nearest batch with which they are."""
+    unit = max(1, space.choices.least.get("microbatch", 1))
+    batch = space.workload.batch
+    free = other(space, workload=space.workload.but(batch=space.cluster.world * unit)).frames
+    pairs = {(int(dp), int(pp)) for dp, pp in zip(free.dp, free.pp, strict=True)} if len(free) else set()
+    # Some schedules want as many micro-batches as multiples of their ranks.
+    near = {u * max(1, round(batch / u)) for dp, pp in pairs for u in (dp * unit, dp * unit * pp)} - {batch}
+    legal = [b for b in sorted(near) if len(other(space, workload=space.workload.but(batch=b)).frames)]
+    return sorted({dp for dp, _ in pairs}), legal
+
+
+def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError:
+    """One constraint is in the way: which values of its field, or which batch, would do?"""
+    rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
+    legal = sorted(legal_values(rest, one.field)) if one.field in NUMBERS else []
+    near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
+    option = one.said.split()[0]
+    fixes = [f"{option} {one.field}={near}" if near is not None else f"drop {one.said}"]
+    fixes += [f"--batch {nearest_number(space.workload.batch, batches)}"] if batches else []
+    return MeshwrightError(
+        "MW-PLANNER-004",
+        f"no plan is legal with {one.said} for {space.model.name} on {space.cluster.world} GPUs",
+        why=f"Without it there are {len(rest):,} plans",
+        valid=[f"{one.field}={v}" for v in legal],
+        fix=" or ".join(fixes),
+    )
+
+
+def legal_values(space: Space, name: str) -> set[int]:
+    """Values of a field that some plan of a space has."""
+    match name:
+        case "replicate" | "shard" | "zero":
+            rows = space.sharded(space.frames)
+        case "virtual":
+            rows = space.scheduled(space.shaped(space.frames))
+        case "microbatch":
+            rows = space.shaped(space.frames)
+        case _:
+            rows = space.frames
+    return {int(v) for v in np.unique(rows.columns["etp" if name == "expert_tp" else name])}
+
+
+def _nearest_worlds(space: Space) -> list[int]:
+    """The nearest numbers of devices below and above that have a plan, whole nodes if there are any near."""
+    world, node = space.cluster.world, space.cluster.node_size
+    step = node if world > node else 1
+    out = []
+    for way in (-1, 1):
+        start = world // step * step + (step if way > 0 else 0)
+        for w in range(start, start + way * 64 * step, way * step):
+            if w > 0 and w != world and len(other(space, cluster=space.cluster.with_gpus(w)).frames):
+                out.append(w)
+                break
+    return out
+
+
+# Nothing fits
+
+
+def nothing_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
+    """By how much, and the least change that would fit. Exit code 3."""
+    code, leanest = min(found.misfits.items(), key=lambda item: float(item[1].memory[0]))
+    memory, device = float(leanest.memory[0]), space.cluster.accelerator
+    limit = device.memory * (1 - headroom)
+    plan = space.plan(leanest, 0)
+    spare = f" less {headroom:.0%} headroom" if headroom else ""
+    what = (
+        f"nothing fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
+        f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
+    )
+    least = minimum_gpus(space.model.total, limit)
+    why = f"It is {families.NAMES[code]}: {plan.title()}; states of {format_count(space.model.total)} parameters fill {least} GPUs at 16 bytes each"
+    changes = list(remedies(space, limit, memory))
+    return MeshwrightError(
+        "MW-PLANNER-005",
+        what,
+        why=why,
+        valid=changes[1:],
+        fix=changes[0] if changes else "another cluster or a smaller model",
+        exit_code=3,
+    )
+
+
+def remedies(space: Space, limit: float, memory: float) -> Iterator[str]:
+    """Single changes that would fit, the least first."""
+    device = space.cluster.accelerator.memory
+    if limit < memory <= device:
+        share = int(100 * (1 - memory / device))
+        yield f"--memory-headroom {share}%"
+    for one in space.choices.constraints:
+        rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
+        if fits(rest, limit):
+            yield f"drop {one.said}"
+    if len(space.choices.constraints) > 1 and fits(other(space, ()), limit):
+        yield "drop all constraints"
+    if space.base.grad_dtype == "fp32" and fits(other(space, base=space.base.but(grad_dtype="bf16")), limit):
+        yield "--fix grad_dtype=bf16"
+    if space.base.offload == "none" and fits(other(space, base=space.base.but(offload="states")), limit):
+        yield "--set plan.offload=states (optimizer states on the host: slow)"
+    gpus = enough_gpus(space, limit)
+    if gpus:
+        nodes = gpus // space.cluster.node_size
+        yield f"--nodes {nodes} ({gpus} GPUs)" if gpus % space.cluster.node_size == 0 else f"--gpus {gpus}"
+    seq = shorter(space, limit)
+    if seq:
+        yield f"--seq {seq}"
+
+
+def fits(space: Space, limit: float) -> bool:
+    """Whether any plan of a space keeps to a memory limit."""
+    return bool(len(space.frames)) and float(Search(space, limit).leanest().memory[0]) <= limit
+
+
+def enough_gpus(space: Space, limit: float) -> int:
+    """The fewest devices found on which something fits, by doubling and then by eighths; 0: none."""
+    cluster = space.cluster
+    reach = len(cluster.levels) > 1
+    start = cluster.world if reach else 0
+    times = 2
+    while start and times <= MOST_TIMES:
+        if fits(other(space, cluster=cluster.with_gpus(start * times)), limit):
+            eighths = sorted({start * times * k // 8 // cluster.node_size * cluster.node_size for k in (5, 6, 7)})
+            return next(
+                (
+                    g
+                    for g in eighths
+                    if g > start * times // 2 and fits(other(space, cluster=cluster.with_gpus(g)), limit)
+                ),
+                start * times,
+            )
+        times *= 2
+    return 0
+
+
+def shorter(space: Space, limit: float) -> int:
+    """The longest sequence, of powers of two below the given one, with which something fits; 0: none."""
+    seq = 1 << (space.workload.seq.bit_length() - (space.workload.seq.bit_count() == 1))
+    while space.model.kind == "transformer" and seq > 128:
+        seq //= 2
+        if fits(other(space, workload=space.workload.but(seq=seq)), limit):
+            return seq
+    return 0

@@ -1,0 +1,189 @@
+"""A model, a cluster and a batch as the guides of a textbook see them, and wishes turned into legal plans.
+
+A guide says "TP=8, PP=8–16, the rest data parallel". `Situation.shaped` finds the nearest legal plan to such a wish: the largest degree
+up to the wished one that divides what it must split, the rest of the devices to data parallelism, the batch divisible. Then it settles
+what guides leave open by their own rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch
+that fits and keeps M ≥ 4·P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from math import gcd
+
+import numpy as np
+
+from meshwright.cost.memory import memory
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan, divisors
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.lower.stages import holdings
+from meshwright.lower.step import step_program
+from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits
+from meshwright.planner.search.space import bucket_for
+
+STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
+FAST_INSIDE = 100e9  # bytes/s a device: NVLink and its kin, not PCIe
+SLOW_RIDGE = 1e5  # FLOP/byte: the seeds put InfiniBand near 20,000 and cloud Ethernet above 200,000
+MOST_MICROBATCH = 64
+
+
+class Situation:
+    """What a guide asks about, and plans shaped to it."""
+
+    def __init__(self, model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> None:
+        self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
+        self.trial = Trial(model, cluster, workload, stack)
+        self.world = cluster.world
+        self.node = min(cluster.node_size, cluster.world)
+        self.nodes = cluster.nodes
+        self._shaped: dict[tuple, Plan | None] = {}
+
+    @property
+    def state(self) -> float:
+        """Bytes of parameters, gradients and optimizer states, whole."""
+        return STATE_BYTES * self.model.total
+
+    @property
+    def memory(self) -> float:
+        return self.cluster.accelerator.memory
+
+    @property
+    def fast_inside(self) -> bool:
+        return self.cluster.device_bandwidth(0) >= FAST_INSIDE
+
+    @property
+    def between(self) -> float:
+        """Bytes/s a device has between nodes."""
+        return self.cluster.device_bandwidth(min(1, len(self.cluster.levels) - 1))
+
+    @property
+    def slow_between(self) -> bool:
+        """A network of the cloud-Ethernet kind: so many FLOPs a byte that only large batches hide it."""
+        return self.nodes > 1 and self.cluster.accelerator.peak_for(self.workload.precision) / self.between > SLOW_RIDGE
+
+    @property
+    def moe(self) -> bool:
+        return bool(self.model.experts)
+
+    def fits(self, plan: Plan | None) -> bool:
+        e = self.trial.of(plan)
+        return e is not None and fits(e)
+
+    def first_fitting(self, plans: Iterable[Plan | None]) -> Plan | None:
+        """The first that fits, else the last that is legal."""
+        last = None
+        for plan in plans:
+            if plan is not None:
+                last = plan
+                if self.fits(plan):
+                    break
+        return last
+
+    def aside(self, plan: Plan | None) -> str:
+        """What a plan needed beyond the wish of pure data parallelism."""
+        if plan is None or plan.pp == 1:
+            return ""
+        return f"; pp {plan.pp}, since batch {self.workload.batch} does not divide over {self.world} ranks"
+
+    # Shaping
+
+    @cached_property
+    def tensor_degrees(self) -> list[int]:
+        """Degrees that divide heads, KV heads, FFN and the devices of a node."""
+        return [d for d in divisors(self.node) if self._splits(d)]
+
+    def _splits(self, tp: int) -> bool:
+        try:
+            Plan(tp=tp).check(self.model, self.workload.but(batch=1))
+        except MeshwrightError:
+            return False
+        return True
+
+    def shaped(
+        self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False, virtual: int = 1
+    ) -> Plan | None:
+        """The nearest legal plan to a wish, settled; None where there is none."""
+        wish = (tp, pp, cp, ep, zero, hybrid, virtual)
+        if wish not in self._shaped:
+            self._shaped[wish] = self._nearest(*wish)
+        return self._shaped[wish]
+
+    def _nearest(self, tp: int, pp: int, cp: int, ep: int, zero: int, hybrid: bool, virtual: int) -> Plan | None:
+        if self.model.kind != "transformer":
+            tp, pp, cp, ep = 1, 1, 1, 1
+        for t in [d for d in reversed(self.tensor_degrees) if d <= tp and self.world % d == 0]:
+            for c in [d for d in reversed(divisors(self.world // t)) if d <= cp]:
+                for p in self._stage_counts(t * c, pp):
+                    plan = self._built(t, c, p, ep, zero, hybrid, virtual)
+                    if plan is not None:
+                        return self.settled(plan)
+        return None
+
+    def _stage_counts(self, taken: int, wished: int) -> list[int]:
+        """Legal pipeline degrees, the wished first, then smaller, then larger ones: some batches need more stages to divide."""
+        legal = [d for d in divisors(self.world // taken) if d <= self.model.layers or d == 1]
+        return sorted(legal, key=lambda d: (d > wished, abs(d - wished)))
+
+    def _built(self, tp: int, cp: int, pp: int, ep: int, zero: int, hybrid: bool, virtual: int) -> Plan | None:
+        dp = self.world // (tp * cp * pp)
+        inside = gcd(dp, max(1, self.node // (tp * cp))) if hybrid else dp
+        sharing = (
+            {"replicate": dp}
+            if zero == 0 or inside == 1
+            else {"replicate": dp // inside, "shard": inside, "zero": zero}
+        )
+        experts = [e for e in divisors(self.model.experts or 1) if e <= ep and (cp * dp) % e == 0]
+        local = self.workload.batch // dp
+        looped = virtual > 1 and pp > 1 and pp * virtual <= self.model.layers and local % pp == 0
+        try:
+            plan = Plan(
+                tp=tp,
+                sp=tp > 1 and self.workload.seq % (tp * cp) == 0,
+                cp=cp,
+                pp=pp,
+                ep=max(experts, default=1),
+                virtual=virtual if looped else 1,
+                schedule="interleaved" if looped else "1f1b",
+                expert_tp=1 if ep > 1 and tp > 1 else 0,
+                bucket=self.bucket(dp * cp),
+                **sharing,
+            )
+            return plan.check(self.model, self.workload, self.cluster)
+        except MeshwrightError:
+            return None
+
+    def bucket(self, ranks: int) -> float:
+        return float(bucket_for(self.cluster, ranks))
+
+    def settled(self, plan: Plan) -> Plan:
+        """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P where that is possible."""
+        local = self.workload.batch // plan.dp
+        sizes = [d for d in reversed(divisors(local)) if d <= MOST_MICROBATCH]
+        if plan.pp > 1:
+            sizes = [d for d in sizes if local // d >= 4 * plan.pp] or [1]
+        tried = [changed(plan, microbatch=d, recompute=r) for r in ("none", "selective", "full") for d in sizes]
+        legal = [p for p in tried if p is not None and self._legal(p)]
+        for candidate, peak in zip(legal, self._peaks(legal), strict=True):
+            if peak <= SPARE * self.memory:
+                return candidate
+        return plan.but(microbatch=1, recompute="full")
+
+    def _peaks(self, plans: list[Plan]) -> list[float]:
+        """Peak bytes of each plan's fullest rank."""
+        if not plans:
+            return []
+        program = step_program(self.model, plans, self.workload, self.stack)
+        by_rank = [sum(memory(program, held).values()) for held in holdings(program.batch)]
+        return [float(x) for x in np.maximum.reduce([np.broadcast_to(total, len(plans)) for total in by_rank])]
+
+    def _legal(self, plan: Plan) -> bool:
+        try:
+            plan.check(self.model, self.workload, self.cluster)
+        except MeshwrightError:
+            return False
+        return True

@@ -1,0 +1,107 @@
+"""The textbook's advice beside the searched winner: what each decision guide of the seeds recommends, and what following it is worth.
+
+The guides (`planner.advice.guides`) are rules of thumb: size against memory, topology, batch, architecture, typical configurations, when to
+use each ZeRO stage, the tensor and pipeline guides, the practical tree, "start simple", inference. Each names a plan, the reason with
+this case's figures, the wording it follows, and where that wording errs. `compare` estimates every recommended plan with the same
+model as the winner, so that the difference is told in seconds a step and, with a token budget, in days.
+
+Rules of thumb are good teachers: on a common cluster several of them land within a few percent of the optimum. Where they do not, the
+reason column says which of their assumptions does not hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost.estimate import Estimate
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.planner.advice.alternatives import Trial, fits, step
+from meshwright.planner.advice.situation import Situation
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What a guide says here. `plan` is legal for the case, or None where the guide advises against or is not about training."""
+
+    guide: str
+    plan: Plan | None
+    reason: str
+    source: str
+    wording: str = ""
+    correction: str = ""  # where the wording errs
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "guide": self.guide,
+            "plan": self.plan.as_dict() if self.plan else None,
+            "reason": self.reason,
+            "source": self.source,
+            "wording": self.wording,
+            "correction": self.correction,
+        }
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A recommendation beside the winner."""
+
+    recommendation: Recommendation
+    estimate: Estimate | None
+    fits: bool
+    ratio: float | None  # its step over the winner's
+    costs_s: float | None  # a step more than the winner's
+    costs_days: float | None  # over the token budget, where there is one
+    same: bool  # the winner itself
+
+    def as_dict(self) -> dict[str, Any]:
+        made = self.recommendation.as_dict()
+        if self.estimate is not None:
+            p = self.estimate.prediction
+            made |= {"step_time_s": p.step_time_s, "memory_gib": p.memory_gib, "mfu": p.mfu}
+        return made | {"fits": self.fits, "ratio": self.ratio, "costs_s": self.costs_s, "costs_days": self.costs_days}
+
+
+def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> list[Recommendation]:
+    """What every guide says of this case, in the order a newcomer meets them."""
+    from meshwright.planner.advice.guides import GUIDES
+
+    situation = Situation(model, cluster, workload, stack)
+    return [guide(situation) for guide in GUIDES]
+
+
+def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
+    """Estimate each recommended plan as the winner was estimated."""
+    trial = Trial(winner.model, winner.cluster, winner.workload, winner.stack)
+    return [beside(r, trial, winner) for r in recommendations]
+
+
+def beside(r: Recommendation, trial: Trial, winner: Estimate) -> Compared:
+    e = trial.of(r.plan)
+    if e is None:
+        return Compared(r, None, False, None, None, None, False)
+    more = step(e) - step(winner)
+    steps = winner.workload.tokens / winner.workload.tokens_per_step
+    days = more * steps / 86400 if winner.workload.tokens else None
+    return Compared(r, e, fits(e), step(e) / step(winner), more, days, r.plan == winner.plan)
+
+
+def differences(a: Plan, b: Plan) -> str:
+    """What distinguishes two plans, field by field: `tp 8 → 4, zero 1 → 3`."""
+    left, right = a.model_dump(), b.model_dump()
+    words = {"bucket": lambda x: f"{x / 1e6:,.0f} MB"}
+    shown = [
+        f"{k} {words.get(k, _plain)(left[k])} → {words.get(k, _plain)(right[k])}" for k in left if left[k] != right[k]
+    ]
+    return ", ".join(shown) or "the same plan"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return "-".join(str(v) for v in value) or "as the stack"
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)

@@ -1,0 +1,108 @@
+"""Between what and what a walk will find the step, and where: the closed form, and how far off it can be where stages are unequal.
+
+The closed form takes T = pace + ramp + closing: M micro-batches of the slowest rank, the ramp of a pipeline of mean ranks, and what
+happens once a step. Ramps and pace meet on one rank only if the slowest rank is also the one that waits, so
+
+    low   = max(pace, M · mean + ramp) + closing
+
+With V looped stages a rank, a longer stage holds up the others of its turn, and turns do not even out as whole ranks do. If in every turn all
+waited for the longest,
+
+    high  = pace + ramp + closing + held up,      held up = M · Σ over turns of the longest stage − pace
+
+and twice that where stages have different numbers of layers, since neighbouring turns then meet.
+
+Where between them a walk ends depends on the rounds K = M/P of the pipeline, by medians of 9,600 random plans. Ranks that are not looped reach the
+closed form but for 1/2K of the way from low. In turns one round of K is held up, in breadth-first ones nearly all; of unequal numbers of layers
+half the plans are not held up at all. A V whose slowest rank is its first, with embedding and head, hides its ramp while K is small. That is the
+**estimate**, by which plans are ranked until they are walked. The search keeps a plan while its `low` is hopeful, and lets it stop others by its
+`high`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost.step import StepCost, rank_time
+from meshwright.lower.batch import SCHEDULES
+from meshwright.lower.op import Array, StepProgram
+from meshwright.lower.stages import Holding, mean_holding
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.table import Table
+
+LOOPED = tuple(SCHEDULES.index(name) for name in ("interleaved", "looped-bfs", "interleaved-zb"))
+V_SHAPED = tuple(SCHEDULES.index(name) for name in ("zbv", "dualpipev"))
+NAIVE, GPIPE, BREADTH_FIRST = (SCHEDULES.index(name) for name in ("naive", "gpipe", "looped-bfs"))
+
+
+def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
+    """low, closed, high and estimate of a costed batch."""
+    b = program.batch
+    slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, b.n) for r in cost.ranks])
+    bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
+    mean = rank_time(program, cost.times, mean_holding(b), cost.boundary).total
+    rows = Table(
+        pp=b.pp,
+        virtual=b.virtual,
+        schedule=b.schedule,
+        m=np.maximum(b.microbatches, 1.0),
+        pace=pace,
+        ramp=bubble,
+        closing=cost.time - bubble - pace,
+        mean=np.broadcast_to(mean, b.n),
+        leads=cost.slowest == 0,
+        **ends(program, cost),
+    )
+    return bracket(space, rows)
+
+
+def bracket(space: Space, rows: Table) -> Table:
+    """low, closed, high and estimate of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest` layer; and
+    whether their slowest rank is the first (`leads`)."""
+    closed = rows.pace + rows.ramp + rows.closing
+    piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
+    low = np.where(piped, np.maximum(rows.pace, rows.m * rows.mean + rows.ramp) + rows.closing, closed)
+    held_up = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
+    uneven = space.uneven(rows)
+    high = closed + np.where(uneven, 2.0, 1.0) * held_up
+    estimate = np.where(looped, closed + held_in(rows) * ~uneven * held_up, low + reached(rows) * (closed - low))
+    return Table(low=low, closed=closed, high=high, estimate=estimate)
+
+
+def held_in(rows: Table) -> np.ndarray:
+    """The share of turns in which looped ranks wait for the longest stage."""
+    rounds = rows.m / rows.pp
+    return np.where(rows.schedule == BREADTH_FIRST, 0.9 * (rounds >= 1), np.minimum(1.0, 0.7 / rounds))
+
+
+def reached(rows: Table) -> np.ndarray:
+    """How far from low to the closed form ranks that are not looped come."""
+    rounds = rows.m / rows.pp
+    hidden = np.isin(rows.schedule, V_SHAPED) & rows.leads
+    return np.select(
+        [rows.schedule == NAIVE, rows.schedule == GPIPE, hidden],
+        [0.0, 1 - 1 / rows.m, np.maximum(0.0, 0.5 - 2 / rounds)],
+        1 - 0.5 / np.maximum(rounds, 0.8),
+    )
+
+
+def turns(space: Space, rows: Table) -> np.ndarray:
+    """Seconds of a micro-batch if in each of V turns all ranks waited for the longest stage: the layers that the longest have, and both ends."""
+    layers, stages = space.model.layers, rows.pp * rows.virtual
+    least = layers // stages
+    extra = layers - least * stages
+    first = (stages - extra) // 2
+    longer = np.where(extra > 0, (first + extra - 1) // rows.pp - first // rows.pp + 1, 0)  # turns with a longer stage
+    return (rows.virtual * least + longer) * rows.longest + rows.ends
+
+
+def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
+    """Seconds of a micro-batch in embedding and head together, and in the longest kind of layer."""
+    b, zero = program.batch, np.zeros(program.batch.n)
+
+    def one(*blocks: str) -> Array:
+        counts = {kind: zero + (kind in blocks) for kind in ("embedding", "dense", "moe", "head")}
+        return np.broadcast_to(rank_time(program, cost.times, Holding(zero, counts), zero).total, b.n)
+
+    kinds = set(b.model.layer_kinds) if b.model.kind != "counts" else {"dense"}
+    return {"ends": one("embedding") + one("head"), "longest": np.maximum.reduce([one(kind) for kind in kinds])}

@@ -1,0 +1,229 @@
+"""What the search may choose from, and what a person forbids or demands.
+
+Numbers (tp, cp, pp, shard, …) have a least and a most; words (schedule, recompute, dtypes, …) a list. A constraint narrows them:
+
+    --fix tp=8           --max pp=4          --min microbatch=2         --without zero3
+    --allow grad_dtype=bf16,fp32             widens a list that starts with one entry: dtypes and overlap
+
+Unless told otherwise dtypes are those of the base plan, what overlaps is what the stack overlaps, and a rank has at most 16 virtual
+stages, which divide the layers evenly where any do. A contradiction (`--fix tp=8 --max tp=4`) is refused here; one with the model or the
+cluster shows as an empty space, and `planner.advice.nothing` says which constraint to drop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from meshwright.describe.base import MOST
+from meshwright.describe.draft import parse_value
+from meshwright.describe.plan import AXES, Dtype, Plan
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES
+
+NUMBERS = ("dp", "replicate", "shard", "tp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero")
+DTYPES = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
+MOST_VIRTUAL = 16
+SEARCHED = (*NUMBERS, "sp", "cp_kind", "schedule", "recompute", "reshard", "reduce", "order", "overlap", *DTYPES)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One thing a person said, as said and as read."""
+
+    said: str
+    kind: str  # fix | max | min | without | allow
+    field: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Allowed values of every searched field."""
+
+    words: dict[str, tuple[Any, ...]]
+    least: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int] = field(default_factory=dict)
+    hybrid: bool = True  # sharding inside groups, replicas between them
+    uneven: bool = True  # stages with different numbers of layers
+    constraints: tuple[Constraint, ...] = ()
+
+    def numbers(self, name: str, candidates: Iterable[int]) -> list[int]:
+        low, high = self.least.get(name, 0), self.most.get(name, MOST)
+        return [c for c in candidates if low <= c <= high]
+
+    def allows(self, name: str, value: int) -> bool:
+        return self.least.get(name, 0) <= value <= self.most.get(name, MOST)
+
+    @property
+    def dtypes(self) -> list[tuple[str | None, ...]]:
+        """Every allowed combination of parameter, gradient, state and communication dtype."""
+        p, g, s, c = (self.words[name] for name in DTYPES)
+        return [(a, b, d, e) for a in p for b in g for d in s for e in c]
+
+
+def free(base: Plan) -> Choices:
+    """Everything but what only the base plan says."""
+    return Choices(
+        words={
+            "zero": (0, 1, 2, 3),
+            "sp": (False, True),
+            "cp_kind": CP_KINDS,
+            "recompute": RECOMPUTE,
+            "schedule": tuple(s for s in SCHEDULES if s != "auto"),
+            "reshard": (True, False),
+            "reduce": ("auto", "step"),
+            "order": ORDERS,
+            "overlap": (base.overlap,),
+            **{name: (getattr(base, name),) for name in DTYPES},
+        },
+        most={"virtual": MOST_VIRTUAL},
+    )
+
+
+# Words of --without, beside the names of schedules, recompute and context-parallel kinds.
+WITHOUT: dict[str, tuple[str, str, Any]] = {
+    **{axis: ("max", axis, 1) for axis in ("tp", "cp", "pp", "ep", "dp", "virtual")},
+    "zero": ("max", "zero", 0), "fsdp": ("drop", "zero", 3), **{f"zero{k}": ("drop", "zero", k) for k in (1, 2, 3)},
+    "hsdp": ("flag", "hybrid", False), "uneven": ("flag", "uneven", False), "sp": ("words", "sp", (False,)),
+    "recompute": ("words", "recompute", ("none",)), "expert_tp": ("max", "expert_tp", 1),
+    "reorder": ("words", "order", ()),
+    **{word: ("drop", "recompute", word) for word in RECOMPUTE[1:]},
+    **{word: ("drop", "cp_kind", word) for word in CP_KINDS},
+    **{word: ("drop", "schedule", word) for word in SCHEDULES if word != "auto"},
+}  # fmt: skip
+
+
+def choices(base: Plan, constraints: Sequence[Constraint], stack_order: tuple[str, ...]) -> Choices:
+    """The free choices narrowed by each constraint in turn."""
+    out = replace(free(base), constraints=tuple(constraints))
+    for constraint in constraints:
+        out = narrowed(out, constraint, stack_order)
+        for name in set(out.least) & set(out.most):
+            if out.least[name] > out.most[name]:
+                contradicted(out, name)
+        if not out.numbers("zero", out.words["zero"]):
+            contradicted(out, "zero")
+        for name, words in out.words.items():
+            if not words:
+                contradicted(out, name)
+    return out
+
+
+def contradicted(out: Choices, name: str) -> None:
+    said = [c.said for c in out.constraints if c.field == name]
+    what = f"{' and '.join(said)} leave{'s' * (len(said) == 1)} no value of {name}"
+    raise MeshwrightError(
+        "MW-PLANNER-003", what, why="The constraints contradict each other, or the plan", fix=f"drop {said[-1]}"
+    )
+
+
+def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choices:
+    name, value = one.field, one.value
+    match one.kind:
+        case "max":
+            return replace(c, most={**c.most, name: min(value, c.most.get(name, MOST))})
+        case "min":
+            raised = {**c.most, name: MOST} if name == "virtual" and value > MOST_VIRTUAL else c.most
+            return replace(c, least={**c.least, name: max(value, c.least.get(name, 0))}, most=raised)
+        case "fix" if name in NUMBERS:
+            most = value if name == "virtual" else min(value, c.most.get(name, MOST))
+            return replace(c, least={**c.least, name: max(value, c.least.get(name, 0))}, most={**c.most, name: most})
+        case "fix" if (name, value) == ("recompute", "auto"):
+            return c  # what fits is what a search finds
+        case "fix":
+            free_words = name in DTYPES or name == "overlap" or value == "auto"
+            return replace(c, words={**c.words, name: (value,) if free_words or value in c.words[name] else ()})
+        case "allow":
+            return replace(c, words={**c.words, name: tuple(dict.fromkeys((*c.words[name], *value)))})
+    kind, _, what = WITHOUT[value]
+    if kind == "max":
+        return replace(c, most={**c.most, name: min(what, c.most.get(name, MOST))})
+    if kind == "flag":
+        return replace(c, **{name: what})
+    if kind == "words":
+        kept = tuple(w for w in c.words[name] if w in what) if what else (stack_order,)
+        return replace(c, words={**c.words, name: kept})
+    return replace(c, words={**c.words, name: tuple(w for w in c.words[name] if w != what)})
+
+
+# Reading
+
+
+def read(
+    fix: Sequence[str] = (),
+    most: Sequence[str] = (),
+    least: Sequence[str] = (),
+    without: Sequence[str] = (),
+    allow: Sequence[str] = (),
+) -> list[Constraint]:
+    """Constraints from the words of the command line."""
+    out = [_without(word) for words in without for word in words.split(",") if word.strip()]
+    out += [_bound("--max", word, "max") for word in most] + [_bound("--min", word, "min") for word in least]
+    out += [_allowed(word) for word in allow]
+    return out + [_fixed(word) for word in fix]
+
+
+def _without(word: str) -> Constraint:
+    name = word.strip().lower().replace("-", "") if word.strip().lower().startswith("zero-") else word.strip().lower()
+    if name not in WITHOUT:
+        raise unknown("MW-PLANNER-002", "--without", word.strip(), WITHOUT, "--without {}")
+    return Constraint(f"--without {name}", "without", WITHOUT[name][1], name)
+
+
+def _split(option: str, word: str, names: Sequence[str]) -> tuple[str, str]:
+    name, sign, text = word.partition("=")
+    name = name.strip().removeprefix("plan.")
+    if not sign or not text.strip():
+        raise MeshwrightError(
+            "MW-PLANNER-001", f"'{option} {word[:60]}' is not a field, '=' and a value", valid=[f"{option} tp=8"]
+        )
+    if name not in names:
+        raise unknown("MW-PLANNER-002", f"{option}: field", name, names, f"{option} {{}}={text.strip()[:20]}")
+    return name, text.strip()
+
+
+def _bound(option: str, word: str, kind: str) -> Constraint:
+    name, text = _split(option, word, NUMBERS)
+    return Constraint(f"{option} {name}={text}", kind, name, _number(option, name, text))
+
+
+def _number(option: str, name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) > MOST:
+        raise MeshwrightError(
+            "MW-PLANNER-001", f"{option} {name}={text[:40]}: a whole number is needed", valid=[f"{option} {name}=4"]
+        )
+    if int(text) == 0 and name != "zero":
+        raise MeshwrightError("MW-PLANNER-001", f"{option} {name}=0: it is 1 at least", fix=f"{option} {name}=1")
+    return int(text)
+
+
+def _fixed(word: str) -> Constraint:
+    name, text = _split("--fix", word, SEARCHED)
+    said = f"--fix {name}={text}"
+    if name in NUMBERS:
+        return Constraint(said, "fix", name, _number("--fix", name, text))
+    return Constraint(said, "fix", name, _word(name, text))
+
+
+def _word(name: str, text: str) -> Any:
+    """A value of a word field, checked by the plan itself."""
+    if name in ("order", "overlap"):
+        said: Any = tuple(w.strip(" \"'") for w in text.strip("[]()").replace("+", ",").split(",") if w.strip(" \"'"))
+        valid = AXES if name == "order" else OVERLAP_AXES
+        for axis in said:
+            if axis not in valid:
+                raise unknown("MW-PLANNER-002", f"{name}: axis", axis, valid, f"{name}={{}}")
+    else:
+        said = parse_value(text, name)
+    return getattr(Plan(**{name: said}), name)
+
+
+def _allowed(word: str) -> Constraint:
+    name, text = _split("--allow", word, (*DTYPES, "overlap", "schedule"))
+    words = text.split(",") if name != "overlap" else text.split(",") if "+" in text else [text]
+    for each in words:
+        if name in DTYPES and each.strip() not in get_args(Dtype):
+            raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), get_args(Dtype), f"--allow {name}={{}}")
+    return Constraint(f"--allow {name}={text}", "allow", name, tuple(_word(name, each.strip()) for each in words))

@@ -1,0 +1,81 @@
+"""Families: plans that a person would call by one name. A plan is in exactly one.
+
+Data parallelism alone is DDP, ZeRO-1/2, FSDP (ZeRO-3) or HSDP (sharded inside groups, replicated between them). Otherwise a family says
+which axes are in use: TP+DP, PP+DP, 3D (tensor, pipeline and data), each with +CP or +EP.
+
+Between plans that are equally fast the simpler one is better: `complexity` counts what a person has to set up and can get wrong.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.plan import Plan
+from meshwright.lower.batch import SCHEDULES
+from meshwright.planner.search.table import Table
+
+TP, PP, CP, EP = 1, 2, 4, 8
+DDP, ZERO, FSDP, HSDP = 0, 16, 17, 18
+DATA = (DDP, ZERO, FSDP, HSDP)
+BASES = {0: "DP", TP: "TP+DP", PP: "PP+DP", TP + PP: "3D"}
+NAMES: dict[int, str] = {
+    **{code: BASES[code & (TP + PP)] + ("+CP" if code & CP else "") + ("+EP" if code & EP else "") for code in range(1, 16)},
+    DDP: "DDP", ZERO: "ZeRO-1/2", FSDP: "FSDP", HSDP: "HSDP",
+}  # fmt: skip
+ORDER = (DDP, ZERO, FSDP, HSDP, *range(1, 16))
+SIMPLE_SCHEDULES = (
+    "1f1b",
+    "gpipe",
+    "interleaved",
+    "naive",
+    "looped-bfs",
+    "zb-h1",
+    "interleaved-zb",
+    "zbv",
+    "zb-h2",
+    "dualpipev",
+    "auto",
+)  # from the usual to the unusual
+
+
+def axes(rows: Table) -> np.ndarray:
+    """Which axes are in use: all that is known of a family before sharding; 0 is data parallelism alone."""
+    return TP * (rows.tp > 1) + PP * (rows.pp > 1) + CP * (rows.cp > 1) + EP * (rows.ep > 1)
+
+
+def family(rows: Table) -> np.ndarray:
+    """The code of each row's family; rows are sharded."""
+    code = axes(rows)
+    hybrid = (rows.zero > 0) & (rows.replicate > 1)
+    data = np.select([hybrid, rows.zero == 3, rows.zero > 0], [HSDP, FSDP, ZERO], DDP)
+    return np.where(code == 0, data, code)
+
+
+def name_of(plan: Plan) -> str:
+    """The family of a plan."""
+    code = TP * (plan.tp > 1) + PP * (plan.pp > 1) + CP * (plan.cp > 1) + EP * (plan.ep > 1)
+    if code:
+        return NAMES[code]
+    if plan.zero and plan.replicate > 1:
+        return NAMES[HSDP]
+    return NAMES[FSDP if plan.zero == 3 else ZERO if plan.zero else DDP]
+
+
+def complexity(rows: Table, own_order: int) -> np.ndarray:
+    """Smaller is simpler. Above all, how many things there are to set up and to get wrong: axes in use, hybrid sharding, weights kept or
+    gradients summed against a ZeRO stage's habit, an order other than the stack's, experts split otherwise, tensor without sequence
+    parallelism, virtual stages, a schedule beyond 1F1B and interleaving. Then the schedule, ZeRO stage, recompute and degrees."""
+    rank = np.array([SIMPLE_SCHEDULES.index(name) for name in SCHEDULES])
+    schedule = np.where(rows.pp > 1, rank[rows.schedule], 0)
+    used = sum((degree > 1) * 1 for degree in (rows.tp, rows.pp, rows.cp, rows.ep, rows.dp))
+    odd = (
+        1 * ((rows.zero > 0) & (rows.replicate > 1) & (rows.shard > 1))
+        + ~rows.reshard
+        + ((rows.zero == 3) & ~rows.reduce_each)
+    )
+    odd = odd + (rows.order != own_order) + (rows.etp != rows.tp) + ((rows.tp > 1) & ~rows.sp)
+    odd = odd + (rows.virtual > 1) + (schedule >= SIMPLE_SCHEDULES.index("naive"))
+    minor = (
+        schedule + rows.virtual / 8 + rows.zero + rows.recompute + np.log2(rows.tp * rows.cp * rows.pp * rows.ep) / 4
+    )
+    return (used + odd) * 100.0 + minor

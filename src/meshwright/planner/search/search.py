@@ -1,0 +1,367 @@
+"""The fastest plan that fits, proved without costing every plan.
+
+Branch and bound, best first. `space` is a tree of layers, `bounds` says what no plan below a row can beat. First each family is asked, by memory,
+for a plan that fits; where there is none that is proved, and told by how much the least one is too large. Then the search keeps **incumbents**:
+the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
+only if its bound says that it may
+
+- come within 1% of the best;
+- or be the best of its family, or improve the front. This has an effort: a family that lost, or a front, that took more is marked
+  as not proved.
+
+    frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
+
+The closed form of a pipeline with unequal stages may be off, so a plan has a bracket (`brackets`): it is kept while its low end is hopeful, and
+stops others by its high end, or by its walked time. So every plan that may come within 1% of the best has been costed exactly; the rest is proved
+slower or too large. The leaders are then walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests
+on that. Nothing here is random: the same question has the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+
+import numpy as np
+
+from meshwright.cost.step import step_cost
+from meshwright.lower.batch import SCHEDULES
+from meshwright.lower.step import lower
+from meshwright.planner.search import bounds, brackets, families
+from meshwright.planner.search.space import NAIVE, Space
+from meshwright.planner.search.table import Table, codes, join
+from meshwright.planner.search.walking import fullest, walk
+
+MARGIN = 0.01  # plans this close to the best are all costed …
+FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
+EFFORT = 30_000  # plans costed for one family that lost
+FRONT_EFFORT = 60_000  # plans costed that are slower than the best, for families and the front together
+FRONT = -1  # the front's place among what was given up
+STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
+RUNG = 0.1
+SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows opened at once, by layer: few at first
+MOST_WALKS = 24  # plans walked during the search
+FEW, FEW_SIZES = 24, 4  # frames of each family, and micro-batches of theirs, that are tried first
+DEGREES = ("tp", "cp", "pp", "dp")
+PLAN = (
+    *DEGREES,
+    "ep",
+    "etp",
+    "microbatch",
+    "recompute",
+    "sp",
+    "cp_kind",
+    "zero",
+    "shard",
+    "replicate",
+    "schedule",
+    "virtual",
+    "reshard",
+    "reduce_each",
+    "order",
+    "dtype",
+    "lap",
+)
+COSTED = ("time", "memory", "low", "closed", "high", "estimate")
+HOPE = ("time", "memory", "tp", "pp", "cp", "ep", "zero", "replicate")  # what tells whether a row may pay
+Progress = Callable[[float], None]
+
+
+@dataclass
+class Incumbents:
+    """The best times found, by family and by memory limit, and the plans that hold them or come close."""
+
+    limit: float
+    margin: float = MARGIN
+    family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
+    front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
+    kept: list[Table] = field(default_factory=list)
+
+    @property
+    def limits(self) -> np.ndarray:
+        return self.limit * (1 - RUNG * np.arange(STEPS))
+
+    def rung(self, memory: np.ndarray) -> np.ndarray:
+        """The lowest limit a plan keeps to; −1: none."""
+        return (memory[:, None] <= self.limits).sum(axis=1) - 1
+
+    def hopeful(self, rows: Table, given_up: set[int]) -> np.ndarray:
+        """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a family not given up."""
+        axes = families.axes(rows)
+        close = self.family * (1 + FAMILY_MARGIN)
+        close[[code for code in given_up if code != FRONT]] = -np.inf
+        # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
+        enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
+        rung = self.rung(rows.memory)
+        enough = np.maximum(enough, self.front[0] * (1 + self.margin))
+        if FRONT not in given_up:
+            enough = np.maximum(enough, self.front[rung])
+        return (rung >= 0) & (rows.time <= enough)
+
+    def offer(self, rows: Table) -> None:
+        """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
+        rows = rows.only(*PLAN, *COSTED).take(rows.memory <= self.limit)
+        if not len(rows):
+            return
+        rows = rows.but(family=families.family(rows))
+        self.count(rows)
+        self.kept.append(rows.take(self._good(rows)))
+        if len(self.kept) > 64:
+            self.kept = [self.found()]
+
+    def count(self, rows: Table) -> None:
+        """Take what plans need at most as incumbents."""
+        np.minimum.at(self.family, rows.family, rows.high)
+        rung = self.rung(rows.memory)
+        for k in range(STEPS):
+            self.front[k] = min(self.front[k], rows.high[rung >= k].min(initial=np.inf))
+
+    def _good(self, rows: Table) -> np.ndarray:
+        close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + self.margin))[rows.family]
+        return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
+
+    def found(self) -> Table:
+        """What is still close to the best or on the front, each plan once, the fastest first; ties in a fixed order."""
+        rows = join(self.kept)
+        rows = rows.take(self._good(rows))
+        keys = [rows.columns[name] for name in PLAN]
+        _, first = np.unique(codes(keys), return_index=True)
+        rows = rows.take(first)
+        return rows.take(np.lexsort((*(key[first] for key in reversed(keys)), rows.memory, rows.time)))
+
+
+@dataclass
+class Found:
+    """What a search found. `rows` are plans near the best, the best of a family or on the front, the fastest first."""
+
+    rows: Table
+    incumbents: Incumbents
+    misfits: dict[int, Table]  # for each family of which nothing fits: its plan with the least memory
+    unproved: set[int]  # families whose best was not proved
+    legal: int
+    costed: int
+
+
+class Search:
+    """One search: counts what it costs, keeps its incumbents."""
+
+    def __init__(self, space: Space, limit: float, progress: Progress | None = None, margin: float = MARGIN) -> None:
+        self.space, self.progress = space, progress
+        self.best = Incumbents(limit, margin)
+        self.costed = self.walks = self.spent_on_front = 0
+        self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
+        self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
+
+    def run(self) -> Found:
+        frames = bounds.of_frames(self.space, self.space.frames)
+        self.costed += len(frames)
+        axes = families.axes(frames)
+        self.seed(frames)
+        least = {int(code): self.least_memory(frames.take(axes == code)) for code in self.missing(np.unique(axes))}
+        misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
+        fitting = frames.take(~np.isin(axes, list(misfits)))
+        if len(fitting):
+            self.descend(0, fitting)
+        misfits = {code: rows for code, rows in misfits.items() if code} | self.data_misfits(frames.take(axes == 0))
+        rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
+        return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed)
+
+    @property
+    def given_up(self) -> set[int]:
+        """Families, and the front, that took their effort."""
+        front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
+        return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
+
+    def hopeful(self, rows: Table) -> np.ndarray:
+        return self.best.hopeful(rows, self.given_up)
+
+    def cost(self, rows: Table) -> Table:
+        """Whole plans with their exact seconds and bytes."""
+        program = lower(self.space.batch(rows))
+        cost = step_cost(program, self.space.cluster)
+        self.costed += len(rows)
+        memory = np.array(np.broadcast_to(cost.peak_memory, len(rows)))
+        # Where layers of two kinds fall on unequal stages, a rank that a batch does not look at may be the fullest.
+        hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
+        if hidden.any():
+            memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
+        found = brackets.of(self.space, program, cost)
+        return rows.only(*PLAN).but(time=found.low, memory=memory, **found.columns)
+
+    # Down the layers
+
+    def descend(self, depth: int, rows: Table) -> None:
+        """Open rows of a layer, those nearest to the best of their family first."""
+        axes = families.axes(rows)
+        nearest = np.full(16, np.inf)
+        np.minimum.at(nearest, axes, rows.time)
+        left = np.argsort(rows.time / nearest[axes], kind="stable")
+        known = rows.only(*HOPE)
+        for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
+            if depth == 0 and self.progress:
+                self.progress(1 - len(left) / len(rows))
+            if not len(left):
+                return
+            self.open(depth, rows.take(left[:size]))
+            left = left[size:]
+            left = left[self.hopeful(known.take(left))]
+
+    def open(self, depth: int, rows: Table) -> None:
+        """The next layer of some rows, as far as its bounds are hopeful; below the last the plans themselves."""
+        if depth == len(self.layers):
+            self.spend(rows)
+            self.best.offer(self.cost(rows))
+            self.confirm()
+            return
+        below = self.layers[depth](rows)
+        below = below.take(self.hopeful(below.only(*HOPE)))
+        if len(below):
+            self.descend(depth + 1, below)
+
+    def spend(self, rows: Table) -> None:
+        self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+        self.spent_on_front += int((rows.time > self.best.front[0] * (1 + self.best.margin)).sum())
+
+    def shaped(self, rows: Table) -> Table:
+        return bounds.of_shapes(self.space, self.space.shaped(rows), self.best.limit)
+
+    def placed(self, rows: Table) -> Table:
+        below = self.space.placed(rows)
+        # With one order each there is nothing new to bound.
+        return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
+
+    def sharded(self, rows: Table) -> Table:
+        """What the states and schedules that then fit rule out is not costed."""
+        below = self.space.sharded(rows)
+        below = below.but(memory=bounds.least_memory(self.space, below))
+        below = below.take(self.hopeful(below.only(*HOPE)))
+        below = bounds.of_kernels(self.space, below, self.best.limit)
+        below = below.take(self.hopeful(below.only(*HOPE)))
+        self.costed += len(below)
+        self.spend(below)
+        parts = [bounds.of_sharded(self.space, part, self.best.limit) for part in below.chunks(bounds.CHUNK)]
+        return join(parts) if parts else below
+
+    def scheduled(self, rows: Table) -> Table:
+        """Plans whose bounds are exact are costed by that: those without a pipeline, and most looped schedules. The others go on."""
+        alone = rows.pp == 1
+        if alone.any():
+            exact = self.space.scheduled(rows.take(alone))
+            self.best.offer(exact.but(low=exact.time, closed=exact.time, high=exact.time, estimate=exact.time))
+        rows = rows.take(~alone)
+        light = rows.only(*HOPE, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
+        plans = bounds.of_schedules(self.space, self.space.scheduled(light))
+        plans = plans.take(self.hopeful(plans.only(*HOPE)))
+        exact, rest = (
+            rows.take(some.place).but(**some.only("schedule", "virtual", *COSTED).columns)
+            for some in (plans.take(plans.exact), plans.take(~plans.exact))
+        )
+        self.costed += len(exact)
+        self.best.offer(exact)
+        return rest
+
+    def confirm(self) -> None:
+        """Walk the most hopeful plan whose bracket is wide: its walked time, which can be had, tightens the incumbents."""
+        if self.walks >= MOST_WALKS or not self.best.kept:
+            return
+        rows = self.best.kept[-1]
+        margin, best = self.best.margin, self.best.front[0]
+        rows = rows.take((rows.high > rows.low * (1 + margin)) & (rows.estimate < best * (1 - margin)))
+        if len(rows):
+            first = rows.take([int(rows.estimate.argmin())])
+            self.walks += 1
+            self.best.count(first.but(high=walk(self.space, first)[1]))
+
+    # Least memory
+
+    def leanest(self) -> Table:
+        """Any plan of the space that fits; where there is none, the one with the least memory."""
+        return self.least_memory(bounds.of_frames(self.space, self.space.frames))
+
+    def seed(self, frames: Table) -> None:
+        """First incumbents: of each family the few plans that should have the least memory, and some ordinary ones all over it.
+
+        Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
+        """
+        axes = families.axes(frames)
+        by_memory, by_time = (np.lexsort((column, axes)) for column in (frames.memory, frames.time))
+        place, size = (
+            np.arange(len(axes)) - np.searchsorted(axes[by_time], axes[by_time]),
+            np.bincount(axes)[axes[by_time]],
+        )
+        spread = by_time[(place % np.maximum(1, size // (2 * FEW)) == 0) & (place < size / 2)]
+        self.best.offer(self.cost(self.tightest(frames.take(by_memory[place < FEW]))))
+        rows = self.ordinary(frames.take(spread))
+        rows = rows.take(bounds.least_memory(self.space, rows) <= self.best.limit)
+        for part in rows.chunks(bounds.CHUNK):
+            self.best.offer(self.cost(part))
+
+    def ordinary(self, frames: Table) -> Table:
+        """Plans a person would try: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
+        space = self.space
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, FEW_SIZES)))
+        rows = space.sharded(self.first_order(bounds.kernels(space, shapes)))
+        rows = rows.take(
+            ((rows.shard == rows.dp) | (rows.zero == 0)) & rows.reshard & (rows.reduce_each | (rows.zero < 2))
+        )
+        usual = SCHEDULES.index("1f1b")
+
+        def plain(pp: int, microbatches: int) -> Table:
+            found = space.schedules(pp, microbatches)
+            one = found.take(found.schedule == usual)
+            return one if len(one) else found.take(slice(0, 1))
+
+        return rows.crossed((rows.pp, space.microbatches(rows)), plain)
+
+    def first_order(self, shapes: Table) -> Table:
+        return shapes.crossed(
+            tuple(shapes.columns[a] for a in DEGREES), lambda *degrees: self.space.orders(*degrees).take(slice(0, 1))
+        )
+
+    def missing(self, axes: np.ndarray) -> list[int]:
+        """Axes in use with which no plan that fits was found yet."""
+        data = np.isfinite(self.best.family[list(families.DATA)]).any()
+        return [int(code) for code in axes if not (np.isfinite(self.best.family[code]) if code else data)]
+
+    def data_misfits(self, frames: Table) -> dict[int, Table]:
+        """Of data parallelism alone, the families of which nothing fits: each one's plan with the least memory."""
+        absent = [code for code in families.DATA if not np.isfinite(self.best.family[code])]
+        if not len(frames) or not absent:
+            return {}
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
+        rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
+        family = families.family(rows)
+        found = {code: rows.take(family == code) for code in absent if (family == code).any()}
+        return {code: mine.take([int(mine.memory.argmin())]) for code, mine in found.items()}
+
+    def least_memory(self, frames: Table) -> Table:
+        """A plan of some frames that fits; where there is none, the one with the least memory."""
+        frames = frames.take(np.argsort(frames.memory, kind="stable"))
+        best: Table | None = None
+        for part in frames.chunks(256):
+            if best is not None and (best.memory[0] <= self.best.limit or part.memory[0] >= best.memory[0]):
+                break
+            rows = self.cost(self.tightest(part))
+            self.best.offer(rows)
+            k = int(rows.memory.argmin())
+            if best is None or rows.memory[k] < best.memory[0]:
+                best = rows.take([k])
+        assert best is not None
+        return best
+
+    def tightest(self, frames: Table) -> Table:
+        """For each frame the plans that can have the least memory: smallest micro-batch, widest sharding, fewest in flight."""
+        space = self.space
+        shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, 1)))
+        rows = space.sharded(self.first_order(shapes))
+        widest = np.zeros(int(rows.dp.max(initial=0)) + 1, np.int64)
+        np.maximum.at(widest, rows.dp, rows.shard)
+        rows = space.scheduled(rows.take(rows.shard == widest[rows.dp]))
+        naive = (rows.schedule == NAIVE) | (rows.pp == 1)
+        return rows.take(naive) if "naive" in space.choices.words["schedule"] else rows
+
+
+def search(space: Space, headroom: float = 0.0, progress: Progress | None = None, margin: float = MARGIN) -> Found:
+    """Search a space for plans that leave `headroom` (a share) of the memory free; all plans within `margin` of the best are costed."""
+    return Search(space, space.cluster.accelerator.memory * (1 - headroom), progress, margin).run()

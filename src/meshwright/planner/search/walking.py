@@ -1,0 +1,77 @@
+"""Rows of a space walked: their pipelines simulated action by action, everything else as costed.
+
+A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line. Lengths leave the same rest
+in rounds of pp, so that what is added is whole rounds. Memory is that of the fullest rank of all: a batch looks at a few telling ones.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, reduce
+
+import numpy as np
+
+from meshwright.cost.memory import memory
+from meshwright.cost.step import RankTime, StepCost, step_cost
+from meshwright.cost.walked import stage_times, walk_step
+from meshwright.describe.plan import Plan
+from meshwright.lower.op import StepProgram
+from meshwright.lower.stages import holding
+from meshwright.lower.step import lower
+from meshwright.planner.search.space import Space
+from meshwright.planner.search.table import Table
+from meshwright.programs import pipelines
+
+ACTIONS = 2_000  # a longer walk is done at two lengths and continued
+
+
+def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Seconds of plans by the closed forms and walked, and bytes of their fullest ranks: lowered and costed as one batch, simulated one by one."""
+    program = lower(space.batch(rows))
+    cost = step_cost(program, space.cluster)
+    stages = stage_times(program, cost)
+    closed = np.broadcast_to(cost.time, len(rows))
+    plans = [space.plan(rows, k) for k in range(len(rows))]
+    walked = [walked_time(program, cost, plan, k, stages) if plan.pp > 1 else closed[k] for k, plan in enumerate(plans)]
+    return closed, np.array(walked), fullest(program)
+
+
+def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
+    """Seconds of one plan's step with its pipeline walked, a long one at two lengths."""
+    n, m, pp = program.batch.n, int(program.batch.rounds[at]), plan.pp
+    enough = max(6 * pp, ACTIONS // (3 * plan.stages) // pp * pp)
+    if plan.schedule == "auto":
+        return walk_step(program, cost, plan, at, times).time
+    durations = pipelines.Durations.of(
+        plan.stages,
+        *(np.array([np.broadcast_to(getattr(t, k), n)[at] for t in times[: plan.stages]]) for k in ("f", "i", "w")),
+    )
+
+    def makespan(length: int) -> float:
+        return pipelines.walk(
+            flow(plan.schedule, pp, length, plan.virtual),
+            durations,
+            p2p=float(cost.boundary[at]),
+            overlap=not program.batch.stack.blocking_p2p,
+        ).makespan
+
+    if m <= enough + pp:
+        total = makespan(m)
+    else:
+        long = enough + m % pp
+        total = makespan(long)
+        total += (m - long) * (total - makespan(long - pp)) / pp
+    slowest = float(np.broadcast_to(cost.ranks[int(cost.slowest[at])].total, n)[at])
+    return total + float(cost.time[at] - cost.exposed["bubble"][at]) - m * slowest
+
+
+def fullest(program: StepProgram) -> np.ndarray:
+    """Peak bytes of each plan's fullest rank, all ranks looked at."""
+    b = program.batch
+    ranks = (holding(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
+    return reduce(np.maximum, (np.broadcast_to(sum(memory(program, held).values()), b.n) for held in ranks))
+
+
+@lru_cache(maxsize=64)
+def flow(schedule: str, ranks: int, microbatches: int, virtual: int) -> pipelines.PipelineProgram:
+    """A schedule, built and checked once however many plans run it."""
+    return pipelines.build(schedule, ranks, microbatches, virtual)

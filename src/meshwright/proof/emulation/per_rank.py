@@ -1,0 +1,227 @@
+"""Whose gradient is it? One device on which every token uses the parameters of the rank that holds it.
+
+Ranks that hold the same weights have gradients of their own, of their own tokens, even where attention and routers look
+at everyone's. One device has their sum. But every parameter of our networks is used token by token, so the sum comes
+apart again once each rank's tokens use a copy of their own:
+
+    y_t = f(x_t, w_r(t))          ∂L/∂w_r = Σ_{t of r} (∂f/∂w)ᵀ ∂L/∂y_t          Σ_r ∂L/∂w_r = ∂L/∂w
+
+Copies lie over the same memory, so an update is all copies'. What stands between the uses (attention, choices of the
+router, the loss) sees all tokens at once, as one device does: one forward and one backward make all ranks' gradients.
+
+Copies of tokens that visit experts are of the rank that routed them: under tensor parallelism its share of the tokens
+that all else is made of by the whole tp group. A weight with two uses, a tied embedding, has copies for each.
+
+fp8 products have one scale for all tokens of a data-parallel rank, those of its context-parallel places together, so these
+are one product; its weight's gradient ĝᵀx̂ comes apart by tokens all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.models.moe import GroupedLinear, MixtureOfExperts
+from meshwright.models.router import Router
+from meshwright.models.transformer import Attention, LearnedPositions
+from meshwright.parallel.context.token_order import token_order
+from meshwright.parallel.numerics import fp8
+
+Source = tuple[int, ...]  # a rank's place on these axes: whose tokens
+AXES = ("replicate", "shard", "cp", "tp")
+Rows = dict[Source, torch.Tensor]
+
+
+def source(layout: Layout, rank: int, *, tp: bool) -> Source:
+    """Whose tokens a rank has; without `tp` those of its whole tp group."""
+    at = layout.coordinates(rank)
+    return tuple(at[axis] if tp or axis != "tp" else 0 for axis in AXES)
+
+
+def tokens_of(layout: Layout, model: Model, seq: int) -> Rows:
+    """Where each rank's tokens stand in one device's micro-batch, of which each has an equal share."""
+    plan = layout.plan
+    order = token_order(layout, 0, model, plan.microbatch, seq // plan.cp // (plan.tp if plan.sp else 1))
+    ranks = layout.group_of("stage", 0)
+    return {source(layout, rank, tp=True): rows for rank, rows in zip(ranks, order, strict=True)}
+
+
+class Apart:
+    """A network whose parameters each rank's tokens use copies of: `copies[source][name]`, by their owner's name."""
+
+    def __init__(
+        self, module: nn.Module, layout: Layout, model: Model, seq: int, device: str = "cpu", scaled: bool = False
+    ) -> None:
+        self.copies: dict[Source, dict[str, nn.Parameter]] = {}
+        length = seq if model.kind == "transformer" else 1
+        data = Layout(layout.plan.but(tp=1, sp=False, ep=1, expert_tp=0), layout.order)
+        rows = {s: r.to(device) for s, r in tokens_of(data, model, length).items()}
+        for path, owner in module.named_modules():
+            if isinstance(owner, MixtureOfExperts):
+                self._experts(path, owner, {s: r.to(device) for s, r in tokens_of(layout, model, length).items()})
+            elif scaled and layout.plan.cp > 1 and isinstance(owner, nn.Linear) and path.startswith("layers."):
+                self._put_on_scaled(path, owner, rows)
+            elif isinstance(owner, LearnedPositions):
+                self._put_on(path, owner, "forward", lambda x: rows, of_positions)
+            elif not isinstance(owner, GroupedLinear):
+                used = "logits" if isinstance(owner, Router) else "forward"
+                self._put_on(path, owner, used, lambda x: rows, of_tokens)
+
+    def _experts(self, path: str, layer: MixtureOfExperts, rows: Rows) -> None:
+        token_R = torch.empty(0, dtype=torch.long)
+
+        def remember(router: nn.Module, given: Any, routing: Any) -> None:
+            nonlocal token_R
+            token_R = routing.token_R
+
+        def rows_of(x_RI: torch.Tensor) -> Rows:
+            return {s: torch.isin(token_R, mine).nonzero()[:, 0] for s, mine in rows.items()}
+
+        layer.router.register_forward_hook(remember)
+        for kind, linear in layer.experts.named_children():
+            self._put_on(f"{path}.experts.{kind}", linear, "forward", rows_of, of_experts)
+
+    def _put_on(self, path: str, owner: nn.Module, used: str, rows_of: Callable[[Any], Rows], part: Callable) -> None:
+        """Let a module's method run once for each rank, on its rows and with its copies."""
+        own = {name: p for name, p in owner.named_parameters(recurse=False) if p.requires_grad}
+        use = getattr(owner, used)
+
+        def run(x: Any, *more: Any) -> torch.Tensor:
+            rows = rows_of(x)
+            order = torch.cat(list(rows.values()))
+            shape = (-1, x) if isinstance(x, int) else leading(x, len(order))
+            flat = x if isinstance(x, int) else x.flatten(0, len(shape) - 1)
+            parts = []
+            for whose, mine in rows.items():
+                with lent(owner, {name: self._copy(whose, f"{path}.{name}", p) for name, p in own.items()}):
+                    parts.append(part(use, mine, flat, *more))
+            return torch.cat(parts)[order.argsort()].unflatten(0, shape)
+
+        if next(owner.parameters(recurse=False), None) is not None:
+            setattr(owner, used, run)
+
+    def _put_on_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
+        """As `_put_on`, of an fp8 product with one scale for all places of a data-parallel rank."""
+        use, places = owner.forward, dict[Source, list[Source]]()
+        repeated = owner.repeated if isinstance(owner, CopiedHeads) else lambda p: p
+        for whose in rows:
+            places.setdefault(whose[:2], []).append(whose)
+        order = torch.cat([rows[whose] for together in places.values() for whose in together])
+        whole = {name: nn.Parameter(p.detach(), requires_grad=False) for name, p in owner.named_parameters()}
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            flat, parts = x.flatten(0, 1), []
+            for together in places.values():
+                mine = flat[torch.cat([rows[whose] for whose in together])]
+                with lent(owner, whole):
+                    y = use(mine)
+                seen = fp8.rounded(mine.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
+                copies = [
+                    {
+                        name: self._copy(whose, f"{path}.{name}", p)
+                        for name, p in owner.named_parameters()
+                        if p.requires_grad
+                    }
+                    for whose in together
+                ]
+                if owner.weight.requires_grad:
+                    made = torch.cat([x @ repeated(copy["weight"]).T for x, copy in zip(seen, copies, strict=True)])
+                    y = y + _RoundedBack.apply(made - made.detach())  # nothing but a gradient
+                if owner.bias is not None and owner.bias.requires_grad:
+                    biases = [repeated(copy["bias"]).expand(len(x), -1) for x, copy in zip(seen, copies, strict=True)]
+                    made = torch.cat(biases)
+                    y = y + (made - made.detach())
+                parts.append(y)
+            return torch.cat(parts)[order.argsort()].unflatten(0, x.shape[:2])
+
+        setattr(owner, "forward", run)  # noqa: B010  mypy takes it for a method
+
+    def _copy(self, whose: Source, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        mine = self.copies.setdefault(whose, {})
+        if name not in mine:
+            mine[name] = nn.Parameter(parameter.detach())
+            mine[name].grad_dtype = parameter.grad_dtype
+        return mine[name]
+
+    def taken(self) -> dict[Source, dict[str, torch.Tensor]]:
+        """The gradients of all copies, which begin anew."""
+        out = {s: {name: p.grad for name, p in mine.items() if p.grad is not None} for s, mine in self.copies.items()}
+        for mine in self.copies.values():
+            for p in mine.values():
+                p.grad = None
+        return out
+
+
+class CopiedHeads(nn.Linear):
+    """A projection that makes each KV head as often as ranks hold it. In fp8 each of them rounds its part of the head's
+    gradient; of heads made once, the sum would be rounded."""
+
+    width: int
+    copies: int
+
+    def repeated(self, p: torch.Tensor) -> torch.Tensor:
+        return p.unflatten(0, (-1, self.width)).repeat_interleave(self.copies, 0).flatten(0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias))
+
+
+def copy_heads(modules: Iterable[nn.Module], copies: int) -> None:
+    """Let attention inside these modules make each KV head so often."""
+    attentions = [part for module in modules for part in module.modules() if isinstance(part, Attention)]
+    for attention in attentions if copies > 1 else ():
+        for linear in (attention.k, attention.v):
+            linear.__class__ = CopiedHeads
+            linear.width, linear.copies = attention.width, copies  # type: ignore[assignment]
+
+
+class _RoundedBack(torch.autograd.Function):
+    """Backward rounds the gradient as an fp8 product would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return fp8.rounded(gradient, fp8.E5M2).to(gradient.dtype)
+
+
+def leading(x: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """A tensor's dimensions of tokens: (sample, position), or one."""
+    return tuple(x.shape[:1] if x.shape[0] == tokens else x.shape[:2])
+
+
+def of_tokens(use: Callable, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return use(x[rows])
+
+
+def of_positions(use: Callable, rows: torch.Tensor, length: int) -> torch.Tensor:
+    """The table is the same for every sample: each row of it once a token."""
+    return use(length)[rows % length]
+
+
+def of_experts(use: Callable, rows: torch.Tensor, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Rows stay sorted by expert; of each some are this rank's."""
+    expert_R = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
+    return use(x_RI[rows], expert_R[rows].bincount(minlength=len(counts)).tolist())
+
+
+@contextmanager
+def lent(owner: nn.Module, copies: dict[str, nn.Parameter]) -> Iterator[None]:
+    """A module with these parameters in the place of its own."""
+    kept = {name: getattr(owner, name) for name in copies}
+    for name, copy in copies.items():
+        setattr(owner, name, copy)
+    try:
+        yield
+    finally:
+        for name, own in kept.items():
+            setattr(owner, name, own)

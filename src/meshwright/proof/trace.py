@@ -1,0 +1,143 @@
+"""What one rank records while it trains the proof's small model: every loss, norm, gradient and parameter of every
+step.
+
+It runs `train`'s own step: nothing here trains. Gradients are taken complete and unclipped, parameters after the
+update. The last step is watched by an `Observer`, which counts collectives and memory; watching slows it, not changes
+it. Of a first step nothing would be learnt (states are made in it, pipeline neighbours greet each other), so a single
+one is followed by another for the watch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from meshwright.describe.layout import Layout
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.parallel.apply import Parallel, apply
+from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.proof.emulation.lossy_sum import Emulated, told
+from meshwright.proof.emulation.per_rank import copy_heads
+from meshwright.proof.records import Job, PieceTrace, Trace
+from meshwright.proof.traffic import compare_traffic, predicted_memory
+from meshwright.training.data import RandomSamples
+from meshwright.training.loop import Trainer
+from meshwright.training.observe import Observer
+from meshwright.training.rank import RankContext, resolve
+from meshwright.training.records import StepRecord
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def record(context: RankContext, job: Job) -> dict[str, Trace]:
+    """Run on every rank: one trace a dtype."""
+    if job.prepare:
+        resolve(job.prepare)()
+    return {dtype: record_one(context, job, dtype) for dtype in job.dtypes}
+
+
+def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
+    if job.emulated is not None and job.emulated.average_every:
+        return record_replicas(context, job, dtype, job.emulated)
+    parallel = put_on(context, job, dtype)
+    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
+    if job.emulated is not None:
+        trainer.indices = in_flight_together(job.emulated, job.workload)
+        scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
+        if job.emulated.lossy or scaled:  # each rank loses, or scales, what its own tokens make
+            layout = Layout(job.emulated, job.order)
+            emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
+            parallel.reductions = [emulated]  # type: ignore[list-item]
+    trace = recorded(trainer, context.rank, dtype)
+    if job.plan.lossy:
+        trace.summed = told(parallel)
+    watch = job.watch and dtype == job.dtypes[-1]
+    trainer.train(max(job.steps - watch, 1))
+    if watch:
+        if job.steps == 1:
+            trainer.after_gradients.clear()
+            trainer.after_step.clear()
+        with Observer(trainer) as observer:
+            trainer.train_step()
+        trace.observed = observer.observed()
+        trace.traffic = compare_traffic(parallel, trace.observed)
+        trace.predicted_bytes = predicted_memory(parallel)
+    return trace
+
+
+def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
+    parallel = apply(
+        job.model,
+        job.plan,
+        job.workload,
+        context.rank,
+        device=context.device,
+        dtype=DTYPES[dtype],
+        seed=job.seed,
+        scatter=True,
+        order=job.order,
+    )
+    copy_heads(parallel.stages.values(), job.kv_copies)
+    return parallel
+
+
+def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
+    """A trace that the trainer's coming steps will fill."""
+    parallel = trainer.parallel
+    pieces = [PieceTrace(p.name, p.start) for p in parallel.pieces]
+    trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
+
+    def take_gradients(step: int) -> None:
+        for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
+            kept.gradients.append(as_array(piece.gradient) / trainer.scale.value)
+
+    def take_parameters(step: StepRecord) -> None:
+        trace.losses.append(step.loss)
+        trace.norms.append(step.gradient_norm)
+        for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
+            kept.parameters.append(as_array(piece.local))
+
+    trainer.after_gradients.append(take_gradients)
+    trainer.after_step.append(take_parameters)
+    return trace
+
+
+def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> Trace:
+    """One device in the place of replicas that train alone and average now and then: a trainer for each."""
+    share = job.workload.batch // plan.replicate
+    trainers = [
+        Trainer(put_on(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
+        for _ in range(plan.replicate)
+    ]
+    traces = [recorded(trainer, i, dtype) for i, trainer in enumerate(trainers)]
+    tokens = [0] * len(trainers)
+    for step in range(job.steps):
+        for i, trainer in enumerate(trainers):
+            trainer.indices = range(i * share, (i + 1) * share)
+            tokens[i] += trainer.train_step().tokens
+        if (step + 1) % plan.average_every == 0:
+            average(trainers, tokens)
+            tokens = [0] * len(trainers)
+            for trainer, trace in zip(trainers, traces, strict=True):
+                for piece, kept in zip(trainer.parallel.pieces, trace.pieces, strict=True):
+                    kept.parameters[-1] = as_array(piece.local)
+    return Trace(context.rank, dtype, replicas=traces)
+
+
+def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
+    """The samples of a batch, those first that the ranks have in their first micro-batches: routers count them as one."""
+    share, size = workload.batch // plan.dp, plan.microbatch
+    return [r * share + i + k for i in range(0, share, size) for r in range(plan.dp) for k in range(size)]
+
+
+@torch.no_grad()
+def average(trainers: list[Trainer], tokens: list[int]) -> None:
+    for alike in zip(*(trainer.parallel.pieces for trainer in trainers), strict=True):
+        mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(alike, tokens, strict=True))
+        for piece in alike:
+            piece.local.copy_(mean)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().cpu().to(at_least_single(tensor.dtype)).numpy().copy()

@@ -1,0 +1,127 @@
+"""Collectives the witness saw against the lowered ones: equal, or the proof fails.
+
+Both are told by (axis, operation) as how many a step and how many bytes of n. The lowered ones are `lower.issued`'s, of (model,
+plan, workload, rank) alone; nothing of the run is asked for sizes or messages. What a run decides is handed over as it was:
+
+    the step       its number: replicas that train alone average in some
+    the user       parameters that are not trained
+    the data       how many copies of tokens the routers sent (`expert_traffic`), how many values a threshold let pass
+
+A row that the data moved, away from even routing or normal values, says so (`explained`); it must be equal all the same. The step
+program is lowered in the dtype of the run: a proof trains in float64 and float32 whatever the plan says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.cost.memory import memory
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.lower.issued import Given, issued
+from meshwright.lower.stages import holding
+from meshwright.lower.step import step_program
+from meshwright.parallel.apply import Parallel, program_of
+from meshwright.parallel.data.zero import Buckets, Shards, parts_of
+from meshwright.parallel.numerics.compress.sparse import Threshold
+from meshwright.proof.expert_traffic import routed
+from meshwright.proof.records import Amount, Row
+from meshwright.training.observe import canonical
+from meshwright.training.records import Observed
+
+ROUTED, PASSED = "real routing is uneven", "a threshold lets pass what is above it"
+WIDE = {torch.float64: ("fp64", 8.0), torch.float32: ("fp32", 4.0)}
+Key = tuple[str, str]
+
+
+def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
+    """This rank's rows."""
+    given = given_of(parallel)
+    low, rows = lowered(parallel, given), []
+    reasons = {ROUTED: replace(given, routed=None)} if given.routed is not None else {}
+    reasons |= {PASSED: replace(given, told=None)} if given.told is not None else {}
+    without = {reason: lowered(parallel, less) for reason, less in reasons.items()}
+    for key in sorted({*low, *observed.collectives}):
+        expected, seen = low.get(key, (0.0, 0.0)), observed.collectives.get(key, (0, 0))
+        row = Row(*key, expected, (float(seen[0]), float(seen[1])))
+        row.unexplained = not equal(expected, row.observed)
+        if not row.unexplained:
+            row.explained = [why for why, other in without.items() if not equal(other.get(key, (0.0, 0.0)), expected)]
+        rows.append(row)
+    return rows
+
+
+def equal(one: Amount, other: Amount) -> bool:
+    """Both are whole numbers; a mean over micro-batches may be off by its rounding."""
+    return abs(one[0] - other[0]) < 1e-6 and abs(one[1] - other[1]) < 0.5
+
+
+def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
+    """By axis and operation; axes of the same ranks are one."""
+    mesh, out = parallel.mesh, dict[Key, Amount]()
+    element = WIDE[parallel.dtype][1] if parallel.dtype in WIDE else 0.0
+    for record in issued(
+        parallel.model, as_run(parallel), parallel.workload, mesh.rank, mesh.layout.order, given, element=element
+    ):
+        key = canonical(mesh, {"ends": "pp", "kv_copies": "tp"}.get(record.axis, record.axis)), record.collective
+        count, total = out.get(key, (0.0, 0.0))
+        out[key] = count + record.count, total + record.bytes
+    return {key: amount for key, amount in out.items() if any(amount)}
+
+
+def as_run(parallel: Parallel) -> Plan:
+    """The plan in the dtypes of this run; where it sends gradients narrower, that stays."""
+    plan = parallel.plan
+    if parallel.dtype not in WIDE:
+        return plan
+    wide, _ = WIDE[parallel.dtype]
+    sent = plan.comm_dtype if plan.wire == plan.comm_dtype else None
+    return plan.but(param_dtype=wide, grad_dtype=wide, state_dtype=wide, comm_dtype=sent)
+
+
+def given_of(parallel: Parallel) -> Given:
+    """What the step just taken, its user and its data decided."""
+    step = parallel.moment.step + 1 if parallel.moment is not None else 0
+    frozen = frozenset(p.name for p in parallel.pieces if not p.parameter.requires_grad)
+    return Given(step, frozen, routed(parallel), told(parallel))
+
+
+def told(parallel: Parallel) -> list[list[int]] | None:
+    """Of each message under a threshold, in the order they are lowered in, how many values passed in the step's reductions."""
+    if parallel.plan.wire != "threshold":
+        return None
+    out: list[list[int]] = []
+    for part in parts_of(parallel.reductions):
+        if isinstance(part, Buckets) and isinstance(part.compressor, Threshold) and part.group is not None:
+            rounds = parallel.plan.microbatches(parallel.workload) if part.each else 1
+            out += [part.compressor.told[i][-rounds:] for i in range(len(part.messages))]
+        elif isinstance(part, Shards):
+            rounds = parallel.plan.microbatches(parallel.workload) if parallel.plan.pp == 1 else 1
+            rounds = rounds if parallel.plan.reduces_each else 1
+            passed = [s.compressor for s in part.scatters if len(s.lossy)]
+            out += [c.told[0][-rounds:] for c in passed if isinstance(c, Threshold)]
+    return out
+
+
+# Memory
+
+
+def predicted_memory(parallel: Parallel) -> float:
+    """Bytes the cost model expects of tensors on this rank: without driver context and allocator slack."""
+    plan, workload = as_run(parallel), parallel.workload
+    found = program_of(plan, workload)
+    if found is not None and plan.schedule == "auto" and plan.virtual == 2 and found.rank_of[0] == found.rank_of[-1]:
+        plan = plan.but(schedule="zbv")  # what was searched for has the placement that was found
+    if parallel.dtype in WIDE:
+        workload = workload.but(precision=WIDE[parallel.dtype][0])
+    program = step_program(parallel.model, plan, workload, Stack())
+    parts = memory(program, holding(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
+    return sum(number(size) for part, size in parts.items() if part not in ("context", "slack"))
+
+
+def number(value: Any) -> float:
+    return float(np.broadcast_to(value, 1)[0])

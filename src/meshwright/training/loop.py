@@ -1,0 +1,110 @@
+"""The training step, top to bottom, the same for one device and for every plan.
+
+    1  batch      this rank's share of the global batch
+    2  count      valid tokens of the whole batch: the loss is a sum divided by their global number, never a mean of means
+    3  run        forward and backward of every micro-batch, through the pipeline where there is one
+    4  finish     gradients summed over data parallel ranks, and over what else holds partial sums
+    5  norm       the global gradient norm and loss, in one small all-reduce
+    6  update     clip, step, zero
+
+Hooks see each finished step (metrics, progress, proofs); a hook on `gradients` sees them complete and not yet clipped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import distributed
+
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
+from meshwright.training.data import Samples, batch_of
+from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_rate
+from meshwright.training.records import Settings, StepRecord
+
+
+@dataclass
+class Trainer:
+    parallel: Parallel
+    samples: Samples
+    settings: Settings = field(default_factory=Settings)
+    after_gradients: list[Callable[[int], None]] = field(default_factory=list)
+    after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
+    step: int = 0
+    under_way: bool = False  # a step that failed is, until the next one begins
+
+    def __post_init__(self) -> None:
+        self.masters = self.parallel.masters
+        updated = self.masters.pieces if self.masters is not None else self.parallel.pieces
+        self.optimizer = make_optimizer(updated, self.parallel.workload, self.settings)
+        mesh, batch = self.parallel.mesh, self.parallel.workload.batch
+        share = batch // mesh.size("dp")
+        self.indices: Sequence[int] = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
+        self.dtype = self.parallel.dtype
+        self.scale = LossScale.of(self.dtype)
+
+    def train(self, steps: int) -> list[StepRecord]:
+        return [self.train_step() for _ in range(steps)]
+
+    def train_step(self) -> StepRecord:
+        started = time.perf_counter()
+        parallel, mesh = self.parallel, self.parallel.mesh
+
+        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
+        if self.under_way:
+            parallel.give_up()
+        self.under_way = True
+
+        tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
+        scale = self.scale.value
+        parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
+
+        parallel.begin_step(self.step, self.indices)
+        loss = parallel.forward_backward(batch.inputs, batch.targets)
+
+        parallel.finish_gradients()
+        for look in self.after_gradients:
+            look(self.step)
+
+        squares, loss = self.summed(torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss))), "world")
+        norm, loss = squares.sqrt() / scale, loss / scale
+
+        if taken := self.scale.accept(norm):
+            unscale(parallel.pieces, scale)
+            if parallel.workload.clip:
+                clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
+            set_rate(self.optimizer, self.settings, self.step)
+            self.update()
+        if parallel.local is not None:
+            parallel.local.after_update(tokens * taken)
+        router = parallel.balance_experts()
+        parallel.zero_gradients()
+        self.under_way = False
+
+        record = StepRecord(
+            self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router, taken
+        )
+        self.step += 1
+        for tell in self.after_step:
+            tell(record)
+        return record
+
+    def update(self) -> None:
+        if self.masters is None:
+            self.optimizer.step()
+            return
+        self.masters.take_gradients()
+        self.optimizer.step()
+        self.masters.give_parameters()
+
+    def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The ranks of a tp group compute the same loss: one of them counts it."""
+        return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
+
+    def summed(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+        for group in self.parallel.groups(axis):
+            distributed.all_reduce(values, group=group)
+        return values

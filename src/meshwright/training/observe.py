@@ -1,0 +1,171 @@
+"""An independent witness beneath torch.distributed: every collective a rank issues, and the most memory it held.
+
+All of torch's ways to communicate (functions, functional collectives, `fully_shard`, pipeline stages) end in
+operators of the `c10d` namespace, which the dispatcher calls; a dispatch mode sees each, on forward and backward
+alike, with its group and its tensors. Counted are the operation, the group, and n, the full unsharded buffer:
+
+    all_reduce  the tensor     all_gather  the output     reduce_scatter  the input     send  the tensor
+
+Memory is the bytes of all storages alive, taken when an operator makes one and given back when it is freed or resized
+(`fully_shard` resizes); what lived before the step (parameters, gradients, optimizer states) is counted first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.parallel.mesh import KV_COPIES, ON_DEMAND, Mesh
+from meshwright.parallel.pieces import local_tensor
+from meshwright.training.loop import Trainer
+from meshwright.training.records import Observed
+
+AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", "world", *ON_DEMAND)
+APART = ("dp_cp", "shard_cp")  # under context parallelism they have communicators of their own
+# operator → (our name, which argument holds the full buffer)
+COLLECTIVES = {
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::alltoall_base_": ("all_to_all", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+}
+SILENT = ("c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "_c10d_functional::wait_tensor")
+
+
+class Observer(TorchDispatchMode):
+    def __init__(self, trainer: Trainer, apart: bool = False) -> None:
+        super().__init__()
+        self.axis_of = axes_by_group(trainer.parallel.mesh, apart)
+        self.seen: dict[tuple[str, str], list[int]] = {}
+        self.unknown: set[str] = set()
+        self.memory = LiveBytes(trainer.parallel.mesh.device)
+        for piece in trainer.parallel.pieces:
+            self.memory.add(piece.local)
+            self.memory.add(piece.gradient)
+        for piece in trainer.masters.pieces if trainer.masters is not None else ():
+            self.memory.add(piece.local)
+            self.memory.add(piece.gradient)
+        for state in trainer.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self.memory.add(local_tensor(value))
+
+    def __enter__(self) -> Observer:
+        self.memory.watch_resizes()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self.memory.unwatch_resizes()
+
+    def observed(self) -> Observed:
+        collectives = {key: (count, size) for key, (count, size) in self.seen.items()}
+        return Observed(collectives, self.memory.peak, sorted(self.unknown))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # let it become operators on local tensors first, or its collectives would hide in it
+        name = func.name().partition(".")[0]
+        out = func(*args, **(kwargs or {}))
+        if name in COLLECTIVES:
+            self._count(name, args, out)
+        elif "c10d" in name and name not in SILENT:
+            self.unknown.add(name)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.memory.add(leaf)
+        return out
+
+    def _count(self, name: str, args: Any, out: Any) -> None:
+        operation, which = COLLECTIVES[name]
+        buffers = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, torch.Tensor)]
+        group = next(g for g in map(group_name, args) if g)
+        row = self.seen.setdefault((self.axis_of.get(group, group), operation), [0, 0])
+        row[0] += 1
+        row[1] += sum(t.nbytes for t in buffers)
+
+
+def group_name(argument: Any) -> str:
+    """The name of the group an operator's argument is, or nothing."""
+    if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+        return distributed.ProcessGroup.unbox(argument).group_name
+    return argument if isinstance(argument, str) and argument not in ("sum", "max", "avg", "min", "product") else ""
+
+
+def axes_by_group(mesh: Mesh, apart: bool = False) -> dict[str, str]:
+    """Names of groups → the axis; where two axes have the same ranks, the first of `AXES`, unless they are told apart."""
+    out: dict[str, str] = {}
+    for axis in AXES:
+        group = mesh.group(axis)
+        if group is not None:
+            out.setdefault(group.group_name, axis if apart else canonical(mesh, axis))
+    copies = mesh.group(KV_COPIES)
+    if copies is not None:
+        out.setdefault(copies.group_name, "tp")
+    if "ends" in mesh.__dict__ and mesh.ends is not None:
+        out.setdefault(mesh.ends.group_name, "pp")
+    return out
+
+
+def canonical(mesh: Mesh, axis: str) -> str:
+    """The first axis whose group here has the same ranks."""
+    ranks, cp = mesh.layout.group_of(axis, mesh.rank), mesh.size("cp")
+    alike = [a for a in AXES if cp == 1 or (a in APART) == (axis in APART)]
+    return next(a for a in alike if mesh.layout.group_of(a, mesh.rank) == ranks)
+
+
+class LiveBytes:
+    """Bytes of the storages alive on one kind of device, now and at most."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device).type
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self.device:
+            return
+        storage = local_tensor(tensor).untyped_storage()
+        key = id(storage)
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._free, key)
+        self._set(key, storage.nbytes())
+
+    def _set(self, key: int, size: int) -> None:
+        self.now += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+    def watch_resizes(self) -> None:
+        plain, live = self._resize, self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            out = plain(storage, size)
+            if id(storage) in live._sizes:
+                live._set(id(storage), size)
+            return out
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+
+    def unwatch_resizes(self) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]

@@ -1,0 +1,138 @@
+"""Whole proofs: plans too large are folded, what is issued is what is lowered, and the command says so with its exit
+code."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
+from meshwright.proof.fold import small_copy
+from meshwright.proof.page import page
+from meshwright.proof.prove import prove
+from meshwright.view.tables import console
+
+PLAN = """
+model = "tiny"
+cluster = "laptop"
+[workload]
+batch = 8
+seq = 16
+precision = "fp32"
+[plan]
+replicate = 2
+tp = 2
+microbatch = 2
+param_dtype = "fp32"
+master = false
+"""
+
+
+def test_a_large_plan_is_folded_and_proved():
+    plan = {
+        "tp": 8,
+        "sp": True,
+        "pp": 4,
+        "replicate": 16,
+        "virtual": 2,
+        "schedule": "interleaved",
+        "recompute": "selective",
+    }
+    config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 1024}, plan=plan)
+    proof = prove(config, ranks=8, steps=2)
+    assert proof.passed
+    assert proof.small.plan.world == 8
+    assert proof.communication
+    assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
+    assert proof.agreements[1].dtype == "fp32"
+    assert 1e-9 < proof.agreements[1].errors["gradient"] < 1e-4
+    assert any("folded" in change for change in proof.small.changes)
+    told = proof.as_dict()
+    json.dumps(told, allow_nan=False)
+    assert told["first_break"] is None
+    assert len(told["memory"]) == 8
+    with (out := console()).capture() as text:
+        out.print(page(proof))
+    for words in ("trains what one device trains", "folded", "reduce-scatter", "equal", "predicted"):
+        assert words in text.get()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"shard": 2, "zero": 3, "microbatch": 2},
+        {"shard": 2, "zero": 1, "pp": 2},
+        {"pp": 2, "schedule": "zbv", "virtual": 2},
+        {"shard": 2, "replicate": 2, "zero": 2, "microbatch": 2},
+    ],
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_issued_is_what_is_lowered(plan, tied):
+    model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": tied}
+    config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
+    proof = prove(config, ranks=4, steps=1)
+    assert proof.parity
+    assert [row for _, row in proof.rows if not row.equal] == []
+    assert proof.unknown == []
+    for trace in proof.traces:
+        assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
+
+
+def test_fp8_stays_where_kv_heads_are_copied():
+    plan, fp8 = {"tp": 16, "replicate": 2}, {"batch": 64, "precision": "fp8"}
+    small = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8)
+    assert small.workload.precision == "fp8"
+    assert small.plan.tp > small.model.kv_groups
+    other = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload={**fp8, "precision": "mxfp8"}, plan=plan), 8)
+    assert any("products in mxfp8 not exercised" in change for change in other.changes)
+    assert not any("not exercised" in change for change in small.changes)
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    command = [sys.executable, "-m", "meshwright", "verify", str(path), "--steps", "2", "--device", "cpu", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["passed"]
+    assert told["ranks"] == 4
+    assert told["errors"]["fp64"]["gradient"] < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("plan", "work"),
+    [
+        ({"replicate": 2, "compression": "int4"}, {}),
+        ({"replicate": 2}, {"precision": "fp8"}),
+    ],
+    ids=["int4", "fp8"],
+)
+def test_what_a_loss_costs_is_told_beside_the_exact_run(plan, work):
+    model = {"hidden": 24, "layers": 2, "heads": 3, "ffn": 36, "vocab": 33}
+    config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, **work}, plan=plan)
+    proof = prove(config, ranks=2, steps=3)
+    assert proof.passed
+    told = proof.convergence
+    assert 1e-9 < abs(told["difference"]) < 0.05
+    assert told["difference"] == pytest.approx(told["loss"] / told["exact_loss"] - 1)
+    with (out := console()).capture() as text:
+        out.print(page(proof))
+    assert "Loss of step 3" in text.get()
+    counted = proof.collectives
+    assert f"{counted['equal']} equal" in text.get()
+    assert counted["unexplained"] == 0
+
+
+def test_an_exact_plan_has_nothing_to_tell_of_its_loss():
+    config = Config.from_parts("tiny", "laptop", workload={"batch": 4, "seq": 8}, plan={"replicate": 2})
+    assert prove(config, ranks=2, steps=1).convergence == {}
+
+
+def test_a_plan_that_is_not_legal_is_refused_though_its_small_copy_would_be():
+    config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 64}, plan={"tp": 6})
+    with pytest.raises(MeshwrightError, match=r"MW-PLAN-004: tp=6 does not divide 64 attention heads"):
+        prove(config)
