@@ -25,11 +25,11 @@ import numpy as np
 from meshwright import planner
 from meshwright.describe import catalog
 from meshwright.describe.workload import Workload
+from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
 from meshwright.planner.search.leaders import rank
-from meshwright.planner.search.search import Found, Incumbents, Search
+from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
-from meshwright.planner.search.walking import walk
 
 # Calculon's full search of GPT-3 175B on 512 GPUs: core-seconds, and executions by the loops of its search at batch 1,536, without offloading and
 # with a second memory to offload to.

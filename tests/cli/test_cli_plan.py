@@ -46,7 +46,7 @@ def answer(tmp_path_factory):
 
 def test_json_has_the_agreed_keys(answer):
     said, _ = answer
-    assert {"searched", "seconds", "plans", "families"} <= set(said)
+    assert {"searched", "seconds", "plans", "strategies"} <= set(said)
     assert said["searched"] > 10_000 > 0 < said["costed"] < said["searched"]
     first = said["plans"][0]
     keys = {
@@ -65,7 +65,7 @@ def test_json_has_the_agreed_keys(answer):
     }
     assert keys <= set(first)
     assert all(p["fits"] for p in said["plans"])
-    assert {"DDP", "FSDP", "TP+DP", "3D"} <= set(said["families"])
+    assert {"DDP", "FSDP", "TP+DP", "3D"} <= set(said["strategies"])
     assert said["explanation"]["training"]["days"] > 0
 
 

@@ -28,7 +28,7 @@ from meshwright.lower.stages import holding
 from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
-from meshwright.planner.advice.lint import lint
+from meshwright.planner.advice.lint import check as lint
 from meshwright.proof.fold import small_copy
 from meshwright.proof.prove import prove
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import step
-from meshwright.planner.cases import cases
+from meshwright.planner.cases import studies
 from meshwright.view import cases as view
 
 DOCS = Path(__file__).parents[2] / "docs" / "cases"
@@ -29,27 +29,27 @@ WANTED = {
     "deepseek-v2",
     "deepseek-v3",
 }
-RESULTS = {name: cases.evaluate(name) for name in cases.CASES}
+RESULTS = {name: studies.evaluate(name) for name in studies.CASES}
 PAGES = view.pages()
 
 
 def test_all_cases_are_there() -> None:
-    assert set(cases.CASES) >= WANTED
+    assert set(studies.CASES) >= WANTED
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", studies.CASES)
 def test_a_case_says_what_was_told_what_is_assumed_and_by_whom(name: str) -> None:
-    case = cases.load(name)
+    case = studies.load(name)
     case.config.check()
     assert case.told
     assert case.assumed
     assert case.sources
     assert case.story
     assert case.difference
-    assert all(p.what in cases.UNITS and p.value > 0 and p.source for p in case.published)
+    assert all(p.what in studies.UNITS and p.value > 0 and p.source for p in case.published)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", studies.CASES)
 def test_ours_is_of_the_published_order(name: str) -> None:
     for row in RESULTS[name].rows:
         assert 0.6 < row.ratio < 1.5, f"{row.what}: published {row.published}, ours {row.ours}"
@@ -73,41 +73,41 @@ def test_most_published_figures_lie_in_our_band() -> None:
 )
 def test_published_gpu_hours_in_days(name: str, days: float) -> None:
     """What the seeds' table of days should have said."""
-    case = cases.load(name)
+    case = studies.load(name)
     (hours,) = (p.value for p in case.published if p.what == "gpu_hours")
     assert hours / case.config.cluster.world / 24 == pytest.approx(days, abs=0.06)
 
 
 def test_gpt3_as_the_seeds_have_it_does_not_fit() -> None:
-    case = cases.load("gpt3")
+    case = studies.load("gpt3")
     seeds = case.config.plan.but(pp=8, replicate=16)
-    assert not cases.estimated(case, seeds).prediction.fits
+    assert not studies.estimated(case, seeds).prediction.fits
     assert RESULTS["gpt3"].estimate.prediction.fits
 
 
 def test_gpt3_data_parallel_volume() -> None:
     """175B/(tp·pp) parameters a GPU, not 175B/pp."""
-    case = cases.load("gpt3-megatron")
-    e = cases.estimated(case, case.config.plan)
+    case = studies.load("gpt3-megatron")
+    e = studies.estimated(case, case.config.plan)
     d = case.config.plan.dp
     expected = 2 * (d - 1) / d * 2 * 175e9 / 64
     assert e.prediction.traffic_bytes["dp"] == pytest.approx(expected, rel=0.06)
 
 
 def test_deepseek_v2_cost() -> None:
-    (hours,) = (p.value for p in cases.load("deepseek-v2").published)
+    (hours,) = (p.value for p in studies.load("deepseek-v2").published)
     assert hours == pytest.approx(172.8e3 * 8.1)
     assert 2 * hours == pytest.approx(2.8e6, rel=0.01)
 
 
 def test_an_expert_of_mixtral_is_5_6_billion() -> None:
-    m = cases.load("mixtral").config.model
+    m = studies.load("mixtral").config.model
     assert 3 * m.hidden * m.expert_width * m.layers == pytest.approx(5.6e9, rel=0.01)
     assert m.total == pytest.approx(46.7e9, rel=1e-3)
 
 
 def test_palm_runs_without_a_pipeline_on_two_pods() -> None:
-    c = cases.load("palm").config
+    c = studies.load("palm").config
     assert (c.plan.tp, c.plan.shard, c.plan.replicate, c.plan.pp) == (12, 256, 2, 1)
     assert c.cluster.world == 6144
     assert c.cluster.accelerator.peak_for("bf16") == 275e12
@@ -117,13 +117,13 @@ def test_days_and_hours_are_steps_and_nothing_else() -> None:
     r = RESULTS["bloom"]
     steps = 366e9 / (2048 * 2048)
     assert r.days == pytest.approx(steps * step(r.estimate) / 86400)
-    assert cases.gpu_hours(r.estimate) == pytest.approx(r.days * 24 * 384)
+    assert studies.gpu_hours(r.estimate) == pytest.approx(r.days * 24 * 384)
 
 
 def test_gains_account_for_the_whole_difference() -> None:
-    case = cases.load("llama-65b")
-    was, now = RESULTS["llama-65b"].estimate, cases.estimated(case, case.config.plan.but(recompute="full"))
-    told = cases.gains(was, now, least=0.0)
+    case = studies.load("llama-65b")
+    was, now = RESULTS["llama-65b"].estimate, studies.estimated(case, case.config.plan.but(recompute="full"))
+    told = studies.gains(was, now, least=0.0)
     assert sum(s for _, s in told) == pytest.approx(step(was) - step(now))
     assert told[0][0] == "recompute"
     assert told[0][1] < 0
@@ -131,11 +131,11 @@ def test_gains_account_for_the_whole_difference() -> None:
 
 def test_verdicts() -> None:
     r = RESULTS["llama-65b"]
-    over = cases.estimated(r.case, r.case.config.plan.but(microbatch=8))
-    assert f"{over.prediction.memory_gib:.0f} of" in cases.verdict(over, r.estimate)
-    assert "within 1%" in cases.verdict(r.estimate, r.estimate)
-    slow = cases.estimated(r.case, r.case.config.plan.but(recompute="full"))
-    assert "less time" in cases.verdict(slow, r.estimate)
+    over = studies.estimated(r.case, r.case.config.plan.but(microbatch=8))
+    assert f"{over.prediction.memory_gib:.0f} of" in studies.verdict(over, r.estimate)
+    assert "within 1%" in studies.verdict(r.estimate, r.estimate)
+    slow = studies.estimated(r.case, r.case.config.plan.but(recompute="full"))
+    assert "less time" in studies.verdict(slow, r.estimate)
 
 
 def test_as_dict_is_json() -> None:
@@ -147,7 +147,7 @@ def test_as_dict_is_json() -> None:
 
 def test_an_unknown_case_names_the_nearest() -> None:
     with pytest.raises(MeshwrightError) as error:
-        cases.load("gpt-3")
+        studies.load("gpt-3")
     assert error.value.code == "MW-CASE-001"
     assert "gpt3" in error.value.fix
 
@@ -174,13 +174,13 @@ def test_every_case_has_a_choice_that_fits_and_is_no_slower() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", studies.CASES)
 def test_the_choice_is_what_the_search_says(name: str) -> None:
     """Kept choices may be another of the plans within a percent, not worse than that."""
-    found = cases.choose(name)
+    found = studies.choose(name)
     assert found is not None
-    now, was = step(cases.estimated(cases.load(name), found)), RESULTS[name].choice
+    now, was = step(studies.estimated(studies.load(name), found)), RESULTS[name].choice
     assert was is not None
     assert now == pytest.approx(step(was), rel=0.01), (
-        "run `python -m meshwright.planner.cases.cases src/meshwright/planner/case_choices.toml`"
+        "run `python -m meshwright.planner.cases.studies src/meshwright/planner/case_choices.toml`"
     )

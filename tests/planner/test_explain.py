@@ -10,7 +10,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
-from meshwright.planner.advice.nothing import fits, other
+from meshwright.planner.advice.infeasible import fits, other
 from meshwright.planner.advice.sensitivity import changed, links, resized
 from meshwright.planner.api import run, share, split_settings, words
 from planner.spaces import DENSE, MOE, cluster, space
@@ -46,8 +46,8 @@ def test_parts_sum_to_the_walked_step(result):
         assert p.memory_gib <= 0.95 * p.memory_limit_gib
 
 
-def test_what_a_family_costs_more_sums_to_the_difference(result):
-    lost = [c for name, c in result.ranking.families.items() if name != result.ranking.best.family]
+def test_what_a_strategy_costs_more_sums_to_the_difference(result):
+    lost = [c for name, c in result.ranking.strategies.items() if name != result.ranking.best.strategy]
     assert lost
     for c in lost:
         theirs = why.walked_estimate(result.space, c.plan, c.time).prediction

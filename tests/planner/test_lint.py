@@ -13,8 +13,8 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.alternatives import data_parallel, moved, orders, settings
-from meshwright.planner.advice.lint import lint
-from meshwright.planner.advice.lint.legal import padded
+from meshwright.planner.advice.lint import check as lint
+from meshwright.planner.advice.lint.illegal import padded
 
 
 def config(

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
-from meshwright.planner.advice.lint import lint
+from meshwright.planner.advice.lint import check as lint
 from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 

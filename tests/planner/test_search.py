@@ -13,9 +13,9 @@ from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
-from meshwright.planner.search import bounds, choices, families, leaders, walking
+from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, strategies
+from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
 from meshwright.planner.search.leaders import TIE, rank, solve
-from meshwright.planner.search.search import MARGIN, Found, Search, search
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
 from planner.spaces import DENSE, MODELS, MOE, TIED, space
@@ -46,14 +46,14 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
     one = Search(where, limit)
     rows = join([one.cost(part) for part in where.plans(8192)])
     rows = rows.take(rows.memory <= limit)
-    family = families.family(rows)
+    strategy = strategies.strategy(rows)
     found = searched(name)
     assert found.legal == one.costed > 1.5 * found.costed
     assert not found.unproved
     assert found.rows.time.min() == pytest.approx(rows.time.min(), rel=1e-12)
-    for code in np.unique(family):
-        assert found.rows.time[found.rows.family == code].min() == pytest.approx(
-            rows.time[family == code].min(), rel=1e-12
+    for code in np.unique(strategy):
+        assert found.rows.time[found.rows.strategy == code].min() == pytest.approx(
+            rows.time[strategy == code].min(), rel=1e-12
         )
     for best, rung in zip(found.incumbents.front, found.incumbents.limits, strict=True):
         within = rows.take(rows.memory <= rung)
@@ -61,7 +61,7 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
         assert 0.99 * within.low.min(initial=np.inf) <= best <= within.high.min(initial=np.inf) * (1 + 1e-12)
     enough = found.incumbents.front[0] * (1 + MARGIN)
     assert (found.rows.time <= enough).sum() == (rows.time <= enough).sum()
-    assert {*np.unique(found.rows.family), *found.misfits} >= {*np.unique(family)}
+    assert {*np.unique(found.rows.strategy), *found.misfits} >= {*np.unique(strategy)}
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_what_does_not_fit_is_proved_and_told_by_how_much():
     found = search(where)
     one = Search(where, np.inf)
     rows = join([one.cost(part) for part in where.plans(8192)])
-    family = families.family(rows)
+    strategy = strategies.strategy(rows)
     assert rows.memory.min() > where.cluster.accelerator.memory
     assert not len(found.rows)
-    assert set(found.misfits) == set(np.unique(family).tolist())
+    assert set(found.misfits) == set(np.unique(strategy).tolist())
     for code, least in found.misfits.items():
-        assert least.memory[0] == pytest.approx(rows.memory[family == code].min(), rel=1e-12)
+        assert least.memory[0] == pytest.approx(rows.memory[strategy == code].min(), rel=1e-12)
 
 
 def test_headroom_is_kept():
@@ -188,15 +188,15 @@ def test_long_pipelines_are_continued_as_a_straight_line(monkeypatch):
     rows = rows.but(shape=np.arange(len(rows)), complexity=np.zeros(len(rows)))
     few = rows.take(slice(0, 8))
     short = [c.time for c in leaders.walked(where, few, found)]
-    monkeypatch.setattr(walking, "ACTIONS", 10**9)
+    monkeypatch.setattr(pipeline_walk, "ACTIONS", 10**9)
     whole = [c.time for c in leaders.walked(where, few, found)]
     np.testing.assert_allclose(short, whole, rtol=2e-3)
 
 
-def test_families_have_names():
+def test_strategies_have_names():
     where, rows = problem("experts"), searched("experts").rows
     for i in range(0, len(rows), 7):
-        assert families.name_of(where.plan(rows, i)) == families.NAMES[int(rows.family[i])]
+        assert strategies.name_of(where.plan(rows, i)) == strategies.NAMES[int(rows.strategy[i])]
     batch = step_cost(step_program(where.model, where.plan(rows, 0), where.workload, where.stack), where.cluster)
     assert float(batch.time[0]) == pytest.approx(float(rows.closed[0]), rel=1e-9)
 
@@ -221,7 +221,7 @@ def test_a_fuller_rank_that_a_batch_does_not_look_at_is_found():
     where = Space(model, cluster, Workload(batch=1600, seq=2048), stack, options)
     rows = join(list(where.plans()))
     program = lower(where.batch(rows))
-    seen, whole = step_cost(program, cluster).peak_memory, walking.fullest(program)
+    seen, whole = step_cost(program, cluster).peak_memory, pipeline_walk.fullest(program)
     assert (whole >= seen * (1 - 1e-12)).all()
     worst = int((whole / seen).argmax())
     assert whole[worst] > 1.05 * seen[worst]

@@ -11,8 +11,8 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
-from meshwright.planner.advice import guides, guides_axes, textbook
-from meshwright.planner.advice.situation import Situation
+from meshwright.planner.advice.guides import axes, general, textbook
+from meshwright.planner.advice.guides.problem import Problem
 from meshwright.view import textbook as view
 
 NAMES = {
@@ -38,9 +38,9 @@ def config(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096, tok
     )
 
 
-def situation(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096) -> Situation:
+def problem(model: str, cluster: str, gpus: int, batch: int, seq: int = 4096) -> Problem:
     c = config(model, cluster, gpus, batch, seq)
-    return Situation(c.model, c.cluster, c.workload, c.stack)
+    return Problem(c.model, c.cluster, c.workload, c.stack)
 
 
 def estimated(c: Config, plan: Plan) -> Estimate:
@@ -51,11 +51,11 @@ def estimated(c: Config, plan: Plan) -> Estimate:
 
 
 def test_size_against_memory_by_16_bytes_a_parameter() -> None:
-    small = guides.size_against_memory(situation("llama3.2-1b", "dgx-h100", 8, 64))
+    small = general.size_against_memory(problem("llama3.2-1b", "dgx-h100", 8, 64))
     assert small.plan is not None
     assert (small.plan.zero, small.plan.replicate) == (0, 8)
     # The seed gives 7B to DDP on 80 GB; its state alone is 112 GB.
-    seven = guides.size_against_memory(situation("llama-7b", "dgx-h100", 8, 64, 2048))
+    seven = general.size_against_memory(problem("llama-7b", "dgx-h100", 8, 64, 2048))
     assert seven.plan is not None
     assert seven.plan.zero == 3
     assert "112 GB" in seven.correction
@@ -63,36 +63,36 @@ def test_size_against_memory_by_16_bytes_a_parameter() -> None:
 
 
 def test_topology_of_one_node_of_many_and_of_ethernet() -> None:
-    node = guides.topology(situation("llama3-8b", "dgx-h100", 8, 64)).plan
+    node = general.topology(problem("llama3-8b", "dgx-h100", 8, 64)).plan
     assert node is not None
     assert node.tp in (2, 4, 8)
     assert node.pp == 1
-    many = guides.topology(situation("llama3-70b", "dgx-h100", 512, 1024)).plan
+    many = general.topology(problem("llama3-70b", "dgx-h100", 512, 1024)).plan
     assert many is not None
     assert many.tp == 8
-    cloud = guides.topology(situation("llama2-13b", "ethernet-cluster", 64, 512)).plan
+    cloud = general.topology(problem("llama2-13b", "ethernet-cluster", 64, 512)).plan
     assert cloud is not None
     assert cloud.tp == 1
     assert cloud.pp > 1 or cloud.zero == 3
 
 
 def test_batch_tells_its_bubble() -> None:
-    r = guides.batch_size(situation("gpt3-175b", "dgx-a100", 1024, 1536, 2048))
+    r = general.batch_size(problem("gpt3-175b", "dgx-a100", 1024, 1536, 2048))
     assert r.plan is not None
     assert r.plan.microbatch == 1
     m = r.plan.microbatches(config("gpt3-175b", "dgx-a100", 1024, 1536, 2048).workload)
     assert f"{(r.plan.pp - 1) / (m + r.plan.pp - 1):.0%} of the time is bubble" in r.reason
-    assert "too much" in guides.batch_size(situation("gpt3-175b", "dgx-a100", 1024, 32, 2048)).reason
+    assert "too much" in general.batch_size(problem("gpt3-175b", "dgx-a100", 1024, 32, 2048)).reason
 
 
 def test_architecture_by_kind() -> None:
-    experts = guides.architecture(situation("mixtral-8x7b", "dgx-h100", 128, 1024)).plan
+    experts = general.architecture(problem("mixtral-8x7b", "dgx-h100", 128, 1024)).plan
     assert experts is not None
     assert experts.ep == 8
-    long = guides.architecture(situation("llama3.1-8b", "dgx-h100", 64, 32, 131_072)).plan
+    long = general.architecture(problem("llama3.1-8b", "dgx-h100", 64, 32, 131_072)).plan
     assert long is not None
     assert long.cp > 1
-    dense = guides.architecture(situation("llama3-70b", "dgx-h100", 64, 512)).plan
+    dense = general.architecture(problem("llama3-70b", "dgx-h100", 64, 512)).plan
     assert dense is not None
     assert (dense.tp, dense.cp, dense.ep) == (8, 1, 1)
 
@@ -109,15 +109,14 @@ def test_architecture_by_kind() -> None:
     ],
 )
 def test_typical_configurations(model: str, seq: int, gpus: int, batch: int, holds) -> None:
-    plan = guides.typical_configuration(situation(model, "dgx-h100", gpus, batch, seq)).plan
+    plan = general.typical_configuration(problem(model, "dgx-h100", gpus, batch, seq)).plan
     assert plan is not None
     assert holds(plan), plan.title()
 
 
 def test_zero_stages_climb_with_the_model() -> None:
     stages = [
-        guides_axes.zero_stage(situation(m, "dgx-h100", 16, 128)).plan
-        for m in ("llama3.2-1b", "llama3.2-3b", "qwen2.5-14b")
+        axes.zero_stage(problem(m, "dgx-h100", 16, 128)).plan for m in ("llama3.2-1b", "llama3.2-3b", "qwen2.5-14b")
     ]
     chosen = [plan.zero if plan else -1 for plan in stages]
     assert chosen == sorted(chosen)
@@ -126,7 +125,7 @@ def test_zero_stages_climb_with_the_model() -> None:
 
 
 def test_hybrid_sharding_where_the_network_is_narrow() -> None:
-    r = guides_axes.zero_stage(situation("llama2-13b", "gcp-a3-high", 64, 512))
+    r = axes.zero_stage(problem("llama2-13b", "gcp-a3-high", 64, 512))
     assert r.plan is not None
     assert r.plan.zero == 3
     assert (r.plan.shard, r.plan.replicate) == (8, 8)
@@ -134,43 +133,43 @@ def test_hybrid_sharding_where_the_network_is_narrow() -> None:
 
 
 def test_states_of_7b_at_eight() -> None:
-    s = situation("llama-7b", "dgx-h100", 8, 64, 2048)
+    s = problem("llama-7b", "dgx-h100", 8, 64, 2048)
     per = 7e9 / s.model.total
-    states = {k: v * per / 1e9 for k, v in guides_axes.stage_states(s).items()}
+    states = {k: v * per / 1e9 for k, v in axes.stage_states(s).items()}
     assert states == pytest.approx({"DDP": 112, "ZeRO-1": 38.5, "ZeRO-2": 26.25, "ZeRO-3": 14})
 
 
 def test_the_tensor_guide_avoids_small_models_and_slow_links() -> None:
-    assert guides_axes.tensor(situation("llama3.2-1b", "dgx-h100", 16, 128)).plan is None
-    slow = guides_axes.tensor(situation("llama2-13b", "ethernet-cluster", 64, 512))
+    assert axes.tensor(problem("llama3.2-1b", "dgx-h100", 16, 128)).plan is None
+    slow = axes.tensor(problem("llama2-13b", "ethernet-cluster", 64, 512))
     assert slow.plan is None
     assert "✗ a fast link" in slow.reason
-    large = guides_axes.tensor(situation("llama3-70b", "dgx-h100", 64, 512)).plan
+    large = axes.tensor(problem("llama3-70b", "dgx-h100", 64, 512)).plan
     assert large is not None
     assert large.tp == 8
     assert large.sp
 
 
 def test_the_pipeline_guide_keeps_four_micro_batches_a_stage() -> None:
-    s = situation("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
-    plan = guides_axes.pipeline(s).plan
+    s = problem("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
+    plan = axes.pipeline(s).plan
     assert plan is not None
     assert plan.tp == 8
     assert plan.pp > 1
     assert plan.microbatches(s.workload) >= 4 * plan.pp
-    assert guides_axes.pipeline(situation("llama3-8b", "dgx-h100", 8, 64)).plan is None  # one node
-    assert guides_axes.pipeline(situation("llama3-8b", "dgx-h100", 64, 8)).plan is None  # no batch to fill it
+    assert axes.pipeline(problem("llama3-8b", "dgx-h100", 8, 64)).plan is None  # one node
+    assert axes.pipeline(problem("llama3-8b", "dgx-h100", 64, 8)).plan is None  # no batch to fill it
 
 
 def test_three_dimensions_of_the_seeds_example() -> None:
-    plan = guides_axes.three_dimensions(situation("llama3-70b", "dgx-h100", 512, 1024)).plan
+    plan = axes.three_dimensions(problem("llama3-70b", "dgx-h100", 512, 1024)).plan
     assert plan is not None
     assert (plan.tp, plan.pp, plan.dp) == (8, 8, 8)
 
 
 def test_zero3_and_its_network() -> None:
-    assert guides_axes.zero3_network(situation("llama2-13b", "ethernet-cluster", 64, 512)).plan is None
-    assert guides_axes.zero3_network(situation("llama2-13b", "dgx-h100", 64, 512)).plan is not None
+    assert axes.zero3_network(problem("llama2-13b", "ethernet-cluster", 64, 512)).plan is None
+    assert axes.zero3_network(problem("llama2-13b", "dgx-h100", 64, 512)).plan is not None
 
 
 @pytest.mark.parametrize(
@@ -184,23 +183,23 @@ def test_zero3_and_its_network() -> None:
     ],
 )
 def test_the_practical_tree(model: str, gpus: int, batch: int, seq: int, holds) -> None:
-    plan = guides.practical_tree(situation(model, "dgx-h100", gpus, batch, seq)).plan
+    plan = general.practical_tree(problem(model, "dgx-h100", gpus, batch, seq)).plan
     assert plan is not None
     assert holds(plan), plan.title()
 
 
 def test_start_simple_and_what_has_no_rung() -> None:
-    r = guides.start_simple(situation("llama3.2-1b", "dgx-h100", 8, 64))
+    r = general.start_simple(problem("llama3.2-1b", "dgx-h100", 8, 64))
     assert r.plan is not None
     assert r.plan.zero == 0
-    assert guides.start_simple(situation("llama3-8b", "dgx-h100", 17, 128)).plan is None
+    assert general.start_simple(problem("llama3-8b", "dgx-h100", 17, 128)).plan is None
 
 
 def test_inference_prefers_tensor_parallelism() -> None:
-    r = guides_axes.inference(situation("llama3-70b", "dgx-h100", 8, 64))
+    r = axes.inference(problem("llama3-70b", "dgx-h100", 8, 64))
     assert r.plan is None
     assert r.reason.startswith("tp 8: 6.7")
-    assert "16 devices" in guides_axes.inference(situation("deepseek-v3", "dgx-h800", 16, 64)).reason
+    assert "16 devices" in axes.inference(problem("deepseek-v3", "dgx-h800", 16, 64)).reason
 
 
 # All together
@@ -217,7 +216,7 @@ def test_every_guide_speaks_and_names_its_source(case: tuple[Config, Estimate]) 
     c, _ = case
     told = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
     assert {r.guide for r in told} == NAMES
-    assert len(told) == len(guides.GUIDES)
+    assert len(told) == len(textbook.GUIDES)
     assert all(r.reason and r.source.startswith("seed ") for r in told)
 
 

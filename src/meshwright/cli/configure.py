@@ -48,7 +48,7 @@ def configured(
         config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
     if plan or any(s.strip().startswith("plan.") for s in settings):
         return config, []
-    from meshwright.planner.search.simple import first_that_fits
+    from meshwright.planner.search.first_fit import first_that_fits
 
     chosen = first_that_fits(config.model, config.cluster, config.workload, config.stack)
     return replace(config, plan=chosen), [f"plan: the simplest that fits ({chosen.title()})"]

@@ -13,7 +13,7 @@ def command(
     """What is wrong with this plan? Anti-patterns with their cost in seconds and a fix; exit code 1 where one weighs."""
     from meshwright.describe.config import load
     from meshwright.planner.advice.alternatives import Trial
-    from meshwright.planner.advice.lint.lint import check
+    from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json
 
     config = load(file, settings)

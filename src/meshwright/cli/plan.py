@@ -114,7 +114,7 @@ def show_result(result: Any, compared: Any, name: str, guides: bool) -> None:
 
     if compared:
         own = view.comparison(result, compared, name)
-        show(view.header(result), own, view.leaders(result), view.families(result), view.notes(result))
+        show(view.header(result), own, view.leaders(result), view.strategies(result), view.notes(result))
     else:
         show(view.page(result), beside_the_guides(result, guides), findings(result))
 
@@ -135,11 +135,11 @@ def own_plan(path: str) -> Plan:
 
 def show_case(name: str, as_json: bool) -> None:
     """A case study: the published configuration evaluated, the planner's choice beside it."""
-    from meshwright.planner.cases import cases
+    from meshwright.planner.cases import studies
     from meshwright.view.cases import shown
     from meshwright.view.tables import show, show_json
 
-    evaluated = cases.evaluate(name)
+    evaluated = studies.evaluate(name)
     if as_json:
         show_json(evaluated.as_dict())
     else:
@@ -150,7 +150,7 @@ def beside_the_guides(result: Any, why: bool = False) -> Any:
     """What the decision guides would have chosen, and what following them costs."""
     from rich.console import Group
 
-    from meshwright.planner.advice import textbook
+    from meshwright.planner.advice.guides import textbook
     from meshwright.view.textbook import reasons, table
 
     e = result.estimate
@@ -164,7 +164,7 @@ def beside_the_guides(result: Any, why: bool = False) -> Any:
 def findings(result: Any) -> Any:
     """What `lint` says of the winner, each with why it is still best."""
     from meshwright.describe.config import Config
-    from meshwright.planner.advice.lint import lint
+    from meshwright.planner.advice.lint import check as lint
     from meshwright.view.lint import one
 
     e = result.estimate

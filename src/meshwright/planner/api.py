@@ -16,11 +16,11 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner import goodput
-from meshwright.planner.advice.nothing import no_plan, nothing_fits
+from meshwright.planner.advice.infeasible import no_plan, nothing_fits
 from meshwright.planner.result import Result
 from meshwright.planner.search import choices as chosen
+from meshwright.planner.search.branch_and_bound import Progress
 from meshwright.planner.search.leaders import solve
-from meshwright.planner.search.search import Progress
 from meshwright.planner.search.space import Space
 from meshwright.units import parse_rate
 

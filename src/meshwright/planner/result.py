@@ -1,4 +1,4 @@
-"""What a search hands back: the winner, leaders, families, front and why; a plan file; something to look at.
+"""What a search hands back: the winner, leaders, strategies, front and why; a plan file; something to look at.
 
 `Result` computes lazily what is not always asked for: predictions of leaders, the explanation, the comparison with a plan of one's own.
 """
@@ -19,8 +19,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
+from meshwright.planner.search.branch_and_bound import Found
 from meshwright.planner.search.leaders import Candidate, Ranking
-from meshwright.planner.search.search import Found
 from meshwright.planner.search.space import Space
 from meshwright.planner.sites import LATENCY, Crossing, crossing
 
@@ -111,12 +111,12 @@ class Result:
 
     @cached_property
     def why_not(self) -> list[why.WhyNot]:
-        return why.why_not(self.space, self.found, self.ranking.best, self.estimate, self.ranking.families)
+        return why.why_not(self.space, self.found, self.ranking.best, self.estimate, self.ranking.strategies)
 
     @cached_property
     def explanation(self) -> why.Explanation:
         e, best = self.estimate, self.ranking.best
-        rivals = [*self.ranking.leaders[1:], *self.ranking.families.values()]
+        rivals = [*self.ranking.leaders[1:], *self.ranking.strategies.values()]
         return why.Explanation(
             estimate=e,
             batch=why.batch_arithmetic(e),
@@ -162,14 +162,14 @@ class Result:
                 {
                     "plan": c.plan.as_dict(),
                     "title": c.plan.title(),
-                    "family": c.family,
+                    "strategy": c.strategy,
                     "closed_form_s": c.closed,
                     **p.as_dict(),
                 }
                 for c, p in self.leaders
             ],
-            "families": {
-                self.ranking.best.family: {
+            "strategies": {
+                self.ranking.best.strategy: {
                     "fits": True,
                     "slower": 0.0,
                     "why_not": "",
@@ -178,7 +178,7 @@ class Result:
                 }
             }
             | {
-                w.family: {
+                w.strategy: {
                     "fits": w.fits,
                     "slower": w.slower if w.fits else None,
                     "why_not": w.words,

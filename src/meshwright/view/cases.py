@@ -14,9 +14,9 @@ from rich.markdown import Markdown
 
 from meshwright.cost.estimate import Estimate
 from meshwright.planner.advice.alternatives import step
-from meshwright.planner.advice.textbook import differences
-from meshwright.planner.cases import cases
-from meshwright.planner.cases.cases import Evaluated, Row
+from meshwright.planner.advice.guides.textbook import differences
+from meshwright.planner.cases import studies
+from meshwright.planner.cases.studies import Evaluated, Row
 from meshwright.units import format_count, format_seconds
 from meshwright.view.estimate import WORDS
 
@@ -66,7 +66,7 @@ def evaluated(r: Evaluated) -> Iterator[str]:
     yield f"- step {format_seconds(p.step_time_s)} ({band}), MFU {p.mfu:.1%}, HFU {p.hfu:.1%}"
     yield f"- memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB{fit}"
     if e.workload.tokens:
-        yield f"- {format_count(e.workload.tokens)} tokens: {r.days:.1f} days, {format_count(cases.gpu_hours(e))} GPU-hours"
+        yield f"- {format_count(e.workload.tokens)} tokens: {r.days:.1f} days, {format_count(studies.gpu_hours(e))} GPU-hours"
     yield f"- constants: {p.calibrated}"
     yield ""
     yield "| part of the step | time | share |"
@@ -110,7 +110,7 @@ def choice(r: Evaluated) -> Iterator[str]:
     yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may choose what the run's own software"
     yield "could not do, such as a zero-bubble schedule or sharding under a pipeline."
     yield ""
-    yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {cases.verdict(r.estimate, r.choice)}"
+    yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {studies.verdict(r.estimate, r.choice)}"
     yield f"- MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB"
     yield f"- what differs: {differences(r.estimate.plan, r.choice.plan)}"
     yield f"- where the time goes: {moved(r.estimate, r.choice)}"
@@ -121,7 +121,7 @@ def moved(was: Estimate, now: Estimate) -> str:
     """Where seconds were saved and where they were spent instead."""
     told = [
         f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
-        for part, s in cases.gains(was, now)
+        for part, s in studies.gains(was, now)
     ]
     return ", ".join(told) or "as before"
 
@@ -162,7 +162,7 @@ def index(results: Iterable[Evaluated]) -> str:
 
 def pages() -> dict[str, str]:
     """Every page by its file name."""
-    results = [cases.evaluate(name) for name in cases.CASES]
+    results = [studies.evaluate(name) for name in studies.CASES]
     return {"README.md": index(results), **{f"{r.case.name}.md": page(r) for r in results}}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.planner import goodput, sites
-from meshwright.planner.cases import cases
+from meshwright.planner.cases import studies
 from meshwright.planner.goodput import RESTART, SAVE
 from meshwright.planner.result import Result
 from meshwright.units import format_bytes, format_count, format_rate, format_seconds
@@ -53,7 +53,7 @@ def surviving(r: Result, rel: goodput.Reliability) -> Iterator[tuple[str, str]]:
 
 
 def page() -> str:
-    start = cases.evaluate("llama3-405b").estimate
+    start = studies.evaluate("llama3-405b").estimate
     return "\n".join([*head(), *large(start), *saves(start), *between(start)]).rstrip() + "\n"
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
-from meshwright.planner.advice.lint.lint import Finding
+from meshwright.planner.advice.lint.check import Finding
 from meshwright.units import format_seconds
 
 SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": ("·", "cyan")}

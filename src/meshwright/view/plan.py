@@ -1,4 +1,4 @@
-"""The planner's answer as a page for the terminal: winner, leaders, why, families that lost, what to change first."""
+"""The planner's answer as a page for the terminal: winner, leaders, why, strategies that lost, what to change first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sections(r: Result) -> Iterator[RenderableType]:
     yield view.breakdown(r.estimate)
     yield view.memory(r.estimate)
     if r.why_not:
-        yield families(r)
+        yield strategies(r)
     if len(r.ranking.front) > 1:
         yield front(r)
     yield sensitivities(r.explanation.sensitivities)
@@ -161,16 +161,18 @@ def scaling_words(r: Result) -> str:
     return weak + doubled
 
 
-def families(r: Result) -> Table:
+def strategies(r: Result) -> Table:
     table = titled("Why not …")
-    for name in ("family", "its best", "", "what it costs"):
-        table.add_column(name, no_wrap=name in ("family", ""), justify="right" if not name else "left", overflow="fold")
+    for name in ("strategy", "its best", "", "what it costs"):
+        table.add_column(
+            name, no_wrap=name in ("strategy", ""), justify="right" if not name else "left", overflow="fold"
+        )
     for w in r.why_not:
         slower = f"{'' if w.proved else '≤'}{100 * w.slower:+.1f}%" if w.fits else "✗"
-        table.add_row(w.family, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
+        table.add_row(w.strategy, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
     if any(not w.proved for w in r.why_not):
         table.caption, table.caption_justify = (
-            "≤: the best that was found; not proved to be the best of its family",
+            "≤: the best that was found; not proved to be the best of its strategy",
             "left",
         )
     return table

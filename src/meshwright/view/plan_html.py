@@ -57,7 +57,7 @@ def fragment(r: Result) -> str:
         step(r),
         memory(r),
         reasons(r),
-        families(r),
+        strategies(r),
         '<div class="two">',
         front(r),
         sensitivities(r),
@@ -123,7 +123,7 @@ def leaders(r: Result) -> str:
         (
             str(k),
             escape(short(c.plan)),
-            escape(c.family),
+            escape(c.strategy),
             format_seconds(p.step_time_s, 4),
             f"{100 * (p.step_time_s / best - 1):+.1f}%",
             f"{100 * (p.mfu or 0):.1f}%",
@@ -131,7 +131,7 @@ def leaders(r: Result) -> str:
         )
         for k, (c, p) in enumerate(r.leaders, 1)
     ]
-    return section("Leaders, by simulated step", table([">", "plan", "family", ">step", ">", ">MFU", ">GiB"], rows))
+    return section("Leaders, by simulated step", table([">", "plan", "strategy", ">step", ">", ">MFU", ">GiB"], rows))
 
 
 def colour(part: str) -> str:
@@ -201,7 +201,7 @@ def reasons(r: Result) -> str:
     return section("Why", table(["", ""], [(f"<span class=soft>{escape(a)}</span>", escape(b)) for a, b in rows if b]))
 
 
-def families(r: Result) -> str:
+def strategies(r: Result) -> str:
     if not r.why_not:
         return ""
     rows = []
@@ -209,8 +209,8 @@ def families(r: Result) -> str:
         slower = (
             f"{'' if w.proved else '≤ '}{100 * w.slower:+.1f}%" if w.fits else "<span class=bad>does not fit</span>"
         )
-        rows.append((escape(w.family), f"<span class=soft>{escape(short(w.plan))}</span>", slower, escape(w.words)))
-    return section("Why not …", table(["family", "its best", ">", "what it costs"], rows))
+        rows.append((escape(w.strategy), f"<span class=soft>{escape(short(w.plan))}</span>", slower, escape(w.words)))
+    return section("Why not …", table(["strategy", "its best", ">", "what it costs"], rows))
 
 
 def front(r: Result) -> str:

@@ -33,7 +33,8 @@ def opening(r: Result) -> list[str]:
     ]
     lines += [f"assumed: {item}" for item in x.assumed]
     lost = [
-        f"{w.family}: {100 * w.slower:+.1f}%, {w.words}" if w.fits else f"{w.family}: {w.words}" for w in x.why_not[:6]
+        f"{w.strategy}: {100 * w.slower:+.1f}%, {w.words}" if w.fits else f"{w.strategy}: {w.words}"
+        for w in x.why_not[:6]
     ]
     return [*lines, "", "Why not …", *lost] if lost else lines
 

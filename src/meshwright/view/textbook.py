@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost.estimate import Estimate
-from meshwright.planner.advice.textbook import Compared
+from meshwright.planner.advice.guides.textbook import Compared
 from meshwright.units import format_seconds
 from meshwright.view.tables import filled
 

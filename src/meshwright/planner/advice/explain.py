@@ -1,4 +1,4 @@
-"""Why this plan: what bounds it, what it costs, and what each family that lost would have cost, in figures.
+"""Why this plan: what bounds it, what it costs, and what each strategy that lost would have cost, in figures.
 
 Every number comes from the cost model's own parts, which sum exactly to the step, so that a difference between two plans can be told part by
 part: "12% slower: +1.9 s recompute, +0.6 s data-parallel communication, −0.3 s bubble". Nothing is said that is not computed.
@@ -20,9 +20,9 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
-from meshwright.planner.search import families
+from meshwright.planner.search import strategies
+from meshwright.planner.search.branch_and_bound import Found
 from meshwright.planner.search.leaders import Candidate
-from meshwright.planner.search.search import Found
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
 
@@ -53,9 +53,9 @@ class Training:
 
 @dataclass(frozen=True)
 class WhyNot:
-    """A family that lost: its best plan and what that costs more, or that it does not fit."""
+    """A strategy that lost: its best plan and what that costs more, or that it does not fit."""
 
-    family: str
+    strategy: str
     plan: Plan
     fits: bool
     slower: float  # share of the winner's step; infinite where nothing fits
@@ -129,10 +129,10 @@ def told(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
 
 
 def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict[str, Candidate]) -> list[WhyNot]:
-    """Each family that lost, the closest first."""
+    """Each strategy that lost, the closest first."""
     out = []
     for name, candidate in lost.items():
-        if name == best.family:
+        if name == best.strategy:
             continue
         theirs = walked_estimate(space, candidate.plan, candidate.time)
         slower = candidate.time / e.prediction.step_time_s - 1
@@ -144,7 +144,7 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
     for code, rows in found.misfits.items():
         over = float(rows.memory[0]) - limit
         words = f"does not fit: at least {format_bytes(float(rows.memory[0]))}, {format_bytes(over)} too much"
-        out.append(WhyNot(families.NAMES[code], space.plan(rows, 0), False, float("inf"), words))
+        out.append(WhyNot(strategies.NAMES[code], space.plan(rows, 0), False, float("inf"), words))
     return sorted(out, key=lambda w: w.slower)
 
 

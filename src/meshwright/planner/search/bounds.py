@@ -35,7 +35,7 @@ from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import mean_holding
 from meshwright.lower.step import lower
-from meshwright.planner.search import brackets
+from meshwright.planner.search import intervals
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes, grouped, join
 from meshwright.programs.pipelines import formulas
@@ -251,7 +251,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
         parts=parts,
         twice=twice,
         **telling(program, cost),
-        **brackets.ends(program, cost),
+        **intervals.ends(program, cost),
     )
     work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
     work = work.but(folded=np.full(n, space.stack.step_overhead))
@@ -303,7 +303,7 @@ def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
 def of_schedules(space: Space, plans: Table) -> Table:
     """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules.
 
-    `exact` says where their brackets (`planner.search.brackets`) and bytes are what costing them would give: looped schedules whose ranks hold what
+    `exact` says where their brackets (`planner.search.intervals`) and bytes are what costing them would give: looped schedules whose ranks hold what
     they hold with one stage each. There `time` is the bracket's low end.
     """
     plans = plans.but(m=space.microbatches(plans), bytes=plans.folded)
@@ -328,7 +328,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same
-    found = brackets.bracket(
+    found = intervals.bracket(
         space, plans.but(ramp=ramp, mean=plans.f + plans.i + plans.w, leads=np.zeros(len(plans), bool))
     )
     return plans.but(time=np.where(exact, found.low, time), memory=memory, exact=exact, **found.columns)

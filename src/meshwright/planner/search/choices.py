@@ -7,7 +7,7 @@ Numbers (tp, cp, pp, shard, …) have a least and a most; words (schedule, recom
 
 Unless told otherwise dtypes are those of the base plan, what overlaps is what the stack overlaps, and a rank has at most 16 virtual
 stages, which divide the layers evenly where any do. A contradiction (`--fix tp=8 --max tp=4`) is refused here; one with the model or the
-cluster shows as an empty space, and `planner.advice.nothing` says which constraint to drop.
+cluster shows as an empty space, and `planner.advice.infeasible` says which constraint to drop.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.describe.plan import Plan
 from meshwright.lower.batch import ORDERS
-from meshwright.planner.search import families
-from meshwright.planner.search.buckets import rebucketed
-from meshwright.planner.search.search import RUNG, STEPS, Found, Progress, search
+from meshwright.planner.search import strategies
+from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found, Progress, search
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.pipeline_walk import walk
+from meshwright.planner.search.refine import rebucketed
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes
-from meshwright.planner.search.walking import walk
 
 TIE = 0.005
 MOST_WALKED = 12  # plans of each kind near the best that are walked
@@ -37,30 +37,12 @@ LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan that was looked at closely."""
-
-    plan: Plan
-    family: str
-    time: float  # seconds, walked
-    closed: float  # seconds by the closed forms
-    memory: float  # bytes of the fullest rank
-    shape: int
-    complexity: float
-    proved: bool = True  # best of its family for certain
-
-    @property
-    def key(self) -> tuple[float, float]:
-        return self.time, self.complexity
-
-
-@dataclass(frozen=True)
 class Ranking:
     best: Candidate
     leaders: list[
         Candidate
     ]  # the best of each shape (degrees, micro-batch, recompute), the fastest first after the winner
-    families: dict[str, Candidate]
+    strategies: dict[str, Candidate]
     front: list[Candidate]  # by rising headroom, each the fastest with at least that much
 
 
@@ -78,7 +60,7 @@ def rank(space: Space, found: Found) -> Ranking | None:
         look=codes([rows.columns[name] for name in LOOK]),
         shape=codes([rows.columns[name] for name in SHAPE]),
         flow=codes([rows.pp, rows.virtual, rows.schedule, space.microbatches(rows)]),
-        complexity=families.complexity(rows, own),
+        complexity=strategies.complexity(rows, own),
     )
     first = rows.estimate
     rows = rows.but(estimate=first.copy())
@@ -107,7 +89,7 @@ def wanted(rows: Table, found: Found) -> list[int]:
             int(order[k])
             for k in (
                 *near(sorted_rows, found.incumbents.margin),
-                *family_bests(sorted_rows),
+                *strategy_bests(sorted_rows),
                 *rungs(sorted_rows, found),
             )
         }
@@ -119,9 +101,9 @@ def ranked(candidates: list[Candidate], memory: float) -> Ranking:
     best = simplest(order)
     shapes = {c.shape: [x for x in order if x.shape == c.shape] for c in order if c.shape != best.shape}
     leaders = [best, *sorted((simplest(same) for same in shapes.values()), key=lambda c: c.key)]
-    names = [families.NAMES[code] for code in families.ORDER]
-    by_family = {name: simplest(mine) for name in names if (mine := [c for c in order if c.family == name])}
-    return Ranking(best, leaders, by_family, pareto(order, memory))
+    names = [strategies.NAMES[code] for code in strategies.ORDER]
+    by_strategy = {name: simplest(mine) for name in names if (mine := [c for c in order if c.strategy == name])}
+    return Ranking(best, leaders, by_strategy, pareto(order, memory))
 
 
 def simplest(order: list[Candidate]) -> Candidate:
@@ -142,11 +124,11 @@ def near(rows: Table, margin: float) -> list[int]:
     return out
 
 
-def family_bests(rows: Table) -> list[int]:
-    """Of each family the fastest row and the simplest that ties with it."""
+def strategy_bests(rows: Table) -> list[int]:
+    """Of each strategy the fastest row and the simplest that ties with it."""
     out = []
-    for code in np.unique(rows.family):
-        mine = np.flatnonzero(rows.family == code)
+    for code in np.unique(rows.strategy):
+        mine = np.flatnonzero(rows.strategy == code)
         tied = mine[rows.estimate[mine] <= rows.estimate[mine[0]] * (1 + TIE)]
         out += [int(mine[0]), int(tied[rows.complexity[tied].argmin()])]
     return out
@@ -172,11 +154,11 @@ def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
     closed, times, peaks = walk(space, rows)
     out = []
     for k in range(len(rows)):
-        code = int(rows.family[k])
+        code = int(rows.strategy[k])
         out.append(
             Candidate(
                 space.plan(rows, k),
-                families.NAMES[code],
+                strategies.NAMES[code],
                 float(times[k]),
                 float(closed[k]),
                 float(peaks[k]),

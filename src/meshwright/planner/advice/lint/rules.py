@@ -32,7 +32,7 @@ from meshwright.planner.advice.alternatives import (
     settings,
     step,
 )
-from meshwright.planner.advice.lint.lint import Finding, Rule, Seen, finding, larger_batch
+from meshwright.planner.advice.lint.finding import Finding, Rule, Seen, finding, larger_batch
 from meshwright.units import format_decimal_bytes, format_rate, format_seconds
 
 ENOUGH_ROUNDS = 4  # M ≥ 4·P

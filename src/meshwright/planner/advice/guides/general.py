@@ -9,23 +9,12 @@ Sources are the seeds by number and section. Where a seed's figures err the func
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.guides_axes import (
-    inference,
-    pipeline,
-    tensor,
-    three_dimensions,
-    zero3_network,
-    zero_stage,
-)
-from meshwright.planner.advice.situation import Situation
-from meshwright.planner.advice.textbook import Recommendation
-from meshwright.planner.search.simple import first_that_fits
+from meshwright.planner.advice.guides.problem import Problem
+from meshwright.planner.advice.guides.recommendation import Recommendation
+from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.units import format_count, format_decimal_bytes, format_rate
 
-Guide = Callable[[Situation], Recommendation]
 SMALL, LARGE = 10e9, 100e9  # parameters: where the seeds change their advice
 LONG = 65_536  # tokens: "long context 64K–1M"
 VERY_LONG = 100_000  # tokens: "sequences of 100K+"
@@ -34,7 +23,7 @@ LIMITS = (
 )
 
 
-def size_against_memory(s: Situation) -> Recommendation:
+def size_against_memory(s: Problem) -> Recommendation:
     """Replicate what fits one device, shard what does not."""
     alone = s.state < s.memory
     ddp = s.shaped() if alone else None
@@ -52,7 +41,7 @@ def size_against_memory(s: Situation) -> Recommendation:
     )
 
 
-def topology(s: Situation) -> Recommendation:
+def topology(s: Problem) -> Recommendation:
     """Match the busiest axis to the fastest level."""
     source = "seed 001, Strategy Selection"
     if s.model.kind != "transformer":
@@ -94,7 +83,7 @@ def topology(s: Situation) -> Recommendation:
     )
 
 
-def batch_size(s: Situation) -> Recommendation:
+def batch_size(s: Problem) -> Recommendation:
     """Training takes large batches, many micro-batches and a bubble of 10 to 20%."""
     base = practical_tree(s).plan
     plan = s.settled(base) if base else None
@@ -116,7 +105,7 @@ def batch_size(s: Situation) -> Recommendation:
     )
 
 
-def architecture(s: Situation) -> Recommendation:
+def architecture(s: Problem) -> Recommendation:
     """What the model's kind asks for."""
     source = "seed 001, Strategy Selection; seed 000, 11"
     if s.model.kind != "transformer":
@@ -153,7 +142,7 @@ def architecture(s: Situation) -> Recommendation:
     )
 
 
-def typical_configuration(s: Situation) -> Recommendation:
+def typical_configuration(s: Problem) -> Recommendation:
     """Degrees by the model's size."""
     n, guide, source = s.model.total, "typical configuration", "seed 001, Typical Configurations"
     size = f"{format_count(n)} parameters"
@@ -205,7 +194,7 @@ def typical_configuration(s: Situation) -> Recommendation:
     )
 
 
-def practical_tree(s: Situation) -> Recommendation:
+def practical_tree(s: Problem) -> Recommendation:
     """Size first, then whether a node holds the model, then dense or mixture."""
     n, source = s.model.total, "seed 000, 12.5"
     size = format_count(n)
@@ -248,7 +237,7 @@ def practical_tree(s: Situation) -> Recommendation:
     )
 
 
-def start_simple(s: Situation) -> Recommendation:
+def start_simple(s: Problem) -> Recommendation:
     """The first rung that fits: DDP → FSDP → tensor → pipeline → 3D."""
     source, wording = (
         "seed 001, Key Takeaways; seed 000, 13",
@@ -268,20 +257,3 @@ def start_simple(s: Situation) -> Recommendation:
         wording,
         "ZeRO-1 belongs between DDP and FSDP: it saves most of the state for the same bytes",
     )
-
-
-GUIDES: tuple[Guide, ...] = (
-    size_against_memory,
-    topology,
-    batch_size,
-    architecture,
-    typical_configuration,
-    zero_stage,
-    tensor,
-    pipeline,
-    three_dimensions,
-    zero3_network,
-    practical_tree,
-    start_simple,
-    inference,
-)

@@ -1,12 +1,12 @@
 """The fastest plan that fits, proved without costing every plan.
 
-Branch and bound, best first. `space` is a tree of layers, `bounds` says what no plan below a row can beat. First each family is asked, by memory,
+Branch and bound, best first. `space` is a tree of layers, `bounds` says what no plan below a row can beat. First each strategy is asked, by memory,
 for a plan that fits; where there is none that is proved, and told by how much the least one is too large. Then the search keeps **incumbents**:
-the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every family, and opens a row
+the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every strategy, and opens a row
 only if its bound says that it may
 
 - come within 1% of the best;
-- or be the best of its family, or improve the front. This has an effort: a family that lost, or a front, that took more is marked
+- or be the best of its strategy, or improve the front. This has an effort: a strategy that lost, or a front, that took more is marked
   as not proved.
 
     frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
@@ -28,21 +28,21 @@ import numpy as np
 from meshwright.cost.step import step_cost
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.step import lower
-from meshwright.planner.search import bounds, brackets, families
+from meshwright.planner.search import bounds, intervals, strategies
+from meshwright.planner.search.pipeline_walk import fullest, walk
 from meshwright.planner.search.space import NAIVE, Space
 from meshwright.planner.search.table import Table, codes, join
-from meshwright.planner.search.walking import fullest, walk
 
 MARGIN = 0.01  # plans this close to the best are all costed …
-FAMILY_MARGIN = 0.002  # … and those this close to the best of their family
-EFFORT = 30_000  # plans costed for one family that lost
-FRONT_EFFORT = 60_000  # plans costed that are slower than the best, for families and the front together
+STRATEGY_MARGIN = 0.002  # … and those this close to the best of their strategy
+EFFORT = 30_000  # plans costed for one strategy that lost
+FRONT_EFFORT = 60_000  # plans costed that are slower than the best, for strategies and the front together
 FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
 SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows opened at once, by layer: few at first
 MOST_WALKS = 24  # plans walked during the search
-FEW, FEW_SIZES = 24, 4  # frames of each family, and micro-batches of theirs, that are tried first
+FEW, FEW_SIZES = 24, 4  # frames of each strategy, and micro-batches of theirs, that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (
     *DEGREES,
@@ -70,11 +70,11 @@ Progress = Callable[[float], None]
 
 @dataclass
 class Incumbents:
-    """The best times found, by family and by memory limit, and the plans that hold them or come close."""
+    """The best times found, by strategy and by memory limit, and the plans that hold them or come close."""
 
     limit: float
     margin: float = MARGIN
-    family: np.ndarray = field(default_factory=lambda: np.full(max(families.NAMES) + 1, np.inf))
+    strategy: np.ndarray = field(default_factory=lambda: np.full(max(strategies.NAMES) + 1, np.inf))
     front: np.ndarray = field(default_factory=lambda: np.full(STEPS, np.inf))
     kept: list[Table] = field(default_factory=list)
 
@@ -87,12 +87,12 @@ class Incumbents:
         return (memory[:, None] <= self.limits).sum(axis=1) - 1
 
     def hopeful(self, rows: Table, given_up: set[int]) -> np.ndarray:
-        """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a family not given up."""
-        axes = families.axes(rows)
-        close = self.family * (1 + FAMILY_MARGIN)
+        """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a strategy not given up."""
+        axes = strategies.axes(rows)
+        close = self.strategy * (1 + STRATEGY_MARGIN)
         close[[code for code in given_up if code != FRONT]] = -np.inf
-        # Before it is sharded, data parallelism alone may become any of four families: there are few such rows, none is left out.
-        enough = close[families.family(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
+        # Before it is sharded, data parallelism alone may become any of four strategies: there are few such rows, none is left out.
+        enough = close[strategies.strategy(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
         rung = self.rung(rows.memory)
         enough = np.maximum(enough, self.front[0] * (1 + self.margin))
         if FRONT not in given_up:
@@ -100,11 +100,11 @@ class Incumbents:
         return (rung >= 0) & (rows.time <= enough)
 
     def offer(self, rows: Table) -> None:
-        """Costed plans: remember those that fit and are close to the best of their family, or on the front."""
+        """Costed plans: remember those that fit and are close to the best of their strategy, or on the front."""
         rows = rows.only(*PLAN, *COSTED).take(rows.memory <= self.limit)
         if not len(rows):
             return
-        rows = rows.but(family=families.family(rows))
+        rows = rows.but(strategy=strategies.strategy(rows))
         self.count(rows)
         self.kept.append(rows.take(self._good(rows)))
         if len(self.kept) > 64:
@@ -112,13 +112,13 @@ class Incumbents:
 
     def count(self, rows: Table) -> None:
         """Take what plans need at most as incumbents."""
-        np.minimum.at(self.family, rows.family, rows.high)
+        np.minimum.at(self.strategy, rows.strategy, rows.high)
         rung = self.rung(rows.memory)
         for k in range(STEPS):
             self.front[k] = min(self.front[k], rows.high[rung >= k].min(initial=np.inf))
 
     def _good(self, rows: Table) -> np.ndarray:
-        close = np.maximum(self.family * (1 + FAMILY_MARGIN), self.front[0] * (1 + self.margin))[rows.family]
+        close = np.maximum(self.strategy * (1 + STRATEGY_MARGIN), self.front[0] * (1 + self.margin))[rows.strategy]
         return (rows.time <= close) | (rows.time <= self.front[self.rung(rows.memory)])
 
     def found(self) -> Table:
@@ -133,12 +133,12 @@ class Incumbents:
 
 @dataclass
 class Found:
-    """What a search found. `rows` are plans near the best, the best of a family or on the front, the fastest first."""
+    """What a search found. `rows` are plans near the best, the best of a strategy or on the front, the fastest first."""
 
     rows: Table
     incumbents: Incumbents
-    misfits: dict[int, Table]  # for each family of which nothing fits: its plan with the least memory
-    unproved: set[int]  # families whose best was not proved
+    misfits: dict[int, Table]  # for each strategy of which nothing fits: its plan with the least memory
+    unproved: set[int]  # strategies whose best was not proved
     legal: int
     costed: int
 
@@ -150,13 +150,13 @@ class Search:
         self.space, self.progress = space, progress
         self.best = Incumbents(limit, margin)
         self.costed = self.walks = self.spent_on_front = 0
-        self.spent = np.zeros(max(families.NAMES) + 1, np.int64)  # plans costed by family
+        self.spent = np.zeros(max(strategies.NAMES) + 1, np.int64)  # plans costed by strategy
         self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
     def run(self) -> Found:
         frames = bounds.of_frames(self.space, self.space.frames)
         self.costed += len(frames)
-        axes = families.axes(frames)
+        axes = strategies.axes(frames)
         self.seed(frames)
         least = {int(code): self.least_memory(frames.take(axes == code)) for code in self.missing(np.unique(axes))}
         misfits = {code: rows for code, rows in least.items() if rows.memory[0] > self.best.limit}
@@ -169,7 +169,7 @@ class Search:
 
     @property
     def given_up(self) -> set[int]:
-        """Families, and the front, that took their effort."""
+        """Strategies, and the front, that took their effort."""
         front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
         return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
 
@@ -186,14 +186,14 @@ class Search:
         hidden = (memory <= self.best.limit) & self.space.mixed & (rows.virtual > 1) & self.space.uneven(rows)
         if hidden.any():
             memory[hidden] = fullest(lower(self.space.batch(rows.take(hidden))))
-        found = brackets.of(self.space, program, cost)
+        found = intervals.of(self.space, program, cost)
         return rows.only(*PLAN).but(time=found.low, memory=memory, **found.columns)
 
     # Down the layers
 
     def descend(self, depth: int, rows: Table) -> None:
-        """Open rows of a layer, those nearest to the best of their family first."""
-        axes = families.axes(rows)
+        """Open rows of a layer, those nearest to the best of their strategy first."""
+        axes = strategies.axes(rows)
         nearest = np.full(16, np.inf)
         np.minimum.at(nearest, axes, rows.time)
         left = np.argsort(rows.time / nearest[axes], kind="stable")
@@ -220,7 +220,7 @@ class Search:
             self.descend(depth + 1, below)
 
     def spend(self, rows: Table) -> None:
-        self.spent += np.bincount(families.family(rows), minlength=len(self.spent))
+        self.spent += np.bincount(strategies.strategy(rows), minlength=len(self.spent))
         self.spent_on_front += int((rows.time > self.best.front[0] * (1 + self.best.margin)).sum())
 
     def shaped(self, rows: Table) -> Table:
@@ -280,11 +280,11 @@ class Search:
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
     def seed(self, frames: Table) -> None:
-        """First incumbents: of each family the few plans that should have the least memory, and some ordinary ones all over it.
+        """First incumbents: of each strategy the few plans that should have the least memory, and some ordinary ones all over it.
 
         Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
         """
-        axes = families.axes(frames)
+        axes = strategies.axes(frames)
         by_memory, by_time = (np.lexsort((column, axes)) for column in (frames.memory, frames.time))
         place, size = (
             np.arange(len(axes)) - np.searchsorted(axes[by_time], axes[by_time]),
@@ -321,18 +321,18 @@ class Search:
 
     def missing(self, axes: np.ndarray) -> list[int]:
         """Axes in use with which no plan that fits was found yet."""
-        data = np.isfinite(self.best.family[list(families.DATA)]).any()
-        return [int(code) for code in axes if not (np.isfinite(self.best.family[code]) if code else data)]
+        data = np.isfinite(self.best.strategy[list(strategies.DATA)]).any()
+        return [int(code) for code in axes if not (np.isfinite(self.best.strategy[code]) if code else data)]
 
     def data_misfits(self, frames: Table) -> dict[int, Table]:
-        """Of data parallelism alone, the families of which nothing fits: each one's plan with the least memory."""
-        absent = [code for code in families.DATA if not np.isfinite(self.best.family[code])]
+        """Of data parallelism alone, the strategies of which nothing fits: each one's plan with the least memory."""
+        absent = [code for code in strategies.DATA if not np.isfinite(self.best.strategy[code])]
         if not len(frames) or not absent:
             return {}
         shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: self.space.sizes(dp, pp).take(slice(0, 1)))
         rows = self.cost(self.space.scheduled(self.space.sharded(self.space.placed(shapes))))
-        family = families.family(rows)
-        found = {code: rows.take(family == code) for code in absent if (family == code).any()}
+        strategy = strategies.strategy(rows)
+        found = {code: rows.take(strategy == code) for code in absent if (strategy == code).any()}
         return {code: mine.take([int(mine.memory.argmin())]) for code, mine in found.items()}
 
     def least_memory(self, frames: Table) -> Table:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from meshwright.cost.advice import inference_latency
 from meshwright.planner.advice.alternatives import step
-from meshwright.planner.advice.situation import Situation
-from meshwright.planner.advice.textbook import Recommendation
+from meshwright.planner.advice.guides.problem import Problem
+from meshwright.planner.advice.guides.recommendation import Recommendation
 from meshwright.units import format_decimal_bytes, format_rate, format_seconds
 
 GATES = {"unusable": 12.5e9, "standard": 50e9}  # bytes/s a device: 100 Gb/s and 400 Gb/s ports
@@ -17,7 +17,7 @@ MUCH_FASTER = 4.0  # inside a node against between nodes: from here sharding ins
 TRADE = "ZeRO-2 with accumulation reduces once a micro-batch, not once a step: only without accumulation is it free"
 
 
-def zero_stage(s: Situation) -> Recommendation:
+def zero_stage(s: Problem) -> Recommendation:
     """The lowest stage that fits without recompute, else the lowest that fits; inside nodes only where the network is narrow."""
     stages = {stage: s.shaped(zero=stage) for stage in range(4)}
     whole = [p for p in stages.values() if p and p.recompute == "none" and s.fits(p)]
@@ -41,7 +41,7 @@ def zero_stage(s: Situation) -> Recommendation:
     )
 
 
-def stage_states(s: Situation) -> dict[str, float]:
+def stage_states(s: Problem) -> dict[str, float]:
     """Bytes of state a device holds under each stage, textbook widths."""
     n, p = s.model.total, s.world
     return {"DDP": 16 * n, "ZeRO-1": 4 * n + 12 * n / p, "ZeRO-2": 2 * n + 14 * n / p, "ZeRO-3": 16 * n / p}
@@ -51,7 +51,7 @@ def judged(conditions: dict[str, bool]) -> str:
     return ", ".join(f"{'✓' if holds else '✗'} {what}" for what, holds in conditions.items())
 
 
-def tensor(s: Situation) -> Recommendation:
+def tensor(s: Problem) -> Recommendation:
     """9.8: use, avoid, best practices."""
     source, wording = (
         "seed 000, 9.8",
@@ -84,7 +84,7 @@ def tensor(s: Situation) -> Recommendation:
     )
 
 
-def pipeline(s: Situation) -> Recommendation:
+def pipeline(s: Problem) -> Recommendation:
     """10.8: ideal for, challenges, best practices."""
     source, wording = "seed 000, 10.8", "M ≥ 4·P, interleaved stages, PP across nodes and TP inside, balanced layers"
     rounds = [p for p in (2, 4, 8, 16, 32) if s.nodes >= p and p <= s.model.layers]
@@ -116,7 +116,7 @@ def pipeline(s: Situation) -> Recommendation:
     )
 
 
-def three_dimensions(s: Situation) -> Recommendation:
+def three_dimensions(s: Problem) -> Recommendation:
     """Tensor inside nodes, pipeline across them, data over the rest: 70B on 512 as 8 × 8 × 8."""
     plan = s.shaped(tp=s.node, pp=min(8, s.nodes), zero=1)
     said = f"{plan.tp} × {plan.pp} × {plan.dp} = {plan.world} GPUs" if plan else "no legal split"
@@ -130,7 +130,7 @@ def three_dimensions(s: Situation) -> Recommendation:
     )
 
 
-def zero3_network(s: Situation) -> Recommendation:
+def zero3_network(s: Problem) -> Recommendation:
     """Whether the network bears ZeRO-3."""
     source, wording = "seed 004, 4", "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard"
     plan = s.shaped(zero=3)
@@ -163,7 +163,7 @@ def zero3_network(s: Situation) -> Recommendation:
     )
 
 
-def inference(s: Situation) -> Recommendation:
+def inference(s: Problem) -> Recommendation:
     """Latency of one generated token: tensor parallelism divides it, a pipeline does not."""
     link = s.cluster.levels[0].link
     rate = s.cluster.accelerator.memory_bandwidth

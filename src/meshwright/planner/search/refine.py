@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshwright.cost.step import step_cost
 from meshwright.lower.step import step_program
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.pipeline_walk import fullest
 from meshwright.planner.search.space import BUCKETS, Space
-from meshwright.planner.search.walking import fullest
-
-if TYPE_CHECKING:
-    from meshwright.planner.search.leaders import Candidate
 
 TIMES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)
 WORTH = 0.001  # share of the step that another size must save

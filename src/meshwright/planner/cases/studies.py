@@ -28,6 +28,8 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import unknown
 from meshwright.planner.advice.alternatives import SPARE, exposed, fits, step
+from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.space import Space
 
 DAY, HOUR = 86400.0, 3600.0
 UNITS = {
@@ -211,9 +213,6 @@ def chosen(name: str) -> Plan | None:
 
 def choose(name: str) -> Plan | None:
     """Ask the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
-    from meshwright.planner.search.leaders import solve
-    from meshwright.planner.search.space import Space
-
     c = load(name).config
     given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
@@ -244,7 +243,7 @@ def kept() -> str:
     """The text of `case_choices.toml`: what the search chooses for every case."""
     import tomli_w
 
-    head = "# What the search chose for each case; written by `python -m meshwright.planner.cases.cases FILE`, some minutes of searching.\n\n"
+    head = "# What the search chose for each case; written by `python -m meshwright.planner.cases.studies FILE`, some minutes of searching.\n\n"
     chosen_now = {name: plan.as_dict() for name in CASES if (plan := choose(name)) is not None}
     return head + tomli_w.dumps(chosen_now)
 

@@ -1,6 +1,6 @@
-"""Families: plans that a person would call by one name. A plan is in exactly one.
+"""Strategies: plans that a person would call by one name. A plan is in exactly one.
 
-Data parallelism alone is DDP, ZeRO-1/2, FSDP (ZeRO-3) or HSDP (sharded inside groups, replicated between them). Otherwise a family says
+Data parallelism alone is DDP, ZeRO-1/2, FSDP (ZeRO-3) or HSDP (sharded inside groups, replicated between them). Otherwise a strategy says
 which axes are in use: TP+DP, PP+DP, 3D (tensor, pipeline and data), each with +CP or +EP.
 
 Between plans that are equally fast the simpler one is better: `complexity` counts what a person has to set up and can get wrong.
@@ -39,12 +39,12 @@ SIMPLE_SCHEDULES = (
 
 
 def axes(rows: Table) -> np.ndarray:
-    """Which axes are in use: all that is known of a family before sharding; 0 is data parallelism alone."""
+    """Which axes are in use: all that is known of a strategy before sharding; 0 is data parallelism alone."""
     return TP * (rows.tp > 1) + PP * (rows.pp > 1) + CP * (rows.cp > 1) + EP * (rows.ep > 1)
 
 
-def family(rows: Table) -> np.ndarray:
-    """The code of each row's family; rows are sharded."""
+def strategy(rows: Table) -> np.ndarray:
+    """The code of each row's strategy; rows are sharded."""
     code = axes(rows)
     hybrid = (rows.zero > 0) & (rows.replicate > 1)
     data = np.select([hybrid, rows.zero == 3, rows.zero > 0], [HSDP, FSDP, ZERO], DDP)
@@ -52,7 +52,7 @@ def family(rows: Table) -> np.ndarray:
 
 
 def name_of(plan: Plan) -> str:
-    """The family of a plan."""
+    """The strategy of a plan."""
     code = TP * (plan.tp > 1) + PP * (plan.pp > 1) + CP * (plan.cp > 1) + EP * (plan.ep > 1)
     if code:
         return NAMES[code]

@@ -26,7 +26,7 @@ from meshwright.planner.advice.alternatives import (
     settings,
     step,
 )
-from meshwright.planner.advice.lint.lint import Finding
+from meshwright.planner.advice.lint.finding import Finding
 
 HEADS, BATCH = ("MW-PLAN-004",), ("MW-PLAN-011", "MW-PLAN-012")
 

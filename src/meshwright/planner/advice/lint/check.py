@@ -15,84 +15,25 @@ reason, in figures, beside each finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.settle import settle
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
-from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.alternatives import Trial, fits, settings, step
+from meshwright.planner.advice.alternatives import Trial, fits, step
+from meshwright.planner.advice.lint.finding import SAVES, Finding, Seen
+from meshwright.planner.advice.lint.illegal import illegal
+from meshwright.planner.advice.lint.rules import BY_CODE, RULES
 from meshwright.units import format_seconds
 
-Severity = Literal["error", "warning", "note"]
-SAVES = 0.01  # share of the step a fix must save to be worth a warning
-COSTS = 0.10  # share of the step that is worth a warning even without a better plan
 MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
-TOLD = 0.001  # share of the step below which a pattern is not told
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One pattern found in a plan."""
-
-    code: str
-    name: str
-    severity: Severity
-    what: str
-    cost_s: float | None = None
-    share: float | None = None  # of the step
-    fix: str = ""
-    saves_s: float | None = None  # by the fix; negative: it is slower
-    fixed: Plan | None = None
-    still_best: str = ""
-
-    @property
-    def weighs(self) -> bool:
-        return self.severity != "note"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "code": self.code,
-            "name": self.name,
-            "severity": self.severity,
-            "what": self.what,
-            "cost_s": self.cost_s,
-            "share": self.share,
-            "fix": self.fix,
-            "saves_s": self.saves_s,
-            "still_best": self.still_best,
-        }
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a rule looks at: the configuration, its estimate, and a place to try neighbours."""
-
-    config: Config
-    now: Estimate
-    trial: Trial
-
-    @property
-    def plan(self) -> Plan:
-        return self.now.plan
-
-    @property
-    def step(self) -> float:
-        return step(self.now)
-
-
-Rule = Callable[[Seen], Finding | None]
 
 
 def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     """Every pattern found, the costliest first; errors lead. An illegal plan is told by what makes it illegal."""
-    from meshwright.planner.advice.lint.legal import illegal
-    from meshwright.planner.advice.lint.rules import RULES
-
     trial = Trial(config.model, config.cluster, config.workload, config.stack)
     try:
         config.check()
@@ -105,30 +46,6 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
     rank = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda f: (rank[f.severity], -(f.cost_s or 0.0)))
-
-
-def finding(
-    seen: Seen,
-    code: str,
-    name: str,
-    what: str,
-    cost: float,
-    fixed: Estimate | None = None,
-    words: str = "",
-    saves: float | None = None,
-) -> Finding | None:
-    """A finding with its weight; None where it costs next to nothing."""
-    if fixed is not None:
-        saves = seen.step - step(fixed)
-        words = settings(seen.plan, fixed.plan) if saves > 0 else ""
-        cost = max(cost, saves)
-    share = cost / seen.step
-    if share < TOLD:
-        return None
-    worth = (saves or 0.0) / seen.step >= SAVES or share >= COSTS
-    return Finding(
-        code, name, "warning" if worth else "note", what, cost, share, words, saves, fixed.plan if fixed else None
-    )
 
 
 def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequence[Estimate] = ()) -> list[Finding]:
@@ -176,23 +93,8 @@ def simulated(e: Estimate) -> float:
 
 def shows(code: str, e: Estimate) -> bool:
     """Whether an estimated plan shows the pattern of a code."""
-    from meshwright.planner.advice.lint.rules import BY_CODE
-
     seen = Seen(
         Config(e.model, e.cluster, e.stack, e.workload, e.plan), e, Trial(e.model, e.cluster, e.workload, e.stack)
     )
     rule = BY_CODE.get(code)
     return rule is not None and rule(seen) is not None
-
-
-def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, float | None]:
-    """The words for the smallest larger batch that is enough (or the largest tried), and what it saves for the work of a step."""
-    words, saves = "", None
-    for factor in (2, 4, 8, 16):
-        workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)
-        e = seen.trial.elsewhere(seen.plan, workload=workload)
-        if e is not None and fits(e):
-            words, saves = f"--set workload.batch={workload.batch}", seen.step - step(e) / factor
-            if enough(e):
-                break
-    return words, saves

@@ -11,7 +11,7 @@ reason column says which of their assumptions does not hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,29 +22,41 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.planner.advice.alternatives import Trial, fits, step
-from meshwright.planner.advice.situation import Situation
+from meshwright.planner.advice.guides.axes import (
+    inference,
+    pipeline,
+    tensor,
+    three_dimensions,
+    zero3_network,
+    zero_stage,
+)
+from meshwright.planner.advice.guides.general import (
+    architecture,
+    batch_size,
+    practical_tree,
+    size_against_memory,
+    start_simple,
+    topology,
+    typical_configuration,
+)
+from meshwright.planner.advice.guides.problem import Problem
+from meshwright.planner.advice.guides.recommendation import Recommendation
 
-
-@dataclass(frozen=True)
-class Recommendation:
-    """What a guide says here. `plan` is legal for the case, or None where the guide advises against or is not about training."""
-
-    guide: str
-    plan: Plan | None
-    reason: str
-    source: str
-    wording: str = ""
-    correction: str = ""  # where the wording errs
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "guide": self.guide,
-            "plan": self.plan.as_dict() if self.plan else None,
-            "reason": self.reason,
-            "source": self.source,
-            "wording": self.wording,
-            "correction": self.correction,
-        }
+GUIDES: tuple[Callable[[Problem], Recommendation], ...] = (
+    size_against_memory,
+    topology,
+    batch_size,
+    architecture,
+    typical_configuration,
+    zero_stage,
+    tensor,
+    pipeline,
+    three_dimensions,
+    zero3_network,
+    practical_tree,
+    start_simple,
+    inference,
+)
 
 
 @dataclass(frozen=True)
@@ -69,10 +81,8 @@ class Compared:
 
 def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> list[Recommendation]:
     """What every guide says of this case, in the order a newcomer meets them."""
-    from meshwright.planner.advice.guides import GUIDES
-
-    situation = Situation(model, cluster, workload, stack)
-    return [guide(situation) for guide in GUIDES]
+    problem = Problem(model, cluster, workload, stack)
+    return [guide(problem) for guide in GUIDES]
 
 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:

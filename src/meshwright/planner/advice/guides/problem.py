@@ -1,6 +1,6 @@
 """A model, a cluster and a batch as the guides of a textbook see them, and wishes turned into legal plans.
 
-A guide says "TP=8, PP=8–16, the rest data parallel". `Situation.shaped` finds the nearest legal plan to such a wish: the largest degree
+A guide says "TP=8, PP=8–16, the rest data parallel". `Problem.shaped` finds the nearest legal plan to such a wish: the largest degree
 up to the wished one that divides what it must split, the rest of the devices to data parallelism, the batch divisible. Then it settles
 what guides leave open by their own rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch
 that fits and keeps M ≥ 4·P.
@@ -32,7 +32,7 @@ SLOW_RIDGE = 1e5  # FLOP/byte: the seeds put InfiniBand near 20,000 and cloud Et
 MOST_MICROBATCH = 64
 
 
-class Situation:
+class Problem:
     """What a guide asks about, and plans shaped to it."""
 
     def __init__(self, model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 from meshwright.cost.memory import minimum_gpus
 from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
-from meshwright.planner.search import families
+from meshwright.planner.search import strategies
+from meshwright.planner.search.branch_and_bound import Found, Search
 from meshwright.planner.search.choices import NUMBERS, Choices, Constraint, choices
-from meshwright.planner.search.search import Found, Search
 from meshwright.planner.search.space import Space
 from meshwright.units import format_bytes, format_count
 
@@ -149,7 +149,7 @@ def nothing_fits(space: Space, found: Found, headroom: float) -> MeshwrightError
         f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
     )
     least = minimum_gpus(space.model.total, limit)
-    why = f"It is {families.NAMES[code]}: {plan.title()}; states of {format_count(space.model.total)} parameters fill {least} GPUs at 16 bytes each"
+    why = f"It is {strategies.NAMES[code]}: {plan.title()}; states of {format_count(space.model.total)} parameters fill {least} GPUs at 16 bytes each"
     changes = list(remedies(space, limit, memory))
     return MeshwrightError(
         "MW-PLANNER-005",

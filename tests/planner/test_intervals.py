@@ -5,11 +5,11 @@ import pytest
 
 from meshwright.describe import catalog
 from meshwright.describe.workload import Workload
+from meshwright.planner.search.branch_and_bound import Found, Incumbents, Search
 from meshwright.planner.search.leaders import rank
-from meshwright.planner.search.search import Found, Incumbents, Search
+from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
-from meshwright.planner.search.walking import walk
 
 PROBLEMS = [("llama3-8b", "dgx-h100", 32), ("mixtral-8x7b", "dgx-a100", 48), ("gpt3-13b", "gb200-nvl72", 40)]
 

@@ -1,0 +1,30 @@
+"""What a decision guide answers: a plan (or none), the reason with this problem's figures, and the guide's source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.describe.plan import Plan
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What a guide says here. `plan` is legal for the case, or None where the guide advises against or is not about training."""
+
+    guide: str
+    plan: Plan | None
+    reason: str
+    source: str
+    wording: str = ""
+    correction: str = ""  # where the wording errs
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "guide": self.guide,
+            "plan": self.plan.as_dict() if self.plan else None,
+            "reason": self.reason,
+            "source": self.source,
+            "wording": self.wording,
+            "correction": self.correction,
+        }

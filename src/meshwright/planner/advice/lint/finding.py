@@ -1,0 +1,107 @@
+"""A finding of `lint`: one anti-pattern in a plan, what it costs and the fix; and what a rule receives to look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.cost.estimate import Estimate
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.planner.advice.alternatives import Trial, fits, settings, step
+
+Severity = Literal["error", "warning", "note"]
+SAVES = 0.01  # share of the step a fix must save to be a warning
+COSTS = 0.10  # share of the step that is a warning even without a better plan
+SHOWN = 0.001  # share of the step below which a pattern is not reported
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One pattern found in a plan."""
+
+    code: str
+    name: str
+    severity: Severity
+    what: str
+    cost_s: float | None = None
+    share: float | None = None  # of the step
+    fix: str = ""
+    saves_s: float | None = None  # by the fix; negative: it is slower
+    fixed: Plan | None = None
+    still_best: str = ""
+
+    @property
+    def weighs(self) -> bool:
+        return self.severity != "note"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "name": self.name,
+            "severity": self.severity,
+            "what": self.what,
+            "cost_s": self.cost_s,
+            "share": self.share,
+            "fix": self.fix,
+            "saves_s": self.saves_s,
+            "still_best": self.still_best,
+        }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rule looks at: the configuration, its estimate, and a place to try neighbours."""
+
+    config: Config
+    now: Estimate
+    trial: Trial
+
+    @property
+    def plan(self) -> Plan:
+        return self.now.plan
+
+    @property
+    def step(self) -> float:
+        return step(self.now)
+
+
+Rule = Callable[[Seen], Finding | None]
+
+
+def finding(
+    seen: Seen,
+    code: str,
+    name: str,
+    what: str,
+    cost: float,
+    fixed: Estimate | None = None,
+    words: str = "",
+    saves: float | None = None,
+) -> Finding | None:
+    """A finding with its weight; None where it costs next to nothing."""
+    if fixed is not None:
+        saves = seen.step - step(fixed)
+        words = settings(seen.plan, fixed.plan) if saves > 0 else ""
+        cost = max(cost, saves)
+    share = cost / seen.step
+    if share < SHOWN:
+        return None
+    worth = (saves or 0.0) / seen.step >= SAVES or share >= COSTS
+    return Finding(
+        code, name, "warning" if worth else "note", what, cost, share, words, saves, fixed.plan if fixed else None
+    )
+
+
+def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, float | None]:
+    """The words for the smallest larger batch that is enough (or the largest tried), and what it saves for the work of a step."""
+    words, saves = "", None
+    for factor in (2, 4, 8, 16):
+        workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)
+        e = seen.trial.elsewhere(seen.plan, workload=workload)
+        if e is not None and fits(e):
+            words, saves = f"--set workload.batch={workload.batch}", seen.step - step(e) / factor
+            if enough(e):
+                break
+    return words, saves
