@@ -1,3 +1,31 @@
-"""Meshwright: plan, prove, run and check distributed training."""
+"""Meshwright: plan, prove, run and check distributed training.
+
+    import meshwright as mw
+    result = mw.plan("llama3-70b", "dgx-h100", nodes=8)
+    result.plan                                      # the fastest; result.to_toml() is a plan file
+
+The functions are those of `meshwright.api`. They are imported at first use, so `import meshwright` loads no numpy, pydantic or torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.api import estimate, load, plan, simulate, train, verify
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "estimate", "load", "plan", "simulate", "train", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    from meshwright import api
+
+    value = globals()[name] = getattr(api, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

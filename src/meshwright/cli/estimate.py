@@ -22,11 +22,20 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
     """What will training cost? Step time, memory and traffic of one plan, with where it goes."""
-    from meshwright.cli.configure import configured
-    from meshwright.cost.estimate import estimate
+    from meshwright import api
 
-    config, assumed = configured(model, cluster, nodes, gpus, plan, stack, batch, seq, tokens, settings)
-    result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+    result = api.estimate(
+        model,
+        cluster,
+        plan=plan,
+        stack=stack,
+        nodes=nodes,
+        gpus=gpus,
+        batch=batch,
+        seq=seq,
+        tokens=tokens,
+        set=settings,
+    )
     from meshwright.view.tables import show, show_json
 
     if as_json:

@@ -59,7 +59,7 @@ def command(
     if case:
         show_case(case, as_json)
         return
-    from meshwright import planner
+    from meshwright import api
     from meshwright.cli.output import patient, writable
 
     own = own_plan(compare) if compare else None
@@ -82,9 +82,7 @@ def command(
     }
     beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
     with patient("searching") as progress:
-        result = planner.plan(
-            model, cluster, **problem, **narrowed, **beyond, settings=settings, top=top, progress=progress
-        )
+        result = api.plan(model, cluster, **problem, **narrowed, **beyond, set=settings, top=top, progress=progress)
     compared = result.compare(own) if own else None
     written = write(result, out, html)
     if as_json:

@@ -19,19 +19,16 @@ def command(
     import json
     from pathlib import Path
 
-    from meshwright.cli.configure import configured
+    from meshwright import api
     from meshwright.cli.output import writable
-    from meshwright.cost.estimate import estimate
-    from meshwright.cost.walked import walk_step
     from meshwright.errors import unknown
     from meshwright.view.simulate import DETAILS, choose_detail, spans
 
     if detail and detail not in DETAILS:
         raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
     writable(trace, html)
-    config, assumed = configured(plan=plan, settings=settings)
-    result = estimate(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
-    walked = walk_step(result.program, result.cost, result.plan)
+    simulation = api.simulate(plan=plan, set=settings)
+    result, walked = simulation.estimate, simulation.walked
     if trace:
         from meshwright.view.trace import trace_events
 
@@ -39,25 +36,10 @@ def command(
     if html:
         from meshwright.view.pipelines_html import write_pipelines_html
 
-        write_pipelines_html([walked.walk], html, f"{config.model.name}: {result.plan.title()}", seconds=True)
+        write_pipelines_html([walked.walk], html, f"{result.model.name}: {result.plan.title()}", seconds=True)
     closed = result.prediction.step_time_s
     if as_json:
-        ranks = walked.walk
-        print(
-            json.dumps(
-                {
-                    "step_time_s": walked.time,
-                    "closed_form_s": closed,
-                    "makespan_s": ranks.makespan,
-                    "closing_s": walked.closing,
-                    "bubble_fraction": ranks.bubble_fraction,
-                    "bubble_overhead": ranks.bubble_overhead,
-                    "busy_s": ranks.busy.tolist(),
-                    "in_flight": ranks.peak_memory.tolist(),
-                    "detail": detail or choose_detail(result, walked),
-                }
-            )
-        )
+        print(json.dumps(simulation.as_dict() | {"detail": detail or choose_detail(result, walked)}))
         return
     from meshwright.units import format_seconds
     from meshwright.view.pipelines import show_pipelines
@@ -65,7 +47,7 @@ def command(
 
     console = standard_output()
     console.print(
-        f"[bold]{config.model.name}[/] on {config.plan.world} × {config.cluster.accelerator.name}: {result.plan.title()}"
+        f"[bold]{result.model.name}[/] on {result.plan.world} × {result.cluster.accelerator.name}: {result.plan.title()}"
     )
     show_pipelines([walked.walk], console, seconds=True)
     closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)

@@ -19,23 +19,21 @@ def command(
 ) -> None:
     """Train a plan on local processes, on Python's own sources, and compare with its prediction."""
     import time
+    from functools import partial
 
+    from meshwright import api
     from meshwright.cli.output import patient, writable
-    from meshwright.describe.config import load
     from meshwright.training.page import page, showing
-    from meshwright.training.records import Settings
-    from meshwright.training.run import run_training
     from meshwright.view.tables import show, show_json
 
-    config = load(plan, settings)
+    config = api.load(plan, set=settings)
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     writable(folder / "measurement.json", make=True)
-    options = Settings(learning_rate=learning_rate)
+    run = partial(api.train, config, steps=steps, seed=seed, learning_rate=learning_rate, device=device, out=folder)
     if as_json:
         with patient("training", told=False):
-            training = run_training(config, steps, seed=seed, settings=options, device=device, folder=folder)
-        show_json(training.as_dict())
+            show_json(run().as_dict())
         return
     with showing(steps) as listen:
-        training = run_training(config, steps, seed=seed, settings=options, device=device, folder=folder, listen=listen)
+        training = run(listen=listen)
     show(page(training, str(folder)))

@@ -18,15 +18,14 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
     """Does the plan train what one device would? Losses, gradients, parameters and collectives, compared."""
+    from meshwright import api
     from meshwright.cli.output import patient, writable
-    from meshwright.describe.config import load
-    from meshwright.proof.prove import prove
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    config = load(plan, settings).check()
+    config = api.load(plan, set=settings).check()
     with patient("training on many ranks and on one", told=False):
-        proof = prove(config, ranks=ranks, steps=steps, seed=seed, device=device)
+        proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:
         import json
 

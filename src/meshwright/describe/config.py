@@ -20,7 +20,7 @@ levels reach that far.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -132,6 +132,61 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     draft = Draft()
     draft.lay_file(Path(path))
     return Config._resolved(draft, overrides)
+
+
+def configure(
+    model: Part | Path | Config = "",
+    cluster: Part | Path = "",
+    *,
+    plan: Part | Path | None = None,
+    stack: Part = "",
+    workload: Part | None = None,
+    nodes: int = 0,
+    gpus: int = 0,
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str | float = "",
+    overrides: Sequence[str] = (),
+) -> Config:
+    """The configuration that the arguments of a command or of a Python function describe.
+
+    `model` is a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, a table, a `Model`, or a whole `Config`; `plan` is a
+    plan file, a table or a `Plan`. The other arguments replace what the plan file says, and `overrides` ("plan.tp=8") come last.
+    """
+    draft = Draft()
+    if isinstance(model, Config):
+        for section, part in model.parts().items():
+            draft.lay(section, part.as_dict(), "given", HERE)
+        draft.origins.update(model.origins)
+        model = ""
+    if isinstance(plan, str | Path) and plan:
+        draft.lay_file(Path(plan))
+        plan = None
+    elif is_plan_file(model):
+        draft.lay_file(Path(str(model)))
+        model = ""
+    given = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
+    for section, said in given.items():
+        if said:
+            if isinstance(said, Described):  # an object replaces the section; a table changes some of its keys
+                draft.clear(section)
+                said = said.as_dict()
+            draft.lay(section, str(said) if isinstance(said, Path) else said, "given", HERE)
+    sizes = {"batch": batch, "seq": seq, "tokens": tokens and f'"{tokens}"'}
+    words = [f"workload.{name}={value}" for name, value in sizes.items() if value]
+    config = Config._resolved(draft, [*words, *overrides])
+    if nodes and gpus:
+        raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
+    if nodes or gpus:
+        config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
+    return config
+
+
+def is_plan_file(model: object) -> bool:
+    """Whether the argument `model` names a plan file: a path, or a string that ends in .toml."""
+    return (
+        str(model).endswith(".toml") if isinstance(model, str) else isinstance(model, Path) and model.suffix != ".json"
+    )
 
 
 def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:

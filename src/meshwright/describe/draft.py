@@ -77,9 +77,13 @@ class Draft:
         said = {"extends": said} if isinstance(said, str) else dict(said)
         who = Who(origin, lines or {})
         if "extends" in said:
-            self._forget(self.tables.pop(section, None), section)
+            self.clear(section)
             self.tables[section] = self._opened(section, said.pop("extends"), section, who, folder)
         self._over(self.tables.setdefault(section, {}), said, section, who)
+
+    def clear(self, section: str) -> None:
+        """Drop what was said of a section so far."""
+        self._forget(self.tables.pop(section, None), section)
 
     def _opened(self, place: str, name: Any, path: str, who: Who, folder: Path = HERE) -> dict[str, Any]:
         """A catalog entry as a table of its own; for a model also a Hugging Face config.json."""

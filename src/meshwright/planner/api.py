@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.describe.config import Config, load
+from meshwright.describe.config import Config, configure
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner import goodput
@@ -119,27 +119,9 @@ def problem(
     settings: Sequence[str],
 ) -> tuple[Config, Plan, list[str]]:
     """The configuration, the fields of the plan that are not searched, and what was assumed."""
-    sizes = [
-        f"workload.batch={batch}" if batch else "",
-        f"workload.seq={seq}" if seq else "",
-        f'workload.tokens="{tokens}"' if tokens else "",
-    ]
-    overrides = [w for w in sizes if w]
-    if isinstance(model, str) and model.endswith(".toml"):
-        named = [
-            f'{section}="{word}"'
-            for section, word in (("cluster", cluster), ("stack", stack))
-            if isinstance(word, str) and word
-        ]
-        config = load(model, [*named, *overrides, *settings])
-    else:
-        config = Config.from_parts(
-            model=model, cluster=cluster, stack=stack or "default", overrides=[*overrides, *settings]
-        )
-    if nodes and gpus:
-        raise MeshwrightError("MW-CLI-003", "--nodes and --gpus both say how many devices", fix="give one of them")
-    if nodes or gpus:
-        config = replace(config, cluster=config.cluster.with_nodes(nodes) if nodes else config.cluster.with_gpus(gpus))
+    config = configure(
+        model, cluster, stack=stack, nodes=nodes, gpus=gpus, batch=batch, seq=seq, tokens=tokens, overrides=settings
+    )
     kept = {
         name: value
         for name, value in config.plan.as_dict().items()

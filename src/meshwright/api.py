@@ -1,0 +1,128 @@
+"""The functions of `import meshwright as mw`, which the commands of the same name call too.
+
+    load        a plan file or a catalog name                → Config
+    estimate    step time, memory and traffic of one plan    → Estimate
+    plan        the fastest plan that fits                   → Result
+    simulate    the step of a plan, walked rank by rank      → Simulation
+    verify      parity of a plan with one device             → Proof
+    train       a plan on local processes                    → Training
+
+The first argument is what a command takes: a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, or an object (`Model`,
+`Config`). `set=["plan.tp=8"]` overrides any field, as `--set` does. Results have `as_dict()`: what the command prints with `--json`.
+Each function imports what it needs when it is called: torch only for `verify` and `train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.cost.estimate import Estimate
+    from meshwright.cost.walked import Simulation
+    from meshwright.describe.config import Config
+    from meshwright.planner.result import Result
+    from meshwright.proof.prove import Proof
+    from meshwright.training.records import StepRecord
+    from meshwright.training.run import Training
+
+
+def load(source: Any, *, set: Sequence[str] = ()) -> Config:
+    """The configuration of a plan file, or of a catalog model with `set=["cluster=dgx-h100"]`."""
+    from meshwright.describe.config import Config, configure
+
+    return source if isinstance(source, Config) and not set else configure(source, overrides=list(set))
+
+
+def estimate(
+    model: Any = "",
+    cluster: Any = "",
+    *,
+    plan: Any = None,
+    stack: Any = "",
+    nodes: int = 0,
+    gpus: int = 0,
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str | float = "",
+    set: Sequence[str] = (),
+) -> Estimate:
+    """Step time, memory and traffic of one plan, with what bounds it.
+
+    `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the simplest one that fits is taken; `assumed` says so.
+    """
+    from meshwright.cost.estimate import estimate as estimate_plan
+    from meshwright.describe.config import Config, configure, is_plan_file
+
+    config = configure(
+        model, cluster, plan=plan, stack=stack, nodes=nodes, gpus=gpus, batch=batch, seq=seq, tokens=tokens,
+        overrides=list(set),
+    )  # fmt: skip
+    given = plan or is_plan_file(model) or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
+    config, assumed = (config, []) if given else with_simplest_plan(config)
+    return estimate_plan(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
+
+
+def with_simplest_plan(config: Config) -> tuple[Config, list[str]]:
+    """The configuration with the simplest plan that fits, and the assumption in words."""
+    from dataclasses import replace
+
+    from meshwright.planner.search.first_fit import first_that_fits
+
+    chosen = first_that_fits(config.model, config.cluster, config.workload, config.stack)
+    return replace(config, plan=chosen), [f"plan: the simplest that fits ({chosen.title()})"]
+
+
+def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: Any) -> Result:
+    """The fastest plan that fits in memory, with the reasons.
+
+    `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` describe the training; `fix={"tp": 8}`, `most={"pp": 4}`, `least`,
+    `without=["zero3"]`, `allow` and `headroom="10%"` constrain the search; `mtbf`, `checkpoint`, `restart`, `sites` and `line` add failures and
+    several sites. They are the options of `meshwright plan`; `meshwright.planner.plan` lists them with their types.
+    """
+    from meshwright import planner
+
+    return planner.plan(model, cluster, settings=list(set), **question)
+
+
+def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simulation:
+    """The step of a plan walked action by action on every rank; takes what `estimate` takes."""
+    from meshwright.cost.walked import Simulation, walk_step
+
+    result = estimate(model, set=set, **parts)
+    return Simulation(result, walk_step(result.program, result.cost, result.plan))
+
+
+def verify(
+    source: Any, *, ranks: int = 8, steps: int = 5, seed: int = 0, device: str = "auto", set: Sequence[str] = ()
+) -> Proof:
+    """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two."""
+    from meshwright.proof.prove import prove
+
+    return prove(load(source, set=set).check(), ranks=ranks, steps=steps, seed=seed, device=device)
+
+
+def train(
+    source: Any,
+    *,
+    steps: int = 100,
+    seed: int = 0,
+    learning_rate: float = 1e-3,
+    device: str = "auto",
+    out: str | Path | None = None,
+    set: Sequence[str] = (),
+    listen: Callable[[StepRecord], None] | None = None,
+) -> Training:
+    """Train a plan on local processes and compare the run with its prediction.
+
+    `out` is the run folder (default: nothing is written); `listen` is called with the record of every finished step.
+    """
+    from meshwright.training.records import Settings
+    from meshwright.training.run import run_training
+
+    folder = Path(out) if out is not None else None
+    settings = Settings(learning_rate=learning_rate)
+    return run_training(
+        load(source, set=set), steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen
+    )
