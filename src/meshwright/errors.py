@@ -73,3 +73,8 @@ def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = 
 def nearest_number(value: float, choices: Iterable[int]) -> int:
     """The legal number closest to `value`; a tie goes to the larger."""
     return min(choices, key=lambda c: (abs(c - value), -c))
+
+
+def cannot_write(path: object, error: OSError) -> MeshwrightError:
+    """An error for a file or stream that cannot be written: a full disk, a missing folder, no permission."""
+    return MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=error.strerror or str(error))

@@ -95,12 +95,12 @@ def test_regret_is_what_the_wrong_pick_costs():
     assert s.spearman < 0
 
 
-def test_twins_that_disagree_or_are_missing_are_judged_apart():
+def test_rows_whose_repetition_disagrees_or_is_missing_are_not_scored():
     made = [outcome(1.0, 1.0, pair_ratio="1.1"), outcome(9.0, 1.0, pair_ratio="4.0"), outcome(9.0, 1.0)]
     s = validate.score(made)
-    assert s.apart == 2
+    assert s.not_scored == 2
     assert s.median == pytest.approx(0.0, abs=1e-12)
-    assert s.apart_median == pytest.approx(8.0)
+    assert s.not_scored_median == pytest.approx(8.0)
 
 
 def test_macro_average_counts_sources_not_rows():
@@ -154,3 +154,19 @@ def test_odd_cells_never_raise(tmp_path):
         writer.writerows(odd)
     outcomes = validate.predict_rows(rows.read(path))
     assert len(outcomes) == len(odd)
+
+
+def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):
+    """It was an empty table: only the runs of a CSV file were scored by source."""
+    from meshwright.cli import main
+
+    path = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as leaving:
+        main(["validate", "--headline", "--html", str(path)])
+    assert leaving.value.code == 0
+    text = path.read_text("utf-8")
+    assert text.count("<tr><td>") == 1 + 12  # one source, twelve runs
+    assert "<td>gpt3-175b-1536-a100</td>" in text
+    assert "median error –" not in text
+    assert ">A</span>headline: median error" in text  # the letter in the legend is the mark in the plot
+    assert text.count(">A<title>") == 12

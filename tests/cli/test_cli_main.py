@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +22,8 @@ from meshwright.errors import MeshwrightError
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as leaving:
         main(arguments)
-    said = capsys.readouterr()
-    return leaving.value.code, said.out, said.err
+    printed = capsys.readouterr()
+    return leaving.value.code, printed.out, printed.err
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def test_every_command_exists_and_explains_itself(capsys, name) -> None:
     assert f"meshwright {name}" in out
 
 
-def test_the_four_questions_lead_in_their_order() -> None:
+def test_the_main_commands_lead_in_their_order() -> None:
     lead = [name for name in ("plan", "estimate", "verify", "train") if name in COMMANDS]
     assert [name for name in COMMANDS if COMMANDS[name].panel == LEAD] == lead
     listed = re.findall(r"^  (\w+) ", overview(), re.MULTILINE)
@@ -94,7 +97,7 @@ def test_an_unknown_command_names_the_nearest(capsys) -> None:
         (["config", "shwo"], "'show'"),
     ],
 )
-def test_misuse_is_told_in_the_shape_of_every_error(capsys, words, found) -> None:
+def test_a_usage_error_has_the_format_of_every_error(capsys, words, found) -> None:
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("MW-CLI-005: ")
@@ -152,7 +155,7 @@ def test_interruption(capsys, raising) -> None:
     assert run(capsys, "boom")[0] == 130
 
 
-def test_a_fault_of_ours_says_so_and_how_to_see_more(capsys, raising, monkeypatch) -> None:
+def test_an_internal_error_says_so_and_how_to_print_the_traceback(capsys, raising, monkeypatch) -> None:
     monkeypatch.delenv("MESHWRIGHT_TRACEBACK", raising=False)
     raising(ZeroDivisionError("division by zero"))
     code, out, err = run(capsys, "boom")
@@ -164,12 +167,61 @@ def test_a_fault_of_ours_says_so_and_how_to_see_more(capsys, raising, monkeypatc
         main(["boom"])
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = [sys.executable, "-m", "meshwright", "catalog", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline() == "{\n"
-        process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait(timeout=60) in (0, 1)
+ROOT = Path(__file__).parents[2]
+PLAN = ["plan", "llama3-8b", "--cluster", "dgx-h100", "--nodes", "1"]
+
+
+def run_with(command: list[str], stdout: str = "", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run `meshwright COMMAND` in a shell-free subprocess; `stdout` is a path to write to."""
+    with open(stdout, "wb") if stdout else contextlib.nullcontext(subprocess.PIPE) as out:
+        return subprocess.run(
+            [sys.executable, "-m", "meshwright", *command],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **environment},
+            cwd=ROOT,
+            timeout=100,
+            check=False,
+        )
+
+
+@pytest.mark.parametrize("command", [["catalog", "--json"], PLAN, ["--help"]])
+def test_a_closed_pipe_ends_silently_with_zero(command) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright", *command], stdout=out, stderr=subprocess.PIPE, timeout=100, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_a_full_disk_is_bad_input_with_the_path(as_json, capsys) -> None:
+    done = run_with(["catalog", *as_json], stdout="/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.decode() == "MW-CLI-004: cannot write 'standard output'. No space left on device.\n"
+    code, out, err = run(capsys, *PLAN, "--html", "/dev/full", *as_json)
+    assert code == 2
+    assert "MW-CLI-004" in (out if as_json else err)
+    assert "cannot write '/dev/full'" in (out if as_json else err)
+
+
+def test_an_encoding_without_our_characters_prints_replacements() -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = run_with(["estimate", "--plan", "examples/llama3-70b-64xh100.toml"], **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert "dp 4 (ZeRO-1) . tp 8+sp . pp 2 (1f1b)" in done.stdout.decode("ascii")
+    assert "64 x h100-sxm" in done.stdout.decode("ascii")
+    done = run_with(["config", "show", "examples/llama3-70b-64xh100.toml", "--set", "cluster.gpus=48"], **ascii_only)
+    assert done.returncode == 2
+    assert "shard x tp x pp = 4 x 8 x 2 = 64 ! 48 GPUs" in done.stderr.decode("ascii")
+
+
+def test_exit_codes_are_documented_where_a_user_looks() -> None:
+    import meshwright.cli
+
+    for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "README.md").read_text("utf-8")):
+        for code in ("70", "130", "143"):
+            assert code in text

@@ -1,11 +1,12 @@
-"""How true the predictions are: every published run predicted, its errors told by source.
+"""The accuracy of predictions: predict every published run and score the errors by source.
 
     error      predicted / measured − 1, of step time
-    bias       the median signed error: above 0 we are too slow
+    bias       the median signed error: above 0, predictions are too slow
     MAPE       mean of |error|; the median and the 90th percentile beside it
-    Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch): is the order right
-    regret     how much slower the configuration we would pick in a group is than the measured best
-    memory     error of peak memory; false alarms: finished runs we say do not fit; recall: failed ones we say do not fit
+    Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch)
+    regret     how much slower the configuration predicted fastest in a group is than the measured fastest
+    memory     error of peak memory
+    false alarms   share of finished runs that are predicted not to fit; recall: share of failed runs predicted not to fit
 
 Figures are macro-averaged over sources, so that a source of a thousand rows counts as much as one of twenty.
 """
@@ -26,12 +27,14 @@ from meshwright.cost.step import step_cost
 from meshwright.describe.result import Prediction
 from meshwright.lower.step import step_program
 
-STALLED = 1.3  # twins of one configuration that differ by more show a stall of the run
-NOT_FOR_TIME = ("megatron_lm_golden_values",)
+STALLED = 1.3  # two runs of one configuration whose times differ by more than this factor: one of them stalled
+NOT_FOR_TIME = ("megatron_lm_golden_values",)  # sources scored for memory only
 
 
 @dataclass
 class Outcome:
+    """One published run and its prediction, or the reason why it cannot be predicted."""
+
     case: Case
     prediction: Prediction | None = None
     refused: str = ""
@@ -45,7 +48,8 @@ class Outcome:
 
     @property
     def memory_error(self) -> float | None:
-        """Signed relative error of peak memory. A framework's own peak does not see the driver's context; nvidia-smi does."""
+        """Signed relative error of peak memory. A framework's allocator does not count the driver's context; nvidia-smi
+        does."""
         p, measured = self.prediction, self.case.memory
         if p is None or p.memory_gib is None or not measured:
             return None
@@ -84,15 +88,15 @@ class Score:
     regret: float | None = None
     memory_median: float | None = None
     false_alarms: float | None = None
-    apart: int = 0
-    apart_median: float | None = None
+    not_scored: int = 0
+    not_scored_median: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return self.__dict__.copy()
 
 
 def predict_row(row: dict[str, str]) -> Outcome:
-    """Predict one row. Recompute that was not told is the least that fits."""
+    """Predict one row. If the row does not state its recompute, the least recompute that fits is assumed."""
     c = case(row)
     if c.refused:
         return Outcome(c, refused=c.refused)
@@ -126,21 +130,22 @@ def predict_rows(rows: Iterable[dict[str, str]], progress: Callable[[], None] | 
 
 
 def score(outcomes: list[Outcome]) -> Score:
-    """Errors of one set of rows. Where a source has twins, rows whose twin disagrees or is missing may be stalls: told apart."""
+    """Errors of one set of rows. In a source that repeats its runs, rows without a repetition, or with one that
+    disagrees, may be stalls: they are counted but not scored."""
     s = Score(rows=len(outcomes))
-    paired = {o.case.row.get("file") for o in outcomes if o.pair_ratio is not None}
-    usable, apart = [], []
+    repeated = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
+    usable, unscored = [], []
     for o in outcomes:
         if o.refused:
             s.refused += 1
             s.reasons[o.refused] = s.reasons.get(o.refused, 0) + 1
-        elif o.case.row.get("file") in paired and (o.pair_ratio or math.inf) > STALLED:
-            apart.append(o)
+        elif stalled(o, repeated):
+            unscored.append(o)
         else:
             usable.append(o)
-    s.apart = len(apart)
-    rest = [abs(o.error) for o in apart if o.error is not None]
-    s.apart_median = float(np.median(rest)) if rest else None
+    s.not_scored = len(unscored)
+    errors_unscored = [abs(o.error) for o in unscored if o.error is not None]
+    s.not_scored_median = float(np.median(errors_unscored)) if errors_unscored else None
     errors = np.array([o.error for o in usable if o.error is not None])
     if len(errors):
         size = np.abs(errors)
@@ -162,10 +167,20 @@ def score(outcomes: list[Outcome]) -> Score:
     return s
 
 
+def stalled(o: Outcome, repeated: set[str]) -> bool:
+    """Whether a row of a source in `repeated` has no repetition that agrees with it."""
+    return o.case.row.get("file", "") in repeated and (o.pair_ratio or math.inf) > STALLED
+
+
+def not_scored(o: Outcome, repeated: set[str]) -> bool:
+    """Whether the step time of a run is shown but not scored."""
+    return o.case.row.get("file", "") in NOT_FOR_TIME or stalled(o, repeated)
+
+
 def recall(failed: list[Outcome]) -> float | None:
-    """Share of failed runs that we say do not fit; None where there are none."""
-    known = [not o.prediction.fits for o in failed if o.prediction is not None]
-    return float(np.mean(known)) if known else None
+    """Share of failed runs that are predicted not to fit; None if there are no failed runs."""
+    predicted = [not o.prediction.fits for o in failed if o.prediction is not None]
+    return float(np.mean(predicted)) if predicted else None
 
 
 def group_key(o: Outcome) -> tuple[str, ...]:
@@ -177,8 +192,8 @@ def group_key(o: Outcome) -> tuple[str, ...]:
 
 
 def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
-    """Mean Spearman and mean regret over groups of at least three configurations of one problem. Runs of one configuration, which
-    differ by software and chance, count once, by their median."""
+    """Mean Spearman and mean regret over groups of at least three configurations of one problem. Repeated runs of one
+    configuration count once, by their median."""
     groups: dict[tuple, dict[tuple, list[float]]] = defaultdict(lambda: defaultdict(list))
     for o in outcomes:
         if o.error is not None:
@@ -198,7 +213,7 @@ def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
 
 
 def macro(scores: dict[str, Score]) -> dict[str, float]:
-    """Means over sources of the figures they have; sources kept for memory alone do not count for time."""
+    """Means over sources of the figures they have; sources in `NOT_FOR_TIME` count for memory only."""
     out = {}
     for name in ("bias", "mape", "median", "p90", "inside_band", "spearman", "regret", "memory_median", "false_alarms"):
         values = [
@@ -212,6 +227,7 @@ def macro(scores: dict[str, Score]) -> dict[str, float]:
 
 
 def by(outcomes: list[Outcome], columns: list[str]) -> dict[str, list[Outcome]]:
+    """Outcomes grouped by the values of these columns."""
     names = {"source": "file"}
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for o in outcomes:

@@ -1,15 +1,26 @@
-"""The command line: one file a command; parse, call, show.
+"""The command line: one module per command, which parses arguments, calls the library and prints the result.
 
-`meshwright --help` must answer at once: its page is made of the table below alone, and a command's module is imported
-only when its name is the first word typed. A module exposes `command`: a function with typer's annotations, or a
-`typer.Typer` where a command has commands of its own.
+`meshwright --help` must print at once, so its page is built from the `COMMANDS` table alone; the module of a command is
+imported only when that command runs. A module exposes `command`: a function with typer annotations, or a `typer.Typer`
+where the command has subcommands.
 
-Exit codes: 0 done · 1 a check did not hold · 2 bad input or usage · 3 nothing fits · 70 our fault · 130 interrupted.
-Errors go to stderr in one shape; with `--json` to stdout as {"error": {...}}, so that a program reads one stream.
+Exit codes
+    0    success; also when the reader of a pipe closes it early (`meshwright plan ... | head -1`)
+    1    a check failed: a proof, a lint finding, a training whose loss became NaN or infinite
+    2    bad input or usage, or a file or stream that cannot be written
+    3    nothing fits: no plan fits the cluster, or the run does not fit this machine
+    70   an internal error of Meshwright
+    130  interrupted (Ctrl-C)
+    143  terminated (SIGTERM)
+
+Errors are printed to stderr in one format; with `--json` they are printed to stdout as {"error": {...}}, so that a
+program reads one stream.
 """
 
 from __future__ import annotations
 
+import codecs
+import errno
 import importlib
 import os
 import shutil
@@ -20,39 +31,44 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright import __version__
-from meshwright.errors import MeshwrightError, unknown
+from meshwright.errors import MeshwrightError, cannot_write, unknown
 
-TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: a fault shows its traceback
-USAGE, FAULT = 2, 70
+TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
+USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
+# One character for one, so that columns stay aligned where a terminal's encoding lacks the original.
+REPLACEMENTS = {"x": "×✕✗", "+": "✓┼", ".": "·…•", ">": "→≥", "<": "←≤", "!": "≠", "~": "≈", "-": "−–—─━", "|": "│┃▏▎", "u": "µμ",
+                "a": "α", "#": "█▉▊▋▌▇▐", "=": "▆▅▍", "_": "▄▃▂▁", "^": "↑", "v": "↓"}  # fmt: skip
+ASCII = str.maketrans({character: plain for plain, group in REPLACEMENTS.items() for character in group})
 
-
-LEAD, CLOSER = "The four questions", "Look closer"
+LEAD, MORE = "Main commands", "More commands"
 
 
 class Command(NamedTuple):
-    """A line of the help. The module is `meshwright.cli.<name>`; the panel groups it."""
+    """One line of the help page, and the panel that lists it. The module is `meshwright.cli.<name>`."""
 
     help: str
-    panel: str = CLOSER
+    panel: str = MORE
 
 
 COMMANDS: dict[str, Command] = {
-    "plan": Command("Which plan is best? The fastest that fits, of every legal plan, with the reason.", LEAD),
-    "estimate": Command("What will training cost? Step time, memory and traffic of one plan.", LEAD),
-    "simulate": Command("The step of a plan as a timeline, rank by rank; writes Perfetto traces."),
-    "show": Command("A collective, a pipeline schedule or a lesson, drawn and counted."),
-    "lint": Command("What is wrong with a plan? Anti-patterns, each with its cost in seconds and a fix."),
-    "validate": Command("Were the predictions true? Hold them to published runs."),
-    "verify": Command("Does the plan train what one device would? Proved on local processes.", LEAD),
-    "train": Command("Train a plan on local processes, and compare with its prediction.", LEAD),
-    "report": Command("Runs as one page: the proof, the loss, predicted against measured."),
-    "catalog": Command("List and show known models, clusters, accelerators, links and stacks, with sources."),
-    "config": Command("Show a resolved configuration and where each value came from; its schema; a difference."),
+    "plan": Command("Find the fastest parallel plan that fits in memory, and explain the choice.", LEAD),
+    "estimate": Command("Predict step time, memory and traffic of one plan.", LEAD),
+    "simulate": Command("Show the step of a plan as a timeline per rank; write Perfetto traces."),
+    "show": Command("Draw and count a collective algorithm, a pipeline schedule or a lesson."),
+    "lint": Command("Find anti-patterns in a plan, each with its cost in seconds and a fix."),
+    "validate": Command("Compare predictions with published training runs."),
+    "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
+    "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
+    "report": Command("Write one HTML page about training runs: proof, loss, predicted and measured values."),
+    "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
+    "config": Command(
+        "Show a resolved configuration and the origin of each value; print its schema; compare two files."
+    ),
 }
 
 
 def build(name: str) -> Callable[..., object]:
-    """The application of one command, imported only now."""
+    """Import one command and return its typer application."""
     import typer
 
     command = importlib.import_module(f"meshwright.cli.{name}").command
@@ -64,35 +80,59 @@ def build(name: str) -> Callable[..., object]:
 
 
 def overview() -> str:
-    """The page of `meshwright --help`: the table above, by panel."""
+    """The page that `meshwright --help` prints."""
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     width = max(map(len, COMMANDS)) + 2
     indent = " " * (width + 2)
     columns = min(shutil.get_terminal_size((100, 24)).columns, 110)
     lines = ["Usage: meshwright COMMAND [ARGUMENTS]", "", "Plan, prove, run and check distributed training."]
-    for panel in sorted({line.panel for line in COMMANDS.values()}, key=[LEAD, CLOSER].index):
+    for panel in sorted({line.panel for line in COMMANDS.values()}, key=[LEAD, MORE].index):
         lines += ["", f"{bold}{panel}{plain}"]
         for name, line in COMMANDS.items():
             if line.panel == panel:
                 text = textwrap.fill(line.help, columns, initial_indent=indent, subsequent_indent=indent)
                 lines.append(f"  {bold}{name}{plain}{' ' * (width - len(name))}{text.strip()}")
-    return "\n".join([*lines, "", "`meshwright COMMAND --help` tells the rest; `meshwright --version` the version."])
+    lines += ["", "See `meshwright COMMAND --help` for the options of a command.", EXIT_CODES]
+    return "\n".join(lines)
+
+
+EXIT_CODES = (
+    "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 nothing fits, 70 internal error, 130 interrupted,\n"
+    "143 terminated. `meshwright --version` prints the version."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, leave)
-    sys.exit(guarded(lambda: dispatch(arguments), "--json" in arguments))
+    signal.signal(signal.SIGTERM, exit_on_signal)
+    replace_unprintable()
+    sys.exit(exit_code_of(lambda: dispatch(arguments), "--json" in arguments))
 
 
-def leave(number: int, frame: object) -> NoReturn:
-    """Ended from outside: as after Ctrl-C, ranks are ended and folders removed on the way out."""
+def exit_on_signal(number: int, frame: object) -> NoReturn:
+    """Turn SIGTERM into an exception, so that ranks are ended and temporary folders removed as after Ctrl-C."""
     raise SystemExit(128 + number)
 
 
+def replace_unprintable() -> None:
+    """Print a replacement for each character that the encoding of stdout or stderr lacks, instead of failing."""
+    codecs.register_error("meshwright", ascii_replacement)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="meshwright")
+
+
+def ascii_replacement(error: UnicodeError) -> tuple[str, int]:
+    """A codec error handler: "×" becomes "x", "█" becomes "#", a character without a counterpart "?"."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(ASCII)
+    return "".join(c if c.isascii() else "?" for c in text), error.end
+
+
 def dispatch(arguments: Sequence[str]) -> None:
-    """The first word says what to do; the rest is the command's own."""
+    """Run the command named by the first argument with the remaining arguments."""
     first = arguments[0] if arguments else ""
     if first in ("", "-h", "--help"):
         print(overview())
@@ -102,65 +142,85 @@ def dispatch(arguments: Sequence[str]) -> None:
         return
     if first not in COMMANDS:
         raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")
-    raise SystemExit(obey(first, list(arguments[1:])))
+    raise SystemExit(run_command(first, list(arguments[1:])))
 
 
-def obey(name: str, arguments: list[str]) -> int:
-    """The exit code of one command; what is wrong with its words is an error in the one shape too."""
+def run_command(name: str, arguments: list[str]) -> int:
+    """Run one command and return its exit code; a usage error becomes a `MeshwrightError` like every other."""
     import typer
 
-    misuse: Any = typer.BadParameter.__base__  # of all that a parser may find; typer names only this one of them
+    usage_error: Any = typer.BadParameter.__base__  # the base class of all parser errors; typer exports only this one
     try:
         code = build(name)(args=arguments, prog_name=f"meshwright {name}", standalone_mode=False)
-    except misuse as found:
+    except usage_error as found:
         path = found.ctx.command_path if found.ctx else f"meshwright {name}"
         raise MeshwrightError("MW-CLI-005", found.format_message().rstrip("?"), fix=f"{path} --help") from None
     return code if isinstance(code, int) else 0
 
 
-def guarded(run: Callable[[], object], as_json: bool) -> int:
-    """The exit code of `run`; whatever it raises is told in one shape."""
+def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
+    """Call `run`, print what it raises in the one error format, and return the exit code."""
     try:
-        run()
+        try:
+            run()
+            code = 0
+        except SystemExit as leaving:
+            code = exit_status(leaving)
         sys.stdout.flush()
-    except MeshwrightError as error:
-        tell(error, as_json)
-        return error.exit_code
-    except SystemExit as leaving:
-        return flushed(leaving)
     except BrokenPipeError:
-        return flushed(SystemExit(0))
+        discard_stdout()
+        return 0
+    except MeshwrightError as error:
+        print_error(error, as_json)
+        return error.exit_code
     except KeyboardInterrupt:
-        return 130
-    except Exception as fault:
+        return INTERRUPTED
+    except Exception as error:
         if os.environ.get(TRACEBACK) == "1":
             raise
-        told = MeshwrightError(
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            return stdout_failed(error)
+        internal = MeshwrightError(
             "MW-CLI-001",
-            f"a fault in meshwright: {type(fault).__name__}: {fault}"[:500],
-            why="This is not your input's fault",
-            fix=f"{TRACEBACK}=1 shows the traceback",
-            exit_code=FAULT,
+            f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
+            why="Your input is not the cause",
+            fix=f"set {TRACEBACK}=1 to print the traceback",
+            exit_code=INTERNAL_ERROR,
         )
-        tell(told, as_json)
-        return FAULT
-    return 0
+        print_error(internal, as_json)
+        return INTERNAL_ERROR
+    return code
 
 
-def flushed(leaving: SystemExit) -> int:
-    """The code of a leaving program; a reader that went away early (`| head`) is no error."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def exit_status(leaving: SystemExit) -> int:
+    """The exit code of a `SystemExit`. rich and click exit with 1 when a pipe is closed: that raises again here."""
+    if isinstance(leaving.__context__, BrokenPipeError):
+        raise leaving.__context__
     if leaving.code is None or isinstance(leaving.code, int):
         return leaving.code or 0
     print(leaving.code, file=sys.stderr)
     return 1
 
 
-def tell(error: MeshwrightError, as_json: bool) -> None:
-    """An error for a program on stdout, or for a person in red on stderr."""
+def discard_stdout() -> None:
+    """Send the buffered rest of stdout to the null device: Python flushes it again at exit, which would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def stdout_failed(error: OSError) -> int:
+    """Report that stdout (or the file in `error`) cannot be written. Files that commands write are named by
+    `describe.files.write_text`; what arrives here without a name is stdout."""
+    discard_stdout()
+    found = cannot_write(error.filename or "standard output", error)
+    print_error(found, as_json=False)  # as JSON it would go to the stream that has just failed
+    return found.exit_code
+
+
+def print_error(error: MeshwrightError, as_json: bool) -> None:
+    """Print an error as JSON on stdout, or in red on stderr."""
     if as_json:
         import json
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, cannot_write
 
 PATIENCE_S = 2.0  # what takes longer shows how far it is
 
@@ -29,10 +29,10 @@ def writable(*paths: str | Path | None, make: bool = False) -> None:
             if new:
                 file.unlink()
         except OSError as error:
-            missing = not make and not file.parent.exists()
-            why = f"There is no folder '{file.parent}'" if missing else error.strerror or str(error)
-            fix = "" if make else file.name or "a file"
-            raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=fix) from error
+            if not make and not file.parent.exists():
+                why = f"The folder '{file.parent}' does not exist"
+                raise MeshwrightError("MW-CLI-004", f"cannot write '{path}'", why=why, fix=file.name) from error
+            raise cannot_write(path, error) from error
 
 
 @contextmanager

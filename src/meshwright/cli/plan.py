@@ -96,12 +96,14 @@ def command(
 
 def write(result: Any, out: str, html: str) -> dict[str, str]:
     """The answer as the files that were asked for, by what they are."""
+    from meshwright.describe.files import write_text
+
     if out:
-        Path(out).write_text(result.to_toml(), encoding="utf-8")
+        write_text(out, result.to_toml())
     if html:
         from meshwright.view.plan_html import document
 
-        Path(html).write_text(document(result), encoding="utf-8")
+        write_text(html, document(result))
     return {what: where for what, where in (("plan file", out), ("page", html)) if where}
 
 

@@ -14,9 +14,10 @@ def command(
 ) -> None:
     """Runs as one page: the proof, the loss, and predicted against measured."""
     from meshwright.cli.output import writable
+    from meshwright.describe.files import write_text
     from meshwright.view.report import page, read_run
 
     text = page([read_run(folder) for folder in runs], title)
     writable(html, make=True)
-    html.write_text(text, "utf-8")
+    write_text(html, text)
     print(f"written to {html}")

@@ -17,10 +17,10 @@ def command(
 ) -> None:
     """The step of a plan, rank by rank: schedule, compute and communication streams, walked action by action."""
     import json
-    from pathlib import Path
 
     from meshwright import api
     from meshwright.cli.output import writable
+    from meshwright.describe.files import write_text
     from meshwright.errors import unknown
     from meshwright.view.simulate import DETAILS, choose_detail, spans
 
@@ -32,7 +32,7 @@ def command(
     if trace:
         from meshwright.view.trace import trace_events
 
-        Path(trace).write_text(json.dumps(trace_events(spans(result, walked, detail))), encoding="utf-8")
+        write_text(trace, json.dumps(trace_events(spans(result, walked, detail))))
     if html:
         from meshwright.view.pipelines_html import write_pipelines_html
 

@@ -1,40 +1,24 @@
-"""`meshwright validate`: were the predictions true?"""
+"""`meshwright validate`: compare predictions with published runs."""
 
 from __future__ import annotations
 
 import typer
 
 COLUMNS = (
-    "source",
-    "file",
-    "model",
-    "gpus",
-    "gpu_type",
-    "stack",
-    "dtype",
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "zero",
-    "schedule",
-    "seq_len",
-    "tier",
-    "task",
-    "recompute_mode",
-)
+    "source", "file", "model", "gpus", "gpu_type", "stack", "dtype", "tp", "pp", "dp", "cp", "ep", "zero", "schedule",
+    "seq_len", "tier", "task", "recompute_mode",
+)  # fmt: skip
 
 
 def command(
-    runs: str = typer.Argument("", help="A CSV with the columns of published runs."),
-    failed: str = typer.Option("", "--failed", help="A CSV of runs that ran out of memory or crashed."),
-    by: str = typer.Option("source", "--by", help="Group by columns: source,model,gpus,stack."),
-    headline: bool = typer.Option(False, "--headline", help="Twelve famous runs, misses included."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
-    html: str = typer.Option("", "--html", help="Write a page with a scatter."),
+    runs: str = typer.Argument("", help="A CSV file of published runs."),
+    failed: str = typer.Option("", "--failed", help="A CSV file of runs that ran out of memory or crashed."),
+    by: str = typer.Option("source", "--by", help="Columns to group by, such as source,model,gpus,stack."),
+    headline: bool = typer.Option(False, "--headline", help="Twelve well-known runs, the wrong predictions included."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+    html: str = typer.Option("", "--html", help="Write a page with a scatter plot to this file."),
 ) -> None:
-    """Were the predictions true? Hold them to published runs and tell the errors by source."""
+    """Compare predictions with published runs and show the errors by source."""
     import json
     from importlib.resources import files
 
@@ -51,7 +35,7 @@ def command(
         if column not in COLUMNS:
             raise unknown("MW-VAL-004", "column", column, COLUMNS, "--by {}")
     if not runs and not headline:
-        raise MeshwrightError("MW-VAL-005", "nothing to validate", fix="give RUNS.csv or --headline")
+        raise MeshwrightError("MW-VAL-005", "there are no runs to compare with", fix="give RUNS.csv or --headline")
     chosen = list(rows.read(runs)) if runs else []
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv")))) if headline else []
     crashed = list(rows.read(failed)) if failed else []
@@ -59,7 +43,7 @@ def command(
         console=Console(stderr=True), transient=True, disable=as_json or len(chosen) + len(crashed) < 150
     ) as progress:
         task = progress.add_task("predicting", total=len(chosen) + len(famous) + len(crashed))
-        outcomes, stars, lost = (
+        outcomes, headlines, lost = (
             validate.predict_rows(part, lambda: progress.advance(task)) for part in (chosen, famous, crashed)
         )
     scores = {name: validate.score(part) for name, part in validate.by(outcomes, columns).items()}
@@ -69,16 +53,15 @@ def command(
     if recall is not None:
         overall["recall_failed"] = recall
     if html:
-        from pathlib import Path
+        from meshwright.describe.files import write_text
+        from meshwright.view.validate_html import page
 
-        from meshwright.view.validate import page
-
-        Path(html).write_text(page(outcomes or stars, sources, overall), encoding="utf-8")
+        write_text(html, page(outcomes, headlines))
     if as_json:
         out = {
             "overall": overall,
             "sources": {n: s.as_dict() for n, s in sources.items()},
-            "rows": [o.as_dict() for o in (*outcomes, *stars)],
+            "rows": [o.as_dict() for o in (*outcomes, *headlines)],
         }
         print(json.dumps(out))
         return
@@ -88,10 +71,11 @@ def command(
     console = standard_output()
     if outcomes:
         console.print(view.table(scores, overall, by))
-        console.print(view.reasons(outcomes))
+        console.print(view.refusals(outcomes))
     if recall is not None:
         console.print(
-            f"of {len(lost)} runs that failed, {100 * recall:.0f}% are predicted not to fit (crashes for other reasons are among them)"
+            f"{100 * recall:.0f}% of {len(lost)} failed runs are predicted not to fit in memory "
+            "(the failed runs include crashes for other reasons)"
         )
-    if stars:
-        console.print(view.headline(stars))
+    if headlines:
+        console.print(view.headline_table(headlines))

@@ -29,7 +29,9 @@ def command(
     if out is not None:
         import json
 
-        out.write_text(json.dumps(proof.as_dict(), indent=2), "utf-8")
+        from meshwright.describe.files import write_text
+
+        write_text(out, json.dumps(proof.as_dict(), indent=2))
     if as_json:
         show_json(proof.as_dict())
     else:

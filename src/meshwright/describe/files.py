@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError, nearest
+from meshwright.errors import MeshwrightError, cannot_write, nearest
 
 LIMIT = 1_000_000  # bytes
 DEPTH = 20  # levels of tables and lists
@@ -39,6 +39,15 @@ def read_text(path: str | Path) -> str:
             raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise MeshwrightError("MW-CONF-004", f"cannot read '{shown}'", why=why, fix=_beside(path)) from None
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write a text file in UTF-8 and return its path; a full disk or a missing folder is an error with the path."""
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    return Path(path)
 
 
 def _beside(path: str | Path) -> str:

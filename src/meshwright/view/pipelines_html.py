@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.files import write_text
 from meshwright.programs.pipelines import KINDS, RULES, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.view.pipelines import COLOURS, ODD, TINT, messages, unit_of
@@ -40,9 +41,7 @@ def pipelines_html(several: Sequence[Walked], heading: str = "", seconds: bool =
 
 
 def write_pipelines_html(several: Sequence[Walked], path: str | Path, heading: str = "", seconds: bool = False) -> Path:
-    path = Path(path)
-    path.write_text(pipelines_html(several, heading, seconds), encoding="utf-8")
-    return path
+    return write_text(path, pipelines_html(several, heading, seconds))
 
 
 def panel(walked: Walked) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.files import write_text
+
 MICROSECONDS = 1e6
 
 
@@ -109,9 +111,7 @@ def trace_events(
 
 def write_trace(trace: Mapping[str, Any], path: str | Path) -> Path:
     """Write a trace; open it at ui.perfetto.dev or chrome://tracing."""
-    path = Path(path)
-    path.write_text(json.dumps(trace, separators=(",", ":"), allow_nan=False), encoding="utf-8")
-    return path
+    return write_text(path, json.dumps(trace, separators=(",", ":"), allow_nan=False))
 
 
 def _us(seconds: float) -> float:

@@ -163,5 +163,7 @@ def written(path: str, text: str) -> None:
     """The figure in its file."""
     import sys
 
-    Path(path).write_text(text, "utf-8")
+    from meshwright.describe.files import write_text
+
+    write_text(path, text)
     print(f"written to {path}", file=sys.stderr)
