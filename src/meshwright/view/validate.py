@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -45,8 +47,8 @@ def table(scores: dict[str, Score], overall: dict[str, float], title: str = "sou
         out.add_column(name, justify="right")
     for name, s in sorted(scores.items()):
         out.add_row(name, *cells(s))
-    mean = Score(**{name: value for name, value in overall.items() if name != "recall_failed"})
-    out.add_row("[bold]macro average[/]", "", "", "", *[f"[bold]{c}[/]" for c in cells(mean)[3:]])
+    means: dict[str, Any] = {name: value for name, value in overall.items() if name != "recall_failed"}
+    out.add_row("[bold]macro average[/]", "", "", "", *[f"[bold]{c}[/]" for c in cells(Score(**means))[3:]])
     return out
 
 
