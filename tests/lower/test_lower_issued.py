@@ -1,19 +1,13 @@
 """What one rank issues, to the byte: by hand, and against the closed form of the step program where that rounds nothing."""
 
-import math
-
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lower.cases import MOE
-from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import parameters
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.inventory import Parameter, padded, parameters, shard_dim, shard_size, share_of, shares
 from meshwright.lower.issued import Given, Routed, issued
 
 ODD = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
@@ -168,31 +162,3 @@ def test_compressed_messages_to_the_byte(name, sizes):
     for operation, n in exchanges(plan, 100, 4, [(10, 10)], 4):
         found[operation] = found.get(operation, 0.0) + n
     assert found == sizes
-
-
-# Shares
-
-
-@given(st.integers(1, 100), st.integers(1, 9))
-def test_shares_and_shards_cover_a_dimension(length, parts):
-    assert sum(share_of(length, parts, i) for i in range(parts)) == length
-    for shape in ((length,), (length, 3), (length, 8, 3)):
-        sizes = [shard_size(shape, parts, i) for i in range(parts)]
-        assert sum(sizes) == math.prod(shape)
-        assert padded(shape, parts) == parts * sizes[0] >= sum(sizes)
-        assert shard_dim(shape, parts) == 0 or sizes[0] == sizes[-1]
-    assert shard_dim((3, 8), 4) == 1
-    assert shard_dim((4, 8), 4) == shard_dim((3, 6), 4) == shard_dim((3,), 4) == 0
-
-
-def test_ranks_together_hold_every_parameter():
-    plan = Plan(tp=2, ep=2, replicate=2)
-    layout = Layout(plan)
-    for p in parameters(MOE, range(MOE.layers)):
-        held = [
-            next(s for s in shares(MOE, plan, layout, r, range(MOE.layers), frozenset()) if s.name == p.name)
-            for r in range(4)
-        ]
-        copies = 1 if p.expert else 2 if p.style != "inside" and not held[0].whole else 4
-        assert sum(s.size for s in held) == copies * int(np.prod(p.shape)), p
-    assert Parameter("layers.0.moe.experts.up.weight", (8, 4, 4), "experts").expert

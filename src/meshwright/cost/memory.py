@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import tiles
 from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.holds import elements, paddings
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import Holding, in_flight
-from meshwright.lower.sync import SHARDS
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
@@ -42,7 +42,7 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
     added = paddings(program, holding) if b.pads else {}
     for group, count in elements(program, holding).items():
-        shard = b.size(SHARDS[group])
+        shard = b.size(DATA_AXES[group].shard)
         share = (count + added.get(group, 0.0)) / shard  # the fullest rank's
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)

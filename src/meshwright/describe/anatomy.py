@@ -1,14 +1,14 @@
 """The anatomy of a model: the matrix products, vectors and saved tensors of each block.
 
-One table a block, and everything counts from it: parameters and FLOPs in `model`, the operations and the memory of a
-training step in `lower`, the sharding in `parallel`. A block is one of
+There is one table per block, and everything is counted from it: parameters and FLOPs in `model`, the sharding table in `sharding`, the
+operations and the memory of a training step in `lower`. A block is one of
 
     embedding · dense (a layer with one FFN) · moe (a layer with experts) · head (final norm, output projection, loss)
 
 Legend: h hidden, N heads, K KV heads, D head dim, f FFN width, E experts, k experts a token, s sequence, V vocabulary.
 
-`split` says what tensor parallelism does to a product of shape (d_in → d_out): `column` splits d_out, `row` splits
-d_in, `none` keeps it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence`
+`style` names the rule by which tensor and expert parallelism cut a parameter (`sharding.rules`): `column` cuts d_out, `row` cuts d_in,
+`between` and `inside` keep it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence`
 (the regions between the products, which plain tensor parallelism leaves whole and sequence parallelism shards).
 
 With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU layer add up to s·b·h·(34 + 5·N·s/h)
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from meshwright.describe.model import Model
 
-Split = Literal["column", "row", "none"]
 BLOCKS = ("embedding", "dense", "moe", "head")
 
 
@@ -35,11 +34,10 @@ class Linear:
     part: str
     d_in: int
     d_out: int
-    split: Split
+    style: str
     bias: bool = False
     copies: int = 1
     uses: float = 1
-    granule: int = 0  # a column split never goes below this width: one KV head is kept whole, and copied, beyond it
     saves_input: bool = True
 
     @property
@@ -54,16 +52,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class Vector:
-    """Parameters that are no matrix product: norm weights, learned positions, sinks, biases of a router."""
+    """Parameters that no product multiplies by: norm weights, embeddings, attention sinks, balancing biases of a router."""
 
     name: str
     part: str
     size: int
-    copies: int = 1
+    style: str = "between"
 
     @property
     def parameters(self) -> int:
-        return self.size * self.copies
+        return self.size
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,9 @@ class Block:
         return out
 
 
-def norm(model: Model, name: str, width: int = 0, copies: int = 1) -> Vector:
+def norm(model: Model, name: str, width: int = 0) -> Vector:
     width = width or model.hidden
-    return Vector(name, "norm", width * (2 if model.norm == "layernorm" else 1), copies)
+    return Vector(name, "norm", width * (2 if model.norm == "layernorm" else 1))
 
 
 def attention_linears(m: Model) -> tuple[list[Linear], AttentionCore]:
@@ -121,23 +119,23 @@ def attention_linears(m: Model) -> tuple[list[Linear], AttentionCore]:
         q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
         query = (
             [
-                Linear("q_a", "attention", m.hidden, m.q_rank, "none", m.qkv_bias),
+                Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
                 Linear("q_b", "attention", m.q_rank, q_out, "column"),
             ]
             if m.q_rank
             else [Linear("q", "attention", m.hidden, q_out, "column")]
         )
         latent = [
-            Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "none", m.qkv_bias, saves_input=False),
+            Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
             Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
         ]
         out = Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias)
         return [*query, *latent, out], AttentionCore(m.heads, m.heads, qk, v)
     q_out, kv_out = m.heads * m.head_width, m.kv_groups * m.head_width
     linears = [
-        Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias, granule=m.head_width),
-        Linear("k", "attention", m.hidden, kv_out, "column", m.qkv_bias, granule=m.head_width, saves_input=False),
-        Linear("v", "attention", m.hidden, kv_out, "column", m.qkv_bias, granule=m.head_width, saves_input=False),
+        Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
+        Linear("k", "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False),
+        Linear("v", "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False),
         Linear("o", "attention", q_out, m.hidden, "row", m.out_bias),
     ]
     return linears, AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width)
@@ -169,11 +167,12 @@ def ffn_linears(
 ) -> list[Linear]:
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
     common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
-    gate = [Linear(f"{part}-gate", part, m.hidden, width, "column", saves_input=False, **common)] if m.gated else []
+    column, row = ("experts", "experts-row") if part == "experts" else ("column", "row")
+    gate = [Linear(f"{part}-gate", part, m.hidden, width, column, saves_input=False, **common)] if m.gated else []
     return [
         *gate,
-        Linear(f"{part}-up", part, m.hidden, width, "column", saves_input=saves_input, **common),
-        Linear(f"{part}-down", part, width, m.hidden, "row", **common),
+        Linear(f"{part}-up", part, m.hidden, width, column, saves_input=saves_input, **common),
+        Linear(f"{part}-down", part, width, m.hidden, row, **common),
     ]
 
 
@@ -206,11 +205,11 @@ def dense_block(m: Model) -> Block:
 
 def moe_block(m: Model) -> Block:
     attention, core = attention_linears(m)
-    router = Linear("router", "router", m.hidden, m.experts, "none", m.router_bias)
+    router = Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)
     experts = ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
     shared = ffn_linears(m, "shared", m.shared_width, saves_input=False) if m.shared_experts else []
     if m.shared_gate:
-        shared.append(Linear("shared-scale", "shared", m.hidden, 1, "none", saves_input=False))
+        shared.append(Linear("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
     saved = attention_saved(m, core) + _norms_saved(m)
     saved += [Saved("router-scores", "router", m.experts, "sequence", 4)]
     saved += ffn_saved(m, "experts", m.top_k * m.expert_width, "expert")
@@ -218,14 +217,14 @@ def moe_block(m: Model) -> Block:
         saved += ffn_saved(m, "shared", m.shared_width)
     vectors = _layer_vectors(m)
     if m.balance_bias:
-        vectors.append(Vector("balance-bias", "router", m.experts))
+        vectors.append(Vector("balance-bias", "router", m.experts, "inside"))
     return Block("moe", (*attention, router, *experts, *shared), tuple(vectors), tuple(saved), core)
 
 
 def embedding_block(m: Model) -> Block:
-    vectors = [Vector("tokens", "embedding", m.padded_vocab * m.hidden)] if m.vocab else []
+    vectors = [Vector("tokens", "embedding", m.padded_vocab * m.hidden, "vocabulary")] if m.vocab else []
     if m.positions == "learned":
-        vectors.append(Vector("positions", "embedding", m.max_positions * m.hidden))
+        vectors.append(Vector("positions", "embedding", m.max_positions * m.hidden, "positions"))
     if m.embedding_norm:
         vectors.append(norm(m, "embedding-norm"))
     saved = [Saved("embedding-mask", "embedding", m.hidden, "sequence", 1, condition="dropout")] if m.vocab else []
@@ -236,7 +235,7 @@ def head_block(m: Model) -> Block:
     """Final norm, output projection and loss. Tied weights are counted with the embedding."""
     if m.kind != "transformer" or not m.vocab:
         return Block("head", ())
-    project = Linear("head", "head", m.hidden, m.padded_vocab, "column", copies=0 if m.tied else 1)
+    project = Linear("head", "head", m.hidden, m.padded_vocab, "logits", copies=0 if m.tied else 1)
     vectors = [norm(m, "final-norm")] if m.final_norm else []
     # The loss needs the logits in fp32 and keeps their softmax for backward.
     saved = [*norm_saved(m, "final-norm"), Saved("logits", "head", m.padded_vocab, "tensor", 4)]
@@ -246,12 +245,12 @@ def head_block(m: Model) -> Block:
 def _layer_vectors(m: Model) -> list[Vector]:
     vectors = [norm(m, f"norm-{i + 1}") for i in range(m.norms_per_layer)]
     if m.qk_norm:
-        vectors.append(Vector("qk-norm", "norm", 2 * m.head_width))
+        vectors.append(Vector("qk-norm", "norm", 2 * m.head_width, "inside"))
     if m.attention == "mla":
         vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
         vectors.append(norm(m, "kv-norm", m.kv_rank))
     if m.sinks:
-        vectors.append(Vector("sinks", "attention", m.heads))
+        vectors.append(Vector("sinks", "attention", m.heads, "column"))
     return vectors
 
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.describe.model import Model
-from meshwright.lower.inventory import ORDER, TOKENS, Share, module_of
+from meshwright.describe.sharding import TOKENS, Box
+from meshwright.describe.sharding.parameters import ORDER, module_of
 
 # As forward meets them: norms behind a part right behind it, and the router beside the experts, whose input it does not make.
 FORWARD = [name for name in ORDER if name not in ("attention_post_norm", "moe.router")]
@@ -62,7 +63,7 @@ class Flow:
     trained: frozenset[str]
 
     @classmethod
-    def of(cls, model: Model, layers: range, held: list[Share], later: bool) -> Flow:
+    def of(cls, model: Model, layers: range, held: list[Box], later: bool) -> Flow:
         """Of the stage that holds `layers`; a `later` stage of a pipeline is asked for the gradient of its input."""
         trained = frozenset(s.name for s in held if s.learns)
         points = [point_of(name, layers) for name in trained]

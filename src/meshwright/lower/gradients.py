@@ -22,9 +22,8 @@ from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import DATA_AXES, Box
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.inventory import Share, laid, padded
-from meshwright.lower.sync import REPLICAS, SHARDS
 
 Sent = tuple[str, str, str, float]  # name, axis, collective, bytes of the full buffer
 Told = Iterator[Sequence[int]]  # of each compressed message what a threshold let pass, round by round
@@ -43,10 +42,6 @@ class DataParallel:
     def sharded(self) -> bool:
         return self.plan.zero > 0 and self.layout.size("shard_cp") > 1
 
-    def shards(self, expert: bool) -> bool:
-        """Whether ZeRO shards parameters of this kind: experts only where a shard group has several copies of one."""
-        return self.sharded and (not expert or self.layout.size("expert_shard") > 1)
-
     @property
     def gradient_bytes(self) -> int:
         return int(DTYPE_BYTES[self.plan.grad_dtype])
@@ -57,30 +52,26 @@ class DataParallel:
         narrow = int(DTYPE_BYTES[self.plan.param_dtype])
         return max(4, narrow) if self.plan.master else narrow
 
-    def messages(self, layers: range, held: list[Share], told: Told | None) -> Iterator[Sent]:
+    def messages(self, layers: range, held: list[Box], told: Told | None) -> Iterator[Sent]:
         """Of one stage in one step."""
         if self.sharded:
-            yield from self._units(layers, [s for s in held if self.shards(s.expert)], told)
+            yield from self._units(layers, [s for s in held if s.zero], told)
         elif self.plan.average_every:
             return
-        yield from self._buckets([s for s in held if not self.shards(s.expert)], told)
+        yield from self._buckets([s for s in held if not s.zero], told)
 
     # Buckets
 
-    def _buckets(self, held: list[Share], told: Told | None) -> Iterator[Sent]:
+    def _buckets(self, held: list[Box], told: Told | None) -> Iterator[Sent]:
         lossy = self.plan.wire != "none"
         for axis, kind in (("dp_cp", [s for s in held if not s.expert]), ("expert_dp", [s for s in held if s.expert])):
-            exact = [s for s in kind if lossy and self._goes_exactly(s)]
+            exact = [s for s in kind if lossy and not s.compressible]
             if kind:
                 yield from self._flat(axis, [s for s in kind if s not in exact], lossy, told)
             if exact:
                 yield from self._flat(axis, exact, False, told)
 
-    def _goes_exactly(self, share: Share) -> bool:
-        """What is still to be summed over another axis, and what the ranks of a tp group hold alike, is not compressed."""
-        return bool(share.partial) or (self.plan.tp > 1 and share.whole and not share.expert)
-
-    def _flat(self, axis: str, held: list[Share], lossy: bool, told: Told | None) -> Iterator[Sent]:
+    def _flat(self, axis: str, held: list[Box], lossy: bool, told: Told | None) -> Iterator[Sent]:
         ranks, plan = self.layout.size(axis), self.plan
         if ranks == 1:
             return
@@ -98,7 +89,7 @@ class DataParallel:
         """Of one message's reductions what a threshold lets pass, where that was told."""
         return next(told) if told is not None and lossy and self.plan.wire == "threshold" else [None] * rounds
 
-    def _cut(self, held: list[Share], aligned: bool) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+    def _cut(self, held: list[Box], aligned: bool) -> Iterator[tuple[list[tuple[int, ...]], int]]:
         """Messages of one flat buffer, in the order backward fills it: the parameters that begin in each, and its elements."""
         width = self.gradient_bytes
         starts = [0, *accumulate(s.size for s in held)]
@@ -113,23 +104,22 @@ class DataParallel:
 
     # Units of ZeRO
 
-    def _units(self, layers: range, held: list[Share], told: Told | None) -> Iterator[Sent]:
+    def _units(self, layers: range, held: list[Box], told: Told | None) -> Iterator[Sent]:
         plan, m = self.plan, self.microbatches if self.plan.pp == 1 else 1
         frees = plan.zero == 3 and plan.reshard and plan.pp == 1
         reductions = m if plan.reduces_each else 1
         parts = list(self._parted(layers, held))
         for unit, again in zip(parts, self._gathered_again(parts), strict=True):
             gathers = m * (1 + again) if frees else 1
-            kind = "expert" if unit[0].expert else "dense"
-            over, copied = SHARDS[kind], REPLICAS[kind]
+            _, over, copied = DATA_AXES[unit[0].group]
             ranks = self.layout.size(over)
-            n = sum(padded(s.shape, ranks) for s in unit) * int(DTYPE_BYTES[plan.param_dtype])
+            n = sum(s.padded_size for s in unit) * int(DTYPE_BYTES[plan.param_dtype])
             yield from [("gather-weights", over, "all_gather", n)] * gathers
             learns = [s for s in unit if s.learns]
             if not learns:
                 continue
-            sums = sum(padded(s.shape, ranks) for s in learns) // ranks * self._reduced_bytes
-            lossy = not all(map(self._goes_exactly, learns))
+            sums = sum(s.padded_size for s in learns) // ranks * self._reduced_bytes
+            lossy = any(s.compressible for s in learns)
             for count in self._passed(told, lossy, reductions):
                 yield from (
                     ("scatter-gradients", over, operation, n) for operation, n in self._scatter(learns, ranks, count)
@@ -137,7 +127,7 @@ class DataParallel:
                 if self.layout.size(copied) > 1:
                     yield "reduce-shards", copied, "all_reduce", sums
 
-    def _gathered_again(self, parts: list[list[Share]]) -> list[bool]:
+    def _gathered_again(self, parts: list[list[Box]]) -> list[bool]:
         """The units that backward gathers: those that a gradient reaches, with something trained in them or before; and the one
         before these, where each asks for the next. (A unit of experts always does.)"""
         order = sorted(range(len(parts)), key=lambda i: done_with(parts[i]))
@@ -152,17 +142,17 @@ class DataParallel:
         plan = self.plan
         return int(DTYPE_BYTES[plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype])
 
-    def _scatter(self, learns: list[Share], ranks: int, told: int | None) -> list[tuple[str, float]]:
+    def _scatter(self, learns: list[Box], ranks: int, told: int | None) -> list[tuple[str, float]]:
         width, plan = self._reduced_bytes, self.plan
         if plan.wire == "none":
-            return [("reduce_scatter", sum(padded(s.shape, ranks) for s in learns) * width)]
-        exact = sum(padded(s.shape, ranks) for s in learns if self._goes_exactly(s))
-        lossy = sum(padded(s.shape, ranks) for s in learns) - exact
-        shapes = [laid(s.shape, ranks) for s in learns if not self._goes_exactly(s)]
+            return [("reduce_scatter", sum(s.padded_size for s in learns) * width)]
+        exact = sum(s.padded_size for s in learns if not s.compressible)
+        lossy = sum(s.padded_size for s in learns) - exact
+        shapes = [s.shape_in_transit for s in learns if s.compressible]
         said = exchanges(plan, lossy, width, shapes, ranks, True, told) if lossy else []
         return said + ([("reduce_scatter", exact * width)] if exact else [])
 
-    def _parted(self, layers: range, held: list[Share]) -> Iterator[list[Share]]:
+    def _parted(self, layers: range, held: list[Box]) -> Iterator[list[Box]]:
         """The units of one stage: what is gathered and reduced together."""
         dense = [s for s in held if not s.expert]
         if not self.plan.wrap:
@@ -173,7 +163,7 @@ class DataParallel:
             first = [s for s in dense if s.name.startswith("embedding.")]
             last = [s for s in dense if s.name.startswith("head.")]
             ends = [first + last, []] if self.model.tied and first and last else [first, last]
-            runs: list[list[Share]] = [[] for _ in at]
+            runs: list[list[Box]] = [[] for _ in at]
             for s in dense:
                 if s.name.startswith("layers."):
                     runs[of_layer[s.name.split(".")[1]] // self.plan.wrap].append(s)
@@ -182,7 +172,7 @@ class DataParallel:
         yield from (group for group in groups if group)
 
 
-def done_with(unit: list[Share]) -> tuple[float, bool]:
+def done_with(unit: list[Box]) -> tuple[float, bool]:
     """When forward is: a layer's experts before the layer, both ends that share a weight with the last of them."""
     layers = [float(s.name.split(".")[1]) if s.name.startswith("layers.") else -1.0 for s in unit]
     last = float("inf") if any(s.name.startswith("head.") for s in unit) else max(layers)

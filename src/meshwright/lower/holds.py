@@ -1,6 +1,6 @@
 """What a rank holds: parameters of each block after tensor and expert parallelism, and bytes saved for backward.
 
-Parameters are those of `inventory`, by name and style, with the mean share of a plan's ranks: a column split keeps rows/tp (never
+Parameters are those of `describe.sharding`, as the fullest rank holds them: a column split keeps rows/tp (never
 less than one KV head), a row split columns/tp, experts copies/ep of width/expert_tp, everything else is whole. Saved tensors follow
 the same splits; `full` recompute keeps only each layer's input (2·T·h bytes, sharded with sequence parallelism), `selective` drops
 what the attention core can make again.
@@ -17,9 +17,22 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.describe.anatomy import Block, Saved
+from meshwright.describe.sharding import (
+    DATA_AXES,
+    KV_COPIES,
+    RULES,
+    Degrees,
+    Parameter,
+    block_parameters,
+    compressible,
+    local_shape,
+    padding,
+    partial_over,
+    shard_dim,
+    tied_copy,
+)
 from meshwright.lower import sync, tiles
 from meshwright.lower.batch import Batch
-from meshwright.lower.inventory import PROJECT, Parameter, block_parameters
 from meshwright.lower.op import Array, StepProgram, present
 from meshwright.lower.stages import Holding, by_stage
 
@@ -28,53 +41,40 @@ GROUPS = ("dense", "expert")  # reduced over dp·cp, and over expert_dp
 
 
 class Tensor(NamedTuple):
-    """One rank's share of a parameter, before ZeRO: [rows, rest], of which `columns` is the second dimension, or zero."""
+    """The fullest rank's box of a parameter, before ZeRO; the shape has arrays where plans differ."""
 
-    group: str
     style: str
-    rows: Array
-    rest: Array
-    columns: Array
+    shape: list[Array]
     learns: bool
+    size: Array
     padding: Array = 0.0  # elements that ZeRO adds: rows up to a multiple of the ranks
 
     @property
-    def size(self) -> Array:
-        return self.rows * self.rest
+    def group(self) -> str:
+        return RULES[self.style].group
+
+
+def degrees(b: Batch) -> Degrees:
+    """What the sharding rules ask of a batch of plans."""
+    gathers = b.gather_form if b.gather_form.any() else False
+    return Degrees(b.tp, b.ep, b.etp, b.size("kv_copies"), b.sp, gathers)
 
 
 def tensors(b: Batch, block: Block) -> list[Tensor]:
     """Every parameter of a block."""
-    model = b.model
-    out = [_share(b, p) for p in block_parameters(model, block)]
-    if block.kind == "head" and model.tied and model.kind == "transformer":
-        # A stage apart from the embedding's has a copy.
-        copy = _share(b, Parameter(PROJECT, (model.padded_vocab, model.hidden), "vocabulary"))
-        out.append(copy._replace(rows=copy.rows * (b.pp > 1)))
-    return [t._replace(padding=_padding(b, t)) for t in out] if b.pads else out
-
-
-def _share(b: Batch, p: Parameter) -> Tensor:
-    rows: Array = float(p.shape[0])
-    rest: Array = float(math.prod(p.shape[1:]))
-    columns: Array = float(p.shape[1]) if len(p.shape) > 1 else 0.0
-    match p.style:
-        case "column" | "vocabulary":
-            rows = rows / b.tp
-        case "keys":
-            rows = rows * b.size("kv_copies") / b.tp
-        case "row":
-            by_input = np.where(b.gather_form, 1.0, b.tp)
-            rows, rest, columns = rows * by_input / b.tp, rest / by_input, columns / by_input
-        case "row-bias":
-            rows = rows / np.where(b.gather_form, b.tp, 1.0)
-        case "experts" | "experts-row":
-            rows, rest = rows / b.ep, rest / b.etp
-            columns = columns / (b.etp if p.style == "experts" else 1.0)
-        case "experts-row-bias":
-            rows = rows / b.ep
-    group = "expert" if p.style.startswith("experts") else "dense"
-    return Tensor(group, p.style, rows, rest, columns, p.learns)
+    model, d = b.model, degrees(b)
+    found: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
+    if (
+        block.kind == "head" and model.tied and model.kind == "transformer"
+    ):  # a stage apart from the embedding's has a copy
+        found.append((tied_copy(model), b.pp > 1))
+    out = []
+    for p, on in found:
+        shape = local_shape(p.style, p.shape, d)
+        out.append(
+            Tensor(p.style, shape, p.learns, math.prod(shape) * on, _padding(b, p.style, shape) * on if b.pads else 0.0)
+        )
+    return out
 
 
 def parameters(b: Batch, held: list[Tensor]) -> dict[str, Array]:
@@ -91,54 +91,41 @@ def summed(b: Batch, held: list[Tensor]) -> dict[str, Array]:
     ZeRO shares them out: of the fullest rank as many rows as of any padded tensor.
     """
 
-    def of(*styles: str) -> Array:
-        return sum((t.size + t.padding for t in held if t.style in styles and t.learns), 0.0)
-
+    d = degrees(b)
     out: dict[str, Array] = {
         "untrained": sum((t.size for t in held if not t.learns), 0.0),
-        "partial": (b.tp > 1) * (of("inside") + of("between", "row-bias") * b.sp),
-        "kv_copies": (b.size("kv_copies") > 1) * of("keys"),
-        "expert_partial": (b.etp > 1) * of("experts-row-bias"),
+        **{f"partial_{axis}": 0.0 for axis in ("tp", KV_COPIES, "expert_tp")},
     }
+    for t in held:
+        for axis, on in partial_over(t.style, d).items() if t.learns else ():
+            out[f"partial_{axis}"] = out[f"partial_{axis}"] + (t.size + t.padding) * on
     if b.pads:
         out["untrained_padding"] = sum((t.padding for t in held if not t.learns), 0.0)
         out |= {f"{group}_padding": sum((t.padding for t in held if t.group == group), 0.0) for group in GROUPS}
     if b.compresses:
         for group in GROUPS:
             mine = [t for t in held if t.group == group and t.learns]
-            out[f"{group}_exact"] = sum(((t.size + t.padding) * goes_exactly(b, t) for t in mine), 0.0)
-            out[f"{group}_factors"] = sum((_factors(b, t) * ~goes_exactly(b, t) for t in mine), 0.0)
+            out[f"{group}_exact"] = sum(
+                ((t.size + t.padding) * np.logical_not(compressible(t.style, d)) for t in mine), 0.0
+            )
+            out[f"{group}_factors"] = sum((_factors(b, t) * compressible(t.style, d) for t in mine), 0.0)
     return out
 
 
-def _padding(b: Batch, t: Tensor) -> Array:
-    ranks = b.size(sync.SHARDS[t.group])
-    more = np.ceil(t.rows / ranks) * ranks - t.rows
-    if not more.any():
-        return 0.0
-    return np.where(sync.sharded(b, t.group) & ~_cut_inside(t, ranks), more * t.rest, 0.0)
-
-
-def _cut_inside(t: Tensor, ranks: Array) -> Array:
-    """Whether ZeRO cuts the second dimension (`inventory.shard_dim`)."""
-    return (t.rows < ranks) & (t.columns > 0) & (t.columns % ranks == 0)
-
-
-def goes_exactly(b: Batch, t: Tensor) -> Array:
-    """What is still to be summed over another axis, and what the ranks of a tp group hold alike, is not compressed."""
-    if t.group == "expert":
-        return (b.etp > 1) & (t.style == "experts-row-bias")
-    if t.style == "keys":
-        return b.size("kv_copies") > 1
-    return (b.tp > 1) & (t.style in ("between", "inside") or ((t.style == "row-bias") & ~b.gather_form))
+def _padding(b: Batch, style: str, shape: list[Array]) -> Array:
+    group = RULES[style].group
+    more = padding(shape, b.size(DATA_AXES[group].shard))
+    return np.where(sync.sharded(b, group), more, 0.0) if np.any(more) else 0.0
 
 
 def _factors(b: Batch, t: Tensor) -> Array:
     """Elements that PowerSGD sends of it: two factors of some columns, or all where they are not smaller."""
-    ranks = b.size(sync.SHARDS[t.group])
-    below = np.where(sync.sharded(b, t.group) & _cut_inside(t, ranks), ranks, 1.0)  # parts one below the other
-    rows, rest = t.rows * below, t.rest / below
-    r = np.minimum(b.compression_rank, np.minimum(rows, rest)) * (t.columns > 0)
+    ranks = b.size(DATA_AXES[t.group].shard)
+    below = np.where(
+        sync.sharded(b, t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
+    )  # parts one below the other
+    rows, rest = t.shape[0] * below, math.prod(t.shape[1:]) / below
+    r = np.minimum(b.compression_rank, np.minimum(rows, rest)) * (len(t.shape) > 1)
     small = r * (rows + rest)
     return np.where((r > 0) & (small < t.size), small, t.size)
 
@@ -170,7 +157,7 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     for linear in block.linears:
         if linear.saves_input:
             copies = b.tp / b.model.router.travelling
-            split = copies if linear.part == "experts" else row_split if linear.split == "row" else b.seq_split
+            split = copies if linear.part == "experts" else row_split if linear.style == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if tiles.hashes(b) and block.kind != "head":
         add("norm", b.tokens / b.seq_split * tiles.TOKEN_BYTES * (1 if block.kind == "embedding" else 2))

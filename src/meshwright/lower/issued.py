@@ -2,7 +2,7 @@
 
 The step program (`step`) tells a batch of plans what a pipeline rank does; its closed forms have the mean where ranks differ, and
 so many bytes where a stack cuts them into messages. `issued` follows one rank instead: its stages by the pipeline's own program,
-layer by layer, its share of each parameter (`inventory`), its messages one by one (`gradients`). Beside the step program's it has
+layer by layer, its share of each parameter (`describe.sharding`), its messages one by one (`gradients`). Beside the step program's it has
 
     frozen parameters  no sums of their gradients, and nothing of a backward that does not reach so far (`flow`)
     averages           of replicas that train alone, in the step that has one
@@ -24,13 +24,13 @@ import numpy as np
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import Box, boxes
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
 from meshwright.lower.fit import settle
 from meshwright.lower.flow import Flow
 from meshwright.lower.gradients import DataParallel, Sent
-from meshwright.lower.inventory import Share, shard_size, shares
 from meshwright.lower.op import Op, StepProgram
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import Record, boundary_ops, recorded
@@ -95,7 +95,7 @@ def issued(
     pipeline = SCHEDULES[plan.schedule](plan.pp, m, plan.virtual) if plan.pp > 1 else None
     at = layout.coordinates(rank)["pp"]
     stages = stages_of(model, plan, pipeline, at)
-    held = [shares(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]
+    held = [boxes(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]
     found = [
         sent
         for stage, mine in zip(stages, held, strict=True)
@@ -106,8 +106,8 @@ def issued(
     told = iter(given.told) if given.told is not None else None
     for stage, mine in zip(stages, held, strict=True):
         found += [(name, axis, kind, 1.0, n) for name, axis, kind, n in data.messages(stage.layers, mine, told)]
-    every = [share for mine in held for share in mine]
-    found += [(name, axis, kind, 1.0, n) for name, axis, kind, n in small_sums(program, data, every, rank, given)]
+    every = [box for mine in held for box in mine]
+    found += [(name, axis, kind, 1.0, n) for name, axis, kind, n in small_sums(program, data, every, given)]
     return recorded(
         (name, axis, kind, count, n) for name, axis, kind, count, n in found if present(program, axis) and count
     )
@@ -141,7 +141,7 @@ Counted = tuple[str, str, str, float, float]  # name, axis, collective, how many
 
 
 def in_blocks(
-    program: StepProgram, plan: Plan, stage: Stage, held: list[Share], m: int, given: Given
+    program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m: int, given: Given
 ) -> Iterator[Counted]:
     """Of every block of a stage what the step program says, in each micro-batch."""
     model, again = program.batch.model, set(plan.made_again(stage.layers))
@@ -207,20 +207,12 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
 # Once a step
 
 
-def small_sums(program: StepProgram, data: DataParallel, held: list[Share], rank: int, given: Given) -> Iterator[Sent]:
+def small_sums(program: StepProgram, data: DataParallel, held: list[Box], given: Given) -> Iterator[Sent]:
     """After the gradients: what is partial, what two stages share, loads, three numbers, and where replicas average all."""
-    plan, model, layout = data.plan, data.model, data.layout
-    place = {axis: layout.group_of(axis, rank).index(rank) for axis in ("shard_cp", "expert_shard")}
+    plan, model = data.plan, data.model
 
-    def own(share: Share) -> int:
-        """Elements of a share that ZeRO leaves this rank."""
-        if not data.shards(share.expert):
-            return share.size
-        over = "expert_shard" if share.expert else "shard_cp"
-        return shard_size(share.shape, layout.size(over), place[over])
-
-    def width(share: Share) -> int:
-        return data.kept_bytes if data.shards(share.expert) else data.gradient_bytes
+    def width(box: Box) -> int:
+        return data.kept_bytes if box.zero else data.gradient_bytes
 
     tied = [s for s in held if s.tied]
     groups = {axis: [s for s in held if s.partial == axis] for axis in ("tp", "kv_copies", "expert_tp")}
@@ -231,10 +223,10 @@ def small_sums(program: StepProgram, data: DataParallel, held: list[Share], rank
                 "sum-tied" if axis == "ends" else "sum-partial",
                 axis,
                 "all_reduce",
-                sum(own(s) * width(s) for s in summed),
+                sum(s.local_size * width(s) for s in summed),
             )
     routers = sum(s.name.endswith(".router.weight") for s in held)
     for op in sync.small_sums(program.batch, {"loads": 2.0 * model.experts * routers}):
         yield op.name, op.axis, op.collective, number(op.message_bytes)
     if plan.average_every and given.step % plan.average_every == 0:
-        yield "average-parameters", "replicate", "all_reduce", (sum(map(own, held)) + 1) * data.kept_bytes
+        yield "average-parameters", "replicate", "all_reduce", (sum(s.local_size for s in held) + 1) * data.kept_bytes

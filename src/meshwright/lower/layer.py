@@ -22,8 +22,10 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear
+from meshwright.describe.sharding import local_shape
 from meshwright.lower import tiles
 from meshwright.lower.batch import Batch
+from meshwright.lower.holds import degrees
 from meshwright.lower.op import NARROW, Array, Op, present
 
 
@@ -34,6 +36,7 @@ class LayerLowering:
         self.b, self.block, self.element = batch, block, element
         self.m = batch.model
         self.fused = set(batch.stack.fused)
+        self.degrees = degrees(batch)
         self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of what stays wide
         self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
         self._messages: dict[float, Array] = {}
@@ -147,10 +150,8 @@ class LayerLowering:
                 self.memory(phase, f"{name}-drop{'' if phase == 'F' else '-grad'}", part, size, 2, 1)
 
     def columns(self, linear: Linear) -> Array:
-        """Local output width of a column split; a KV head is never cut."""
-        if linear.split == "none":
-            return linear.d_out
-        return np.maximum(linear.d_out / self.b.tp, min(linear.granule, linear.d_out))
+        """Output width of this rank's part of a product."""
+        return local_shape(linear.style, (linear.d_out, linear.d_in), self.degrees)[0]
 
     def attention(self) -> None:
         b, m, t = self.b, self.m, self.b.tokens

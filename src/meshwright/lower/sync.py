@@ -28,17 +28,14 @@ import math
 
 import numpy as np
 
+from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import COMPRESSIONS, Batch
 from meshwright.lower.op import Array, Op, present
-
-WHOLE = {"dense": "dp_cp", "expert": "expert_dp"}  # who has the same parameters, …
-SHARDS = {"dense": "shard_cp", "expert": "expert_shard"}  # … of them who shares them out, …
-REPLICAS = {"dense": "replicate", "expert": "expert_replicate"}  # … and who has the same shard
 
 
 def sharded(batch: Batch, kind: str) -> Array:
     """Where ZeRO shards parameters of a kind: experts only where a shard group has several copies of one."""
-    return (batch.zero >= 1) & (batch.size(SHARDS[kind]) > 1)
+    return (batch.zero >= 1) & (batch.size(DATA_AXES[kind].shard) > 1)
 
 
 def trained(counts: dict[str, Array], kind: str) -> Array:
@@ -131,7 +128,7 @@ COUNT_BYTES = 8
 def gradient_reduction(batch: Batch, counts: dict[str, Array], kind: str) -> list[Op]:
     """Reduce this rank's gradients of a kind, 'dense' over dp·cp or 'expert' over expert_dp, in as many messages as `counts` has
     (unsaid: one stage's)."""
-    whole, shard, replicas = WHOLE[kind], SHARDS[kind], REPLICAS[kind]
+    whole, shard, replicas = DATA_AXES[kind]
     elements = trained(counts, kind)
     apart = counts.get(f"{kind}_exact", 0.0) * batch.lossy
     key = f"{kind}_messages"
@@ -198,7 +195,7 @@ def parameter_gather(batch: Batch, counts: dict[str, Array], kind: str) -> list[
             "collective",
             on * units,
             collective="all_gather",
-            axis=SHARDS[kind],
+            axis=DATA_AXES[kind].shard,
             message_bytes=n / np.where(units > 0, units, 1.0),
             stream="comm:dp",
         )
@@ -229,7 +226,7 @@ def parameter_average(batch: Batch, elements: Array, kind: str) -> list[Op]:
 def sharded_weights(batch: Batch, counts: dict[str, Array], kind: str, unit: Array) -> dict[str, list[Op]]:
     """ZeRO-3 of one block: gather its weights forward and backward, scatter its gradients, in every micro-batch; in messages of
     units of `unit` elements, a share of the block's or several blocks like it."""
-    shard, replicas = SHARDS[kind], REPLICAS[kind]
+    _, shard, replicas = DATA_AXES[kind]
     elements, learns = padded(counts, kind), trained(counts, kind)
     on = (batch.zero == 3) & (batch.size(shard) > 1) & (np.asarray(elements) > 0)
     apart = counts.get(f"{kind}_exact", 0.0) * batch.lossy
@@ -317,11 +314,11 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
 
     # A shard's gradient is as wide as the shard, which is its own master.
     wide = np.where(sharded > 1, batch.kept_bytes, batch.grad_bytes) / sharded
-    reduce("sum-partial", "tp", counts.get("partial", 0.0) * wide)
-    reduce("sum-copies", "kv_copies", counts.get("kv_copies", 0.0) * wide)
-    if "expert_partial" in counts:
+    reduce("sum-partial", "tp", counts.get("partial_tp", 0.0) * wide)
+    reduce("sum-copies", "kv_copies", counts.get("partial_kv_copies", 0.0) * wide)
+    if "partial_expert_tp" in counts:
         wide_experts = np.where(of_experts > 1, batch.kept_bytes, batch.grad_bytes) / of_experts
-        reduce("sum-partial", "expert_tp", counts["expert_partial"] * wide_experts)
+        reduce("sum-partial", "expert_tp", counts["partial_expert_tp"] * wide_experts)
     reduce("sum-tied", "ends", counts.get("tied", 0.0) * wide)
     reduce("sum-loads", "stage", counts.get("loads", 0.0) * 8.0)
     reduce("worst-load", "pp", 32.0 * bool(batch.model.experts), "optimizer")
@@ -335,7 +332,9 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
 
 def owned(batch: Batch, counts: dict[str, Array], groups: list[str]) -> Array:
     """Elements whose optimizer state this rank holds."""
-    return sum(padded(counts, group) / np.where(batch.zero >= 1, batch.size(SHARDS[group]), 1.0) for group in groups)
+    return sum(
+        padded(counts, group) / np.where(batch.zero >= 1, batch.size(DATA_AXES[group].shard), 1.0) for group in groups
+    )
 
 
 def tensors(batch: Batch) -> Array:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.describe.model import Model
-from meshwright.lower.inventory import shard_dim
+from meshwright.describe.sharding import shard_dim
 from meshwright.models import initial_value
 from meshwright.parallel.expert.dispatch import Parted
 from meshwright.parallel.mesh import Mesh

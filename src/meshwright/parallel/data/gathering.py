@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from meshwright.describe.sharding import shard_dim
 from meshwright.errors import MeshwrightError
-from meshwright.lower.inventory import shard_dim
 from meshwright.parallel.numerics.precision import cast
 from meshwright.units import format_bytes
 

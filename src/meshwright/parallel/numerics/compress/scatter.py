@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshwright.lower.inventory import laid, padded, shard_dim
+from meshwright.describe.sharding import padding, shape_in_transit, shard_dim
 from meshwright.parallel import exchange
 from meshwright.parallel.numerics.compress.compressors import Compressor, Layout, Running
 
@@ -43,19 +43,19 @@ def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
 
 def put_together(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """What `chunked` took apart."""
-    whole = rows.flatten()[: math.prod(shape)].view(laid(shape, len(rows)))
+    whole = rows.flatten()[: math.prod(shape)].view(shape_in_transit(shape, len(rows)))
     return torch.cat(whole.chunk(len(rows)), 1) if shard_dim(shape, len(rows)) else whole
 
 
 def width_of(shape: Sequence[int], ranks: int) -> int:
     """Numbers of one parameter in a row."""
-    return padded(shape, ranks) // ranks
+    return (math.prod(shape) + padding(shape, ranks)) // ranks
 
 
 def columns_of(shapes: Sequence[Sequence[int]], ranks: int) -> Layout:
     """Where each parameter's numbers start in a row, and its shape before its rows were cut."""
     starts = accumulate((width_of(shape, ranks) for shape in shapes), initial=0)
-    return [(start, torch.Size(laid(shape, ranks))) for start, shape in zip(starts, shapes, strict=False)]
+    return [(start, torch.Size(shape_in_transit(shape, ranks))) for start, shape in zip(starts, shapes, strict=False)]
 
 
 def managed(unit: nn.Module) -> list[nn.Parameter]:

@@ -1,11 +1,11 @@
-"""The parameters that are lowered are the network's: names, shapes, order, and what learns, of whole models and of stages."""
+"""The sharding table names the parameters the network registers: names, shapes, order, and which learn, of whole models and of stages."""
 
 import pytest
 
 from meshwright.describe import catalog
 from meshwright.describe.model import Model
+from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError
-from meshwright.lower.inventory import parameters
 from meshwright.models import build
 
 SMALL = {"hidden": 16, "layers": 3, "heads": 4, "ffn": 24, "vocab": 33}
@@ -39,7 +39,7 @@ MODELS |= {name: model for name, model in SHORT.items() if buildable(model)}
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layers", [range(3), range(1), range(1, 2), range(1, 3)], ids=str)
-def test_what_is_lowered_is_what_is_built(name, layers):
+def test_the_sharding_table_names_what_is_built(name, layers):
     made = [(path, tuple(p.shape), p.requires_grad) for path, p in build(MODELS[name], layers).named_parameters()]
     assert [(p.name, p.shape, p.learns) for p in parameters(MODELS[name], layers)] == made
 

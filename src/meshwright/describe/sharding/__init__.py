@@ -1,0 +1,69 @@
+"""The sharding table: for every parameter of a model, which rank holds which box of it, who holds copies, and who sums its gradient.
+
+It is built in four steps, one file each, and every other room reads it instead of restating a part of it:
+
+    parameters   the named tensors of a model in the order the network registers them, each with a *style*
+    rules        style → which dimension is cut over which axis, and over which axis the gradient is a partial sum
+    zero         how ZeRO cuts, pads and sends what tensor and expert parallelism left
+    boxes        all of it for one rank: the `Box` of each parameter
+
+The rules are data, and the functions that evaluate them take Python integers (one rank) and numpy arrays (a batch of plans) alike:
+
+    boxes(model, plan, layout, rank, layers)          one rank: start and stop per dimension, copies, partial sums, ZeRO shard
+    local_shape(style, shape, degrees)                any number of plans: the box of the first rank of each group, which is the fullest
+"""
+
+from meshwright.describe.sharding.boxes import Box, ZeroShard, boxes, degrees_of
+from meshwright.describe.sharding.parameters import (
+    PROJECT,
+    TOKENS,
+    Parameter,
+    block_parameters,
+    module_styles,
+    parameters,
+    tied_copy,
+)
+from meshwright.describe.sharding.rules import (
+    DATA_AXES,
+    KV_COPIES,
+    RULES,
+    DataAxes,
+    Degrees,
+    Rule,
+    compressible,
+    even_range,
+    local_shape,
+    partial_over,
+    share,
+)
+from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_dim, shard_range, shard_size
+
+__all__ = [
+    "DATA_AXES",
+    "KV_COPIES",
+    "PROJECT",
+    "RULES",
+    "TOKENS",
+    "Box",
+    "DataAxes",
+    "Degrees",
+    "Parameter",
+    "Rule",
+    "ZeroShard",
+    "block_parameters",
+    "boxes",
+    "compressible",
+    "degrees_of",
+    "even_range",
+    "local_shape",
+    "module_styles",
+    "padding",
+    "parameters",
+    "partial_over",
+    "shape_in_transit",
+    "shard_dim",
+    "shard_range",
+    "shard_size",
+    "share",
+    "tied_copy",
+]

@@ -1,0 +1,138 @@
+"""Every parameter of a model by name, shape and style, in the order in which the network registers them.
+
+`describe.anatomy` lists the matrices and vectors of each block with their style; here each becomes a named tensor. Weights are
+[out, in] as in `nn.Linear`, experts [expert, out, in]. The head of a model with tied embeddings has no weight of its own, except on a
+pipeline stage that does not hold the embedding: there it has a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.describe.anatomy import Block, Linear, Vector
+from meshwright.describe.model import Model
+
+TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
+NORMS = {
+    "norm-1": "attention_norm",
+    "norm-2": "ffn_norm",
+    "norm-3": "attention_post_norm",
+    "norm-4": "ffn_post_norm",
+    "q-norm": "attention.q_a_norm",
+    "kv-norm": "attention.kv_a_norm",
+    "embedding-norm": "embedding.norm",
+    "final-norm": "head.norm",
+}
+# The modules of a block in the order in which the network registers them.
+ORDER = (
+    "embedding.tokens", "embedding.positions", "embedding.norm",
+    "linear", "attention_norm", "attention.q_a", "attention.q_a_norm", "attention.kv_a", "attention.kv_a_norm",
+    "attention.q", "attention.k", "attention.v", "attention.q_norm", "attention.k_norm", "attention.sinks", "attention.o",
+    "attention.heads.q", "attention.heads.q_b", "attention.heads.kv_b", "attention.heads.o", "ffn_norm",
+    "moe.router", "moe.experts.gate", "moe.experts.up", "moe.experts.down",
+    "moe.shared.gate", "moe.shared.up", "moe.shared.down", "moe.shared_scale",
+    "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "head.norm", "head.project",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A whole tensor of the model. One that does not learn has no gradient: balancing biases are moved by the routers' load."""
+
+    name: str
+    shape: tuple[int, ...]
+    style: str
+    learns: bool = True
+    block: str = ""  # embedding | dense | moe | head
+    layer: int = -1  # -1: in no layer
+
+    @property
+    def expert(self) -> bool:
+        """Whether it belongs to a routed expert, which has data-parallel groups of its own."""
+        return self.style.startswith("experts")
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def parameters(model: Model, layers: range) -> list[Parameter]:
+    """The parameters of the stage that holds `layers`: the embedding belongs to the first layer, the head to the last."""
+    out: list[Parameter] = []
+    first, last = layers.start == 0, layers.stop == model.layers
+    if first:
+        out += block_parameters(model, model.blocks["embedding"])
+    for layer in layers:
+        for p in block_parameters(model, model.blocks[model.layer_kinds[layer]]):
+            out.append(replace(p, name=f"layers.{layer}.{p.name}", layer=layer))
+    if last:
+        out += block_parameters(model, model.blocks["head"])
+        if model.tied and not first and model.kind == "transformer":
+            out.append(tied_copy(model))
+    return out
+
+
+def tied_copy(model: Model) -> Parameter:
+    """The head's copy of a tied embedding, on a stage that does not hold the embedding."""
+    return Parameter(PROJECT, (model.padded_vocab, model.hidden), "logits", block="head")
+
+
+def block_parameters(model: Model, block: Block) -> list[Parameter]:
+    """The parameters of one block; names without the layer."""
+    items = [p for linear in block.linears if linear.copies for p in _matrix(model, linear)]
+    items += [p for vector in block.vectors for p in _vector(model, vector)]
+    return [replace(p, block=block.kind) for p in sorted(items, key=lambda p: ORDER.index(p.module))]
+
+
+def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
+    """(pattern of module names, style) of all modules that hold parameters; `*` stands for the layer."""
+    out: dict[str, str] = {}
+    for kind, block in model.blocks.items():
+        prefix = "layers.*." if kind in ("dense", "moe") else ""
+        for p in block_parameters(model, block):
+            out.setdefault(prefix + p.module, p.style)
+    if model.tied:
+        out.setdefault(tied_copy(model).module, tied_copy(model).style)
+    return tuple(out.items())
+
+
+def module_of(model: Model, linear: Linear) -> str:
+    """The module of a block that holds a matrix."""
+    if linear.part == "attention":
+        in_heads = model.attention == "mla" and linear.style != "between"
+        return f"attention.heads.{linear.name}" if in_heads else f"attention.{linear.name}"
+    if linear.name in ("router", "shared-scale"):
+        return f"moe.{linear.name.replace('-', '_')}"
+    if linear.name == "head":
+        return "head.project"
+    part, _, kind = linear.name.partition("-")
+    return linear.name if not kind else f"{'' if part == 'ffn' else 'moe.'}{part}.{kind}"
+
+
+def _matrix(model: Model, linear: Linear) -> Iterator[Parameter]:
+    path = module_of(model, linear)
+    experts = (linear.copies,) if linear.part == "experts" else ()
+    yield Parameter(f"{path}.weight", (*experts, linear.d_out, linear.d_in), linear.style)
+    if linear.bias:
+        style = f"{linear.style}-bias" if linear.style in ("row", "experts-row") else linear.style
+        yield Parameter(f"{path}.bias", (*experts, linear.d_out), style)
+
+
+def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
+    match vector.name:
+        case "tokens":
+            yield Parameter(TOKENS, (model.padded_vocab, model.hidden), vector.style)
+        case "positions":
+            yield Parameter("embedding.positions.weight", (model.max_positions, model.hidden), vector.style)
+        case "qk-norm":
+            for name in ("q_norm", "k_norm"):
+                yield Parameter(f"attention.{name}.weight", (model.head_width,), vector.style)
+        case "balance-bias":
+            yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
+        case "sinks":
+            yield Parameter("attention.sinks.weight", (vector.size,), vector.style)
+        case _:
+            affine = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+            for name in affine:
+                yield Parameter(f"{NORMS[vector.name]}.{name}", (vector.size // len(affine),), vector.style)

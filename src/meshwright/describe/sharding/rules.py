@@ -1,0 +1,163 @@
+"""The rules of tensor and expert parallelism: what each style does to a parameter.
+
+    style               cut                      gradient is a partial sum over          example
+    column              dim 0 over tp            —                                       q, gate, up; biases with them
+    keys                dim 0 over tp, by whole  kv_copies: neighbours on tp that hold   k, v
+                        KV heads                 the same head, if heads < tp
+    row                 dim 1 over tp            —                                       o, down
+    row-bias            —                        tp, with sequence parallelism           bias of o, down
+    vocabulary, logits  dim 0 over tp, uneven    —                                       token embedding, output projection
+    between, positions  —                        tp, with sequence parallelism           norms, learned positions
+    inside              —                        tp, always                              router, norms of heads
+    experts             dim 0 over ep, dim 1     —                                       gate, up of experts
+                        over expert_tp
+    experts-row         dim 0 over ep, dim 2     —                                       down of experts
+                        over expert_tp
+    experts-row-bias    dim 0 over ep            expert_tp                               bias of down of experts
+
+A parameter *between* the tensor-parallel regions is whole on every rank, and with sequence parallelism each rank sees a part of the
+tokens only, so that its gradient is a partial sum. One *inside* a region sees this rank's heads or tokens always. In the all-gather
+form of tensor parallelism (`plan.tp_form`) a row-split product is split by columns as well, its bias with it.
+
+A cut is even, except of the vocabulary: of n rows over P ranks the first n mod P ranks hold one more. Rank i therefore holds
+⌈(n − i)/P⌉ rows, and rank 0 is the fullest; the same formula serves integers and arrays.
+
+After the backward pass the gradients of dense parameters are summed over dp_cp, those of experts over expert_dp (`DATA_AXES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Number = Any  # an integer, or a numpy array over a batch of plans
+KV_COPIES = "kv_copies"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one style does: (dimension, axis) cuts, and the axis over which the gradient is a partial sum."""
+
+    cuts: tuple[tuple[int, str], ...] = ()
+    even: bool = True  # the length must divide; else the first ranks hold one row more
+    partial: str = ""
+    partial_needs_sp: bool = False  # a partial sum only with sequence parallelism
+    all_gather: str = ""  # the style that takes its place in the all-gather form of tensor parallelism
+    group: str = "dense"  # which of `DATA_AXES` hold copies and sum the gradient
+
+
+ROWS_OVER_TP = ((0, "tp"),)
+RULES: dict[str, Rule] = {
+    "column": Rule(ROWS_OVER_TP),
+    "keys": Rule(ROWS_OVER_TP, partial=KV_COPIES),
+    "row": Rule(((1, "tp"),), all_gather="column"),
+    "row-bias": Rule(partial="tp", partial_needs_sp=True, all_gather="column"),
+    "vocabulary": Rule(ROWS_OVER_TP, even=False),
+    "logits": Rule(ROWS_OVER_TP, even=False),
+    "between": Rule(partial="tp", partial_needs_sp=True),
+    "positions": Rule(partial="tp", partial_needs_sp=True),
+    "inside": Rule(partial="tp"),
+    "experts": Rule(((0, "ep"), (1, "expert_tp")), group="expert"),
+    "experts-row": Rule(((0, "ep"), (2, "expert_tp")), group="expert"),
+    "experts-row-bias": Rule(((0, "ep"),), partial="expert_tp", group="expert"),
+}
+
+
+class DataAxes(NamedTuple):
+    """The axes of data parallelism for one group of parameters: all its copies, ZeRO's shards among them, copies of one shard."""
+
+    whole: str
+    shard: str
+    replicas: str
+
+
+DATA_AXES = {
+    "dense": DataAxes("dp_cp", "shard_cp", "replicate"),
+    "expert": DataAxes("expert_dp", "expert_shard", "expert_replicate"),
+}
+
+
+class Degrees(NamedTuple):
+    """What the rules ask of a plan, or of a batch of plans: group sizes, and two switches of tensor parallelism."""
+
+    tp: Number = 1
+    ep: Number = 1
+    expert_tp: Number = 1
+    kv_copies: Number = 1
+    sp: Number = False
+    all_gather: Number = False
+
+
+def local_shape(style: str, shape: Sequence[int], d: Degrees, index: Mapping[str, int] | None = None) -> list[Number]:
+    """The shape of a rank's box, before ZeRO. `index` is the rank's place in its groups; by default the first, which is the fullest."""
+    rule = RULES[style]
+    out = _cut(rule, shape, d, index or {})
+    if rule.all_gather and np.any(d.all_gather):
+        by_columns = _cut(RULES[rule.all_gather], shape, d, index or {})
+        out = [_where(d.all_gather, a, b) for a, b in zip(by_columns, out, strict=True)]
+    return out
+
+
+def _cut(rule: Rule, shape: Sequence[int], d: Degrees, index: Mapping[str, int]) -> list[Number]:
+    out: list[Number] = list(shape)
+    for dim, axis in rule.cuts:
+        parts, at = getattr(d, axis), index.get(axis, 0)
+        if rule.partial == KV_COPIES:
+            parts, at = parts // d.kv_copies, at // d.kv_copies
+        out[dim] = share(shape[dim], parts, at)
+    return out
+
+
+def rule_of(style: str, all_gather: bool) -> Rule:
+    """The rule of one plan, whose form of tensor parallelism is known."""
+    rule = RULES[style]
+    return RULES[rule.all_gather] if all_gather and rule.all_gather else rule
+
+
+def partial_over(style: str, d: Degrees) -> dict[str, Number]:
+    """Axis → whether the gradient is a partial sum over it. At most one axis."""
+    rule = RULES[style]
+    if not rule.partial:
+        return {}
+    on = getattr(d, rule.partial) > 1
+    on = on & d.sp if rule.partial_needs_sp else on
+    return {rule.partial: _and_not(on, d.all_gather) if rule.all_gather else on}
+
+
+def compressible(style: str, d: Degrees) -> Number:
+    """Whether a lossy compression may send the gradient.
+
+    Not if it is still a partial sum over another axis: compressed before it is whole, it would lose what cancels. And not if all
+    ranks of a tp group hold the same parameter: each would lose something else, and the copies would drift apart.
+    """
+    rule = RULES[style]
+    on = next(iter(partial_over(style, d).values()), False)
+    if rule.group == "dense" and not rule.cuts:
+        same = d.tp > 1
+        on = on | (_and_not(same, d.all_gather) if rule.all_gather else same)
+    return ~on if isinstance(on, np.ndarray) else not on
+
+
+def share(length: Number, parts: Number, index: int = 0) -> Number:
+    """How many of `length` rows the index-th of `parts` ranks holds, as evenly as possible: ⌈(length − index)/parts⌉."""
+    if isinstance(parts, np.ndarray) or isinstance(length, np.ndarray):
+        return np.ceil((length - index) / parts)
+    return -(-(length - index) // parts)
+
+
+def even_range(length: int, parts: int, index: int) -> tuple[int, int]:
+    """First and last+1 row of the index-th of `parts` ranks: the first `length mod parts` hold one row more."""
+    base, extra = divmod(length, parts)
+    start = index * base + min(index, extra)
+    return start, start + share(length, parts, index)
+
+
+def _where(condition: Number, a: Number, b: Number) -> Number:
+    return np.where(condition, a, b) if isinstance(condition, np.ndarray) else a if condition else b
+
+
+def _and_not(a: Number, b: Number) -> Number:
+    return a & ~b if isinstance(b, np.ndarray) else a & (not b)
