@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import math
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.describe import hf, hf_config
+from meshwright.describe import hf
 from meshwright.describe.catalog import load
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
@@ -80,6 +81,23 @@ ORACLE = {
         GROUPED | {"head_dim": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
         GROUPED | {"head_dim": 16, "num_local_experts": 6, "attention_bias": False} | TIED,
     ],
+    "granite": [GROUPED, GROUPED | TIED | {"attention_bias": True, "mlp_bias": True}],
+    "olmo2": [GROUPED, COMMON | TIED | {"attention_bias": True}],
+    "olmo3": [GROUPED | {"num_hidden_layers": 4}, COMMON | {"sliding_window": 8}],
+    "olmoe": [
+        GROUPED | {"num_experts": 8, "num_experts_per_tok": 2},
+        COMMON | {"num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": True} | TIED,
+    ],
+    "llama4_text": [
+        GROUPED | {"head_dim": 16, "num_local_experts": 4, "intermediate_size_mlp": 96},
+        GROUPED | {"head_dim": 24, "num_local_experts": 4, "interleave_moe_layer_step": 2, "num_hidden_layers": 6} | TIED,
+    ],
+    "glm4_moe": [
+        GROUPED | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "use_qk_norm": True},
+        GROUPED | {"n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "head_dim": 24} | TIED,
+    ],
+    "starcoder2": [GROUPED, COMMON | UNTIED | {"use_bias": False, "num_key_value_heads": 1}],
+    "smollm3": [GROUPED | {"pad_token_id": 0}, COMMON | UNTIED | {"pad_token_id": 0, "mlp_bias": True}],
 }  # fmt: skip
 
 
@@ -100,11 +118,11 @@ def test_counts_equal_transformers(family, tmp_path):
         expected += sum(b.numel() for n, b in reference.named_buffers() if n.endswith("e_score_correction_bias"))
         path = tmp_path / "config.json"
         path.write_text(config.to_json_string())
-        model, notes = hf.read_with_notes(path)
+        model = hf.read(path)
         assert model.total == expected, shape
-        assert not [n for n in notes if n.startswith("not understood")], notes
+        assert not [n for n in model.notes if n.startswith("unknown key")], model.notes
         # The same shape in the bare words of older files.
-        assert hf.interpret({"model_type": family, **shape})[0].total == expected
+        assert hf.interpret({"model_type": family, **shape}).total == expected
 
 
 REAL = {
@@ -171,7 +189,7 @@ def test_released_configs_agree_with_the_catalog(name, tmp_path):
 
 
 def notes_of(**config) -> list[str]:
-    return hf.interpret(config)[1]
+    return list(hf.interpret(config).notes)
 
 
 def test_notes_name_what_is_assumed_or_not_understood():
@@ -197,11 +215,89 @@ def test_language_model_inside_a_larger_config():
         "num_hidden_layers": 34,
         "sliding_window": 1024,
     }
-    model, notes = hf.interpret({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    model = hf.interpret({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}})
     assert (model.heads, model.kv_heads, model.head_dim, model.vocab, model.tied) == (8, 4, 256, 262208, True)
     assert (model.window, model.full_every) == (1024, 6)
-    assert "language model" in notes[0]
-    assert sum("default of gemma3_text" in n for n in notes) == 4
+    assert "language model" in model.notes[0]
+    assert sum("default of gemma3_text" in n for n in model.notes) == 4
+
+
+def test_of_a_multi_modal_config_the_language_model_is_read():
+    """Qwen2.5-VL wrote its language model flat beside the vision tower, and later nested."""
+    flat = hf.interpret(
+        {"model_type": "qwen2_5_vl", **GROUPED, **UNTIED, "vision_config": {"depth": 32}, "vision_start_token_id": 5}
+    )
+    nested = hf.interpret(
+        {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", **GROUPED}, **UNTIED}
+    )
+    assert (
+        flat.parameters()
+        == nested.parameters()
+        == hf.interpret({"model_type": "qwen2", **GROUPED, **UNTIED}).parameters()
+    )
+    assert "language model" in flat.notes[0]
+    scout = {
+        "num_local_experts": 16,
+        "intermediate_size_mlp": 96,
+        "head_dim": 16,
+        "model_type": "llama4_text",
+        **GROUPED,
+        "num_hidden_layers": 8,
+    }
+    model = hf.interpret({"model_type": "llama4", "text_config": scout, "vision_config": {}})
+    assert (model.experts, model.shared_experts, model.window, model.full_every) == (16, 1, 8192, 4)
+
+
+def test_norms_of_whole_projections_are_counted_where_they_are_cut():
+    from meshwright.describe.sharding import parameters
+
+    model = hf.interpret({"model_type": "olmo2", **GROUPED})
+    assert sum(math.prod(p.shape) for p in parameters(model, range(model.layers))) == model.total
+
+
+def test_what_changes_the_mathematics_is_listed():
+    assert hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6}).not_run == ()
+    capped = hf.interpret({"model_type": "gemma2", **GROUPED, "head_dim": 16})  # soft-capping is its class's default
+    assert any("soft-capping of attention scores (attn_logit_softcapping = 50.0)" in line for line in capped.not_run)
+    scaled = {"rope_type": "llama3", "factor": 8.0}
+    assert "llama3" in hf.interpret({"model_type": "llama", **GROUPED, "rope_scaling": scaled}).not_run[0]
+    parallel = hf.interpret({"model_type": "gpt_neox", **COMMON}).not_run
+    assert any("attention and FFN in parallel" in line for line in parallel)
+
+
+def test_numbers_that_are_run():
+    model = hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6})
+    assert (model.rope_theta, model.norm_epsilon) == (5e5, 1e-6)
+    gpt2 = hf.interpret({"model_type": "gpt2", **GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.1})
+    assert (gpt2.dropout, gpt2.dropout_rate, gpt2.attention_dropout) == (True, 0.2, 0.1)
+
+
+def test_activations():
+    assert hf.interpret({"model_type": "gemma3_text", **GROUPED, "head_dim": 16}).activation == "geglu"
+    with pytest.raises(MeshwrightError, match=r'MW-HF-006: activation "foo".*Valid: silu'):
+        hf.interpret({"model_type": "llama", **COMMON, "hidden_act": "foo"})
+    with pytest.raises(MeshwrightError, match="MW-HF-006"):
+        hf.interpret({"model_type": "gpt2", **GPT2, "activation_function": "tanh"})
+
+
+def test_a_window_alone_limits_every_layer():
+    model = Model(hidden=64, layers=4, heads=4, ffn=64, vocab=100)
+    assert model.but(window=128).attended(4096) < model.attended(4096) / 10
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "mamba", "jamba", "nemotron_h", "qwen3_next"])
+def test_what_is_no_decoder_of_attention_layers_is_refused_with_what_to_do(kind):
+    with pytest.raises(MeshwrightError, match=r"MW-HF-008.*Fix: a \[model\] table"):
+        hf.interpret({"model_type": kind, **COMMON})
+
+
+def test_a_model_folder_is_accepted_where_a_model_is_named(tmp_path):
+    from meshwright.describe.config import load as load_config
+
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps({"model_type": "olmo2", **GROUPED}))
+    (tmp_path / "plan.toml").write_text('model = "tiny"\ncluster = "dgx-h100"\n')
+    assert load_config(str(tmp_path / "plan.toml")).model.norm_position == "post"
 
 
 @pytest.mark.parametrize(
@@ -280,10 +376,10 @@ def test_paths_that_hold_no_config(path, tmp_path, monkeypatch):
 
 
 def test_names(tmp_path):
-    assert hf.interpret({"model_type": "llama", **COMMON})[0].name == "llama"
-    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "org/Some-7B"})[0].name == "Some-7B"
-    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "../.."})[0].name == "llama"
-    assert hf.interpret({"model_type": "llama", **COMMON}, "mine")[0].name == "mine"
+    assert hf.interpret({"model_type": "llama", **COMMON}).name == "llama"
+    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "org/Some-7B"}).name == "Some-7B"
+    assert hf.interpret({"model_type": "llama", **COMMON, "_name_or_path": "../.."}).name == "llama"
+    assert hf.interpret({"model_type": "llama", **COMMON}, "mine").name == "mine"
 
 
 KEYS = sorted({k for shapes in ORACLE.values() for shape in shapes for k in shape} | {"layer_types", "text_config"})
@@ -307,15 +403,31 @@ def test_any_values_in_the_right_keys(family, data):
     shape = dict(data.draw(st.sampled_from(ORACLE[family])))
     shape.update(data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3)))
     try:
-        model, notes = hf.interpret({"model_type": family, **shape})
+        model = hf.interpret({"model_type": family, **shape})
     except MeshwrightError:
         return
     assert 0 < model.active <= model.total
-    assert len(notes) <= hf.MOST_NOTES + 1
+    assert len(model.notes) <= hf.MOST_NOTES + 1
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=60) | st.text(max_size=60).map(str.encode) | VALUES.map(lambda v: json.dumps(v).encode()))
 def test_any_bytes(raw):
     with contextlib.suppress(MeshwrightError):
-        hf.interpret(hf_config.parse(raw))
+        hf.interpret(hf.parse(raw))
+
+
+def test_a_proof_and_an_estimate_say_what_was_left_out(tmp_path):
+    """Gemma-2's soft-capping is not run: a proof may not pass over it in silence."""
+    from meshwright.cost.predict import predict
+    from meshwright.describe.config import load as load_config
+    from meshwright.proof.fold import small_copy
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", **GROUPED, "head_dim": 16, "odd_key": 3}))
+    (tmp_path / "plan.toml").write_text(
+        'model = "config.json"\n[cluster]\nextends = "dgx-h100"\ngpus = 2\n[plan]\nreplicate = 2\n[workload]\nbatch = 4\nseq = 64\n'
+    )
+    config = load_config(str(tmp_path / "plan.toml"))
+    assert any("not exercised: soft-capping of attention" in line for line in small_copy(config, 2).changes)
+    assumed = predict(config.model, config.cluster, config.plan, config.workload, config.stack).assumed
+    assert any("odd_key" in line for line in assumed)

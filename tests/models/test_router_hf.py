@@ -45,7 +45,7 @@ def test_a_router_that_was_read_routes_as_its_class_does(family, name, shape):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(family, **shape)
     code = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[name])
-    theirs, ours = getattr(code, name)(config), Router(hf.interpret(config.to_dict())[0])
+    theirs, ours = getattr(code, name)(config), Router(hf.interpret(config.to_dict()))
     generator = torch.Generator().manual_seed(0)
     weight, bias, x_TH = (torch.randn(s, generator=generator) for s in ((12, 16), (12,), (64, 16)))
     with torch.no_grad():
@@ -63,7 +63,8 @@ def test_a_router_that_was_read_routes_as_its_class_does(family, name, shape):
 
 
 def read(family, **said):
-    return hf.interpret({"model_type": family, **said})
+    model = hf.interpret({"model_type": family, **said})
+    return model, model.notes
 
 
 def test_losses_are_read_where_the_class_adds_them():
@@ -80,7 +81,7 @@ def test_losses_are_read_where_the_class_adds_them():
     assert any(note.startswith("seq_aux") for note in notes)
     model, notes = read("deepseek_v3", **LATENT, **GROUPS, scoring_func="softmax", topk_method="first")
     assert (model.router.score, model.balance_bias) == ("softmax", True)
-    assert notes[-1] == 'topk_method "first" is taken as noaux_tc'
+    assert notes[-1] == 'topk_method "first" is read as noaux_tc'
 
 
 def test_what_a_config_says_of_routing_is_understood_or_told():

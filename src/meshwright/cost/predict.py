@@ -64,7 +64,7 @@ def prediction(
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples / time,
         bound_by=bound_by(exposed),
-        assumed=list(assumed or []),
+        assumed=[*(assumed or []), *model.notes],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
         calibrated=source,

@@ -245,7 +245,8 @@ def head_block(m: Model) -> Block:
 def _layer_vectors(m: Model) -> list[Vector]:
     vectors = [norm(m, f"norm-{i + 1}") for i in range(m.norms_per_layer)]
     if m.qk_norm:
-        vectors.append(Vector("qk-norm", "norm", 2 * m.head_width, "inside"))
+        heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
+        vectors.append(Vector("qk-norm", "norm", heads * m.head_width, "inside"))
     if m.attention == "mla":
         vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
         vectors.append(norm(m, "kv-norm", m.kv_rank))

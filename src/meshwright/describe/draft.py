@@ -94,7 +94,7 @@ class Draft:
                 f"[{path}] cannot start from {str(name)[:60]!r}",
                 why="The catalog has none of its kind" if not kind else "A name is a string",
             )
-        if kind == "models" and name.endswith(".json"):
+        if kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
             from meshwright.describe.model import Model
 
             table, source = Model.from_hf(str(folder / name)).as_dict(), str(folder / name)

@@ -55,12 +55,18 @@ class Model(Described):
     vocab_multiple: Size = Field(default=1, description="the vocabulary is padded up to a multiple of this")
     tied: bool = False
     max_positions: Whole = 0
+    rope_theta: float = Field(default=10_000.0, gt=1, lt=1e15, description="base of the rotary position embedding")
     positions: Literal["rope", "learned", "alibi", "none"] = "rope"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="added to the variance in norms")
     norms_per_layer: Norms = 2
+    norm_position: Literal["pre", "post"] = Field(default="pre", description="norms before or after attention and FFN")
     final_norm: bool = True
     embedding_norm: bool = False
     qk_norm: bool = False
+    qk_norm_width: Literal["head", "projection"] = Field(
+        default="head", description="queries and keys are normalised per head, or over the whole projection (OLMo 2)"
+    )
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
@@ -71,7 +77,7 @@ class Model(Described):
         default=0.0, ge=0, lt=1, description="share of attention's probabilities dropped when training"
     )
     window: Whole = Field(default=0, description="sliding-window attention: positions seen; 0: all")
-    full_every: Whole = Field(default=1, description="with a window: every n-th layer sees all positions; 0: none does")
+    full_every: Whole = Field(default=0, description="with a window: every n-th layer sees all positions; 0: none does")
     sinks: bool = False
     attention: Literal["gqa", "mla"] = "gqa"
     q_rank: Whole = 0
@@ -94,6 +100,12 @@ class Model(Described):
     given_flops: Count = Field(default=0.0, description="kind 'counts': forward FLOPs per sample")
     given_activations: Bytes = Field(default=0.0, description="kind 'counts': saved bytes per sample")
     published: Published = Published()
+    notes: tuple[str, ...] = Field(
+        default=(), description="what was assumed when the model was read from another format"
+    )
+    not_run: tuple[str, ...] = Field(
+        default=(), description="parts of the original model that `train` and `verify` compute in another way"
+    )
 
     @model_validator(mode="after")
     def _legal(self) -> Model:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 
-EPSILON = 1e-5
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "geglu": F.gelu,
@@ -22,8 +21,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def make_norm(model: Model, width: int = 0) -> nn.Module:
     if model.norm == "layernorm":
-        return nn.LayerNorm(width or model.hidden, eps=EPSILON)
-    return nn.RMSNorm(width or model.hidden, eps=EPSILON)
+        return nn.LayerNorm(width or model.hidden, eps=model.norm_epsilon)
+    return nn.RMSNorm(width or model.hidden, eps=model.norm_epsilon)
 
 
 class FeedForward(nn.Module):

@@ -26,9 +26,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.dropout import Dropped, Probabilities, make_dropout
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
-from meshwright.models.parts import EPSILON, FeedForward, make_norm
+from meshwright.models.parts import FeedForward, make_norm
 
-ROTARY_BASE = 10_000.0
 IGNORED = -100  # a target that is padding
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, Dropped | None], torch.Tensor]
 
@@ -45,6 +44,7 @@ class Geometry:
     def __init__(self, model: Model) -> None:
         self.rotate, self.width = model.positions == "rope", rotated_width(model)
         self.causal, self.window = model.causal, model.window
+        self.rotary_base = model.rope_theta
         self.places: torch.Tensor | None = None  # None: 0, 1, 2, …
         self.attend: Attend = self.attend_whole
         self._made: dict[tuple, torch.Tensor] = {}
@@ -87,7 +87,7 @@ class Geometry:
     def _angles(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key = ("angles", x.shape[-2], x.dtype, x.device)
         if key not in self._made:
-            frequency = ROTARY_BASE ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+            frequency = self.rotary_base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
             places = torch.arange(x.shape[-2]) if self.places is None else self.places
             angle = torch.outer(places.to("cpu", torch.float64), frequency).repeat(1, 2)
             self._made[key] = torch.stack((angle.cos(), angle.sin())).to(x)
@@ -117,8 +117,8 @@ class Attention(nn.Module):
         self.q = nn.Linear(model.hidden, queries, bias=model.qkv_bias)
         self.k = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
         self.v = nn.Linear(model.hidden, keys, bias=model.qkv_bias)
-        self.q_norm = nn.RMSNorm(self.width, eps=EPSILON) if model.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.width, eps=EPSILON) if model.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.width, eps=model.norm_epsilon) if model.qk_norm else nn.Identity()
         self.o = nn.Linear(queries, model.hidden, bias=model.out_bias)
 
     def heads(self, x_BSX: torch.Tensor) -> torch.Tensor:
@@ -233,6 +233,8 @@ def check_buildable(model: Model) -> None:
         "attention=mla with qk_norm": model.attention == "mla" and model.qk_norm,
         "positions=alibi": model.positions == "alibi",
         "sinks": model.sinks,
+        "norm_position=post": model.norm_position == "post",
+        "qk_norm_width=projection": model.qk_norm and model.qk_norm_width == "projection",
         f"norms_per_layer={model.norms_per_layer}": model.norms_per_layer not in (2, 4),
     }
     for what, present in lacking.items():

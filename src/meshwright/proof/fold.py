@@ -51,6 +51,7 @@ def small_copy(config: Config, ranks: int) -> Small:
         changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     if config.workload.precision in NOT_RUN:
         changes.append(f"products in {config.workload.precision} not exercised: they are planned and costed only")
+    changes += [f"not exercised: {part}" for part in config.model.not_run]
     if config.model.dropout:
         changes.append("no dropout masks are kept: what is dropped is computed again")
     tiny = tiny.but(dropout=False)

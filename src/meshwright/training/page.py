@@ -95,7 +95,7 @@ def page(training: Training, folder: str) -> RenderableType:
     lost = next((record.step for record in training.steps if not isfinite(record.loss)), None)
     if lost is not None:
         loss += Text(f"  no number from step {lost} on: it diverged", "bold red")
-    lines = [title, loss, step]
+    lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
     routers = [record.router for record in training.steps if record.router]
     if routers:
         course = sparkline([router["entropy"] for router in routers])

@@ -47,6 +47,7 @@ class Training:
     def as_dict(self) -> dict[str, Any]:
         return {
             "plan": self.config.plan.title(),
+            "not_run": list(self.config.model.not_run),
             "router": self.steps[-1].router if self.steps else {},  # of models with experts, at the end
             "measurement": self.measurement.as_dict(),
             "prediction": self.prediction.as_dict(),

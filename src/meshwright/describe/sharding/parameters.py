@@ -126,8 +126,12 @@ def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
         case "positions":
             yield Parameter("embedding.positions.weight", (model.max_positions, model.hidden), vector.style)
         case "qk-norm":
-            for name in ("q_norm", "k_norm"):
-                yield Parameter(f"attention.{name}.weight", (model.head_width,), vector.style)
+            if model.qk_norm_width == "projection":  # one weight per row of the projection, cut with it
+                yield Parameter("attention.q_norm.weight", (model.heads * model.head_width,), "column")
+                yield Parameter("attention.k_norm.weight", (model.kv_groups * model.head_width,), "keys")
+            else:
+                for name in ("q_norm", "k_norm"):
+                    yield Parameter(f"attention.{name}.weight", (model.head_width,), vector.style)
         case "balance-bias":
             yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
         case "sinks":

@@ -1,8 +1,8 @@
-"""A JSON config read with care: bounded, typed, and with a record of what was read.
+"""Parse a JSON config and check each value: bounded, typed, with a record of the keys that were read.
 
-`load` refuses before it reads (a regular file of at most 2 MB), `parse` refuses NaN, infinities and anything but an
-object, and `Config` hands out whole numbers, flags and words within bounds or names the key that is wrong. What a
-family of `hf` never asked for, and what is not known to be harmless, comes out of `unread`.
+`load` accepts a regular file of at most 2 MB, `parse` refuses NaN, infinities and anything but an object, and `Config`
+returns numbers, flags and words within bounds or raises an error that names the key. `unread` lists the keys that no
+function read and that are not known to be harmless.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from meshwright.describe.base import MOST
 from meshwright.errors import MeshwrightError
 
 MOST_BYTES = 2_000_000
-# What a config may leave unsaid, because it equals the default of its class (nested configs are saved as differences).
+# Values a config may omit because they are the defaults of its class (nested configs are saved as differences).
 DEFAULTS: dict[str, dict[str, int]] = {
+    "glm4_moe": {"moe_intermediate_size": 1408},
+    "llama4_text": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size_mlp": 16384},
+    "olmo3": {"sliding_window": 4096},
+    "smollm3": {"num_key_value_heads": 4},
+    "starcoder2": {"num_key_value_heads": 2},
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
@@ -30,6 +35,12 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "mixtral": {"num_key_value_heads": 8},
     "qwen3": {"head_dim": 128},
 }  # fmt: skip
+# Spellings of dropout rates.
+DROPOUT = {
+    "attention": ("attention_dropout", "attn_pdrop"),
+    "residual": ("resid_pdrop", "residual_dropout", "hidden_dropout"),
+    "embedding": ("embd_pdrop", "embedding_dropout"),
+}
 # Keys that change no count: token ids, rates, precisions, rotary details, housekeeping.
 HARMLESS = re.compile(
     r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
@@ -53,13 +64,17 @@ class Config:
         self.asked.add(key)
         return self.data.get(key)
 
+    def covered(self, *keys: str) -> None:
+        """Mark keys whose meaning is part of a difference listed elsewhere."""
+        self.asked.update(keys)
+
     def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """A whole number. Null or absent: the default given, else the default of the family's class, else an error."""
         value = self.get(key)
         if value is None:
             assumed = DEFAULTS.get(self.family, {}).get(key) if key not in self.data else None
             if assumed is not None:
-                self.notes.append(f"{key} is not said: {assumed}, the default of {self.family}, is taken")
+                self.notes.append(f"{key} is not given: {assumed}, the default of {self.family}, is used")
                 return assumed
             if default is None:
                 raise MeshwrightError("MW-HF-005", f"the {self.family} config lacks '{key}'", why="It has no default")
@@ -106,17 +121,25 @@ class Config:
     def bad(self, key: str, value: object, wanted: str) -> MeshwrightError:
         return MeshwrightError("MW-HF-006", f"{key} = {shown(value)} is not valid", valid=[wanted])
 
+    def rate(self, kind: str) -> float | None:
+        """The dropout rate of a kind, whichever of its spellings the config uses; None where it has none."""
+        for key in DROPOUT[kind]:
+            value = self.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if not 0 <= value < 1:
+                    raise self.bad(key, value, "a number from 0 up to 1")
+                return float(value)
+        return None
+
     @property
     def drops(self) -> bool:
-        rates = [v for k, v in self.data.items() if re.fullmatch(r"(attention|hidden|resid|embd|attn)_p?drop(out)?", k)]
-        return any(isinstance(v, int | float) and v > 0 for v in rates)
+        """Whether anything is dropped, so that masks are kept for backward."""
+        return any(self.rate(kind) for kind in DROPOUT)
 
     def unread(self) -> list[str]:
-        """Keys that say something and that nobody here read."""
-        said = (k for k, v in self.data.items() if k not in self.asked and v not in (None, False, 0, "", [], {}))
-        return [
-            f"not understood, so not counted: {k[:60]} = {shown(self.data[k])}" for k in said if not HARMLESS.search(k)
-        ]
+        """Keys with a value that no function read."""
+        ignored = (k for k, v in self.data.items() if k not in self.asked and v not in (None, False, 0, "", [], {}))
+        return [f"unknown key, ignored: {k[:60]} = {shown(self.data[k])}" for k in ignored if not HARMLESS.search(k)]
 
 
 def shown(value: object) -> str:
@@ -133,7 +156,7 @@ def load(path: str | Path) -> dict[str, Any]:
         place = place / "config.json" if place.is_dir() else place
         facts = place.stat()
         if not stat.S_ISREG(facts.st_mode):
-            raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is no regular file")
+            raise MeshwrightError("MW-HF-001", f"{str(path)[:200]} is not a regular file")
         if facts.st_size > MOST_BYTES:
             raise MeshwrightError(
                 "MW-HF-002",

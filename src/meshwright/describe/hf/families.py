@@ -1,0 +1,232 @@
+"""One small function per family of Hugging Face configs: its keys as the fields of a Model.
+
+The same key means different things in different families: `intermediate_size` is the dense FFN of Llama and the expert of
+Mixtral, Qwen2 has biases on Q, K and V without a key for them, Gemma 2 has four norms a layer. So nothing is guessed across
+families. A pattern that a Model cannot hold exactly is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.describe.hf.config import Config
+from meshwright.describe.hf.parts import (
+    attention_bias,
+    decoder,
+    every_nth,
+    expert_layers,
+    plain_activation,
+    predicted_tokens,
+    sliding_window,
+)
+from meshwright.describe.hf.router import deepseek_router, softmax_router
+from meshwright.describe.model import MOST_LAYERS
+from meshwright.errors import MeshwrightError
+
+# model_type of a file → the family whose function reads it
+ALIASES = {
+    "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral",
+    "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
+}  # fmt: skip
+
+
+def _qwen_window(c: Config, full: list[bool]) -> dict[str, int]:
+    return sliding_window(c, full) if c.flag("use_sliding_window", False) else {}
+
+
+def _llama(c: Config) -> dict[str, Any]:
+    return decoder(c) | attention_bias(c) | {"ffn_bias": c.flag("mlp_bias", False)}
+
+
+def _mistral(c: Config) -> dict[str, Any]:
+    fields = decoder(c)
+    return fields | sliding_window(c, [False] * fields["layers"])
+
+
+def _qwen2(c: Config) -> dict[str, Any]:
+    fields = decoder(c)
+    return fields | {"qkv_bias": True} | _qwen_window(c, _first_full(c, fields["layers"]))
+
+
+def _first_full(c: Config, layers: int) -> list[bool]:
+    first = c.number("max_window_layers", 28, least=0)
+    return [i < first for i in range(layers)]
+
+
+def _qwen3(c: Config) -> dict[str, Any]:
+    fields = decoder(c)
+    full = _first_full(c, fields["layers"]) if c.family == "qwen3" else [False] * fields["layers"]
+    return fields | attention_bias(c) | {"qk_norm": True} | _qwen_window(c, full)
+
+
+def _qwen_experts(c: Config, fields: dict[str, Any]) -> dict[str, Any]:
+    experts = c.number("num_experts", c.number("num_local_experts", 0, least=0), least=0)
+    step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
+    layers = [bool(experts) and i not in dense and (i + 1) % step == 0 for i in range(fields["layers"])]
+    width, top_k = c.number("moe_intermediate_size"), c.number("num_experts_per_tok")
+    router = softmax_router(c, top_k, max(1, sum(layers)), c.flag("norm_topk_prob", False))
+    if not any(layers):
+        return {}
+    return {"experts": experts, "top_k": top_k, "expert_ffn": width} | router | expert_layers(c, layers)
+
+
+def _qwen2_moe(c: Config) -> dict[str, Any]:
+    fields = decoder(c)
+    shared = c.number("shared_expert_intermediate_size", 0, least=0)
+    experts = _qwen_experts(c, fields)
+    if experts:
+        experts |= {"shared_gate": True} | ({"shared_experts": 1, "shared_ffn": shared} if shared else {})
+    full = [i % 2 == 1 or not yes for i, yes in enumerate(_first_full(c, fields["layers"]))]
+    return fields | {"qkv_bias": c.flag("qkv_bias", True)} | experts | _qwen_window(c, full)
+
+
+def _qwen3_moe(c: Config) -> dict[str, Any]:
+    fields = _qwen3(c)
+    return fields | _qwen_experts(c, fields)
+
+
+def _mixtral(c: Config) -> dict[str, Any]:
+    fields = decoder(c)
+    experts = {"experts": c.number("num_local_experts"), "top_k": c.number("num_experts_per_tok")}
+    experts |= softmax_router(c, experts["top_k"], fields["layers"], normalise=True)
+    return fields | experts | {"expert_ffn": fields["ffn"], "ffn": 0} | sliding_window(c, [False] * fields["layers"])
+
+
+def _deepseek(c: Config) -> dict[str, Any]:
+    """Multi-head latent attention; the first layers dense, the others with routed and shared experts."""
+    fields = decoder(c) | attention_bias(c) | {"kv_heads": 0, "head_dim": 0, "attention": "mla"}
+    fields |= {
+        "q_rank": c.number("q_lora_rank", 0),
+        "kv_rank": c.number("kv_lora_rank"),
+        "nope_dim": c.number("qk_nope_head_dim"),
+        "rope_dim": c.number("qk_rope_head_dim", least=0),
+        "value_dim": c.number("v_head_dim"),
+    }
+    first, stride = c.number("first_k_dense_replace", 0, least=0), c.number("moe_layer_freq", 1)
+    layers = [i >= first and i % stride == 0 for i in range(fields["layers"])]
+    experts = c.number("n_routed_experts", 0, least=0)
+    width, top_k = c.number("moe_intermediate_size", 0, least=0), c.number("num_experts_per_tok", 0, least=0)
+    shared = c.number("n_shared_experts", 0, least=0)
+    predicted_tokens(c)
+    router = deepseek_router(c, top_k)
+    if not experts or not any(layers):
+        return fields
+    fields |= router | {"experts": experts, "top_k": top_k, "expert_ffn": width, "shared_experts": shared}
+    return fields | {"balance_bias": c.family == "deepseek_v3"} | expert_layers(c, layers)
+
+
+def _gpt2(c: Config) -> dict[str, Any]:
+    if c.flag("add_cross_attention", False):
+        raise MeshwrightError("MW-HF-007", "add_cross_attention = true is not a decoder alone", valid=["false"])
+    hidden = c.number("n_embd")
+    return {
+        "hidden": hidden,
+        "layers": c.number("n_layer", most=MOST_LAYERS),
+        "heads": c.number("n_head"),
+        "ffn": c.number("n_inner", 4 * hidden),
+        "activation": plain_activation(c, "activation_function"),
+        "vocab": c.number("vocab_size"),
+        "max_positions": c.number("n_positions"),
+        "positions": "learned",
+        "tied": c.flag("tie_word_embeddings", True),
+        "norm": "layernorm",
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+    }
+
+
+def _gpt_neox(c: Config) -> dict[str, Any]:
+    fields = decoder(c, activation="gelu", gated=False) | {"kv_heads": 0, "head_dim": 0}
+    return fields | attention_bias(c, True) | {"norm": "layernorm", "ffn_bias": True}
+
+
+def _gemma(c: Config) -> dict[str, Any]:
+    return decoder(c, tied=True, activation="gelu_pytorch_tanh") | attention_bias(c)
+
+
+def _gemma2(c: Config) -> dict[str, Any]:
+    fields = _gemma(c) | {"norms_per_layer": 4}
+    return fields | sliding_window(c, every_nth(2, fields["layers"]))
+
+
+def _gemma3(c: Config) -> dict[str, Any]:
+    fields = _gemma(c) | {"norms_per_layer": 4, "qk_norm": True}
+    every = c.number("sliding_window_pattern", c.number("_sliding_window_pattern", 6))
+    return fields | sliding_window(c, every_nth(every, fields["layers"]))
+
+
+def _gpt_oss(c: Config) -> dict[str, Any]:
+    fields = decoder(c) | attention_bias(c, True) | {"sinks": True, "router_bias": True, "ffn_bias": True}
+    top_k = c.number("num_experts_per_tok", c.number("experts_per_token", 4))
+    experts = {"experts": c.number("num_local_experts"), "top_k": top_k, "expert_ffn": fields["ffn"], "ffn": 0}
+    experts |= softmax_router(c, top_k, fields["layers"], normalise=True)
+    return fields | experts | sliding_window(c, every_nth(2, fields["layers"]))
+
+
+def _olmo2(c: Config) -> dict[str, Any]:
+    """Norms after attention and FFN, and norms of the whole query and key projections."""
+    fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "qk_norm_width": "projection", "norm_position": "post"}
+    return fields | (sliding_window(c, every_nth(4, fields["layers"])) if c.family == "olmo3" else {})
+
+
+def _olmoe(c: Config) -> dict[str, Any]:
+    fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "qk_norm_width": "projection"}
+    experts = {"experts": c.number("num_experts", 64), "top_k": c.number("num_experts_per_tok", 8)}
+    experts |= softmax_router(c, experts["top_k"], fields["layers"], c.flag("norm_topk_prob", False))
+    return fields | experts | {"expert_ffn": fields["ffn"], "ffn": 0}
+
+
+def _llama4(c: Config) -> dict[str, Any]:
+    """Routed and one shared expert in every n-th layer; three of four layers attend within chunks, modelled as a window."""
+    fields = decoder(c) | attention_bias(c)
+    layers, width = fields["layers"], fields["ffn"]
+    step, listed = c.number("interleave_moe_layer_step", 1), c.many("moe_layers", int)
+    where = set(listed) if listed is not None else {i for i in range(layers) if (i + 1) % step == 0}
+    experts: dict[str, Any] = {
+        "experts": c.number("num_local_experts", 16),
+        "top_k": c.number("num_experts_per_tok", 1),
+    }
+    experts |= {"expert_ffn": width, "shared_experts": 1, "shared_ffn": width, "ffn": c.number("intermediate_size_mlp")}
+    experts |= {"router": {"score": "sigmoid"}} | expert_layers(c, [i in where for i in range(layers)])
+    chunk = c.number("attention_chunk_size", 8192, least=0)
+    c.covered(
+        "attn_scale", "floor_scale", "no_rope_layers", "router_aux_loss_coef", "router_jitter_noise", "use_qk_norm"
+    )
+    return fields | experts | sliding_window(c, every_nth(4, layers), chunk)
+
+
+def _glm4_moe(c: Config) -> dict[str, Any]:
+    """Grouped queries with DeepSeek-V3's routing: sigmoid scores and a bias that balances."""
+    bias = c.flag("attention_bias", False)
+    fields = decoder(c) | {"qkv_bias": bias, "qk_norm": c.flag("use_qk_norm", False), "balance_bias": True}
+    first = c.number("first_k_dense_replace", 1, least=0)
+    top_k, shared = c.number("num_experts_per_tok", 8), c.number("n_shared_experts", 1, least=0)
+    experts = {"experts": c.number("n_routed_experts", 128), "top_k": top_k, "shared_experts": shared}
+    experts |= {"expert_ffn": c.number("moe_intermediate_size")} | deepseek_router(c, top_k)
+    predicted_tokens(c)
+    return fields | experts | expert_layers(c, [i >= first for i in range(fields["layers"])])
+
+
+def _starcoder2(c: Config) -> dict[str, Any]:
+    bias = c.flag("use_bias", True)
+    fields = decoder(c, tied=True, activation="gelu_pytorch_tanh", gated=False)
+    fields |= {"norm": "layernorm", "qkv_bias": bias, "out_bias": bias, "ffn_bias": bias}
+    return fields | sliding_window(c, [False] * fields["layers"])
+
+
+def _smollm3(c: Config) -> dict[str, Any]:
+    c.covered("no_rope_layers")
+    fields = decoder(c, tied=True) | attention_bias(c) | {"ffn_bias": c.flag("mlp_bias", False)}
+    return fields | _qwen_window(c, [False] * fields["layers"])
+
+
+FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "llama": _llama, "mistral": _mistral, "phi3": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss,
+    "granite": _llama, "olmo2": _olmo2, "olmo3": _olmo2, "olmoe": _olmoe, "llama4_text": _llama4, "glm4_moe": _glm4_moe,
+    "starcoder2": _starcoder2, "smollm3": _smollm3,
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""What families of Hugging Face configs have in common: decoder shape, activation, biases, windows, layers with experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.describe.hf.config import Config, shown
+from meshwright.describe.model import MOST_LAYERS
+from meshwright.errors import MeshwrightError
+
+GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu"}  # and every gelu: geglu
+PLAIN = {"relu": "relu"}  # and every gelu: gelu
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "quick_gelu")
+
+
+def decoder(c: Config, tied: bool = False, activation: str = "silu", gated: bool = True) -> dict[str, Any]:
+    """The fields almost every family spells the same way: FFN, RMSNorm, rotary positions.
+
+    `tied` and `activation` are the defaults of the family's configuration class; `gated`: whether its FFN has a gate.
+    """
+    heads = c.number("num_attention_heads")
+    return {
+        "hidden": c.number("hidden_size"),
+        "layers": c.number("num_hidden_layers", most=MOST_LAYERS),
+        "heads": heads,
+        "kv_heads": c.number("num_key_value_heads", heads),
+        "head_dim": c.number("head_dim", 0),
+        "ffn": c.number("intermediate_size"),
+        "activation": gated_activation(c, activation) if gated else plain_activation(c, "hidden_act", activation),
+        "vocab": c.number("vocab_size"),
+        "max_positions": c.number("max_position_embeddings", 0, least=0),
+        "tied": c.flag("tie_word_embeddings", tied),
+        "causal": not c.flag("use_bidirectional_attention", False),
+    }
+
+
+def gated_activation(c: Config, default: str) -> str:
+    """The activation of a gated FFN. Gemma writes `hidden_activation`, and its files may carry an older `hidden_act` too."""
+    name = c.word("hidden_activation", c.word("hidden_act", default))
+    if name in GELU:
+        return "geglu"
+    return GATED[name] if name in GATED else _unknown_activation(c, name, (*GATED, *GELU))
+
+
+def plain_activation(c: Config, key: str, default: str = "gelu") -> str:
+    """The activation of an FFN without a gate."""
+    name = c.word(key, default)
+    if name in GELU:
+        return "gelu"
+    return PLAIN[name] if name in PLAIN else _unknown_activation(c, name, (*PLAIN, *GELU))
+
+
+def _unknown_activation(c: Config, name: str, valid: tuple[str, ...]) -> str:
+    raise MeshwrightError(
+        "MW-HF-006",
+        f"activation {shown(name)} of this {c.family} config is not known",
+        why="It would change the model's mathematics",
+        valid=valid,
+    )
+
+
+def attention_bias(c: Config, default: bool = False) -> dict[str, bool]:
+    bias = c.flag("attention_bias", default)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dict[str, int]:
+    """Window and stride of the layers without one. `full` marks the layers that see all positions; `layer_types` overrides it."""
+    width = c.number("sliding_window", 0, least=0) if width is None else width
+    kinds = c.many("layer_types", str)
+    if kinds is not None:
+        full = [kind == "full_attention" for kind in kinds[:MOST_LAYERS]]
+    if not width or all(full):
+        return {}
+    every = full.index(True) + 1 if any(full) else 0
+    if full != (every_nth(every, len(full)) if every else [False] * len(full)):
+        every = max(2, round(len(full) / sum(full)))
+        c.notes.append(f"{sum(full)} of {len(full)} layers see all positions: modelled as every {every}th layer")
+    return {"window": width, "full_every": every}
+
+
+def every_nth(stride: int, layers: int) -> list[bool]:
+    return [(i + 1) % stride == 0 for i in range(layers)]
+
+
+def expert_layers(c: Config, has_experts: list[bool]) -> dict[str, int]:
+    """Number of dense first layers and stride of the layers with experts; refused where no such pattern fits."""
+    where = [i for i, yes in enumerate(has_experts) if yes]
+    strides = {where[1] - where[0]} if len(where) > 1 else {1, where[0] + 1}
+    for every in strides:
+        dense = where[0] - every + 1
+        if dense >= 0 and where == list(range(where[0], len(has_experts), every)):
+            return {"dense_layers": dense, "moe_every": every}
+    raise MeshwrightError(
+        "MW-HF-007",
+        f"the layers with experts of this {c.family} config have no fixed stride",
+        why=f"They are {shown(where)}",
+        valid=["every n-th layer after the first dense ones"],
+    )
+
+
+def predicted_tokens(c: Config) -> None:
+    """Multi-token-prediction layers are not counted; the note says so."""
+    if layers := c.number("num_nextn_predict_layers", 0, least=0):
+        c.notes.append(f"{layers} multi-token-prediction layer{'s' * (layers > 1)} not counted")

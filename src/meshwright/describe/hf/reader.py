@@ -1,0 +1,95 @@
+"""From a parsed config to a Model: find the family, read its fields, and note what was assumed or not understood.
+
+Encoders, encoder-decoders and state-space hybrids are refused with what to do instead: a wrong count is worse than none.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.hf.config import Config, load
+from meshwright.describe.hf.differences import not_run, numbers
+from meshwright.describe.hf.families import ALIASES, FAMILIES
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError, unknown
+
+MOST_NOTES = 20
+ENCODERS = {
+    "bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert", "xlm-roberta", "t5", "mt5", "umt5", "bart", "mbart",
+    "pegasus", "whisper", "vit", "clip", "siglip", "dinov2",
+}  # fmt: skip
+HYBRIDS = {
+    "mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h", "qwen3_next", "zamba", "zamba2", "bamba", "falcon_h1",
+    "granitemoehybrid", "recurrent_gemma", "rwkv", "lfm2", "minimax",
+}  # fmt: skip
+
+
+def read(path: str | Path, name: str = "") -> Model:
+    """The model that a `config.json`, or a folder that holds one, describes."""
+    return interpret(load(path), name)
+
+
+def interpret(data: dict[str, Any], name: str = "") -> Model:
+    """A config already parsed. `Model.notes` says what was assumed, `Model.not_run` what `train` computes differently."""
+    notes: list[str] = []
+    family, data = _language_model(data, notes)
+    config = Config(family, data, notes)
+    fields = FAMILIES[family](config) | numbers(config)
+    differences = not_run(config)
+    notes += config.unread()
+    if len(notes) > MOST_NOTES:
+        notes = [*notes[:MOST_NOTES], f"and {len(notes) - MOST_NOTES} more"]
+    fields |= {"notes": tuple(notes), "not_run": tuple(differences), "dropout": config.drops}
+    return Model(**fields, name=name or _name(data, family))
+
+
+def _language_model(data: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """The family and the keys of the language model, which a multi-modal config holds inside or beside its towers."""
+    text = data.get("text_config")
+    towers = [key for key in data if re.fullmatch(r"(vision|audio|image)\w*_config", key)]
+    if isinstance(text, dict) or towers:
+        notes.append("only the language model is counted; towers for images or sound are left out")
+    if isinstance(text, dict):
+        outer = {k: v for k, v in data.items() if k in ("tie_word_embeddings", "model_type")}
+        data = {**outer, **text}
+    data = {k: v for k, v in data.items() if k not in towers}
+    return _family(data), data
+
+
+def _family(data: dict[str, Any]) -> str:
+    """By `model_type`, else by the class named in `architectures`."""
+    kind = data.get("model_type")
+    if isinstance(kind, str) and ALIASES.get(kind, kind) in FAMILIES:
+        return ALIASES.get(kind, kind)
+    classes = data.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    if kind is None and first:
+        stem = re.sub(r"(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)$", "", first[:100]).lower()
+        for family in (*FAMILIES, *ALIASES):
+            if family.replace("_", "") == stem:
+                return ALIASES.get(family, family)
+    if kind in ENCODERS or kind in HYBRIDS:
+        raise _cannot_be_described(str(kind))
+    raise unknown("MW-HF-004", "model_type", str(kind or first), sorted({*FAMILIES, *ALIASES}))
+
+
+def _cannot_be_described(kind: str) -> MeshwrightError:
+    why = (
+        "Only decoders are read from a config; an encoder of plain layers can be written as a [model] table"
+        if kind in ENCODERS
+        else "It has state-space or linear-attention layers, which a [model] table cannot describe layer by layer"
+    )
+    table = (
+        'a [model] table with hidden, layers, heads, ffn, vocab, activation = "gelu" and causal = false'
+        if kind in ENCODERS
+        else 'a [model] table with kind = "counts", given_parameters, given_flops and given_activations (data parallelism only)'
+    )
+    return MeshwrightError("MW-HF-008", f"model_type {kind} cannot be read", why=why, fix=table)
+
+
+def _name(data: dict[str, Any], family: str) -> str:
+    given = data.get("_name_or_path")
+    last = given.rstrip("/").rsplit("/", 1)[-1] if isinstance(given, str) else ""
+    return last if re.fullmatch(r"[\w.+-]{1,60}", last, re.ASCII) and last.strip(".") else family
