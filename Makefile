@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := train,web,plot,dev
+EXTRAS := train,dev
 
 .PHONY: setup demo test lint bench soak pages clean
 
@@ -32,7 +32,7 @@ demo: setup
 	$(BIN)/meshwright report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check

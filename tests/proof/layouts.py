@@ -24,6 +24,7 @@ from meshwright.proof.records import Job
 
 WORKLOAD = Workload(batch=8, seq=8)
 STEPS = 2
+MOST_MICROBATCHES = {1: 3, 2: 3, 4: 2, 8: 2}  # by ranks; a pipeline of P stages has 2P
 SHAPE: dict[str, Any] = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
 EXPERTS = {**SHAPE, "layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 12}
@@ -248,6 +249,8 @@ class Layout(NamedTuple):
     precision: str = "bf16"  # of the workload: fp8 changes the products
     dtype: str = "fp64"  # of the arithmetic
     kv_copies: int = 1  # how often one device makes each KV head
+    batch: int = 0  # samples of a step; 0: as many as `workload_of` says
+    layers: int = 0  # 0: as many as `layers_of` says
 
     @property
     def title(self) -> str:
@@ -269,8 +272,10 @@ class Layout(NamedTuple):
         return " · ".join([self.model, p.title(), *more])
 
     def job(self) -> Job:
-        model = MODELS[self.model].but(router=dict(self.router))
-        workload = WORKLOAD.but(precision=self.precision)
+        layers = self.layers or layers_of(self.model, self.plan)
+        model = MODELS[self.model].but(router=dict(self.router), layers=layers)
+        batch = self.batch or workload_of(self.plan, bool(self.router)).batch
+        workload = WORKLOAD.but(precision=self.precision, batch=batch)
         return Job(
             model,
             self.plan,
@@ -287,7 +292,21 @@ class Layout(NamedTuple):
     def reference(self) -> Layout:
         """The same training on one device, all of the batch at once, or what the ranks do in its place."""
         one = one_device(self.job())
-        return self._replace(plan=one.plan, emulated=one.emulated, kv_copies=one.kv_copies)
+        sizes = {"batch": one.workload.batch, "layers": one.model.layers}
+        return self._replace(plan=one.plan, emulated=one.emulated, kv_copies=one.kv_copies, **sizes)
+
+
+def layers_of(model: str, plan: Plan) -> int:
+    """Two where a model of four is not cut into stages: a first and a last layer show what four do."""
+    layers = MODELS[model].layers
+    return 2 if layers == 4 and plan.pp == 1 and plan.recompute_every == 1 else layers
+
+
+def workload_of(plan: Plan, whole: bool = False) -> Workload:
+    """The batch a plan is tried with: no more micro-batches than show what many do, unless the `whole` batch is asked for."""
+    most = 2 * plan.pp if plan.pp > 1 else MOST_MICROBATCHES[plan.world]
+    most = WORKLOAD.batch if whole else most
+    return WORKLOAD.but(batch=plan.dp * plan.microbatch * min(plan.microbatches(WORKLOAD), most))
 
 
 def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:
@@ -378,7 +397,7 @@ def freeze() -> None:
         module = build(*args, **options)
         for name, parameter in module.named_parameters():
             embedding = () if args[0].tied else ("embedding.",)
-            still = ("layers.0.", "layers.2.attention.k", "layers.3.ffn_norm", *embedding)
+            still = ("layers.0.", "layers.1.attention.k", "layers.2.attention.k", "layers.3.ffn_norm", *embedding)
             parameter.requires_grad_(not name.startswith(still))
         return module
 

@@ -20,9 +20,9 @@ SILENCE_S = 100.0
 
 
 @cache
-def one_device(prepare):
-    """References of all layouts that train with this preparation, by layout."""
-    wanted = list(dict.fromkeys(layout.reference for layout in ALL if layout.prepare == prepare))
+def one_device(together):
+    """References of the layouts that train in the same processes, by reference."""
+    wanted = list(dict.fromkeys(layout.reference for layout in together))
     return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
 
@@ -65,16 +65,18 @@ def all_five(layout):
     return min(plan.tp, plan.cp, plan.pp, plan.ep, 1 + plan.zero) > 1
 
 
-def marked(layout):
+def marked(layout, group=""):
+    """A parameter of a test; layouts that train in the same processes are run by one worker."""
     rare = layout in TWINS or (layout.plan.world > 4 and not any(map(all_five, companions(layout))))
-    marks = [pytest.mark.slow] if rare else []
+    group = group or f"matrix {ALL.index(companions(layout)[0])}"
+    marks = [pytest.mark.xdist_group(group), *([pytest.mark.slow] if rare else [])]
     return pytest.param(layout, id=layout.title, marks=marks)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [marked(layout) for layout in ALL])
 def test_a_layout_trains_what_one_device_trains(layout):
-    one = one_device(layout.prepare)[layout.reference]
+    one = one_device(companions(layout))[layout.reference]
     traces = traces_of(layout)
     agreement = compare(one, traces)
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
@@ -130,7 +132,7 @@ def lossy(every):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout) for layout in (*LOSSY, *TWINS)])
+@pytest.mark.parametrize("layout", [marked(layout, "matrix lossy") for layout in (*LOSSY, *TWINS)])
 def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
     one, many = (by[layout] for by in lossy(TWINS if layout in TWINS else LOSSY))
     agreement = compare(one, many)
@@ -159,7 +161,7 @@ def on_one_device(layout, dtype, many):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout) for layout in layouts.narrow_layouts()])
+@pytest.mark.parametrize("layout", [marked(layout, "matrix narrow") for layout in layouts.narrow_layouts()])
 def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
     (single, double), many = (by[layout] for by in narrow())
     agreement = compare(double, many, bounds_from_rounding(single, double))
@@ -183,7 +185,7 @@ STRATEGIES = {
     "zero3": lambda p: p.zero == 3, "hsdp": lambda p: p.replicate > 1 and p.shard > 1, "tp": lambda p: p.tp > 1 and not p.sp,
     "sp": lambda p: p.sp, "cp": lambda p: p.cp > 1, "pp": lambda p: p.pp > 1, "ep": lambda p: p.ep > 1,
     "recompute": lambda p: p.recompute != "none", "offload": lambda p: p.offload != "none",
-    "accumulation": lambda p: p.microbatches(layouts.WORKLOAD) > 1,
+    "accumulation": lambda p: p.microbatches(layouts.workload_of(p)) > 1,
 }  # fmt: skip
 ONLY_COMPRESSED = {"each micro-batch": lambda p: p.reduce == "microbatch"}
 ONLY_PRECISE = {

@@ -64,14 +64,11 @@ def test_a_large_plan_is_folded_and_proved():
     "plan",
     [
         {"shard": 2, "zero": 3, "microbatch": 2},
-        {"shard": 2, "zero": 1, "pp": 2},
         {"pp": 2, "schedule": "zbv", "virtual": 2},
-        {"shard": 2, "replicate": 2, "zero": 2, "microbatch": 2},
     ],
 )
-@pytest.mark.parametrize("tied", [True, False])
-def test_what_is_issued_is_what_is_lowered(plan, tied):
-    model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": tied}
+def test_what_is_issued_is_what_is_lowered(plan):
+    model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": True}
     config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
     proof = prove(config, ranks=4, steps=1)
     assert proof.parity

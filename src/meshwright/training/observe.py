@@ -13,6 +13,7 @@ Memory is the bytes of all storages alive, taken when an operator makes one and 
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -78,17 +79,20 @@ class Observer(TorchDispatchMode):
         return Observed(collectives, self.memory.peak, sorted(self.unknown))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
+        if DTensor in types:
             return NotImplemented  # let it become operators on local tensors first, or its collectives would hide in it
-        name = func.name().partition(".")[0]
         out = func(*args, **(kwargs or {}))
-        if name in COLLECTIVES:
-            self._count(name, args, out)
-        elif "c10d" in name and name not in SILENT:
-            self.unknown.add(name)
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.memory.add(leaf)
+        if name := distributed_operator(func):
+            if name in COLLECTIVES:
+                self._count(name, args, out)
+            elif name not in SILENT:
+                self.unknown.add(name)
+        if isinstance(out, torch.Tensor):  # most operators
+            self.memory.add(out)
+        elif out is not None:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self.memory.add(leaf)
         return out
 
     def _count(self, name: str, args: Any, out: Any) -> None:
@@ -98,6 +102,13 @@ class Observer(TorchDispatchMode):
         row = self.seen.setdefault((self.axis_of.get(group, group), operation), [0, 0])
         row[0] += 1
         row[1] += sum(t.nbytes for t in buffers)
+
+
+@cache
+def distributed_operator(func: Any) -> str:
+    """The name of an operator that communicates, or nothing."""
+    name = func.name().partition(".")[0]
+    return name if "c10d" in name else ""
 
 
 def group_name(argument: Any) -> str:
@@ -136,6 +147,7 @@ class LiveBytes:
         self.device = torch.device(device).type
         self.now = self.peak = 0
         self._sizes: dict[int, int] = {}
+        self._freed: dict[int, weakref.ref] = {}  # references whose callbacks hear of a storage's end
         self._resize = torch.UntypedStorage.resize_
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -145,7 +157,7 @@ class LiveBytes:
         key = id(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
-            weakref.finalize(storage, self._free, key)
+            self._freed[key] = weakref.ref(storage, lambda _: self._free(key))
         self._set(key, storage.nbytes())
 
     def _set(self, key: int, size: int) -> None:
@@ -155,6 +167,7 @@ class LiveBytes:
 
     def _free(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+        del self._freed[key]
 
     def watch_resizes(self) -> None:
         plain, live = self._resize, self
