@@ -23,7 +23,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import tiles
-from meshwright.lower.stages import holdings
+from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
 from meshwright.programs.pipelines import build, walk
@@ -35,7 +35,7 @@ DGX = catalog.load("clusters", "dgx-h100")
 
 def of(program, rank=0):
     """Memory by part of one pipeline rank."""
-    parts = memory(program, holdings(program.batch, every_rank=True)[rank])
+    parts = memory(program, bounding_ranks(program.batch, every_rank=True)[rank])
     return {part: one(size) for part, size in parts.items()}
 
 
@@ -45,7 +45,7 @@ def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradient
     assert zero_state_bytes(7e9, 8, stage) == total * 1e9
     plan = {"zero": stage, "shard": 8} if stage else {"replicate": 8}
     program = lowered(SEVEN, Workload(batch=8, seq=1), grad_dtype="bf16", **plan)
-    states = state_memory(program, holdings(program.batch)[0])
+    states = state_memory(program, bounding_ranks(program.batch)[0])
     found = {part: one(size) / 1e9 for part, size in states.items()}
     assert found == pytest.approx({"parameters": parameters, "gradients": gradients, "optimizer": optimizer})
     assert sum(found.values()) == pytest.approx(total)
@@ -54,7 +54,7 @@ def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradient
 def test_states_follow_dtypes_and_optimizer():
     def bytes_per_parameter(workload=None, **plan):
         program = lowered(SEVEN, workload or Workload(batch=8, seq=1), **plan)
-        return sum(map(one, state_memory(program, holdings(program.batch)[0]).values())) / 7e9
+        return sum(map(one, state_memory(program, bounding_ranks(program.batch)[0]).values())) / 7e9
 
     assert bytes_per_parameter() == 18  # fp32 gradients: 2 + 4 + 12
     assert bytes_per_parameter(grad_dtype="bf16") == 16
@@ -79,7 +79,7 @@ def test_gradients_are_kept_as_shards_only_where_every_micro_batch_reduces(zero,
     """Accumulating without reducing keeps whole gradients; keeping shards reduces M times. No plan has both savings."""
     model, m = SEVEN, 4
     program = lowered(model, Workload(batch=8 * m, seq=1), zero=zero, shard=8, reduce=reduce, grad_dtype="bf16")
-    kept = one(state_memory(program, holdings(program.batch)[0])["gradients"])
+    kept = one(state_memory(program, bounding_ranks(program.batch)[0])["gradients"])
     assert kept == pytest.approx(14e9 / (8 if shards else 1))
     reduced = sum(r.bytes for r in traffic(program) if r.collective == "reduce_scatter")
     assert reduced == pytest.approx(14e9 * (m if shards or reduce == "microbatch" else 1))
@@ -137,7 +137,7 @@ def test_full_recompute_keeps_inputs_and_one_layer():
 
     def layers(recompute):
         program = lowered(model, work, microbatch=8, recompute=recompute)
-        holding = holdings(program.batch)[0]
+        holding = bounding_ranks(program.batch)[0]
         ends = sum(one(sum(program.saved[end].values())) for end in ("embedding", "head"))
         return (one(room.activation_memory(program, holding)) - ends) / 1e9
 
@@ -201,7 +201,7 @@ def test_sharding_more_and_recomputing_more_never_need_more_state_or_activations
     by_stage = []
     for zero in range(1 if plan.shard > 1 else 0, 4):
         program = step_program(model, plan.but(zero=zero), WORK)
-        by_stage.append(sum(map(one, state_memory(program, holdings(program.batch)[0]).values())))
+        by_stage.append(sum(map(one, state_memory(program, bounding_ranks(program.batch)[0]).values())))
     assert by_stage == sorted(by_stage, reverse=True)
     kept = []
     for recompute in ("none", "selective", "full"):
@@ -249,7 +249,7 @@ def test_attention_that_drops_costs_time_and_a_tile_but_keeps_no_probabilities()
     assert kept[3] - kept[2] == WORK.seq * GPT.heads * WORK.seq * (1 + 2)
     tile = 5 * 4 * GPT.heads * WORK.seq**2
     inner = [lowered(m, pp=4) for m in (plain, drops)]  # a stage without logits, which are larger than the tile
-    middle = [one(working_memory(p, holdings(p.batch, every_rank=True)[1])) for p in inner]
+    middle = [one(working_memory(p, bounding_ranks(p.batch, every_rank=True)[1])) for p in inner]
     assert middle[1] - middle[0] == one(tiles.working(after.batch))
     assert one(tiles.working(after.batch)) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
     assert not one(tiles.working(before.batch))
@@ -274,7 +274,7 @@ def test_rows_that_zero_pads_are_held_by_the_fullest_rank():
     """Four of eight experts over three ranks: one of them has two."""
     work = Workload(batch=6, seq=64)
     flat, rows = (lowered(MOE, work, shard=6, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
-    held = [one(state_memory(p, holdings(p.batch)[0])["optimizer"]) for p in (flat, rows)]
+    held = [one(state_memory(p, bounding_ranks(p.batch)[0])["optimizer"]) for p in (flat, rows)]
     experts = one(rows.parameters["moe"]["expert"]) * MOE.layers
     dense = one(rows.sums["moe"].get("dense_padding", 0.0)) * MOE.layers + one(
         rows.sums["embedding"].get("dense_padding", 0.0)

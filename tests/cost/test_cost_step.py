@@ -247,7 +247,7 @@ def test_traffic_by_axis():
     assert one(result.traffic["tp"]) == pytest.approx(tp)
     held = sum(
         one(n)
-        for h in result.holdings
+        for h in result.stage_blocks
         for n in [sum(lowered(tp=4, replicate=8).parameters["dense"].values()) * h.counts["dense"]]
     )
     dp = one(result.traffic["dp"]) / (2 * 7 / 8 * 4)

@@ -11,8 +11,8 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import reduced
-from meshwright.lower.stages import holdings
+from meshwright.lower.footprint import reduced
+from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
 FIELDS = ("count", "flops", "bytes", "message_bytes", "launches")
@@ -43,7 +43,7 @@ def numbers(program, i):
         for block, parts in getattr(program, what).items():
             out |= {(what, block, part): at(size) for part, size in parts.items()}
     out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
-    for h in holdings(program.batch)[:1]:
+    for h in bounding_ranks(program.batch)[:1]:
         out |= {("elements", group): at(count) for group, count in elements(program, h).items()}
         add(("step",), sync.step_ops(program.batch, reduced(program, h)))
     return {key: value for key, value in out.items() if value}

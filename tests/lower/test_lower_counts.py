@@ -9,7 +9,7 @@ from meshwright.cost.memory import elements
 from meshwright.describe import catalog
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.stages import holdings
+from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
 NAMES = ["gpt", "gqa", "moe", "mla", "mlp"]
@@ -27,7 +27,7 @@ CATALOG = [
 
 def held(program):
     """(holding, program) of every pipeline rank."""
-    return holdings(program.batch, every_rank=True)
+    return bounding_ranks(program.batch, every_rank=True)
 
 
 def total_flops(program, phases, kind="gemm"):

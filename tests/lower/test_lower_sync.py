@@ -7,8 +7,8 @@ from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.holds import elements, reduced
-from meshwright.lower.stages import holdings
+from meshwright.lower.footprint import elements, reduced
+from meshwright.lower.stages import bounding_ranks
 
 P = 8
 ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" and "per micro-batch" agree
@@ -17,7 +17,7 @@ ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" 
 def data_parallel_ops(program, rank=0):
     """Every data-parallel operation of a rank with how often a step has it: once a step, or block by block under ZeRO-3."""
     b = program.batch
-    holding = holdings(b, every_rank=True)[rank]
+    holding = bounding_ranks(b, every_rank=True)[rank]
     counts = reduced(program, holding)
     out = [
         (1.0, op)
@@ -38,7 +38,7 @@ def volume(program, rank=0):
     for times, op in data_parallel_ops(program, rank):
         width = one(b.param_bytes if op.name in ("gather-weights", "gather-parameters") else b.comm_bytes)
         total += times * bytes_sent(program, [op]) / width
-    return total / one(sum(elements(program, holdings(b, every_rank=True)[rank]).values()))
+    return total / one(sum(elements(program, bounding_ranks(b, every_rank=True)[rank]).values()))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_how_often_gradients_are_reduced(plan, rounds):
     bytes_ = sum(
         times * one(op.count * op.message_bytes) for times, op in data_parallel_ops(program) if op.name in reductions
     )
-    held = one(sum(elements(program, holdings(program.batch)[0]).values())) * one(program.batch.comm_bytes)
+    held = one(sum(elements(program, bounding_ranks(program.batch)[0]).values())) * one(program.batch.comm_bytes)
     assert bytes_ / held == pytest.approx(rounds)
 
 
@@ -161,7 +161,7 @@ def test_messages_are_units_of_zero_or_buckets_of_each_stage():
 
     def messages(rank=0, stack=None, model=GPT, **plan):
         program = lowered(model, stack=stack, **plan)
-        return one(reduced(program, holdings(program.batch, every_rank=True)[rank])["dense_messages"])
+        return one(reduced(program, bounding_ranks(program.batch, every_rank=True)[rank])["dense_messages"])
 
     assert messages(shard=2, zero=1) == 8 + 2
     assert messages(shard=2, zero=2, pp=2, rank=1) == 4 + 1
@@ -180,7 +180,7 @@ def test_few_experts_over_many_ranks_are_cut_inside_or_padded(model, more):
     empty, and sent."""
     flat, rows = (lowered(model, shard=16, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
     ops = [
-        next(op for op in sync.parameter_gather(p.batch, reduced(p, holdings(p.batch)[0]), "expert"))
+        next(op for op in sync.parameter_gather(p.batch, reduced(p, bounding_ranks(p.batch)[0]), "expert"))
         for p in (flat, rows)
     ]
     sent = [one(op.count * op.message_bytes) for op in ops]
@@ -215,7 +215,7 @@ def test_zero_3_without_a_shard_group_still_reduces():
 def small(model=GPT, work=ONCE, rank=0, **plan):
     """What a rank sums once a step beside its gradients: (name, axis) → bytes."""
     program = lowered(model, work, **plan)
-    held = holdings(program.batch, every_rank=True)[rank]
+    held = bounding_ranks(program.batch, every_rank=True)[rank]
     ops = sync.small_sums(program.batch, reduced(program, held))
     return {(op.name, op.axis): one(op.message_bytes) for op in ops if one(op.count)}
 

@@ -13,8 +13,8 @@ import ranks
 from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import activation_memory
 from meshwright.cost.predict import predict
-from meshwright.cost.settle import SPARE, peak
-from meshwright.cost.settle import settle as settled
+from meshwright.cost.recompute import SPARE, peak
+from meshwright.cost.recompute import resolve_recompute as settled
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -23,8 +23,8 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.fit import fit, settle
-from meshwright.lower.stages import holding
+from meshwright.lower.recompute import fit, resolve_recompute_budget
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
@@ -110,13 +110,13 @@ def test_of_some_layers_only_the_saved_bytes_and_the_work_fall_in_between(said, 
 
 def test_auto_is_the_fewest_layers_that_fit_and_runs():
     plan, batch = Plan(recompute="auto", recompute_budget=1e12, microbatch=2), Workload(batch=2, seq=8)
-    assert settle(MODEL, plan, batch).recompute == "none"
+    assert resolve_recompute_budget(MODEL, plan, batch).recompute == "none"
     half = 0.6 * fit(MODEL, plan, batch, 1e12).bytes
-    chosen = settle(MODEL, plan.but(recompute_budget=half), batch)
+    chosen = resolve_recompute_budget(MODEL, plan.but(recompute_budget=half), batch)
     assert chosen == Plan(recompute="full", recompute_layers=fit(MODEL, plan, batch, half).layers, microbatch=2)
     assert 0 < chosen.recompute_layers < MODEL.layers
     auto = step_program(MODEL, plan.but(recompute_budget=half), batch)
-    assert activation_memory(auto, holding(auto.batch, np.zeros(1)))[0] <= half + auto.saved["head"]["head"][0] * 2
+    assert activation_memory(auto, rank_blocks(auto.batch, np.zeros(1)))[0] <= half + auto.saved["head"]["head"][0] * 2
     net = network(chosen)
     assert [layer.forward.__qualname__.startswith("again") for layer in net.layers.values()] == [
         i < chosen.recompute_layers for i in range(MODEL.layers)

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.cost import advice, roofline
 from meshwright.cost.predict import COMMUNICATION, prediction
-from meshwright.cost.settle import SPARE, settle
+from meshwright.cost.recompute import SPARE, resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -86,7 +86,7 @@ def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
     """Check, lower, cost and judge one configuration."""
-    plan = settle(model, plan.check(model, workload, cluster), workload, stack, cluster.accelerator.memory)
+    plan = resolve_recompute(model, plan.check(model, workload, cluster), workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)

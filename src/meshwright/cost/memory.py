@@ -19,14 +19,14 @@ import numpy as np
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import tiles
 from meshwright.lower.batch import COMPRESSIONS
-from meshwright.lower.holds import elements, paddings
+from meshwright.lower.footprint import elements, paddings
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import Holding, in_flight
+from meshwright.lower.stages import StageBlocks, in_flight
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
 
-def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
+def state_memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
     out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
@@ -54,15 +54,15 @@ def state_memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
     return out
 
 
-def activation_memory(program: StepProgram, holding: Holding) -> Array:
+def activation_memory(program: StepProgram, holding: StageBlocks) -> Array:
     b = program.batch
     one = np.zeros(b.n)
     for block, parts in program.saved.items():
         if block != "head":
             one = one + holding.counts[block] * sum(parts.values())
-    if holding.again is not None:  # layers that are not recomputed, though others are, keep all they need
-        for block, spared in program.unsaved.items():
-            one = one + (holding.counts[block] - holding.again[block]) * spared
+    if holding.recomputed is not None:  # layers that are not recomputed, though others are, keep all they need
+        for block, spared in program.recompute_savings.items():
+            one = one + (holding.counts[block] - holding.recomputed[block]) * spared
     flying = in_flight(b, holding.rank)
     kept = np.where(
         b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(holding.counts.values()), 1)), one * flying
@@ -77,7 +77,7 @@ def _recomputed_layer(program: StepProgram) -> Array:
     return np.where(program.batch.recompute == 2, program.transient, 0.0)
 
 
-def working_memory(program: StepProgram, holding: Holding) -> Array:
+def working_memory(program: StepProgram, holding: StageBlocks) -> Array:
     """Gradients of activations in flight between operations, logits' gradients, buckets."""
     b = program.batch
     m = b.model
@@ -92,7 +92,7 @@ def working_memory(program: StepProgram, holding: Holding) -> Array:
     return np.maximum(flow + tiles.working(b), loss) + buckets
 
 
-def gathered_memory(program: StepProgram, holding: Holding) -> Array:
+def gathered_memory(program: StepProgram, holding: StageBlocks) -> Array:
     """ZeRO-3: whole weights of the layer at work and the prefetched one (of all, where forward does not free them), and the whole
     gradient of one layer before it is scattered."""
     b = program.batch
@@ -106,7 +106,7 @@ def gathered_memory(program: StepProgram, holding: Holding) -> Array:
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 
-def memory(program: StepProgram, holding: Holding) -> dict[str, Array]:
+def memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
     out = state_memory(program, holding)

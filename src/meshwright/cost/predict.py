@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.settle import settle
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -21,7 +21,7 @@ BAND = (0.80, 1.45)
 
 def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
     """Cost one plan, every pipeline rank of it."""
-    plan = settle(model, plan, workload, stack, cluster.accelerator.memory)
+    plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
 
 

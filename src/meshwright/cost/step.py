@@ -31,9 +31,9 @@ from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import reduced
+from meshwright.lower.footprint import reduced
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
-from meshwright.lower.stages import Holding, holdings, mean_holding
+from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
@@ -83,7 +83,7 @@ class StepCost:
     flops: Array  # of the hardware, per device and step
     slowest: Array  # index into `ranks`
     ranks: list[RankTime]
-    holdings: list[Holding]
+    stage_blocks: list[StageBlocks]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Array  # seconds of one pipeline message
     after: Array  # seconds of sums that follow the gradients' own, over tp, a pipeline's ends and a stage
@@ -95,7 +95,7 @@ class StepCost:
     @cached_property
     def memory(self) -> list[dict[str, Array]]:
         """Peak bytes by part, for each rank looked at."""
-        return [memory(self.program, h) for h in self.holdings]
+        return [memory(self.program, h) for h in self.stage_blocks]
 
     @cached_property
     def peak_memory(self) -> Array:
@@ -106,7 +106,7 @@ class StepCost:
     @cached_property
     def traffic(self) -> dict[str, Array]:
         """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
-        return _traffic(self.program, self.holdings, self.syncs)
+        return _traffic(self.program, self.stage_blocks, self.syncs)
 
     def fits(self, cluster: Cluster) -> Array:
         return self.peak_memory <= cluster.accelerator.memory
@@ -122,7 +122,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         times[block, phase] = phase_time(program, cluster, network, ops, beside)
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
-    held = holdings(b, every_rank)
+    held = bounding_ranks(b, every_rank)
     ranks = [rank_time(program, times, h, boundary) for h in held]
     m = np.maximum(b.microbatches, 1.0)
 
@@ -134,7 +134,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
-    others = {"R": b.partly, "S": b.splits_twice}  # phases that not all of a rank's blocks have
+    others = {"R": b.some_recomputed, "S": b.splits_twice}  # phases that not all of a rank's blocks have
     some = {
         phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
         for phase, on in others.items()
@@ -229,7 +229,7 @@ def phase_time(
 
 
 def rank_time(
-    program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: Holding, boundary: Array
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: StageBlocks, boundary: Array
 ) -> RankTime:
     """One micro-batch on one rank: each phase takes what device and host need together."""
     b = program.batch
@@ -250,7 +250,7 @@ def rank_time(
 def _mean(
     program: StepProgram,
     times: dict[tuple[str, str], PhaseTime],
-    held: list[Holding],
+    held: list[StageBlocks],
     ranks: list[RankTime],
     boundary: Array,
     every_rank: bool,
@@ -258,13 +258,13 @@ def _mean(
     """Mean f, i, w over the ranks; a batch, which looks at few of them, takes a rank that holds the mean of all blocks."""
     b = program.batch
     if not every_rank:
-        mean = rank_time(program, times, mean_holding(b), boundary) if len(ranks) > 1 else ranks[0]
+        mean = rank_time(program, times, average_blocks(b), boundary) if len(ranks) > 1 else ranks[0]
         return [mean.f, mean.i, mean.w]
     weights = [(h.rank < b.pp) * 1.0 for h in held]
     return [sum(w * getattr(r, name) for w, r in zip(weights, ranks, strict=True)) / b.pp for name in ("f", "i", "w")]
 
 
-def _fullest(program: StepProgram, held: list[Holding]) -> dict[str, Array]:
+def _fullest(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
     """Elements on the rank that has most to reduce and update: it finishes last."""
     counts = [reduced(program, h) for h in held]
     return {
@@ -314,7 +314,7 @@ def _updated(b: Batch, op: Op, seconds: Array) -> Array:
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
 
 
-def _traffic(program: StepProgram, held: list[Holding], syncs: list[Op]) -> dict[str, Array]:
+def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> dict[str, Array]:
     """Bytes sent per device and step, by axis, on the busiest rank of each axis."""
     b = program.batch
     m = np.maximum(b.microbatches, 1.0)

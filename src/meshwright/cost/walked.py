@@ -17,7 +17,7 @@ from meshwright.cost.step import RankTime, StepCost, rank_time, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import stage_holding
+from meshwright.lower.stages import stage_blocks
 from meshwright.programs import pipelines
 
 ONCE = ("dp", "optimizer", "overhead")
@@ -63,7 +63,7 @@ def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
     stages = b.pp * b.virtual
     out = []
     for stage in range(int(stages.max())):
-        held = stage_holding(b, np.where(stage < stages, float(stage), -1.0), stage % b.pp)
+        held = stage_blocks(b, np.where(stage < stages, float(stage), -1.0), stage % b.pp)
         out.append(rank_time(program, cost.times, held, np.zeros(b.n)))
     return out
 
@@ -101,7 +101,7 @@ def walk_step(
 
 def _gathers(cost: StepCost, n: int, at: int) -> float:
     """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
-    held = cost.holdings[int(cost.slowest[at])]
+    held = cost.stage_blocks[int(cost.slowest[at])]
     return sum(
         float(np.broadcast_to(t.parts.get("dp", 0.0) * held.times(*key), n)[at]) for key, t in cost.times.items()
     )

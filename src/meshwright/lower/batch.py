@@ -50,7 +50,7 @@ class Batch:
 
     def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
         self.model, self.workload, self.stack = model, workload, stack
-        self.partly: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
+        self.some_recomputed: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
         self.average_every: np.ndarray | float = 0.0
         self.compression_threshold: np.ndarray | float = 2.0
         self.wrap: np.ndarray | float = 1.0  # layers of a unit of ZeRO, at most a stage's
@@ -164,7 +164,7 @@ class Batch:
         wraps = [(p.wrap, p.wrap != 1 and model.kind != "counts" and max(p.stage_layers(model.layers))) for p in plans]
         fields["wrap"] = np.array([float(min(wrap or n, n)) if n else 1.0 for wrap, n in wraps])
         fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
-        fields["partly"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
+        fields["some_recomputed"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
 
     def size(self, axis: str) -> np.ndarray:

@@ -28,10 +28,10 @@ from meshwright.describe.sharding import Box, boxes
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.fit import settle
 from meshwright.lower.flow import Flow
 from meshwright.lower.gradients import DataParallel, Sent
 from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.recompute import resolve_recompute_budget
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import Record, boundary_ops, recorded
 from meshwright.programs.pipelines import SCHEDULES
@@ -89,7 +89,7 @@ def issued(
     element: float = 0.0,
 ) -> list[Record]:
     """Everything this rank of the plan issues in the step; activations of `element` bytes, unsaid those of the workload."""
-    given, plan = given or Given(), settle(model, plan, workload, stack)
+    given, plan = given or Given(), resolve_recompute_budget(model, plan, workload, stack)
     layout, m = Layout(plan, order), plan.microbatches(workload)
     program = step_program(model, plan, workload, stack or OURS, element)
     pipeline = SCHEDULES[plan.schedule](plan.pp, m, plan.virtual) if plan.pp > 1 else None
@@ -122,7 +122,7 @@ def number(value: object) -> float:
 
 
 def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: int) -> list[Stage]:
-    """Those a pipeline rank holds."""
+    """Those a pipeline rank footprint."""
     if pipeline is None:
         return [Stage(0, range(model.layers), 0)]
     out, start = [], 0

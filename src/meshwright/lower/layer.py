@@ -25,7 +25,7 @@ from meshwright.describe.anatomy import Block, Linear
 from meshwright.describe.sharding import local_shape
 from meshwright.lower import tiles
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import degrees
+from meshwright.lower.footprint import degrees
 from meshwright.lower.op import NARROW, Array, Op, present
 
 
@@ -44,8 +44,10 @@ class LayerLowering:
         self.with_tp = (batch.tp > 1).astype(float)
         self.with_sp = self.with_tp * batch.sp
         made_again = batch.recompute == 2 if block.kind in ("dense", "moe") else np.False_
-        if batch.partly:
-            made_again = made_again & ~np.isin(np.arange(batch.n), list(batch.partly))  # those are counted one by one
+        if batch.some_recomputed:
+            made_again = made_again & ~np.isin(
+                np.arange(batch.n), list(batch.some_recomputed)
+            )  # those are counted one by one
         self.asks_twice = self.with_sp * batch.splits * ~made_again
         self.gather_form = self.with_tp * batch.gather_form
         self.reduce_form = self.with_tp * ~batch.sp * ~batch.gather_form  # all-reduces, Megatron without sp

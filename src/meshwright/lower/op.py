@@ -60,7 +60,9 @@ class StepProgram:
         default_factory=dict
     )  # block → what else is summed once a step → elements
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
-    unsaved: dict[str, Array] = field(default_factory=dict)  # block → bytes recompute spares in one such layer
+    recompute_savings: dict[str, Array] = field(
+        default_factory=dict
+    )  # block → bytes recompute spares in one such layer
     transient: Array = 0.0  # bytes one layer would save without recompute: alive while it is recomputed
     element: float = 2.0  # bytes of an activation
 

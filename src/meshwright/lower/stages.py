@@ -1,7 +1,7 @@
 """Which blocks each pipeline rank holds, for a batch of plans.
 
 Stage s of pp·virtual stages holds a run of layers; looped placement puts stages r, r+pp, r+2pp, … on rank r, V-shaped
-placement puts s and 2pp−1−s together. The first stage has the embedding, the last the head. `Holding` counts the blocks of
+placement puts s and 2pp−1−s together. The first stage has the embedding, the last the head. `StageBlocks` counts the blocks of
 one rank of every plan; the batch looks at the few ranks that can be the slowest or the fullest (first, second, the first
 longer one, last), an estimate of one plan at all of them.
 
@@ -29,28 +29,28 @@ DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
 @dataclass
-class Holding:
+class StageBlocks:
     """Blocks on one rank: counts by kind, and the rank's index."""
 
     rank: Array
     counts: dict[str, Array]
-    again: dict[str, Array] | None = None  # of these, made again in backward; unsaid: all, where the plan recomputes
+    recomputed: dict[str, Array] | None = None  # of these, recomputed in backward; None: all, where the plan recomputes
     split: dict[str, Array] | None = None  # of these, in a micro-batch, where I and W are apart; unsaid: none
 
     def times(self, block: str, phase: str) -> Array:
         """How often a phase of a block runs here, for each micro-batch."""
         if phase == "S":
             return 0.0 if self.split is None else self.split[block]
-        return self.counts[block] if phase != "R" or self.again is None else self.again[block]
+        return self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
 
 
-def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
+def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     """The ranks to look at: all of them for one plan, the telling ones for a batch."""
     if every_rank:
-        return [holding(batch, np.full(batch.n, float(r))) for r in range(int(batch.pp.max()))]
+        return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(int(batch.pp.max()))]
     last = batch.pp - 1
     if not np.any(last):
-        return [holding(batch, np.zeros(batch.n))]
+        return [rank_blocks(batch, np.zeros(batch.n))]
     # The first of the longer stages is the slowest and, of those, keeps most micro-batches in flight; it is the middle where all are even.
     stages = batch.pp * batch.virtual
     longest = np.mod(np.minimum(_longer(batch, stages)[1], stages - 1), batch.pp)
@@ -61,10 +61,10 @@ def holdings(batch: Batch, every_rank: bool = False) -> list[Holding]:
         least, first, _ = _longer(batch, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
-    return [holding(batch, rank) for rank in picks]
+    return [rank_blocks(batch, rank) for rank in picks]
 
 
-def holding(batch: Batch, rank: Array) -> Holding:
+def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     """All stages of one rank together."""
     v_shaped = np.isin(batch.schedule, V_SHAPED)
     if _alike(batch):
@@ -72,7 +72,9 @@ def holding(batch: Batch, rank: Array) -> Holding:
     else:
         stage = _stages_of(batch, rank)
         parts = stage_counts(batch, stage)
-        held = Holding(rank, {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.items()})
+        held = StageBlocks(
+            rank, {kind: np.broadcast_to(count, stage.shape).sum(axis=0) for kind, count in parts.items()}
+        )
     if batch.splits_twice:
         down = stage_counts(batch, rank)
         first = split_share(batch, rank)
@@ -94,7 +96,7 @@ def _stages_of(batch: Batch, rank: Array) -> Array:
     return np.where(batch.virtual > v, stage, -1.0)
 
 
-def by_stage(batch: Batch, held: Holding) -> list[tuple[Array, dict[str, Array]]]:
+def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[str, Array]]]:
     """The stages of a rank: how many there are of each sort, and the blocks of one. Layers that are all alike have five sorts at
     most: all that a rank with one stage has; the shorter, the longer, the first and the last."""
     several = (batch.virtual > 1) & (batch.pp > 1)
@@ -140,19 +142,21 @@ def stages_of_rank(plan: Plan, rank: int) -> list[int]:
 
 
 def _with_again(
-    batch: Batch, held: Holding, stages: Callable[[Plan, int], Sequence[int]], where: Array = None
-) -> Holding:
+    batch: Batch, held: StageBlocks, stages: Callable[[Plan, int], Sequence[int]], where: Array = None
+) -> StageBlocks:
     """Count the layers made again in `stages` of (plan, where), for the few plans that choose some of them."""
-    if not batch.partly:
+    if not batch.some_recomputed:
         return held
-    held.again = {kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()}
+    held.recomputed = {
+        kind: np.array(np.broadcast_to(count, batch.n), dtype=float) for kind, count in held.counts.items()
+    }
     places = np.broadcast_to(held.rank if where is None else where, batch.n)
-    for i, plan in batch.partly.items():
+    for i, plan in batch.some_recomputed.items():
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
         layers = [layer for s in here for layer in plan.made_again(range(edges[s], edges[s + 1]))]
         for kind in ("dense", "moe"):
-            held.again[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
+            held.recomputed[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
             if held.split is not None:  # a layer made again gathers its inputs once, and keeps them
                 held.split[kind][i] = sum(
                     share
@@ -164,7 +168,7 @@ def _with_again(
     return held
 
 
-def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> Holding:
+def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
     """Layers that are all alike need not be followed stage by stage: a rank has V times the least, and one more for each of its stages
     among the longer ones, which stand in a row. Of a row of numbers, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ leave the rest r modulo P."""
     model, pp, stages = batch.model, batch.pp, batch.pp * batch.virtual
@@ -176,29 +180,29 @@ def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> Holding:
     first, zero = (rank == 0) * 1.0, np.zeros(batch.n)
     last = np.where(v_shaped, rank == 0, rank == pp - 1) * 1.0
     kind = model.layer_kinds[0]
-    return Holding(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last})
+    return StageBlocks(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last})
 
 
-def mean_holding(batch: Batch) -> Holding:
+def average_blocks(batch: Batch) -> StageBlocks:
     """What a rank holds on the average of its pipeline: fractions of blocks."""
     model, zero = batch.model, np.zeros(batch.n)
     if model.kind == "counts":
-        return Holding(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
+        return StageBlocks(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
     layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
-    held = Holding(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
+    held = StageBlocks(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
     if batch.splits_twice:
         held.split = _mean_split(batch, held)
     held = _with_again(batch, held, lambda plan, _: range(plan.stages))
-    if held.again is not None:
-        here = list(batch.partly)
+    if held.recomputed is not None:
+        here = list(batch.some_recomputed)
         for kind in layers:
-            held.again[kind][here] /= batch.pp[here]
+            held.recomputed[kind][here] /= batch.pp[here]
             if held.split is not None:
                 held.split[kind][here] /= batch.pp[here]
     return held
 
 
-def _mean_split(batch: Batch, held: Holding) -> dict[str, Array]:
+def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
     """Of what the mean rank holds: all but the first stage, or in DualPipeV the mean of the shares above, stages being as even
     as can be: Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
     pp = batch.pp
@@ -212,9 +216,9 @@ def _mean_split(batch: Batch, held: Holding) -> dict[str, Array]:
     return {kind: batch.splits * share * count for kind, count in whole.items()}
 
 
-def stage_holding(batch: Batch, stage: Array, rank: Array) -> Holding:
+def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
     """One stage of each plan; a negative one has nothing."""
-    held = Holding(rank, stage_counts(batch, stage))
+    held = StageBlocks(rank, stage_counts(batch, stage))
     if batch.splits_twice:
         share = split_share(batch, stage)
         held.split = {kind: share * count for kind, count in held.counts.items()}

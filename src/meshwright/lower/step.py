@@ -13,12 +13,12 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import ends, holds, sync
+from meshwright.lower import ends, footprint, sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.fit import activation_bytes, settle
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
 from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
 
 ENDS = ("embedding", "head")
 
@@ -29,7 +29,9 @@ def step_program(
     """Lower one plan or many. Plans are taken as legal: `Plan.check` says so. An activation has the bytes of the workload's
     precision, or those of an `element` that is said."""
     plans = [plans] if isinstance(plans, Plan) else plans
-    plans = [settle(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans]
+    plans = [
+        resolve_recompute_budget(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans
+    ]
     return lower(Batch.of(plans, model, workload, stack or Stack()), element)
 
 
@@ -42,17 +44,17 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         return program
     makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
     for kind, block in model.blocks.items():
-        low, held = LayerLowering(batch, block, element), holds.tensors(batch, block)
+        low, held = LayerLowering(batch, block, element), footprint.tensors(batch, block)
         for phase, ops in makers[kind](low).items():
             program.blocks[kind, phase] = ops
-        program.saved[kind] = holds.saved(batch, block, element)
+        program.saved[kind] = footprint.saved(batch, block, element)
         if kind in ("dense", "moe") and np.any(batch.recompute == 2):
-            whole = sum(holds.saved(batch, block, element, recompute=False).values())
+            whole = sum(footprint.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
-            program.unsaved[kind] = whole - sum(program.saved[kind].values())
-        program.parameters[kind] = holds.parameters(batch, held)
+            program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
+        program.parameters[kind] = footprint.parameters(batch, held)
         loads = 2.0 * model.experts if kind == "moe" else 0.0  # sent to, and kept
-        sums = {"loads": loads, **holds.summed(batch, held)}
+        sums = {"loads": loads, **footprint.summed(batch, held)}
         program.sums[kind] = {name: count for name, count in sums.items() if present(count)}
         _add_boundary(program, kind, element)
     _add_weight_gathers(program)

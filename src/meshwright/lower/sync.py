@@ -331,7 +331,7 @@ def small_sums(batch: Batch, counts: dict[str, Array]) -> list[Op]:
 
 
 def owned(batch: Batch, counts: dict[str, Array], groups: list[str]) -> Array:
-    """Elements whose optimizer state this rank holds."""
+    """Elements whose optimizer state this rank footprint."""
     return sum(
         padded(counts, group) / np.where(batch.zero >= 1, batch.size(DATA_AXES[group].shard), 1.0) for group in groups
     )

@@ -22,9 +22,9 @@ import numpy as np
 
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.holds import reduced
+from meshwright.lower.footprint import reduced
 from meshwright.lower.op import Array, Op, StepProgram
-from meshwright.lower.stages import V_SHAPED, holding
+from meshwright.lower.stages import V_SHAPED, rank_blocks
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
     """Everything one pipeline rank of one plan issues in a step."""
     b = program.batch
     m = max(1.0, float(b.microbatches[0]))
-    held = holding(b, np.array([float(rank)]))
+    held = rank_blocks(b, np.array([float(rank)]))
     found: list[tuple[str, str, str, float, float]] = []
 
     def add(op: Op, times: float) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import distributed, nn
 
-from meshwright.cost.settle import settle
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -186,7 +186,9 @@ def apply(
     """The model under the plan on this rank of an initialised process group."""
     check_supported(model, plan)
     unsaid = plan.recompute == "auto" and not plan.recompute_budget
-    plan = settle(model, plan.check(model, workload), workload, Stack(), memory_of(device) if unsaid else 0.0)
+    plan = resolve_recompute(
+        model, plan.check(model, workload), workload, Stack(), memory_of(device) if unsaid else 0.0
+    )
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
     if program is not None and workload.precision == "fp8":

@@ -4,8 +4,8 @@
     selective   attention's core, softmax(QKᵀ)V, is made again    S less the core's own, a little work
     full        a layer keeps its input only, T·h elements        T·h a layer and S once, a forward more: 4/3 the work
     every n-th  full, on layers 0, n, 2n, … of a stage            between none and full
-    auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.fit`), or what
-                                                                  the plan leaves of the device (`cost.settle`)
+    auto        full, on the fewest layers that fit a budget      (n − c)·S + c·T·h + S ≤ budget (`lower.recompute`), or what
+                                                                  the plan leaves of the device (`cost.recompute`)
 
 Beside a kernel that stores the softmax, `selective` is the best trade there is (Korthikanti et al. 2022): the core
 holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes an element and little of its work. A flash kernel makes the softmax again

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost.settle import settle
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model, Published
@@ -39,7 +39,7 @@ class Small:
 
 def small_copy(config: Config, ranks: int) -> Small:
     memory = config.cluster.accelerator.memory
-    settled = settle(config.model, config.plan, config.workload, config.stack, memory)
+    settled = resolve_recompute(config.model, config.plan, config.workload, config.stack, memory)
     plan, changes = fold(settled, ranks)
     if config.plan.recompute != settled.recompute:
         changes.append(f"recompute {config.plan.recompute} comes to {settled.recompute} in the memory there is")

@@ -23,7 +23,7 @@ from meshwright.cost.memory import memory
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.lower.issued import Given, issued
-from meshwright.lower.stages import holding
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel, program_of
 from meshwright.parallel.data.zero import Buckets, Shards, parts_of
@@ -119,7 +119,7 @@ def predicted_memory(parallel: Parallel) -> float:
     if parallel.dtype in WIDE:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
     program = step_program(parallel.model, plan, workload, Stack())
-    parts = memory(program, holding(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
+    parts = memory(program, rank_blocks(program.batch, np.full(1, float(parallel.mesh.index("pp")))))
     return sum(number(size) for part, size in parts.items() if part not in ("context", "slack"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.predict import predict
-from meshwright.cost.settle import settle
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError
@@ -67,7 +67,7 @@ def run_training(
 ) -> Training:
     check(config, steps)
     memory = config.cluster.accelerator.memory
-    config = replace(config, plan=settle(config.model, config.plan, config.workload, config.stack, memory))
+    config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
     records: list[StepRecord] = []
 
     def hear(rank: int, message: dict[str, Any]) -> None:

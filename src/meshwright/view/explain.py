@@ -44,7 +44,7 @@ def one(value: object) -> float:
 
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     rank = int(e.cost.slowest[0])
-    holding = e.cost.holdings[rank]
+    holding = e.cost.stage_blocks[rank]
     network = Network(e.cluster, e.program.batch)
     table = Table(box=None, pad_edge=False)
     for name, side in (

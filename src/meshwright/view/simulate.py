@@ -18,7 +18,7 @@ from meshwright.cost.estimate import Estimate
 from meshwright.cost.step import AXIS_OF, HIDEABLE
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.op import Op
-from meshwright.lower.stages import stage_holding
+from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS
 from meshwright.view.trace import Span
 
@@ -59,7 +59,7 @@ class Filler:
 
     def _lay(self, stage: int, kind: str) -> list[Piece]:
         batch = self.e.program.batch
-        held = stage_holding(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
+        held = stage_blocks(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
         blocks = [b for b in ORDER if b in held.counts for _ in range(round(one(held.counts[b])))]
         if kind != "F":
             blocks.reverse()

@@ -18,7 +18,7 @@ from itertools import permutations
 from typing import Any
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.settle import SPARE as SPARE
+from meshwright.cost.recompute import SPARE as SPARE
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors

@@ -33,7 +33,7 @@ from meshwright.cost.step import StepCost, rank_time, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import mean_holding
+from meshwright.lower.stages import average_blocks
 from meshwright.lower.step import lower
 from meshwright.planner.search import intervals
 from meshwright.planner.search.space import Space
@@ -75,8 +75,8 @@ def kernel(space: Space, rows: Table) -> Table:
     backward by the model and by its largest layer, how much less all others keep, bytes alive while a layer is recomputed."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
-    b, counts = program.batch, mean_holding(program.batch).counts
-    mean = rank_time(program, cost.times, mean_holding(b), np.zeros(b.n))
+    b, counts = program.batch, average_blocks(program.batch).counts
+    mean = rank_time(program, cost.times, average_blocks(b), np.zeros(b.n))
     slack = 1 + b.stack.allocator_slack
     dense, expert = (
         sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp
@@ -234,7 +234,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, n) for r in cost.ranks])
     pace = np.maximum(b.microbatches, 1.0) * slowest
     closing = cost.time - cost.exposed["bubble"] - pace
-    rank = rank_time(program, cost.times, mean_holding(b), np.zeros(n))
+    rank = rank_time(program, cost.times, average_blocks(b), np.zeros(n))
     folded = rows.alone + besides(program, cost)
     parts = (rows.dp * rows.cp > 1) & ((rows.zero == 0) | space.stack.flat_shards | bool(space.model.experts))
     twice = (rows.sp & (rows.tp > 1)) | (space.workload.precision == "fp8" and space.stack.shared_scales)
@@ -280,10 +280,10 @@ def telling(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
     """Of the ranks that tell: which they are (r0, r1, …), their bytes (b0, …), and what one more micro-batch in flight adds (o0, …)."""
     b, out = program.batch, {}
     for k in range(TELLING):
-        at = min(k, len(cost.holdings) - 1)
-        held = cost.holdings[at].counts
+        at = min(k, len(cost.stage_blocks) - 1)
+        held = cost.stage_blocks[at].counts
         saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
-        out[f"r{k}"] = np.broadcast_to(cost.holdings[at].rank, b.n).astype(np.int64)
+        out[f"r{k}"] = np.broadcast_to(cost.stage_blocks[at].rank, b.n).astype(np.int64)
         out[f"b{k}"] = np.add.reduce([np.broadcast_to(x, b.n) for x in cost.memory[at].values()])
         out[f"o{k}"] = np.broadcast_to((1 + b.stack.allocator_slack) * saved * ~b.offload_activations, b.n)
     return out

@@ -26,7 +26,7 @@ import numpy as np
 from meshwright.cost.step import StepCost, rank_time
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import Holding, mean_holding
+from meshwright.lower.stages import StageBlocks, average_blocks
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
 
@@ -40,7 +40,7 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
     b = program.batch
     slowest = np.choose(cost.slowest, [np.broadcast_to(r.total, b.n) for r in cost.ranks])
     bubble, pace = cost.exposed["bubble"], np.maximum(b.microbatches, 1.0) * slowest
-    mean = rank_time(program, cost.times, mean_holding(b), cost.boundary).total
+    mean = rank_time(program, cost.times, average_blocks(b), cost.boundary).total
     rows = Table(
         pp=b.pp,
         virtual=b.virtual,
@@ -102,7 +102,7 @@ def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
 
     def one(*blocks: str) -> Array:
         counts = {kind: zero + (kind in blocks) for kind in ("embedding", "dense", "moe", "head")}
-        return np.broadcast_to(rank_time(program, cost.times, Holding(zero, counts), zero).total, b.n)
+        return np.broadcast_to(rank_time(program, cost.times, StageBlocks(zero, counts), zero).total, b.n)
 
     kinds = set(b.model.layer_kinds) if b.model.kind != "counts" else {"dense"}
     return {"ends": one("embedding") + one("head"), "longest": np.maximum.reduce([one(kind) for kind in kinds])}

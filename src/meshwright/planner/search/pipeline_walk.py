@@ -15,7 +15,7 @@ from meshwright.cost.step import RankTime, StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import holding
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import lower
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
@@ -67,7 +67,7 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
 def fullest(program: StepProgram) -> np.ndarray:
     """Peak bytes of each plan's fullest rank, all ranks looked at."""
     b = program.batch
-    ranks = (holding(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
+    ranks = (rank_blocks(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
     return reduce(np.maximum, (np.broadcast_to(sum(memory(program, held).values()), b.n) for held in ranks))
 
 

@@ -21,7 +21,7 @@ from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.stages import holdings
+from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits
 from meshwright.planner.search.space import bucket_for
@@ -178,7 +178,7 @@ class Problem:
         if not plans:
             return []
         program = step_program(self.model, plans, self.workload, self.stack)
-        by_rank = [sum(memory(program, held).values()) for held in holdings(program.batch)]
+        by_rank = [sum(memory(program, held).values()) for held in bounding_ranks(program.batch)]
         return [float(x) for x in np.maximum.reduce([np.broadcast_to(total, len(plans)) for total in by_rank])]
 
     def _legal(self, plan: Plan) -> bool:

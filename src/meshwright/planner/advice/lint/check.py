@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshwright.cost.estimate import Estimate
-from meshwright.cost.settle import settle
+from meshwright.cost.recompute import resolve_recompute
 from meshwright.cost.walked import walk_step
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
@@ -37,7 +37,7 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
     trial = Trial(config.model, config.cluster, config.workload, config.stack)
     try:
         config.check()
-        settle(config.model, config.plan, config.workload, config.stack, config.cluster.accelerator.memory)
+        resolve_recompute(config.model, config.plan, config.workload, config.stack, config.cluster.accelerator.memory)
     except MeshwrightError as error:
         return [illegal(config, trial, error)]
     now = estimate or trial.of(config.plan)

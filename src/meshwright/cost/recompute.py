@@ -4,7 +4,7 @@
 
 with c layers of a stage recomputed, by the memory model that `estimate` prints: what it then says fits. Making one layer
 again costs that layer's tensors once more, so c = 1 may hold more than c = 0; from there on each saves. A budget that is
-said (`recompute_budget`, of what layers keep alone) goes before all this, and is `lower.fit`'s.
+said (`recompute_budget`, of what layers keep alone) goes before all this, and is `lower.recompute`'s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower import fit
-from meshwright.lower.stages import holding
+from meshwright.lower.recompute import resolve_recompute_budget
+from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.units import format_bytes
 
 SPARE = 0.95  # share of a device's memory a safe plan fills at most
 
 
-def settle(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
+def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
     """The plan with `recompute=auto` replaced by what it comes to on devices of this much memory."""
     if plan.recompute != "auto" or plan.recompute_budget:
-        return fit.settle(model, plan, workload, stack)
+        return resolve_recompute_budget(model, plan, workload, stack)
     none = plan.but(recompute="none")
     if peak(model, none, workload, stack) <= SPARE * device_memory:
         return none
@@ -56,5 +56,5 @@ def settle(model: Model, plan: Plan, workload: Workload, stack: Stack, device_me
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:
     """Bytes of the fullest rank."""
     program = step_program(model, plan, workload, stack)
-    parts = [memory(program, holding(program.batch, np.full(1, float(rank)))) for rank in range(plan.pp)]
+    parts = [memory(program, rank_blocks(program.batch, np.full(1, float(rank)))) for rank in range(plan.pp)]
     return max(sum(float(np.broadcast_to(size, 1)[0]) for size in rank.values()) for rank in parts)

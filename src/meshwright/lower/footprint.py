@@ -34,7 +34,7 @@ from meshwright.describe.sharding import (
 from meshwright.lower import sync, tiles
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, StepProgram, present
-from meshwright.lower.stages import Holding, by_stage
+from meshwright.lower.stages import StageBlocks, blocks_by_stage
 
 CORE = ("softmax", "softmax-mask", "softmax-dropped", "logsumexp")
 GROUPS = ("dense", "expert")  # reduced over dp·cp, and over expert_dp
@@ -175,17 +175,17 @@ def _width(b: Batch, s: Saved, element: float) -> Array:
     return (s.width + s.per_position * b.workload.seq) * size
 
 
-def elements(program: StepProgram, holding: Holding) -> dict[str, Array]:
+def elements(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
     """Parameters on this rank by how they are reduced: dense over dp·cp, expert over expert_dp."""
     return {group: _of(program, holding.counts, group) + np.zeros(program.batch.n) for group in GROUPS}
 
 
-def paddings(program: StepProgram, holding: Holding) -> dict[str, Array]:
+def paddings(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
     """What ZeRO adds to them."""
     return {group: _of(program, holding.counts, f"{group}_padding") for group in GROUPS}
 
 
-def reduced(program: StepProgram, holding: Holding) -> dict[str, Array]:
+def reduced(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
     """What this rank sums once a step: `elements`, and of them the `untrained`, those `partial` over tp and over expert_tp, the
     `tied` that another stage has too; the `loads` of its routers; and how many messages its gradients are."""
     batch, model = program.batch, program.batch.model
@@ -202,14 +202,14 @@ def reduced(program: StepProgram, holding: Holding) -> dict[str, Array]:
     return out
 
 
-def _messages(program: StepProgram, holding: Holding, group: str) -> dict[str, Array]:
+def _messages(program: StepProgram, holding: StageBlocks, group: str) -> dict[str, Array]:
     """How many messages the gradients of a group are, and those of them that are not compressed."""
     batch, sharded = program.batch, sync.sharded(program.batch, group) & program.batch.units
     names = [group, f"{group}_exact"] if batch.compresses else [group]
     out = {name: _units(program, holding, name) if present(sharded) else 0.0 for name in names}
     if not sharded.all():
         lots: dict[str, Array] = dict.fromkeys(names, 0.0)
-        for often, counts in by_stage(batch, holding):
+        for often, counts in blocks_by_stage(batch, holding):
             total = _of(program, counts, group) - (_of(program, counts, "untrained") if group == "dense" else 0.0)
             apart = _of(program, counts, f"{group}_exact") * batch.lossy if batch.compresses else 0.0
             for name, size in zip(names, (total - apart, apart), strict=False):
@@ -227,7 +227,7 @@ def _named(program: StepProgram, block: str, name: str) -> Array:
     return (program.parameters[block] if name in GROUPS else program.sums.get(block, {})).get(name, 0.0)
 
 
-def _units(program: StepProgram, holding: Holding, name: str) -> Array:
+def _units(program: StepProgram, holding: StageBlocks, name: str) -> Array:
     """Units of ZeRO on a rank that have such elements: a layer's experts; so many layers, each end by itself, both where they share
     a weight; or all of a stage but experts."""
     batch, counts, model = program.batch, holding.counts, program.batch.model
@@ -241,7 +241,7 @@ def _units(program: StepProgram, holding: Holding, name: str) -> Array:
         return layers + sum(ends.values()) - both
     wrapped = sum(
         often * np.ceil(sum(part[kind] * has[kind] for kind in ("dense", "moe") if kind in has) / batch.wrap)
-        for often, part in by_stage(batch, holding)
+        for often, part in blocks_by_stage(batch, holding)
     )
     whole = (layers > 0) * np.where(batch.pp > 1, batch.virtual, 1.0)
     return np.where(batch.one_unit, whole, wrapped + sum(ends.values()) - both)

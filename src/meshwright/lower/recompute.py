@@ -21,7 +21,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower import holds
+from meshwright.lower import footprint
 from meshwright.lower.batch import Batch
 from meshwright.lower.stages import in_flight, stages_of_rank
 from meshwright.units import format_bytes
@@ -48,7 +48,7 @@ def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stac
     plain = plan.but(recompute="none", recompute_every=1, recompute_layers=0, recompute_budget=0.0)
     batch = Batch.of([plain, plain.but(recompute="full")], model, workload, stack or Stack())
     kinds = [block for kind, block in model.blocks.items() if kind in ("dense", "moe")]
-    saved = [sum(holds.saved(batch, block, activation_bytes(workload)).values()) for block in kinds]
+    saved = [sum(footprint.saved(batch, block, activation_bytes(workload)).values()) for block in kinds]
     whole, kept = np.max([np.broadcast_to(size, 2) for size in saved], axis=0).tolist()
     lengths = plan.stage_layers(model.layers)
     ranks = [[lengths[s] for s in stages_of_rank(plan, rank)] for rank in range(plan.pp)]
@@ -67,7 +67,7 @@ def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stac
     )
 
 
-def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = None) -> Plan:
+def resolve_recompute_budget(model: Model, plan: Plan, workload: Workload, stack: Stack | None = None) -> Plan:
     """The plan with `recompute=auto` replaced by what it comes to."""
     if plan.recompute != "auto":
         return plan
@@ -75,7 +75,7 @@ def settle(model: Model, plan: Plan, workload: Workload, stack: Stack | None = N
         raise MeshwrightError(
             "MW-PAR-004",
             "recompute=auto without a budget, and no device to fit",
-            why="Without one it is what the plan leaves of a device's memory (`cost.settle`)",
+            why="Without one it is what the plan leaves of a device's memory (`cost.recompute`)",
             fix="--set plan.recompute_budget=20GiB",
         )
     count = fit(model, plan, workload, plan.recompute_budget, stack).layers
