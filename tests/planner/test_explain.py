@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright import planner
+from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.infeasible import fits, other
+from meshwright.planner.advice.reasons import reasons
 from meshwright.planner.advice.sensitivity import changed, links, resized
 from meshwright.planner.api import run, share, split_settings, words
 from planner.spaces import DENSE, MOE, cluster, space
@@ -75,6 +77,31 @@ def test_batch_arithmetic_and_training(result):
 def test_every_field_that_says_something_has_its_reason(result):
     said = set(result.plan.as_dict()) & {"tp", "cp", "pp", "recompute", "order", "ep"}
     assert said <= set(result.explanation.reasons)
+
+
+def test_choices_against_the_lessons_are_compared_with_the_usual_choice():
+    config = Config.from_parts(
+        "llama3-70b",
+        catalog.load("clusters", "dgx-h100").with_gpus(64),
+        overrides=["workload.batch=512", "workload.seq=4096"],
+    )
+    plan = Plan(shard=2, zero=1, tp=2, cp=2, pp=8, virtual=10, schedule="interleaved", bucket=25e6)
+    e = estimate(config.model, config.cluster, plan, config.workload, config.stack)
+    said = reasons(e)
+    with_sp = estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack).prediction
+    longer = with_sp.step_time_s / e.prediction.step_time_s - 1
+    assert f"a step takes {100 * longer:+.1f}%" in said["sp"]
+    assert "in its place dp 4 does not fit, tp 4 takes +" in said["cp"]
+    assert "pp 16 does not fit" in said["cp"]
+    assert (
+        "same bytes forward"
+        in reasons(estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack))["sp"]
+    )
+    long = config.workload.but(seq=65536, batch=32)
+    assert (
+        "in its place"
+        not in reasons(estimate(config.model, config.cluster, plan.but(recompute="full"), long, config.stack))["cp"]
+    )
 
 
 def test_sensitivities_have_the_right_signs(result):

@@ -15,6 +15,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, strategies
 from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.leaders import TIE, rank, solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
@@ -84,7 +85,9 @@ def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
     ]
     _, ranking = solve(where)
     assert min(c.time for c in ranking.leaders) >= min(times) * (1 - 1e-3)
-    assert ranking.best.time <= min(times) * (1 + TIE) * (1 + 1e-3)  # so much is given for a simpler plan
+    assert ranking.best.time <= min(times) * (1 + TIE) * (
+        1 + 1e-3
+    )  # the most that is given for free memory and fewer parts
 
 
 @pytest.mark.parametrize("seed", range(7))
@@ -167,11 +170,47 @@ def test_the_same_question_has_the_same_answer_and_progress_ends_at_one():
     assert all(0 <= x <= 1 for x in seen)
 
 
-def test_a_tie_goes_to_the_simpler_plan():
-    ranking = rank(problem("dense"), searched("dense"))
-    fastest = min(ranking.leaders, key=lambda c: c.time)
-    assert ranking.best.time <= fastest.time * (1 + TIE)
-    assert ranking.best.complexity <= fastest.complexity
+def catalogued(model, cluster, gpus, batch, seq):
+    cluster = catalog.load("clusters", cluster).with_gpus(gpus)
+    workload, stack = Workload(batch=batch, seq=seq), catalog.load("stacks", "default")
+    return Space(catalog.load("models", model), cluster, workload, stack)
+
+
+CATALOGUED = {
+    "gpt2-xl": ("dgx-a100", 16, 512, 1024),
+    "llama3-8b": ("dgx-h100", 32, 250, 4096),
+    "llama3-70b": ("dgx-h100", 64, 512, 4096),
+}
+
+
+@pytest.mark.parametrize("name", ["dense", "tight", "experts", *CATALOGUED])
+def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simplest_there(name):
+    where = catalogued(name, *CATALOGUED[name]) if name in CATALOGUED else problem(name)
+    _, ranking = solve(where, 0.05)
+    best, fastest, memory = ranking.best, ranking.fastest, where.cluster.accelerator.memory
+    shown = [best, *ranking.leaders, *ranking.front, *ranking.strategies.values()]
+    assert fastest.time == min(c.time for c in shown)
+    assert ranking.front[0].time == fastest.time
+    assert fastest.plan in {c.plan for c in ranking.leaders}
+    assert best.time <= 1.01 * fastest.time
+    for rival in (c for c in shown if c.time <= 1.01 * fastest.time):
+        much_leaner = max(rival.memory, memory * 2 / 3) < best.memory - 0.025 * memory
+        as_lean = max(rival.memory, memory * 2 / 3) <= max(best.memory, memory * 2 / 3)
+        assert not much_leaner
+        assert not (as_lean and rival.complexity < best.complexity)
+
+
+def test_free_memory_decides_before_fewer_parts_and_only_within_one_percent():
+    def candidate(time, memory, complexity):
+        return Candidate(Plan(), "DDP", time, time, memory, int(1000 * time), complexity)
+
+    fastest, lean, simple = candidate(1.0, 90, 300), candidate(1.009, 80, 200), candidate(1.005, 89, 100)
+    slow = candidate(1.02, 10, 100)
+    assert leaders.ranked([fastest, lean, simple, slow], 100).best is lean
+    assert leaders.ranked([fastest, simple, slow], 100).best is simple  # as lean as the fastest, with fewer parts
+    assert leaders.ranked([fastest, slow], 100).best is fastest
+    roomy, emptier = candidate(1.0, 60, 100), candidate(1.001, 20, 200)
+    assert leaders.ranked([roomy, emptier], 100).best is roomy  # a third free is enough
 
 
 def test_the_front_trades_time_for_headroom():

@@ -17,10 +17,12 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
+from meshwright.planner.advice.reasons import batch_arithmetic, reasons
 from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
 from meshwright.planner.search.branch_and_bound import Found
-from meshwright.planner.search.leaders import Candidate, Ranking
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.leaders import Ranking
 from meshwright.planner.search.space import Space
 from meshwright.planner.sites import LATENCY, Crossing, crossing
 
@@ -91,6 +93,17 @@ class Result:
         """Legal plans: each costed, or proved slower or too large."""
         return self.found.legal
 
+    @property
+    def chosen_from(self) -> str:
+        """What the winner is the best of."""
+        what = "the fastest" if not self.choice else "the best choice within 1% of the fastest"
+        return f"{what} of {self.searched:,} legal plans that leave {100 * self.headroom:g}% of the memory free"
+
+    @property
+    def choice(self) -> str:
+        """Why the winner was taken although another plan is up to 1% faster; empty where it is the fastest."""
+        return why.choice(self.ranking.best, self.ranking.fastest)
+
     @cached_property
     def estimate(self) -> Estimate:
         """The winner's estimate, its pipeline walked."""
@@ -119,9 +132,9 @@ class Result:
         rivals = [*self.ranking.leaders[1:], *self.ranking.strategies.values()]
         return why.Explanation(
             estimate=e,
-            batch=why.batch_arithmetic(e),
+            batch=batch_arithmetic(e),
             bound=why.bound(e.prediction),
-            reasons=why.reasons(e),
+            reasons=reasons(e),
             training=why.training(e),
             scaling=scaling(self.space, best),
             sensitivities=sensitivities(self.space, best, rivals),
@@ -187,6 +200,12 @@ class Result:
                 }
                 for w in x.why_not
             },
+            "fastest": {
+                "plan": self.ranking.fastest.plan.as_dict(),
+                "step_time_s": self.ranking.fastest.time,
+                "memory_gib": why.gib(self.ranking.fastest.memory),
+            },
+            "choice": self.choice,
             "front": [
                 {"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)}
                 for c in self.ranking.front

@@ -84,14 +84,15 @@ def header(r: Result) -> Panel:
                       ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
                       ("   tokens/s " if text else "   samples/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
         Text(searched(r), "dim"),
+        *([Text(r.choice, "dim")] if r.choice else []),
     ]  # fmt: skip
     return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
 
 
 def searched(r: Result) -> str:
-    """How many plans the winner is the best of, and how that is known."""
-    of = f"the fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free"
-    return f"{of}; {r.found.costed:,} costed, the rest proved slower or too large, in {format_seconds(r.seconds)}"
+    """What the winner was chosen from, and how much of that was costed."""
+    how = f"{r.found.costed:,} costed, the others proved slower or too large, in {format_seconds(r.seconds)}"
+    return f"{r.chosen_from}; {how}"
 
 
 def titled(name: str) -> Table:
@@ -123,8 +124,10 @@ def leaders(r: Result) -> Table:
     low, high = (100 * x / best - 100 for x in (r.prediction.step_time_low_s, r.prediction.step_time_high_s))
     memory = " to ".join(f"{100 * x - 100:+.0f}%" for x in why.MEMORY_BAND)
     table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
-    if any(p.step_time_s < best for _, p in r.leaders):
-        table.caption += "; of plans within half a percent the simplest leads"
+    if r.choice:
+        table.caption += (
+            "; of plans within 1% of the fastest, the one with the most free memory and the fewest parts leads"
+        )
     return table
 
 
@@ -238,9 +241,9 @@ def verdict(c: Comparison, headroom: float) -> str:
         return f"yours is {-100 * c.slower:.1f}% faster" + (
             f": it leaves less than {100 * headroom:g}% of the memory free"
             if spare
-            else ", within the tie that goes to the simpler plan"
+            else ", within the 1% in which free memory and fewer parts decide"
         )
-    return f"yours is {100 * c.slower:.1f}% slower: {why.told(c.parts, best.step_time_s, most=5)}"
+    return f"yours is {100 * c.slower:.1f}% slower: {why.itemised(c.parts, best.step_time_s, most=5)}"
 
 
 def show(value: object) -> str:

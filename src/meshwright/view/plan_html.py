@@ -113,7 +113,7 @@ def head(r: Result) -> str:
     how = f"{e.cluster.name}, stack {e.stack.name}, sequence {e.workload.seq:,}, {e.workload.precision}"
     return (
         f"<section><h2>{escape(where)}</h2><div class=soft>{escape(how)}</div><div class=title>{escape(r.plan.title())}</div>"
-        f"<div class=cards>{shown}</div><div class=soft>{escape(searched(r))}</div></section>"
+        f"<div class=cards>{shown}</div><div class=soft>{escape(searched(r))}</div><div class=soft>{escape(r.choice)}</div></section>"
     )
 
 

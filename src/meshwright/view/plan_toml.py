@@ -25,7 +25,8 @@ def opening(r: Result) -> list[str]:
     p, x = r.prediction, r.explanation
     lines = [
         f"{r.plan.title()}",
-        f"The fastest of {r.searched:,} legal plans that leaves {100 * r.headroom:g}% of the memory free, by `meshwright plan`.",
+        f"By `meshwright plan`: {r.chosen_from}.",
+        *([f"It is {r.choice}."] if r.choice else []),
         f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), "
         f"MFU {100 * (p.mfu or 0):.1f}%, memory {memory_words(p)}",
         f"bound by {x.bound}",

@@ -1,10 +1,10 @@
-"""Why this plan: what bounds it, what it costs, and what each strategy that lost would have cost, in figures.
+"""Why this plan won: what bounds it, what training costs, and how much slower each other strategy is, in figures.
 
-Every number comes from the cost model's own parts, which sum exactly to the step, so that a difference between two plans can be told part by
-part: "12% slower: +1.9 s recompute, +0.6 s data-parallel communication, −0.3 s bubble". Nothing is said that is not computed.
+Every number comes from the parts of the cost model, which sum exactly to the step, so a difference between two plans can be itemised:
+"12% slower: +1.9 s recompute, +0.6 s data-parallel communication, −0.3 s bubble".
 
-Times carry the band of `cost.predict`; memory has its own: 10th and 90th percentile of measured over predicted peaks in published runs, each source
-weighing the same.
+Times carry the prediction's own band. Memory has its own: the 10th and 90th percentile of measured over predicted peaks in published runs,
+each source weighing the same.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 
 from meshwright.cost import roofline
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.predict import BAND, COMMUNICATION
+from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import Found
-from meshwright.planner.search.leaders import Candidate
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
-from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
+from meshwright.units import format_bytes, format_seconds
 
 MEMORY_BAND = (0.90, 1.50)
 NAMES = {
@@ -40,7 +40,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training run: days with their band, device-hours, dollars (0: no price is known)."""
+    """A whole training run: days with their band, GPU-hours, dollars (0: the cluster has no price)."""
 
     tokens: float
     days: float
@@ -53,18 +53,20 @@ class Training:
 
 @dataclass(frozen=True)
 class WhyNot:
-    """A strategy that lost: its best plan and what that costs more, or that it does not fit."""
+    """A strategy that lost: its best plan and how much slower that is, or that no plan of it fits."""
 
     strategy: str
     plan: Plan
     fits: bool
-    slower: float  # share of the winner's step; infinite where nothing fits
+    slower: float  # share of the winner's step; infinite where no plan fits
     words: str
     proved: bool = True
 
 
 @dataclass(frozen=True)
 class Explanation:
+    """The reasons behind the winner, ready to show."""
+
     estimate: Estimate
     batch: str
     bound: str
@@ -80,12 +82,13 @@ class Explanation:
 
 
 def walked_estimate(space: Space, plan: Plan, time: float, assumed: list[str] | None = None) -> Estimate:
-    """The estimate of a plan with its step as walked: the difference to the closed form is bubble."""
+    """The estimate of a plan with its simulated step time: the difference to the closed form is booked as bubble."""
     e = estimate(space.model, space.cluster, plan, space.workload, space.stack, assumed)
     return replace(e, prediction=as_walked(e.prediction, time))
 
 
 def as_walked(p: Prediction, time: float) -> Prediction:
+    """A prediction moved to a simulated step time; its band keeps its ratios."""
     exposed = dict(p.exposed_s)
     exposed["bubble"] = max(0.0, exposed.get("bubble", 0.0) + time - p.step_time_s)
     exposed = {part: seconds for part, seconds in exposed.items() if seconds}
@@ -94,8 +97,8 @@ def as_walked(p: Prediction, time: float) -> Prediction:
     return replace(
         p,
         step_time_s=total,
-        step_time_low_s=total * BAND[0],
-        step_time_high_s=total * BAND[1],
+        step_time_low_s=p.step_time_low_s / by,
+        step_time_high_s=p.step_time_high_s / by,
         exposed_s=exposed,
         mfu=(p.mfu or 0) * by,
         hfu=(p.hfu or 0) * by,
@@ -107,7 +110,7 @@ def as_walked(p: Prediction, time: float) -> Prediction:
 
 
 def grouped(p: Prediction) -> dict[str, float]:
-    """Exposed seconds with all arithmetic as one part."""
+    """Exposed seconds with all compute as one part."""
     out: dict[str, float] = {}
     for part, seconds in p.exposed_s.items():
         name = NAMES.get(part, "compute")
@@ -116,14 +119,14 @@ def grouped(p: Prediction) -> dict[str, float]:
 
 
 def difference(mine: Prediction, best: Prediction) -> list[tuple[str, float]]:
-    """Parts by how many seconds more they take in `mine`, the largest change first; they sum to the difference."""
+    """How many seconds more each part takes in `mine`, the largest change first; they sum to the difference of the steps."""
     a, b = grouped(mine), grouped(best)
     parts = [(name, a.get(name, 0.0) - b.get(name, 0.0)) for name in {**a, **b}]
     return sorted(parts, key=lambda item: -abs(item[1]))
 
 
-def told(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
-    """`+1.9 s recompute, −0.3 s bubble`: what is at least half a percent of the step."""
+def itemised(parts: list[tuple[str, float]], step: float, most: int = 3) -> str:
+    """`+1.9 s recompute, −0.3 s bubble`: the parts of at least half a percent of the step."""
     shown = [part for part in parts if abs(part[1]) >= 0.005 * step][:most] or parts[:1]
     return ", ".join(f"{'+' if seconds >= 0 else '−'}{format_seconds(abs(seconds))} {name}" for name, seconds in shown)
 
@@ -136,7 +139,7 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
             continue
         theirs = walked_estimate(space, candidate.plan, candidate.time)
         slower = candidate.time / e.prediction.step_time_s - 1
-        words = told(difference(theirs.prediction, e.prediction), e.prediction.step_time_s)
+        words = itemised(difference(theirs.prediction, e.prediction), e.prediction.step_time_s)
         tight = candidate.plan.recompute != "none" and best.plan.recompute == "none"
         words += "; the same without recompute does not fit" if tight else ""
         out.append(WhyNot(name, candidate.plan, True, slower, words, candidate.proved))
@@ -151,94 +154,41 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
 # The winner
 
 
+def choice(best: Candidate, fastest: Candidate) -> str:
+    """Why the winner was taken although another plan is up to 1% faster; empty where the winner is the fastest."""
+    if best.plan == fastest.plan:
+        return ""
+    ahead, memory = best.time / fastest.time - 1, fastest.memory - best.memory
+    gains = [f"leaves {format_bytes(memory)} more memory free"] if memory > 0 else []
+    gains += ["has fewer parts to set up"] if best.complexity < fastest.complexity else []
+    rival = f"{format_seconds(fastest.time, 4)}, {gib(fastest.memory):.1f} GiB, {fastest.plan.title()}"
+    return (
+        f"{100 * ahead:.2f}% slower than the fastest ({rival}), within what can be told apart; it {' and '.join(gains)}"
+    )
+
+
 def pieces(model: Model) -> str:
-    """What a batch is made of."""
+    """The unit of the batch."""
     return "sequences" if model.kind == "transformer" else "samples"
 
 
-def batch_arithmetic(e: Estimate) -> str:
-    """batch = micro-batch × accumulation × dp, with the numbers."""
-    plan, workload = e.plan, e.workload
-    m = plan.microbatches(workload)
-    return f"{workload.batch:,} {pieces(e.model)} = micro-batch {plan.microbatch} × {m} accumulated × dp {plan.dp}"
-
-
 def bound(p: Prediction) -> str:
-    """What the step goes into, by share."""
+    """What bounds the step, and the largest shares of it."""
     parts = sorted(grouped(p).items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {100 * s / p.step_time_s:.0f}%" for name, s in parts[:4] if s >= 0.01 * p.step_time_s)
     return f"{p.bound_by} ({shares})"
 
 
 def training(e: Estimate) -> Training | None:
-    """Days, device-hours and dollars for the token budget."""
+    """Days, GPU-hours and dollars for the token budget; the days have the step's band."""
     tokens, rate = e.workload.tokens, e.prediction.tokens_per_s or 0.0
     if not tokens or e.model.kind != "transformer":
         return None
     days = tokens / rate / 86400
+    p = e.prediction
+    low, high = p.step_time_low_s / p.step_time_s, p.step_time_high_s / p.step_time_s
     hours = 24 * days * e.plan.world
-    return Training(tokens, days, days * BAND[0], days * BAND[1], hours, e.cluster.price, hours * e.cluster.price)
-
-
-def reasons(e: Estimate) -> dict[str, str]:
-    """For each field of the plan that says something, why it has its value."""
-    plan, p, levels = e.plan, e.prediction, e.levels
-    step = p.step_time_s
-
-    def exposed(axis: str) -> str:
-        seconds = p.exposed_s.get(axis, 0.0)
-        if seconds < 5e-4 * step:
-            return "its communication hides behind compute"
-        return f"{format_seconds(seconds)} of the step exposed ({100 * seconds / step:.1f}%)"
-
-    out = {}
-    if plan.tp > 1:
-        out["tp"] = f"every layer split over {plan.tp} GPUs, within the {levels.get('tp', 'node')}; {exposed('tp')}"
-        out["sp"] = (
-            "norms and their activations split as well: the same bytes, less memory"
-            if plan.sp
-            else "not split: fewer collectives"
-        )
-    if plan.cp > 1:
-        out["cp"] = (
-            f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {levels.get('cp', 'node')}; {exposed('cp')}"
-        )
-    if plan.pp > 1:
-        m = plan.microbatches(e.workload)
-        bubble = p.exposed_s.get("bubble", 0.0)
-        stages = plan.stage_layers(e.model.layers)
-        layers = f"{min(stages)}" if min(stages) == max(stages) else f"{min(stages)} to {max(stages)}"
-        out["pp"] = f"{plan.stages} stages of {layers} layers over {plan.pp} ranks"
-        out["schedule"] = (
-            f"{m} micro-batches a step; bubble {format_seconds(bubble)} ({100 * bubble / step:.1f}%), walked"
-        )
-    if plan.ep > 1:
-        out["ep"] = (
-            f"{e.model.experts} experts over {plan.ep} groups, within the {levels.get('ep', 'node')}; {exposed('ep')}"
-        )
-    if plan.dp > 1:
-        what = {
-            0: "gradients all-reduced",
-            1: "optimizer states sharded",
-            2: "gradients and states sharded",
-            3: "parameters, gradients and states sharded",
-        }
-        over = f" over {plan.shard} of {plan.dp}" if plan.zero and plan.replicate > 1 else ""
-        out["zero" if plan.zero else "replicate"] = f"{what[plan.zero]}{over}; {exposed('dp')}"
-    if plan.dp * plan.cp > 1 and plan.bucket != Plan().bucket:
-        out["bucket"] = (
-            f"gradients in {format_decimal_bytes(plan.bucket)}: small ones cost latency, the last one is never hidden"
-        )
-    out["microbatch"] = batch_arithmetic(e)
-    if plan.recompute != "none":
-        out["recompute"] = (
-            f"{format_seconds(p.exposed_s.get('recompute', 0.0))} more arithmetic, so that activations fit"
-        )
-    if plan.order:
-        out["order"] = "axes from the nearest neighbours to the farthest: " + ", ".join(
-            f"{a} in the {levels[a]}" for a in plan.order if a in levels
-        )
-    return out
+    return Training(tokens, days, days * low, days * high, hours, e.cluster.price, hours * e.cluster.price)
 
 
 def critical_batch(e: Estimate) -> tuple[float, str]:
@@ -264,11 +214,11 @@ def critical_batch(e: Estimate) -> tuple[float, str]:
 
 
 def memory_words(p: Prediction) -> str:
-    """Peak with its band and what is left."""
+    """Peak memory with its band, and the free share."""
     peak = p.memory_gib or 0.0
     spare = 1 - peak / p.memory_limit_gib
     band = f"{peak * MEMORY_BAND[0]:.0f} to {peak * MEMORY_BAND[1]:.0f}"
-    return f"{peak:.1f} of {p.memory_limit_gib:.1f} GiB ({band} in published runs), {100 * spare:.0f}% to spare"
+    return f"{peak:.1f} of {p.memory_limit_gib:.1f} GiB ({band} in published runs), {100 * spare:.0f}% free"
 
 
 def gib(size: float) -> float:

@@ -21,11 +21,12 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.step import step_program
-from meshwright.planner.search.leaders import TIE, Candidate
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.space import Space
 
 SHARE = 0.2
 MOST_RIVALS = 12
+CLEARLY = 0.01  # share of the step by which another plan must be faster to be named
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _one(space: Space, best: Candidate, rivals: Sequence[Candidate], what: str) 
         cluster, stack, workload = changed(space, what, by)
         times = walked * step_cost(step_program(space.model, plans, workload, stack), cluster).time
         found.append(best.time / float(times[0]) - 1)
-        if times.min() < times[0] * (1 - 2 * TIE):
+        if times.min() < times[0] * (1 - CLEARLY):
             notes.append(f"with 20% {word}: {plans[int(times.argmin())].title()}")
     return Sensitivity(what, found[0], found[1], "; ".join(notes))
 

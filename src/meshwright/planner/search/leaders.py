@@ -1,17 +1,18 @@
-"""From what the search found to a ranking that rests on simulated steps.
+"""Rank what the search found by simulated steps, and choose the winner.
 
-The closed forms that rank a million plans treat the stages of a pipeline as equal. The **leaders** are walked instead: every stage gets its own
-times, the schedule is built and simulated action by action (`cost.walked`), and what happens once a step is added. What one walk finds corrects
-the estimate of all plans of the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new estimates, in
-waves, until those that lead have all been walked.
+The closed forms that rank a million plans treat the stages of a pipeline as equal. The **leaders** are simulated instead: every stage gets its
+own times, the schedule is built and walked action by action (`cost.walked`), and the costs paid once per step are added. The result of one walk
+corrects the estimates of all plans with the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new
+estimates, in waves, until all plans that lead have been walked. Then each leader tries other gradient buckets (`refine`).
 
-Of plans that look alike (same degrees, micro-batch, recompute and schedule; only placement and sharding differ) the fastest and the simplest
-are walked. In the end
+**The winner.** The cost model cannot tell plans apart that differ by less than 1%. So among plans within 1% of the fastest, the winner is
 
-    winner = the simplest plan within 0.5% of the fastest walked
+    1. the plan that leaves the most memory free; differences below 2.5% of the device do not count, and a third of it is enough
+       (published runs used up to 1.5 times the predicted memory: with a third free even they fit),
+    2. then the plan with the fewest parts to set up (`strategies.complexity`),
+    3. then the fastest.
 
-Half a percent is far below what any prediction can tell apart; a simpler plan is worth more than that. Before that each has tried other
-gradient buckets (`buckets`).
+The fastest plan is kept beside the winner (`Ranking.fastest`), so that the output can show both.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from meshwright.planner.search.refine import rebucketed
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes
 
-TIE = 0.005
+TIE = 0.01  # share of the step within which plans count as equally fast
+MEMORY_TIE = 0.025  # share of a device's memory within which plans count as equally lean
+ENOUGH_FREE = 1 / 3  # share of free memory beyond which more is not worth a slower or more complex plan
 MOST_WALKED = 12  # plans of each kind near the best that are walked
 MOST_WAVES = 12
 SHAPE = ("tp", "cp", "pp", "dp", "ep", "microbatch", "recompute")
@@ -38,22 +41,23 @@ LOOK = (*SHAPE, "etp", "sp", "cp_kind", "schedule", "virtual")
 
 @dataclass(frozen=True)
 class Ranking:
-    best: Candidate
-    leaders: list[
-        Candidate
-    ]  # the best of each shape (degrees, micro-batch, recompute), the fastest first after the winner
-    strategies: dict[str, Candidate]
-    front: list[Candidate]  # by rising headroom, each the fastest with at least that much
+    """The simulated plans in order."""
+
+    best: Candidate  # the winner
+    fastest: Candidate  # often the winner itself
+    leaders: list[Candidate]  # the winner, then the fastest of every other shape (degrees, micro-batch, recompute)
+    strategies: dict[str, Candidate]  # the fastest of each strategy
+    front: list[Candidate]  # Pareto front: each has more free memory than every faster plan
 
 
 def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> tuple[Found, Ranking | None]:
-    """Search and rank. No ranking: nothing fits."""
+    """Search and rank. The ranking is None where no plan fits."""
     found = search(space, headroom, progress)
     return found, rank(space, found) if len(found.rows) else None
 
 
 def rank(space: Space, found: Found) -> Ranking | None:
-    """Choose, walk and rank; what turns out not to fit, once all of its ranks are looked at, is left out. None: nothing is left."""
+    """Walk the leaders in waves and rank them. Plans that exceed the memory limit once all ranks are checked are dropped; None: no plan is left."""
     rows = found.rows
     own = ORDERS.index(tuple(space.stack.order))
     rows = rows.but(
@@ -66,7 +70,7 @@ def rank(space: Space, found: Found) -> Ranking | None:
     rows = rows.but(estimate=first.copy())
     seen: dict[int, Candidate] = {}
     for _ in range(MOST_WAVES):
-        wave = [i for i in wanted(rows, found) if i not in seen]
+        wave = [i for i in wanted(rows, found, space.cluster.accelerator.memory) if i not in seen]
         if not wave:
             break
         for i, candidate in zip(wave, walked(space, rows.take(wave), found), strict=True):
@@ -80,15 +84,15 @@ def rank(space: Space, found: Found) -> Ranking | None:
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
-def wanted(rows: Table, found: Found) -> list[int]:
-    """The rows that lead by the present estimates."""
+def wanted(rows: Table, found: Found, memory: float) -> list[int]:
+    """Rows that lead by the current estimates."""
     order = np.argsort(rows.estimate, kind="stable")
     sorted_rows = rows.take(order)
     return sorted(
         {
             int(order[k])
             for k in (
-                *near(sorted_rows, found.incumbents.margin),
+                *near(sorted_rows, found.incumbents.margin, memory),
                 *strategy_bests(sorted_rows),
                 *rungs(sorted_rows, found),
             )
@@ -97,41 +101,47 @@ def wanted(rows: Table, found: Found) -> list[int]:
 
 
 def ranked(candidates: list[Candidate], memory: float) -> Ranking:
+    """The winner, the leaders and the Pareto front of some candidates on devices of `memory` bytes."""
     order = sorted(candidates, key=lambda c: c.key)
-    best = simplest(order)
-    shapes = {c.shape: [x for x in order if x.shape == c.shape] for c in order if c.shape != best.shape}
-    leaders = [best, *sorted((simplest(same) for same in shapes.values()), key=lambda c: c.key)]
+    best, fastest = preferred(order, memory), order[0]
+    by_shape = {c.shape: c for c in reversed(order)}  # the fastest of each shape
+    others = [c for c in by_shape.values() if c.shape != best.shape or (c is fastest and c is not best)]
     names = [strategies.NAMES[code] for code in strategies.ORDER]
-    by_strategy = {name: simplest(mine) for name in names if (mine := [c for c in order if c.strategy == name])}
-    return Ranking(best, leaders, by_strategy, pareto(order, memory))
+    by_strategy = {name: mine[0] for name in names if (mine := [c for c in order if c.strategy == name])}
+    leaders = [best, *sorted(others, key=lambda c: c.key)]
+    return Ranking(best, fastest, leaders, by_strategy, pareto(order, memory))
 
 
-def simplest(order: list[Candidate]) -> Candidate:
-    """Of candidates, the fastest first, the simplest that ties with the first."""
-    return min((c for c in order if c.time <= order[0].time * (1 + TIE)), key=lambda c: (c.complexity, c.time))
+def preferred(order: list[Candidate], memory: float) -> Candidate:
+    """Of candidates, the fastest first, the one to take among those that tie with the first."""
+    tied = [c for c in order if c.time <= order[0].time * (1 + TIE)]
+    lean = leanest(np.array([c.memory for c in tied]), memory)
+    return min((c for c, is_lean in zip(tied, lean, strict=True) if is_lean), key=lambda c: (c.complexity, c.time))
 
 
-def near(rows: Table, margin: float) -> list[int]:
-    """Rows near the best: the fastest of each shape and look, and of each look that ties with the best the simplest."""
+def leanest(used: np.ndarray, memory: float) -> np.ndarray:
+    """Which plans leave the most memory free, up to `MEMORY_TIE`; plans with `ENOUGH_FREE` or more count as equal."""
+    needed = np.maximum(used, (1 - ENOUGH_FREE) * memory)
+    return needed <= needed.min() + MEMORY_TIE * memory
+
+
+def near(rows: Table, margin: float, memory: float) -> list[int]:
+    """Rows near the best: the preferred and the fastest of each look, and the fastest of each shape."""
     time = rows.estimate
     close = np.flatnonzero(time <= time[0] * (1 + margin))
     tied = np.flatnonzero(time <= time[0] * (1 + TIE))
-    simplest_first = tied[np.lexsort((time[tied], rows.complexity[tied]))]
+    preferred_first = tied[np.lexsort((time[tied], rows.complexity[tied], ~leanest(rows.memory[tied], memory)))]
     out: list[int] = []
-    for order, alike in ((simplest_first, rows.look), (close, rows.look), (close, rows.shape)):
+    for order, alike in ((preferred_first, rows.look), (close, rows.look), (close, rows.shape)):
         _, first = np.unique(alike[order], return_index=True)
         out += order[np.sort(first)][:MOST_WALKED].tolist()
     return out
 
 
 def strategy_bests(rows: Table) -> list[int]:
-    """Of each strategy the fastest row and the simplest that ties with it."""
-    out = []
-    for code in np.unique(rows.strategy):
-        mine = np.flatnonzero(rows.strategy == code)
-        tied = mine[rows.estimate[mine] <= rows.estimate[mine[0]] * (1 + TIE)]
-        out += [int(mine[0]), int(tied[rows.complexity[tied].argmin()])]
-    return out
+    """The fastest row of each strategy."""
+    _, first = np.unique(rows.strategy, return_index=True)
+    return first.tolist()
 
 
 def rungs(rows: Table, found: Found) -> list[int]:
@@ -141,7 +151,7 @@ def rungs(rows: Table, found: Found) -> list[int]:
 
 
 def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
-    """Of candidates, the fastest first, those with more headroom than any faster one, a rung of the ladder apart."""
+    """Of candidates, the fastest first, those that need clearly less memory than every faster one."""
     out: list[Candidate] = []
     for c in order:
         if not out or c.memory <= out[-1].memory - 0.25 * RUNG * memory:
@@ -150,7 +160,7 @@ def pareto(order: list[Candidate], memory: float) -> list[Candidate]:
 
 
 def walked(space: Space, rows: Table, found: Found) -> list[Candidate]:
-    """Walk rows and make candidates of them."""
+    """Rows as candidates, their pipelines walked."""
     closed, times, peaks = walk(space, rows)
     out = []
     for k in range(len(rows)):

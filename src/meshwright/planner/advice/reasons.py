@@ -1,0 +1,129 @@
+"""Why each field of the winner has its value, in figures of this problem.
+
+Two choices look wrong to a reader who knows the usual lessons, so they are compared with the usual choice, estimated on the spot:
+
+- tensor parallelism **without** sequence parallelism. SP sends the same bytes forward, but backward gathers its input once more (only a
+  shard of it was kept): it costs a little time and saves activation memory. It is left out where memory is not short.
+- context parallelism for **short** sequences. The lesson "from 32k tokens on" is about need: below, one GPU holds a sequence. But cp also
+  divides the work of a sequence over GPUs when the batch has too few sequences for more data parallelism, and where it hides its transfers
+  it costs less than more tensor parallelism or a longer pipeline.
+"""
+
+from __future__ import annotations
+
+from meshwright.cost.estimate import Estimate
+from meshwright.describe.plan import Plan
+from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits, moved, step
+from meshwright.units import format_decimal_bytes, format_seconds
+
+LONG_CONTEXT = 32_768  # tokens from which one expects context parallelism
+SHARDED = {
+    0: "gradients all-reduced",
+    1: "optimizer states sharded",
+    2: "gradients and optimizer states sharded",
+    3: "parameters, gradients and optimizer states sharded",
+}
+
+
+def reasons(e: Estimate) -> dict[str, str]:
+    """For each field that the plan sets, why it has its value."""
+    trial = Trial(e.model, e.cluster, e.workload, e.stack)
+    plan = e.plan
+    out = {}
+    if plan.tp > 1:
+        out["tp"] = f"every layer split over {plan.tp} GPUs, within the {_level(e, 'tp')}; {exposed(e, 'tp')}"
+        out["sp"] = sequence_parallel(e, trial)
+    if plan.cp > 1:
+        out["cp"] = context_parallel(e, trial)
+    if plan.pp > 1:
+        out |= pipeline(e)
+    if plan.ep > 1:
+        experts = f"{e.model.experts} experts over {plan.ep} groups"
+        out["ep"] = f"{experts}, within the {_level(e, 'ep')}; {exposed(e, 'ep')}"
+    if plan.dp > 1:
+        over = f" over {plan.shard} of {plan.dp}" if plan.zero and plan.replicate > 1 else ""
+        out["zero" if plan.zero else "replicate"] = f"{SHARDED[plan.zero]}{over}; {exposed(e, 'dp')}"
+    if plan.dp * plan.cp > 1 and plan.bucket != Plan().bucket:
+        size = format_decimal_bytes(plan.bucket)
+        out["bucket"] = f"gradients in buckets of {size}: small buckets cost latency, the last one is never hidden"
+    out["microbatch"] = batch_arithmetic(e)
+    if plan.recompute != "none":
+        more = format_seconds(e.prediction.exposed_s.get("recompute", 0.0))
+        out["recompute"] = f"{more} of extra compute, so that activations fit"
+    if plan.order:
+        places = ", ".join(f"{a} in the {e.levels[a]}" for a in plan.order if a in e.levels)
+        out["order"] = f"axes from the nearest neighbours to the farthest: {places}"
+    return out
+
+
+def sequence_parallel(e: Estimate, trial: Trial) -> str:
+    """Why sequence parallelism is on or off under tensor parallelism."""
+    if e.plan.sp:
+        return "norms and their activations split as well: the same bytes forward, less memory"
+    other = trial.of(changed(e.plan, sp=True))
+    if other is None:
+        return f"off: {e.workload.seq:,} tokens do not divide by tp · cp = {e.plan.tp * e.plan.cp}"
+    longer = step(other) / step(e) - 1
+    saved = (e.prediction.memory_gib or 0.0) - (other.prediction.memory_gib or 0.0)
+    return (
+        f"off: with it a step takes {100 * longer:+.1f}% (one more gather in backward), for {saved:.1f} GiB less memory"
+    )
+
+
+def context_parallel(e: Estimate, trial: Trial) -> str:
+    """What context parallelism splits and, for a short sequence, what the other axes would cost in its place."""
+    plan = e.plan
+    words = f"each sequence of {e.workload.seq:,} over {plan.cp} GPUs, within the {_level(e, 'cp')}; {exposed(e, 'cp')}"
+    if e.workload.seq >= LONG_CONTEXT:
+        return words
+    one_stage = (
+        plan.but(virtual=1, schedule="1f1b") if plan.virtual > 1 else plan
+    )  # a longer pipeline has fewer layers a stage
+    others = {
+        axis: trial.of(moved(plan, "cp", axis, plan.cp, e.workload))
+        or trial.of(moved(one_stage, "cp", axis, plan.cp, e.workload))
+        for axis in ("dp", "tp", "pp")
+    }
+    return f"{words}; in its place {', '.join(_in_place(axis, other, e) for axis, other in others.items())}"
+
+
+def _in_place(axis: str, other: Estimate | None, e: Estimate) -> str:
+    degree = getattr(e.plan, axis) * e.plan.cp
+    if other is None:
+        return f"{axis} {degree} is not legal"
+    if not fits(other, SPARE):
+        return f"{axis} {degree} does not fit"
+    return f"{axis} {degree} takes {100 * (step(other) / step(e) - 1):+.1f}%"
+
+
+def pipeline(e: Estimate) -> dict[str, str]:
+    """Stages and their layers; the schedule and its bubble."""
+    plan, step_s = e.plan, e.prediction.step_time_s
+    rounds, bubble = plan.microbatches(e.workload), e.prediction.exposed_s.get("bubble", 0.0)
+    stages = plan.stage_layers(e.model.layers)
+    layers = f"{min(stages)}" if min(stages) == max(stages) else f"{min(stages)} to {max(stages)}"
+    share = f"{format_seconds(bubble)} ({100 * bubble / step_s:.1f}%)"
+    return {
+        "pp": f"{plan.stages} stages of {layers} layer{'s' * (layers != '1')} over {plan.pp} ranks",
+        "schedule": f"{rounds} micro-batches a step; bubble {share}, simulated",
+    }
+
+
+def exposed(e: Estimate, axis: str) -> str:
+    """How much of the step waits for an axis's communication."""
+    seconds, step_s = e.prediction.exposed_s.get(axis, 0.0), e.prediction.step_time_s
+    if seconds < 5e-4 * step_s:
+        return "its communication is hidden behind compute"
+    return f"{format_seconds(seconds)} of the step exposed ({100 * seconds / step_s:.1f}%)"
+
+
+def batch_arithmetic(e: Estimate) -> str:
+    """batch = micro-batch × accumulation × dp, with the numbers."""
+    plan, workload = e.plan, e.workload
+    unit = "sequences" if e.model.kind == "transformer" else "samples"
+    rounds = plan.microbatches(workload)
+    return f"{workload.batch:,} {unit} = micro-batch {plan.microbatch} × {rounds} accumulated × dp {plan.dp}"
+
+
+def _level(e: Estimate, axis: str) -> str:
+    return e.levels.get(axis, "node")
