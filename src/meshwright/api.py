@@ -50,7 +50,7 @@ def estimate(
 ) -> Estimate:
     """Step time, memory and traffic of one plan, with what bounds it.
 
-    `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the simplest one that fits is taken; `assumed` says so.
+    `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
     """
     from meshwright.cost.estimate import estimate as estimate_plan
     from meshwright.describe.config import Config, configure, is_plan_file
@@ -60,18 +60,24 @@ def estimate(
         overrides=list(set),
     )  # fmt: skip
     given = plan or is_plan_file(model) or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
-    config, assumed = (config, []) if given else with_simplest_plan(config)
+    config, assumed = (config, []) if given else with_best_plan(config)
     return estimate_plan(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
 
 
-def with_simplest_plan(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with the simplest plan that fits, and the assumption in words."""
+def with_best_plan(config: Config) -> tuple[Config, list[str]]:
+    """The configuration with the best common plan, and the assumption in words; where none fits, with the one closest to fitting."""
     from dataclasses import replace
 
+    from meshwright.planner.search.common_plans import best_common_plan
     from meshwright.planner.search.first_fit import first_that_fits
 
-    chosen = first_that_fits(config.model, config.cluster, config.workload, config.stack)
-    return replace(config, plan=chosen), [f"plan: the simplest that fits ({chosen.title()})"]
+    parts = (config.model, config.cluster, config.workload, config.stack)
+    best, count = best_common_plan(*parts)
+    if best is None:
+        chosen = first_that_fits(*parts)
+        return replace(config, plan=chosen), [f"plan: no common plan fits; shown is {chosen.title()}"]
+    words = f"plan: the best of {count:,} common plans ({best.plan.title()}); `meshwright plan` searches all"
+    return replace(config, plan=best.plan), [words]
 
 
 def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: Any) -> Result:

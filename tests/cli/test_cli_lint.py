@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import dispatch, guarded
+from meshwright.cli import dispatch, exit_code_of
 
 PLAN = """
 model = "llama3-8b"
@@ -35,7 +35,7 @@ def plan(tmp_path: Path) -> str:
 
 def run(*arguments: str) -> int:
     words = ["lint", *arguments]
-    return guarded(lambda: dispatch(words), "--json" in words)
+    return exit_code_of(lambda: dispatch(words), "--json" in words)
 
 
 def test_a_clean_plan_exits_0(plan: str, capsys: pytest.CaptureFixture[str]) -> None:

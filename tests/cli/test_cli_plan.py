@@ -136,10 +136,19 @@ def test_a_case_study_and_the_guides_stand_beside_the_winner(capsys):
 
 
 def dispatched(*words, capsys):
-    from meshwright.cli import dispatch, guarded
+    from meshwright.cli import dispatch, exit_code_of
 
-    code = guarded(lambda: dispatch(list(words)), False)
+    code = exit_code_of(lambda: dispatch(list(words)), False)
     return code, capsys.readouterr().out
+
+
+def test_an_estimate_without_a_plan_takes_the_best_common_plan_and_says_so(capsys):
+    said = json.loads(run(capsys, "estimate", "mixtral-8x7b", *SMALL[2:], "--json"))
+    assert any("the best of" in item and "common plans" in item for item in said["assumed"])
+    assert said["plan"]["ep"] > 1  # the ladder that was taken before starts without expert parallelism
+    large = json.loads(run(capsys, "estimate", "llama3.1-405b", "--cluster", "dgx-h100", "--json"))
+    assert any("no common plan fits" in item for item in large["assumed"])
+    assert not large["fits"]
 
 
 def test_failures_and_sites_are_told_beside_the_days(capsys):

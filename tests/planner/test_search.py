@@ -13,9 +13,12 @@ from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
+from meshwright.planner.advice.alternatives import step
 from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, strategies
 from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
 from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.common_plans import best_common_plan
+from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.planner.search.leaders import TIE, rank, solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
@@ -198,6 +201,31 @@ def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simp
         as_lean = max(rival.memory, memory * 2 / 3) <= max(best.memory, memory * 2 / 3)
         assert not much_leaner
         assert not (as_lean and rival.complexity < best.complexity)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "gpus", "batch", "seq"),
+    [
+        ("mixtral-8x7b", "dgx-h100", 32, 256, 4096),
+        ("llama3-8b", "dgx-h100", 32, 250, 4096),
+        ("gpt2-xl", "dgx-a100", 16, 512, 1024),
+    ],
+)
+def test_the_best_common_plan_is_near_the_best_of_all(model, cluster, gpus, batch, seq):
+    where = catalogued(model, cluster, gpus, batch, seq)
+    parts = (where.model, where.cluster, where.workload, where.stack)
+    best, count = best_common_plan(*parts)
+    _, ranking = solve(where, 0.05)
+    assert count < 0.1 * len(where)
+    assert best.time <= 1.1 * ranking.fastest.time
+    assert best.memory <= 0.95 * where.cluster.accelerator.memory
+    assert step(estimate(*parts[:2], first_that_fits(*parts), *parts[2:])) > best.time  # what `estimate` took before
+
+
+def test_no_common_plan_where_none_fits_or_is_legal():
+    where = catalogued("llama3.1-405b", "dgx-h100", 8, 8, 4096)
+    assert best_common_plan(where.model, where.cluster, where.workload, where.stack)[0] is None
+    assert best_common_plan(DENSE, where.cluster.with_gpus(7), Workload(batch=1, seq=64), where.stack) == (None, 0)
 
 
 def test_free_memory_decides_before_fewer_parts_and_only_within_one_percent():

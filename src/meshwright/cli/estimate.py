@@ -7,21 +7,21 @@ import typer
 
 def command(
     model: str = typer.Argument(
-        "", help="A catalog name, a TOML file or a Hugging Face config.json. Unsaid: the plan file's."
+        "", help="A catalog name, a TOML file or a Hugging Face config.json. Default: the plan file's model."
     ),
     cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
     nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
     gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
-    plan: str = typer.Option("", "--plan", "-p", help="A plan file. Unsaid: the simplest plan that fits."),
+    plan: str = typer.Option("", "--plan", "-p", help="A plan file. Default: the planner's best common plan."),
     stack: str = typer.Option("", "--stack", help="The training stack."),
     batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
     seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
     tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
-    explain: str = typer.Option("", "--explain", help="Show one part's formula with the numbers put in."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    explain: str = typer.Option("", "--explain", help="Show the formula of one part with its numbers."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """What will training cost? Step time, memory and traffic of one plan, with where it goes."""
+    """What will training cost? Step time, memory and traffic of one plan, by part."""
     from meshwright import api
 
     result = api.estimate(
