@@ -9,8 +9,8 @@ import torch
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from meshwright.parallel.tensor import families
 from meshwright.parallel.tensor import split as tensor
-from meshwright.parallel.tensor import tables
 
 distributed.init_process_group("gloo")
 group = distributed.group.WORLD
@@ -18,7 +18,7 @@ config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                      num_key_value_heads=2, vocab_size=256)  # fmt: skip
 torch.manual_seed(0)  # the same weights on every rank, of which each keeps its own part
 model = LlamaForCausalLM(config)
-done = tensor.split(model, tables.LLAMA, group, head=config.head_dim)
+done = tensor.split(model, families.llama(config), group)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ids = torch.arange(32).view(2, 16)
 

@@ -84,6 +84,7 @@ class Gated(nn.Module):
 
 
 TABLE = (
+    ("", "divided"),
     ("norm", "between"),
     ("attend", "region"),
     ("attend", "counts:heads,kv_heads"),

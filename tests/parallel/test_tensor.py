@@ -14,7 +14,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
 from meshwright.models.transformer import IGNORED, cross_entropy
-from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor import styles as tensor
 from meshwright.parallel.tensor.split import boundaries, matches
 from meshwright.parallel.tensor.tables import TABLES
 from meshwright.proof.records import Job
@@ -245,7 +245,7 @@ def test_patterns_match_part_by_part():
 
 
 def test_an_input_is_the_first_however_it_is_passed():
-    taken = tensor._input_of(lambda x, y, z=0: (x, y, z))
+    taken = tensor.input_of(lambda x, y, z=0: (x, y, z))
     for args, kwargs, rest in (((1, 2), {"z": 3}, (2, 3)), ((1,), {"y": 2}, (2, 0)), ((), {"y": 2, "x": 1}, (2, 0))):
         x, call = taken(args, kwargs)
         assert (x, call(9)) == (1, (9, *rest))

@@ -1,6 +1,7 @@
 """A user's own module under tensor parallelism: Hugging Face models give the outputs and gradients of one device."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor import tables
+from meshwright.parallel.tensor import families
 from meshwright.parallel.tensor.cuts import cut_out
 from meshwright.parallel.tensor.split import split
 
@@ -42,20 +43,22 @@ def falcon(fused, counts, *norms):
         (layer + "mlp.dense_h_to_4h", "column"),
         (layer + "mlp.dense_4h_to_h", "row"),
         ("transformer.ln_f", "between"),
-        *((name, style) for name, style in tables.LLAMA if name == "lm_head"),
+        ("lm_head", "region"),
+        ("lm_head", "column"),
+        ("lm_head", "join"),
     )
 
 
 MODELS = {  # class, KV heads, what else differs, table
-    "llama": ("LlamaForCausalLM", 2, {"attention_bias": True, "pad_token_id": 3}, tables.LLAMA),
-    "mistral": ("MistralForCausalLM", 1, {"sliding_window": 4}, tables.LLAMA),
-    "qwen2": ("Qwen2ForCausalLM", 2, {"tie_word_embeddings": True}, tables.LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", 2, {"head_dim": 6}, tables.QWEN3),
-    "gpt2": ("GPT2LMHeadModel", 4, {"vocab_size": 41, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, tables.GPT2),
-    "phi3": ("Phi3ForCausalLM", 2, {"pad_token_id": 3}, tables.phi3(4, 2)),
-    "falcon": ("FalconForCausalLM", 1, {}, falcon("heads:4,1,1", "num_heads")),
+    "llama": ("LlamaForCausalLM", 2, {"attention_bias": True, "pad_token_id": 3}, families.llama),
+    "mistral": ("MistralForCausalLM", 1, {"sliding_window": 4}, families.llama),
+    "qwen2": ("Qwen2ForCausalLM", 2, {"tie_word_embeddings": True}, families.llama),
+    "qwen3": ("Qwen3ForCausalLM", 2, {"head_dim": 6}, families.qwen3),
+    "gpt2": ("GPT2LMHeadModel", 4, {"vocab_size": 41, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, families.gpt2),
+    "phi3": ("Phi3ForCausalLM", 2, {"pad_token_id": 3}, families.phi3),
+    "falcon": ("FalconForCausalLM", 1, {}, lambda config: falcon("heads:4,1,1", "num_heads")),
     "falcon grouped": ("FalconForCausalLM", 2, {"new_decoder_architecture": True, "num_kv_heads": 2},
-                       falcon("column", "num_heads,num_kv_heads", "ln_attn", "ln_mlp")),
+                       lambda config: falcon("column", "num_heads,num_kv_heads", "ln_attn", "ln_mlp")),
 }  # fmt: skip
 BOUND = 1e-13
 
@@ -73,7 +76,7 @@ def made(name):
     for part in model.modules():
         if type(part).__name__.endswith("RMSNorm"):  # theirs goes through float32 and would hide what float64 shows
             part.forward = partial(wide_norm, part)
-    return model, config, table
+    return model, config, table(config)
 
 
 def wide_norm(part, x):
@@ -92,16 +95,14 @@ def compared(name, group, options):
     """The largest relative difference from one device: of logits, norm and every gradient."""
     plain, _, _ = made(name)
     model, config, table = made(name)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     said = config.to_dict()
-    done = split(model, table, group, head=head, **options)
+    done = split(model, table, group, **options)
     assert config.to_dict() == said  # parts that count in it have configs of their own
     ids = torch.arange(16).view(2, 8) * 7 % SIZES["vocab_size"]
     ids[0, 3] = 3
-    places = {"position_ids": torch.arange(8)[None]}
     errors = {}
     for _ in range(2):  # gradients accumulate, and are completed once
-        expected, got = plain(input_ids=ids, **places).logits, model(input_ids=ids, **places).logits
+        expected, got = plain(input_ids=ids).logits, model(input_ids=ids).logits
         loss_of(expected, ids).backward()
         loss_of(got, ids).backward()
     done.sum_gradients(model)
@@ -157,24 +158,32 @@ class Ranks:
         self.size, self.rank = lambda: size, lambda: 0
 
 
+LLAMA = families.llama(SimpleNamespace(head_dim=8))
+
+
 def other(pattern, style):
     """Llama's table with one row changed."""
-    return tuple((p, style if p == pattern else s) for p, s in tables.LLAMA)
+    return tuple((p, style if p == pattern else s) for p, s in LLAMA)
 
 
 @pytest.mark.parametrize(
     ("table", "world", "head", "words"),
     [
         (
-            (*tables.LLAMA, ("model.layers.*.attention", "region")),
+            (*LLAMA, ("model.layers.*.attention", "region")),
             2,
             8,
-            r"MW-TP-003: no module matches 'model\.layers\.\*\.attention'",
+            r"MW-TP-003: pattern 'model\.layers\.\*\.attention' of the table matches no module",
         ),
-        (tables.LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
+        (LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
         (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
         (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
-        (tables.LLAMA, 2, 0, "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0"),
+        (
+            other("model.layers.*.self_attn.[kv]_proj", "keys"),
+            2,
+            0,
+            "MW-TP-002: 'model.layers.0.self_attn.k_proj' has 16 columns in heads of 0",
+        ),
         (
             other("model.layers.*.mlp.up_proj", "column:1,x"),
             2,
@@ -201,13 +210,13 @@ def other(pattern, style):
         ),
         (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'parts:1,1'"),
         (
-            (*tables.LLAMA, ("model.layers.*.mlp", "counts:width")),
+            (*LLAMA, ("model.layers.*.mlp", "counts:width")),
             2,
             8,
             "MW-TP-005: 'model.layers.0.mlp' counts width = None",
         ),
         (
-            tables.LLAMA,
+            LLAMA,
             3,
             8,
             "MW-TP-002: dimension 0 of 'model.layers.0.self_attn.q_proj.weight', 32, does not divide over tp=3",
@@ -225,3 +234,33 @@ def test_the_size_of_a_module_follows_its_weight():
     attention, embedding = model.model.layers[0].self_attn, model.model.embed_tokens
     assert (attention.q_proj.out_features, attention.o_proj.in_features, embedding.num_embeddings) == (16, 16, 20)
     assert model.lm_head.weight is embedding.weight
+
+
+def test_sequence_parallelism_that_no_row_begins_is_refused():
+    """Every rank would see all tokens, and gradients of what stands between the regions would be summed too often."""
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False
+    )
+    table = tuple(row for row in families.transformer_encoder(encoder) if not row[1].endswith("_sequence"))
+    with pytest.raises(MeshwrightError, match="MW-TP-008: sp=true, and no row of the table divides the sequence"):
+        split(encoder, table, Ranks(2), True)
+
+
+def test_experts_that_are_not_ours_must_be_cut_by_the_table():
+    import transformers
+
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_key_value_heads=2)
+    table = tuple(row for row in families.mixtral(config) if not row[1].startswith("cut:"))
+    with pytest.raises(
+        MeshwrightError, match=r"MW-TP-001: 'model\.layers\.0\.mlp\.experts' holds gate_up_proj, down_proj"
+    ):
+        split(transformers.MixtralForCausalLM(config), table, Ranks(2), True)
+
+
+def test_a_module_without_a_table_says_how_to_write_one():
+    with pytest.raises(MeshwrightError, match=r"MW-TP-009: .* needs a sharding table for Sequential.* table=\[\(\"0\""):
+        families.table_for(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(MeshwrightError, match="MW-TP-003: pattern 'x' of the table matches no parameter"):
+        split(nn.Sequential(nn.Linear(2, 2)), (("0", "column"), ("x", "cut:1")), Ranks(2))
+    with pytest.raises(MeshwrightError, match="MW-TP-005: '0.weight' of 2 dimensions is said to be 'cut:2'"):
+        split(nn.Sequential(nn.Linear(2, 2)), (("0.*", "cut:2"),), Ranks(2))

@@ -16,7 +16,7 @@ from meshwright.parallel.context import sequence as context
 from meshwright.parallel.data import gathering, zero
 from meshwright.parallel.expert import dispatch as expert
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.tensor import split as tensor
+from meshwright.parallel.tensor import styles as tensor
 from meshwright.parallel.tensor import vocabulary
 from meshwright.training import loop
 
@@ -27,7 +27,7 @@ def bias_on_every_row_parallel_rank():
     """The bias added before the sum over ranks counts once a rank (seed)."""
 
     def row(done, name, part):
-        tensor._cut(done, part, name, "weight", 1)
+        tensor.cut_parameter(done, part, name, "weight", 1)
         part.forward = lambda x: exchange.reduce_out(F.linear(x, part.weight, part.bias), done.group)
 
     tensor.STYLES["row"] = row
@@ -42,7 +42,7 @@ def embedding_not_summed():
     """A vocabulary-parallel embedding without its all-reduce: absent tokens stay zero."""
 
     def silent(done, name, part):
-        start, _ = tensor._cut(done, part, name, "weight", 0, even=False)
+        start, _ = tensor.cut_parameter(done, part, name, "weight", 0, even=False)
         part.forward = lambda ids: vocabulary.embed(ids, part.weight, start)
 
     tensor.STYLES["vocabulary"] = silent
@@ -94,7 +94,7 @@ def positions_start_at_zero_on_every_rank():
 
     def first(done, name, part):
         forward = part.forward
-        tensor._partial(done, name, part)
+        tensor.mark_partial(done, name, part)
         part.forward = lambda n: forward(n).chunk(done.group.size())[0]
 
     tensor.STYLES["positions"] = first

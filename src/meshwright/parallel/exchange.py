@@ -5,6 +5,7 @@
     gather_in   all-gather    forward, reduce-scatter backward      f where the sequence is sharded
     scatter_out reduce-scatter forward, all-gather    backward      g where the sequence is sharded
     join        all-gather    forward, own slice      backward      a whole tensor every rank then treats alike
+    divide      own slice     forward, all-gather     backward      the inverse of join: each rank goes on with its share
 
 One `copy_in` feeds q, k and v together, so backward sums their three input gradients before the one all-reduce: four
 all-reduces a layer, where a plan that treats each product by itself makes seven. An all-reduce is a reduce-scatter
@@ -56,17 +57,21 @@ def all_gather(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Ten
 
 def reduce_scatter(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     """This rank's slice along `dim` of the sum over the group."""
+    check_divides(tensor, group, dim)
     front = to_front(tensor, dim)
-    if front.shape[0] % group.size():
+    part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
+    _reduce_scatter(part, front, group=group)
+    return from_front(part, dim)
+
+
+def check_divides(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> None:
+    if tensor.shape[dim] % group.size():
         raise MeshwrightError(
             "MW-TP-006",
             f"dimension {dim} of {tuple(tensor.shape)} does not divide over {group.size()} ranks",
             why="Each rank keeps an equal share of it",
-            fix="pad it, or do without sequence parallelism",
+            fix="pad it, or set sp=false",
         )
-    part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
-    _reduce_scatter(part, front, group=group)
-    return from_front(part, dim)
 
 
 def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -142,6 +147,19 @@ class _Join(torch.autograd.Function):
         return mine.contiguous(), None, None
 
 
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+        ctx.group, ctx.dim = group, dim
+        check_divides(x, group, dim)
+        return x.chunk(group.size(), dim)[group.rank()].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(gradient, ctx.group, ctx.dim), None, None
+
+
 def copy_in(x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return _CopyIn.apply(x, group)
 
@@ -161,3 +179,7 @@ def scatter_out(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
 
 def join(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
     return _Join.apply(x, group, dim)
+
+
+def divide(x: torch.Tensor, group: ProcessGroup, dim: int) -> torch.Tensor:
+    return _Divide.apply(x, group, dim)

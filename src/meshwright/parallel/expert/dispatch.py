@@ -107,20 +107,6 @@ def all_to_all(rows: torch.Tensor, group: ProcessGroup, outgoing: list[int], inc
     return _Land.apply(_Depart.apply(rows, flight), flight)
 
 
-class _Slice(torch.autograd.Function):
-    """This rank's rows of a tensor all ranks hold alike; backward puts the slices' gradients together again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.chunk(group.size())[group.rank()].contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return exchange.all_gather(gradient, ctx.group, 0), None
-
-
 class Journey:
     """Copies of one layer's tokens, sorted by expert, to the ranks of their experts and back."""
 
@@ -202,7 +188,7 @@ class Spread:
                 why="Without sequence parallelism each rank routes an equal slice of them",
                 fix=f"--set plan.microbatch={self.tp.size()}",
             )
-        return _Slice.apply(x_TH, self.tp)
+        return exchange.divide(x_TH, self.tp, 0)
 
     def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
         return (y_TH if self.tp is None else exchange.join(y_TH, self.tp, 0)).view_as(like_BSH)

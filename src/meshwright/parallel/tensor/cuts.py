@@ -88,12 +88,26 @@ class Split:
     form: str = "megatron"
     head: int = 0
     copies: ProcessGroup | None = None
+    sequence_dim: int = 1  # of activations: 1 in [B, S, H], 0 where a module takes [S, B, H]
     cuts: dict[str, Cut] = field(default_factory=dict)
     fused: dict[str, tuple[Cut, ...]] = field(default_factory=dict)  # of parameters that hold several parts
     partial: set[str] = field(default_factory=set)
     copied: set[str] = field(default_factory=set)
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
     configs: list[Any] = field(default_factory=list)  # copies made for modules that count by them
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """The input of column-split products: gathered along the sequence where that is divided."""
+        return (
+            exchange.gather_in(x, self.group, self.sequence_dim) if self.sequence else exchange.copy_in(x, self.group)
+        )
+
+    def leave(self, partial_sum: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, of which each keeps its share of the sequence where that is divided. `partial_sum` must be a
+        fresh tensor: it may be summed in place."""
+        if self.sequence:
+            return exchange.scatter_out(partial_sum, self.group, self.sequence_dim)
+        return exchange.reduce_out(partial_sum, self.group)
 
     def sum_gradients(self, module: nn.Module) -> None:
         """After the backward of a step's last micro-batch: complete the gradients that are partial sums."""

@@ -75,7 +75,7 @@ def check_plain(name: str, part: Any) -> None:
 
 def check_drawn_alike(module: nn.Module, group: ProcessGroup) -> None:
     """Refuse a module that drops on ranks whose generators differ."""
-    drops = next((name for name, part in module.named_modules() if isinstance(part, nn.Dropout) and part.p > 0), None)
+    drops = next((name for name, part in module.named_modules() if drop_rate(part) > 0), None)
     if drops is None:
         return
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -90,3 +90,9 @@ def check_drawn_alike(module: nn.Module, group: ProcessGroup) -> None:
             why="Between split layers they hold the same activations, and must drop the same of them",
             fix="torch.manual_seed(…), the same on all ranks of a tensor-parallel group",
         )
+
+
+def drop_rate(part: nn.Module) -> float:
+    if isinstance(part, nn.MultiheadAttention):
+        return part.dropout
+    return part.p if isinstance(part, nn.Dropout) else 0.0

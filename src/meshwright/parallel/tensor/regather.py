@@ -23,7 +23,6 @@ from torch.distributed import ProcessGroup
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import outside
 
-SEQUENCE = 1
 _whole_is_kept: ContextVar[bool] = ContextVar("whole_is_kept", default=False)
 
 
@@ -40,16 +39,16 @@ def keep_whole() -> Iterator[None]:
 class Again:
     """A gathered tensor that can be made again from this rank's share, wherever that is kept."""
 
-    def __init__(self, share: torch.Tensor, group: ProcessGroup) -> None:
+    def __init__(self, share: torch.Tensor, group: ProcessGroup, dim: int) -> None:
         pack, self.unpack = outside()
-        self.share, self.group = pack(share.detach()), group
+        self.share, self.group, self.dim = pack(share.detach()), group, dim
         self.savers = 0
         self.waiting = 0
         self.whole: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
         if self.whole is None:
-            self.whole = exchange.all_gather(self.unpack(self.share), self.group, SEQUENCE)
+            self.whole = exchange.all_gather(self.unpack(self.share), self.group, self.dim)
             self.waiting = self.savers
         whole = self.whole
         self.waiting -= 1
@@ -68,12 +67,12 @@ class _View(NamedTuple):
 
 
 @contextlib.contextmanager
-def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup) -> Iterator[None]:
+def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
     """Within it, whoever saves `whole` (or a view of it) for backward saves the share instead."""
     if _whole_is_kept.get():
         yield
         return
-    again = Again(share, group)
+    again = Again(share, group, dim)
     address, version = whole.untyped_storage().data_ptr(), whole._version
     keep, give = outside()
 

@@ -1,32 +1,39 @@
-"""How tensor parallelism divides each model, as data: (pattern of module names, style), read by `tensor.split`.
+"""Sharding tables: how tensor parallelism divides a model, as rows (pattern of names, style), read by `tensor.split`.
 
     region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism
-    enter       its output does, where what follows it asks for a whole sequence
-    column      weight and bias split by rows of the weight, that is by output; no communication of its own
-    column:1,1  several parts in one weight, in this proportion, each split by itself (`cuts`)
-    heads:4,2,2 several parts of so many heads, none of them cut; of fewer than ranks a head is on several
-    counts:a,b  numbers that the module counts by (its heads, say) become this rank's; `config.a`: in a config of its own
-    keys        column by whole heads; where there are fewer heads than ranks, a head is on several
-    row         weight split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole bias, once.
-                In the all-gather form split by output, input and output gathered
-    vocabulary  an embedding split by rows: absent tokens look up zero, the sum over ranks is the embedding
+    enter       its output enters such products
+    column      a linear layer whose weight and bias are split by output; no communication
+    column:1,1  the same for several parts in one weight, in this proportion, each split by itself (`cuts`)
+    heads:4,2,2 several parts counted in heads, which are never cut; with fewer heads than ranks a head is on several ranks
+    keys:64     column by whole heads of this width; with fewer heads than ranks a head is on several ranks
+    counts:a,b  attributes by which the module counts (its heads, for example) become this rank's; `config.a`: in its own copy of a config
+    row         a linear layer whose weight is split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole
+                bias, once. In the all-gather form split by output, input and output gathered
+    attention   `nn.MultiheadAttention` by heads; its `out_proj` is "row"
+    vocabulary  an embedding split by rows: absent tokens look up zero, the sum over ranks is the embedding. With sequence parallelism
+                each rank keeps its share of the sequence
+    embedding   the same, and the output stays whole
     logits      column over the vocabulary, which need not divide: for a loss that knows where each rank begins
-    join        its output, columns of this rank, is gathered, and all ranks go on alike
-    between     whole, and outside the regions: with sequence parallelism it sees a share of the tokens, so that its
-                gradient is a partial sum over the tp ranks
-    inside      whole, and inside a region: it sees this rank's heads only, so its gradient is always a partial sum
-    positions   whole; its output follows the sequence, of which a rank keeps its share under sequence parallelism
-    dropout     holds nothing; under sequence parallelism it drops of its share of the tokens
+    join        its output, columns of this rank, is gathered, and all ranks go on with the whole
+    reduce      its output is a partial sum, since rows of the table cut its parameters so
+    replicated  whole, and every rank gives it the same input
+    between     whole, and outside the regions: with sequence parallelism it sees a share of the tokens, so its gradient is a partial sum
+                over the tp ranks
+    inside      whole, and inside a region: it sees this rank's heads or columns only, so its gradient is always a partial sum
+    split_sequence  with sequence parallelism its first argument is divided along the sequence
+    join_sequence   with sequence parallelism its output is gathered along the sequence, and all ranks go on with the whole
+    divided     with sequence parallelism its input is this rank's share already: the caller divides it
+    positions   whole; with sequence parallelism a rank keeps its share of the output
+    dropout     holds nothing; with sequence parallelism it drops of its share of the tokens
     probabilities   holds nothing; drops of this rank's heads
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
-    experts     divided by `expert`, over groups of its own
+    experts     divided by `expert`, over groups of its own; of a module that is not ours, "cut" rows say how tensor parallelism divides it
 
-`*` stands for one part of a dotted name.
+A row may also name a parameter: "cut:1" splits dimension 1, "cut:1:1,1" a dimension of two parts, each by itself.
+`*` stands for one part of a dotted name. Rows of one module apply in their order; what wraps it later is outside.
 
-A module that holds parameters and matches no pattern raises: an omission would train silently wrong. `LLAMA` is for
-Hugging Face's Llama, Mistral and Qwen2, `QWEN3` for what also norms queries and keys, `GPT2` and `phi3(…)` for those
-that fuse their projections. Without its "join" row the head leaves each rank its columns of the logits, for
-`vocabulary.cross_entropy`: T·V/tp numbers instead of T·V.
+A module that holds parameters and matches no row raises, and so does a row that matches nothing: either would train something else in
+silence. Tables of known classes of other libraries are in `families`.
 """
 
 from __future__ import annotations
@@ -86,53 +93,6 @@ EXPERTS: Table = (
 TRANSFORMER: Table = (*ENDS, *ATTENTION, *FFN, *EXPERTS)
 
 MLP: Table = (("layers.*", "gathered"), ("layers.*.linear", "column"))
-
-LLAMA: Table = (
-    ("model.embed_tokens", "vocabulary"),
-    ("model.layers.*.input_layernorm", "between"),
-    ("model.layers.*.self_attn", "region"),
-    ("model.layers.*.self_attn.q_proj", "column"),
-    ("model.layers.*.self_attn.[kv]_proj", "keys"),
-    ("model.layers.*.self_attn.o_proj", "row"),
-    ("model.layers.*.post_attention_layernorm", "between"),
-    ("model.layers.*.mlp", "region"),
-    ("model.layers.*.mlp.gate_proj", "column"),
-    ("model.layers.*.mlp.up_proj", "column"),
-    ("model.layers.*.mlp.down_proj", "row"),
-    ("model.norm", "between"),
-    ("lm_head", "region"),
-    ("lm_head", "column"),
-    ("lm_head", "join"),
-)
-QWEN3: Table = (*LLAMA, ("model.layers.*.self_attn.[qk]_norm", "inside"))
-GPT2: Table = (
-    ("transformer.wte", "vocabulary"),
-    ("transformer.wpe", "positions"),
-    ("transformer.h.*.ln_[12]", "between"),
-    ("transformer.h.*.attn", "region"),
-    ("transformer.h.*.attn", "counts:split_size,num_heads"),
-    ("transformer.h.*.attn.c_attn", "column:1,1,1"),
-    ("transformer.h.*.attn.c_proj", "row"),
-    ("transformer.h.*.mlp", "region"),
-    ("transformer.h.*.mlp.c_fc", "column"),
-    ("transformer.h.*.mlp.c_proj", "row"),
-    ("transformer.ln_f", "between"),
-    ("transformer.ln_f", "enter"),  # the model gives its output the shape of its input before the head sees it
-    ("lm_head", "logits"),
-    ("lm_head", "join"),
-)
-
-
-def phi3(heads: int, kv_heads: int) -> Table:
-    """Llama's, with queries, keys and values in one weight, and gate and up in another."""
-    fused = ("q_proj", "[kv]_proj", "gate_proj", "up_proj")
-    return (
-        *(row for row in LLAMA if not row[0].endswith(fused)),
-        ("model.layers.*.self_attn", "counts:config.num_attention_heads,num_key_value_heads"),
-        ("model.layers.*.self_attn.qkv_proj", f"heads:{heads},{kv_heads},{kv_heads}"),
-        ("model.layers.*.mlp.gate_up_proj", "column:1,1"),
-    )
-
 
 TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mla": (*ENDS, *LATENT, *FFN, *EXPERTS), "mlp": MLP}
 
