@@ -59,3 +59,13 @@ def test_json_is_whole(capsys) -> None:
     one = json.loads(run(capsys, "links", "ib-ndr", "--json"))
     assert one["bandwidth"] == 50e9
     assert one == everything["links"]["ib-ndr"]
+
+
+@pytest.mark.parametrize("kind", ["accelerators", "clusters", "links"])
+def test_a_card_says_whether_its_figures_were_checked(capsys, kind) -> None:
+    """An entry compared with a published page names it and the date; any other says that it is unchecked."""
+    for name in catalog.names(kind):
+        checked = catalog.load(kind, name).checked
+        assert checked
+        assert "unchecked" in checked or "2026-" in checked or name == "cpu", (name, checked)
+    assert "checked" in run(capsys, kind, catalog.names(kind)[0])

@@ -67,6 +67,7 @@ class Accelerator(Described):
     peak: dict[str, Flops] = Field(description="dense FLOP/s by dtype; never the sparse figure")
     efficiency: Efficiency = Efficiency()
     source: str = ""
+    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 
     def peak_for(self, dtype: str) -> float:
         """Peak at a dtype; one the device lacks runs at the next wider type it has."""
@@ -99,6 +100,7 @@ class Link(Described):
     efficiency: float = Field(default=1.0, gt=0, le=1)
     hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: alpha")
     source: str = ""
+    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 
     @property
     def library_hop(self) -> float:
@@ -145,6 +147,7 @@ class Cluster(Described):
     gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
     price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
     source: str = ""
+    checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 
     @property
     def world(self) -> int:

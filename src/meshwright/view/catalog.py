@@ -124,7 +124,14 @@ def cluster_card(cluster: Cluster) -> RenderableType:
         )
     columns = ("level", ">joins", "link", ">rate a port", ">reached", ">α", ">a device's share", "~")
     price = f"{cluster.price:.2f} US dollars a GPU-hour (indicative)" if cluster.price else ""
-    top = facts([("accelerator", accelerator_line(cluster.accelerator)), ("price", price), ("source", cluster.source)])
+    top = facts(
+        [
+            ("accelerator", accelerator_line(cluster.accelerator)),
+            ("price", price),
+            ("source", cluster.source),
+            ("checked", cluster.checked),
+        ]
+    )
     return Group(heading(cluster.name), top, filled(columns, rows), sources([level.link for level in cluster.levels]))
 
 
@@ -154,6 +161,7 @@ def accelerator_card(device: Accelerator) -> RenderableType:
         [
             ("memory", f"{format_bytes(device.memory, 4)} at {format_rate(device.memory_bandwidth)}"),
             ("source", device.source),
+            ("checked", device.checked),
             ("efficiency", device.efficiency.source),
         ]
     )
@@ -180,6 +188,7 @@ def link_card(link: Link) -> RenderableType:
             ("library hop", format_seconds(link.library_hop)),
             ("n* = α/β", f"{format_bytes(link.crossover)}: below it latency rules, above it bandwidth"),
             ("source", link.source),
+            ("checked", link.checked),
         ]
     )
     rows = [
