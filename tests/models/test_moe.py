@@ -191,6 +191,22 @@ def test_the_balancing_losses_are_their_formulas():
     torch.testing.assert_close(got, weight.grad)
 
 
+def test_the_balancing_loss_of_each_sequence_by_itself():
+    """DeepSeek's `seq_aux`: shares and mean scores are those of one sequence, and the loss is the mean over sequences."""
+    router = Router(Model(**SHAPE, router=RouterOptions(aux=0.3, aux_scope="sequence"))).double()
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
+    place, x_BSH = Alone(), random(40, 16).view(4, 10, 16)
+    (router(place.own(x_BSH), place).weight_R * 0).sum().backward()
+    weight = router.weight.detach().clone().requires_grad_()
+    losses = []
+    for x_SH in x_BSH:
+        scores = (x_SH @ weight.t()).softmax(-1)
+        share = torch.zeros_like(scores).scatter_(1, scores.topk(2).indices, 1.0).sum(0) / 20
+        losses.append(0.3 * 5 * (share * scores.mean(0)).sum())
+    torch.stack(losses).mean().backward()
+    torch.testing.assert_close(router.weight.grad, weight.grad)
+
+
 def test_a_bias_balances_what_a_router_would_collapse():
     """Tokens that all prefer one expert spread out, and no gradient reaches the bias."""
     options = RouterOptions(balance_rate=0.05)

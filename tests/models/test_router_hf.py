@@ -78,7 +78,7 @@ def test_losses_are_read_where_the_class_adds_them():
         "deepseek_v2", **LATENT, aux_loss_alpha=0.001, seq_aux=True, norm_topk_prob=True, routed_scaling_factor=3.0
     )
     assert (model.router.aux, model.router.normalise, model.router.scale) == (0.001, None, 1.0)
-    assert any(note.startswith("seq_aux") for note in notes)
+    assert model.router.aux_scope == "sequence"
     model, notes = read("deepseek_v3", **LATENT, **GROUPS, scoring_func="softmax", topk_method="first")
     assert (model.router.score, model.balance_bias) == ("softmax", True)
     assert notes[-1] == 'topk_method "first" is read as noaux_tc'

@@ -237,6 +237,8 @@ ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepseek", {**CP, "tp": 2, "microbatch": 8}, {"capacity": 1.0, "aux": 0.1}),
     ("mixtral", {"replicate": 2, "pp": 2, "ep": 2}, {"capacity": 1.25, "z": 0.01, "normalise": False, "scale": 2.5}),
     ("deepseek", {**Z3, "tp": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "score": "softmax", "balance_rate": 0.01}),
+    ("deepseek", {**CP, "tp": 2, "microbatch": 2}, {"aux": 0.1, "aux_scope": "sequence"}),
+    ("mixtral", {**SP, "replicate": 2, "microbatch": 2}, {"aux": 0.1, "aux_scope": "sequence"}),
 ]
 
 

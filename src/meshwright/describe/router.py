@@ -34,6 +34,9 @@ class RouterOptions(Described):
     )
     scale: float = Field(default=1.0, ge=0, description="of the routed experts' sum")
     aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
+    aux_scope: Literal["batch", "sequence"] = Field(
+        default="batch", description="the balancing loss is computed over all tokens in flight, or over each sequence"
+    )
     z: float = Field(default=0.0, ge=0, description="weight of the squared log-sum of the logits (ST-MoE)")
     balance_rate: float = Field(default=0.001, ge=0, description="step of the balancing bias, where there is one")
 
@@ -63,7 +66,7 @@ class RouterOptions(Described):
     @property
     def counts_together(self) -> bool:
         """Whether a token's way depends on the tokens that are in flight with it."""
-        return self.compares or self.aux > 0
+        return self.compares or (self.aux > 0 and self.aux_scope == "batch")
 
     @property
     def travelling(self) -> float:

@@ -32,9 +32,10 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
     low.memory("I", "route-grad", "router", own * m.experts * 4, 4, 6)
     wide = max(4.0, e)
-    if m.router.aux or m.router.z:  # of all tokens in flight
+    if m.router.aux or m.router.z:  # loads and token counts, of all tokens in flight or of each sequence
         on = (b.size("stage") > 1) * 1.0
-        low.collective("F", "sum-balance", "router", "all_reduce", "stage", (m.experts + 1) * wide, on)
+        parts = b.dp * b.microbatch if m.router.aux_scope == "sequence" else 1.0
+        low.collective("F", "sum-balance", "router", "all_reduce", "stage", parts * (m.experts + 1) * wide, on)
     if m.router.compares:  # every rank sees the scores of all tokens in flight, to decide as one device would
         stage = b.size("stage")
         low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * wide, stage > 1)

@@ -66,6 +66,7 @@ class Alone:
     share: float | torch.Tensor = 1.0
 
     def own(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        self._shape, self._device = (x_BSH.shape[0], x_BSH.shape[1]), x_BSH.device
         return x_BSH.flatten(0, 1)
 
     def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
@@ -73,6 +74,10 @@ class Alone:
 
     def send(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Journey:
         return Stay(copies_RH, counts_E)
+
+    def sequences(self) -> tuple[torch.Tensor, int]:
+        rows, length = self._shape
+        return torch.arange(rows).repeat_interleave(length).to(self._device), rows
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         return values

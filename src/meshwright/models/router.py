@@ -8,7 +8,8 @@
                 token's place depends on later tokens: a causal model cannot be sampled as it was trained
     capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped, and
                 only the residual remains of them. c = 0 is dropless
-    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e, P_e the mean score (Switch, GShard);
+    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e, P_e the mean score (Switch, GShard), over
+                all tokens in flight, or over each sequence by itself and then averaged (DeepSeek's `seq_aux`);
                 β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or no loss at all: after each step
                 b_e ← b_e + γ·sign(mean load − load_e), outside the gradient (DeepSeek-V3)
 
@@ -38,6 +39,10 @@ class Tokens(Protocol):
     """All tokens that are routed together. `rows` of a rank are those of its own tokens."""
 
     share: float | torch.Tensor  # what a loss of these tokens counts in the step's
+
+    def sequences(self) -> tuple[torch.Tensor, int]:
+        """For each of this rank's tokens the number of its sequence among all in flight, and how many those are."""
+        ...
 
     def summed(self, values: torch.Tensor) -> torch.Tensor: ...
     def gathered(self, rows: torch.Tensor) -> torch.Tensor: ...
@@ -123,13 +128,21 @@ class Router(nn.Module):
 
     def losses(self, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """These tokens' part of the two losses: over all ranks the parts add up to them."""
-        load_E, count = tokens.summed(
-            torch.cat((chosen.sum(0), chosen.new_full((1,), len(chosen), dtype=torch.long))).to(scores.dtype)
-        ).split((self.experts, 1))
-        mean_E = (scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)).sum(0) / count
-        aux = self.experts * (load_E / load_E.sum() * mean_E).sum()
-        z = logits.logsumexp(-1).square().sum() / count
-        return self.options.aux * aux + self.options.z * z.squeeze()
+        part_T, parts = self._balanced_together(chosen, tokens)
+        counted_TE = torch.cat((chosen, torch.ones_like(chosen[:, :1])), dim=1).to(scores.dtype)
+        load_PE, count_P = tokens.summed(_by_part(counted_TE, part_T, parts)).split((self.experts, 1), dim=1)
+        share_TE = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
+        mean_PE = _by_part(share_TE, part_T, parts) / count_P
+        aux = self.experts * (load_PE / load_PE.sum(1, keepdim=True) * mean_PE).sum() / parts
+        z = logits.logsumexp(-1).square().sum() / count_P.sum()
+        return self.options.aux * aux + self.options.z * z
+
+    def _balanced_together(self, chosen: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, int]:
+        """The part of the tokens in flight that each token's balancing loss is computed over, and how many parts there are:
+        one, or each sequence by itself."""
+        if self.options.aux_scope == "sequence":
+            return tokens.sequences()
+        return torch.zeros(len(chosen), dtype=torch.long, device=chosen.device), 1
 
     def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
         if not self.training:  # what is evaluated between two steps is no step's load
@@ -140,6 +153,11 @@ class Router(nn.Module):
     def balance(self, load_E: torch.Tensor) -> torch.Tensor:
         """What the step's load adds to the balancing bias."""
         return self.options.balance_rate * torch.sign(load_E.mean() - load_E)
+
+
+def _by_part(rows_TX: torch.Tensor, part_T: torch.Tensor, parts: int) -> torch.Tensor:
+    """Sums of rows, one for each part."""
+    return rows_TX.new_zeros((parts, rows_TX.shape[1])).index_add(0, part_T, rows_TX)
 
 
 def highest(scores_TE: torch.Tensor, most: int) -> torch.Tensor:

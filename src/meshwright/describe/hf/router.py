@@ -8,8 +8,8 @@
 
 `router_aux_loss_coef` weighs E·Σ f_e P_e with f and P averaged over all layers with experts and f summing to k; ours is
 added in each layer, with f summing to one: a coefficient c becomes c·k/layers. Those classes add the loss only where
-`output_router_logits` is true. DeepSeek's `aux_loss_alpha` is per layer and normalised as ours is, but per sequence where
-`seq_aux` is true.
+`output_router_logits` is true. DeepSeek's `aux_loss_alpha` is per layer and normalised as ours is, over each
+sequence by itself where `seq_aux` is true.
 """
 
 from __future__ import annotations
@@ -82,5 +82,5 @@ def deepseek_router(c: Config, top_k: int) -> dict[str, Any]:
     if alpha := c.decimal("aux_loss_alpha", 0.0):
         options["aux"] = alpha
         if c.flag("seq_aux", True):
-            c.notes.append("seq_aux: the balancing loss is computed over all tokens in flight, not per sequence")
+            options["aux_scope"] = "sequence"
     return _options(top_k, normalise, **options, **grouped)

@@ -173,11 +173,11 @@ class Spread:
         # again sent them.
         self.journeys: list[tuple[int, int, int, int, bool]] = []
         self.made: list[tuple[int, int, int, int, bool]] = []  # of the step before
-        self._shape = (0, 0)
+        self._shape, self._device = (0, 0), torch.device("cpu")
         self._orders: dict[tuple[int, int], torch.Tensor] = {}
 
     def own(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        self._shape = x_BSH.shape[0], x_BSH.shape[1]
+        self._shape, self._device = (x_BSH.shape[0], x_BSH.shape[1]), x_BSH.device
         x_TH = x_BSH.flatten(0, 1)
         if self.tp is None:
             return x_TH
@@ -211,6 +211,13 @@ class Spread:
     def end_step(self) -> None:
         if self.journeys:
             self.made, self.journeys = self.journeys, []
+
+    def sequences(self) -> tuple[torch.Tensor, int]:
+        order = self._order(self._device)
+        mine = order[self.mesh.index("stage")] if self.stage is not None else order[0]
+        rows, length = self._shape
+        seq = length * self.plan.cp * (self.plan.tp if self.plan.sp else 1)
+        return mine // seq, rows * self.plan.dp
 
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.stage is None else exchange.all_reduce(values.clone(), self.stage)
