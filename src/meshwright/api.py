@@ -68,11 +68,13 @@ def with_best_plan(config: Config) -> tuple[Config, list[str]]:
     """The configuration with the best common plan, and the assumption in words; where none fits, with the one closest to fitting."""
     from dataclasses import replace
 
+    from meshwright.planner.question import base_plan
     from meshwright.planner.search.common_plans import best_common_plan
     from meshwright.planner.search.first_fit import first_that_fits
+    from meshwright.planner.search.space import Space
 
     parts = (config.model, config.cluster, config.workload, config.stack)
-    best, count = best_common_plan(*parts)
+    best, count = best_common_plan(Space(*parts, base=base_plan(config)))
     if best is None:
         chosen = first_that_fits(*parts)
         return replace(config, plan=chosen), [f"plan: no common plan fits; shown is {chosen.title()}"]

@@ -151,6 +151,36 @@ def test_an_estimate_without_a_plan_takes_the_best_common_plan_and_says_so(capsy
     assert not large["fits"]
 
 
+def test_gpus_for_a_number_of_days(capsys):
+    few = [*SMALL[:4], *SMALL[6:], "--tokens", "100B", "--days", "12", "--without", "pp,cp,tp"]
+    shown = run(capsys, *few)
+    assert "are the fewest within 12 days for 100B tokens" in shown
+    assert "Days and cost over GPU counts" in shown
+    said = json.loads(run(capsys, *few, "--json"))
+    assert f"{said['sizing']['gpus']:,} GPUs" in shown
+    assert "no price" not in said["sizing"]["answer"]
+
+
+@pytest.mark.parametrize("option", ["--out", "--html", "--compare", "--tokens", "--days", "--case"])
+def test_an_empty_option_is_refused(capsys, option):
+    told = run(capsys, *SMALL, option, "", code=2)
+    assert "MW-CLI-003" in told
+    assert f"{option} is empty" in told
+
+
+def test_a_case_takes_no_other_option(capsys):
+    told = run(capsys, "plan", "--case", "gpt3", "--nodes", "3", "--out", "x.toml", code=2)
+    assert "--nodes, --out beside --case" in told
+    assert json.loads(run(capsys, "plan", "--case", "gpt3", "--json"))["case"] == "gpt3"
+
+
+def test_guides_are_in_json_and_beside_a_comparison_where_asked_for(capsys, answer):
+    said = json.loads(run(capsys, *SMALL, "--guides", "--json"))
+    assert {g["guide"] for g in said["guides"]} >= {"topology", "start simple"}
+    shown = run(capsys, *SMALL, "--compare", str(answer[1] / "plan.toml"), "--guides")
+    assert "What the textbook says" in shown
+
+
 def test_failures_and_sites_are_told_beside_the_days(capsys):
     told = run(
         capsys,

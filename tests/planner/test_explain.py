@@ -14,7 +14,8 @@ from meshwright.planner.advice import explain as why
 from meshwright.planner.advice.infeasible import fits, other
 from meshwright.planner.advice.reasons import reasons
 from meshwright.planner.advice.sensitivity import changed, links, resized
-from meshwright.planner.api import run, share, split_settings, words
+from meshwright.planner.api import run
+from meshwright.planner.question import Question, read, read_headroom, split_settings, words
 from planner.spaces import DENSE, MOE, cluster, space
 
 
@@ -36,7 +37,8 @@ def result():
         "workload": where.workload.but(tokens="1B"),
     }
     where.cluster, where.workload = parts["cluster"], parts["workload"]
-    return run(Config(**parts, plan=Plan()), where, 0.05, ["nothing"])
+    config = Config(**parts, plan=Plan())
+    return run(Question(config, where.base, where.choices, 0.05, ["nothing"]))
 
 
 def test_parts_sum_to_the_walked_step(result):
@@ -209,11 +211,7 @@ def test_a_model_larger_than_the_cluster():
     assert e.code == "MW-PLANNER-005"
     assert e.exit_code == 3
     gpus = int(e.fix.split("(")[1].split()[0])
-    where = planner.api.Space(
-        *(catalog.load(kind, name) for kind, name in (("models", "llama3.1-405b"), ("clusters", "dgx-h100"))),
-        planner.api.problem("llama3.1-405b", "dgx-h100", 0, gpus, 64, 8192, "", "", ())[0].workload,
-        catalog.load("stacks", "default"),
-    )
+    where = read("llama3.1-405b", "dgx-h100", batch=64, seq=8192).space()
     limit = 0.95 * where.cluster.accelerator.memory
     assert fits(other(where, cluster=where.cluster.with_gpus(gpus)), limit)
     assert not fits(other(where, cluster=where.cluster.with_gpus(16)), limit)
@@ -227,11 +225,11 @@ def test_what_would_fit_is_tried_before_it_is_told():
 
 
 @pytest.mark.parametrize("text", ["110%", "-1%", "much", "1.0"])
-def test_headroom_is_a_share(text):
+def test_headroom_is_a_read_headroom(text):
     with pytest.raises(MeshwrightError) as refused:
-        share(text)
+        read_headroom(text)
     assert refused.value.code == "MW-PLANNER-006"
-    assert share("10%") == share(0.1) == share("0.1") == pytest.approx(0.1)
+    assert read_headroom("10%") == read_headroom(0.1) == read_headroom("0.1") == pytest.approx(0.1)
 
 
 def test_settings_of_searched_fields_are_constraints():

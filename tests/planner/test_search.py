@@ -214,7 +214,7 @@ def test_the_winner_is_within_one_percent_of_the_fastest_and_the_leanest_or_simp
 def test_the_best_common_plan_is_near_the_best_of_all(model, cluster, gpus, batch, seq):
     where = catalogued(model, cluster, gpus, batch, seq)
     parts = (where.model, where.cluster, where.workload, where.stack)
-    best, count = best_common_plan(*parts)
+    best, count = best_common_plan(where)
     _, ranking = solve(where, 0.05)
     assert count < 0.1 * len(where)
     assert best.time <= 1.1 * ranking.fastest.time
@@ -224,8 +224,8 @@ def test_the_best_common_plan_is_near_the_best_of_all(model, cluster, gpus, batc
 
 def test_no_common_plan_where_none_fits_or_is_legal():
     where = catalogued("llama3.1-405b", "dgx-h100", 8, 8, 4096)
-    assert best_common_plan(where.model, where.cluster, where.workload, where.stack)[0] is None
-    assert best_common_plan(DENSE, where.cluster.with_gpus(7), Workload(batch=1, seq=64), where.stack) == (None, 0)
+    assert best_common_plan(where)[0] is None
+    assert best_common_plan(space(DENSE, 7, 1)) == (None, 0)
 
 
 def test_free_memory_decides_before_fewer_parts_and_only_within_one_percent():

@@ -14,88 +14,121 @@ if TYPE_CHECKING:
 
 
 def command(
+    context: typer.Context,
     model: str = typer.Argument("", help="A catalog name, a plan file or a Hugging Face config.json."),
     cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
-    nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
-    gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
+    nodes: int = typer.Option(0, "--nodes", help="Number of nodes.", min=0, max=10**7),
+    gpus: int = typer.Option(0, "--gpus", help="Number of GPUs, instead of nodes.", min=0, max=10**9),
     batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
     seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
     tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
+    days: str = typer.Option("", "--days", metavar="N", help="The fewest GPUs that train --tokens in N days."),
+    budget: str = typer.Option("", "--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$."),
     stack: str = typer.Option("", "--stack", help="The training stack."),
     fix: list[str] = typer.Option(
-        [], "--fix", metavar="FIELD=VALUE", help="Demand a value: --fix tp=8, --fix schedule=1f1b."
+        [], "--fix", metavar="FIELD=VALUE", help="Fix a field: --fix tp=8, --fix schedule=1f1b."
     ),
-    most: list[str] = typer.Option([], "--max", metavar="FIELD=N", help="At most: --max pp=4."),
-    least: list[str] = typer.Option([], "--min", metavar="FIELD=N", help="At least: --min microbatch=2."),
+    most: list[str] = typer.Option([], "--max", metavar="FIELD=N", help="Upper bound of a field: --max pp=4."),
+    least: list[str] = typer.Option([], "--min", metavar="FIELD=N", help="Lower bound of a field: --min microbatch=2."),
     without: list[str] = typer.Option(
         [],
         "--without",
         metavar="WORD",
-        help="Leave out: zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …",
+        help="Exclude zero3, hsdp, tp, pp, cp, ep, recompute, interleaved, uneven, reorder, …",
     ),
     allow: list[str] = typer.Option(
         [], "--allow", metavar="FIELD=A,B", help="Widen the search: --allow grad_dtype=bf16, --allow overlap=dp+tp."
     ),
-    headroom: str = typer.Option("5%", "--memory-headroom", help="Memory to leave free."),
+    headroom: str = typer.Option("5%", "--memory-headroom", help="Share of the memory to leave free."),
     case: str = typer.Option(
-        "", "--case", metavar="NAME", help="A published training beside ours: gpt3, llama3-405b, mixtral, …"
+        "", "--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …"
     ),
-    compare: str = typer.Option("", "--compare", metavar="FILE", help="Put a plan of your own beside the winner."),
+    compare: str = typer.Option("", "--compare", metavar="FILE", help="Compare your own plan with the winner."),
     mtbf: str = typer.Option(
-        "", "--mtbf", metavar="TIME", help="Between failures of the whole machine, such as 3h: adds goodput."
+        "", "--mtbf", metavar="TIME", help="Time between failures of the whole cluster, such as 3h: adds goodput."
     ),
-    checkpoint: str = typer.Option("", "--checkpoint", metavar="TIME", help="A save that blocks training: 60s."),
-    restart: str = typer.Option("", "--restart", metavar="TIME", help="From a failure to training on, such as 5min."),
-    sites: int = typer.Option(0, "--sites", help="So many such clusters, joined by --line.", min=0, max=10**6),
-    line: str = typer.Option("", "--line", metavar="RATE", help="Between sites, such as 100Gb/s."),
-    guides: bool = typer.Option(False, "--guides", help="Why each decision guide says what it says, with its source."),
-    top: int = typer.Option(10, "--top", help="How many leaders to show.", min=1, max=1000),
-    out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, reasons in comments."),
-    html: str = typer.Option("", "--html", help="Write the answer as a page."),
+    checkpoint: str = typer.Option(
+        "", "--checkpoint", metavar="TIME", help="Time a checkpoint blocks training, such as 60s."
+    ),
+    restart: str = typer.Option("", "--restart", metavar="TIME", help="Restart time after a failure, such as 5min."),
+    sites: int = typer.Option(0, "--sites", help="Number of clusters (sites), connected by --line.", min=0, max=10**6),
+    line: str = typer.Option("", "--line", metavar="RATE", help="Bandwidth between sites, such as 100Gb/s."),
+    guides: bool = typer.Option(False, "--guides", help="Show the reason and the source of every decision guide."),
+    top: int = typer.Option(10, "--top", help="Number of leaders to show.", min=1, max=1000),
+    out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, with the reasons in comments."),
+    html: str = typer.Option("", "--html", help="Write the answer as an HTML page."),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set cluster.price=2.5."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
-    """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU."""
+    """Which plan is the fastest that fits, and why? Searches every legal plan, without a GPU.
+
+    With --days or --budget: how many GPUs, and which plan for them.
+    """
+    check_given(context)
     if case:
         show_case(case, as_json)
         return
-    from meshwright import api
     from meshwright.cli.output import patient, writable
 
     own = own_plan(compare) if compare else None
     writable(out, html)
-    problem: dict[str, Any] = {
-        "nodes": nodes,
-        "gpus": gpus,
-        "batch": batch,
-        "seq": seq,
-        "tokens": tokens,
-        "stack": stack,
+    question: dict[str, Any] = {
+        name: value
+        for name, value in context.params.items()
+        if name not in ("model", "cluster", "case", "compare", "guides", "out", "html", "as_json", "days", "budget")
     }
-    narrowed: dict[str, Any] = {
-        "fix": fix,
-        "most": most,
-        "least": least,
-        "without": without,
-        "allow": allow,
-        "headroom": headroom,
-    }
-    beyond: dict[str, Any] = {"mtbf": mtbf, "checkpoint": checkpoint, "restart": restart, "sites": sites, "line": line}
     with patient("searching") as progress:
-        result = api.plan(model, cluster, **problem, **narrowed, **beyond, set=settings, top=top, progress=progress)
+        if days or budget:
+            from meshwright import planner
+
+            sizing = planner.size(model, cluster, days=days, budget=budget, progress=progress, **question)
+            result = sizing.result
+        else:
+            from meshwright import api
+
+            sizing = None
+            result = api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
     compared = result.compare(own) if own else None
     written = write(result, out, html)
     if as_json:
-        from meshwright.view.tables import show_json
-
-        show_json(result.as_dict() | ({"compare": compared.as_dict()} if compared else {}))
+        show_as_json(sizing or result, compared, result if guides else None)
         return
-    show_result(result, compared, Path(compare).name, guides)
+    show_result(result, compared, Path(compare).name, guides, sizing)
     print("".join(f"{what} written to {where}\n" for what, where in written.items()), end="")
 
 
+def check_given(context: typer.Context) -> None:
+    """Raise where an option was given without a value, or beside --case, which has its own model, cluster and plan."""
+    given = [
+        p
+        for p in context.command.params
+        if (s := context.get_parameter_source(p.name or "")) and s.name == "COMMANDLINE"
+    ]
+    for parameter in given:
+        if context.params[parameter.name or ""] == "":
+            name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
+            raise MeshwrightError("MW-CLI-003", f"{name} is empty", fix=f"drop {name}, or give it a value")
+    if context.params["case"]:
+        others = [p.opts[0] for p in given if p.name not in ("case", "as_json")]
+        if others:
+            raise MeshwrightError(
+                "MW-CLI-003",
+                f"{', '.join(others)} beside --case",
+                why="A case study is evaluated as published, with its own model, cluster and plan",
+                fix=f"--case {context.params['case']} alone, or drop --case",
+            )
+
+
+def show_as_json(answer: Any, compared: Any, guided: Any) -> None:
+    """Print the answer as JSON, with the comparison and the guides where they were asked for."""
+    from meshwright.view.tables import show_json
+
+    out = answer.as_dict() | ({"compare": compared.as_dict()} if compared else {})
+    show_json(out | ({"guides": [c.as_dict() for c in recommended(guided)]} if guided else {}))
+
+
 def write(result: Any, out: str, html: str) -> dict[str, str]:
-    """The answer as the files that were asked for, by what they are."""
+    """Write the files that were asked for; their paths by what they hold."""
     from meshwright.describe.files import write_text
 
     if out:
@@ -107,20 +140,26 @@ def write(result: Any, out: str, html: str) -> dict[str, str]:
     return {what: where for what, where in (("plan file", out), ("page", html)) if where}
 
 
-def show_result(result: Any, compared: Any, name: str, guides: bool) -> None:
-    """The page of an answer, or of the answer beside the user's own plan."""
+def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any = None) -> None:
+    """Print the answer, or the answer beside the user's own plan; before it the curve over GPU counts."""
     from meshwright.view import plan as view
     from meshwright.view.tables import show
 
+    if sizing:
+        from meshwright.view.plan_sizes import page as sizes
+
+        show(sizes(sizing))
     if compared:
         own = view.comparison(result, compared, name)
         show(view.header(result), own, view.leaders(result), view.strategies(result), view.notes(result))
+        if guides:
+            show(beside_the_guides(result, guides))
     else:
         show(view.page(result), beside_the_guides(result, guides), findings(result))
 
 
 def own_plan(path: str) -> Plan:
-    """The plan of a file; its other sections need not be there, since the question has said them."""
+    """The [plan] of a file; its other sections are not needed, since the question has them."""
     from meshwright.describe.draft import Draft
     from meshwright.describe.plan import Plan
 
@@ -128,7 +167,7 @@ def own_plan(path: str) -> Plan:
     draft.lay_file(Path(path))
     if "plan" not in draft.tables:
         raise MeshwrightError(
-            "MW-CONF-002", f"no [plan] is in '{path}'", why="There is nothing to compare", fix="[plan]\ntp = 8"
+            "MW-CONF-002", f"'{path}' has no [plan]", why="There is nothing to compare", fix="[plan]\ntp = 8"
         )
     return Plan(**draft.opened("plan"))
 
@@ -147,22 +186,27 @@ def show_case(name: str, as_json: bool) -> None:
 
 
 def beside_the_guides(result: Any, why: bool = False) -> Any:
-    """What the decision guides would have chosen, and what following them costs."""
+    """The plans of the decision guides, and what following them costs."""
     from rich.console import Group
 
-    from meshwright.planner.advice.guides import textbook
     from meshwright.view.textbook import reasons, table
 
+    compared = recommended(result)
+    # Guides without a plan for this training have advice all the same: about inference, for example.
+    shown = compared if why else [c for c in compared if c.estimate is None]
+    return Group(table(compared, result.estimate), reasons(shown, sources=why))
+
+
+def recommended(result: Any) -> Any:
+    """The recommendation of every decision guide beside the winner."""
+    from meshwright.planner.advice.guides import textbook
+
     e = result.estimate
-    compared = textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e)
-    # Guides without a plan for this training still have something to say: of inference, say.
-    return Group(
-        table(compared, e), reasons(compared if why else [c for c in compared if c.estimate is None], sources=why)
-    )
+    return textbook.compare(textbook.recommend(e.model, e.cluster, e.workload, e.stack), e)
 
 
 def findings(result: Any) -> Any:
-    """What `lint` says of the winner, each with why it is still best."""
+    """The findings of `lint` for the winner, each with why the winner is best all the same."""
     from meshwright.describe.config import Config
     from meshwright.planner.advice.lint import check as lint
     from meshwright.view.lint import one
@@ -170,7 +214,7 @@ def findings(result: Any) -> Any:
     e = result.estimate
     found = lint.check(Config(e.model, e.cluster, e.stack, e.workload, e.plan), e)
     if not found:
-        return "[dim]lint has nothing to say of the winner[/]"
+        return "[dim]lint: no anti-pattern in the winner[/]"
     from rich.console import Group
 
-    return Group("[bold]What lint says of the winner[/]", *map(one, lint.justify(found, e)))
+    return Group("[bold]Findings of lint for the winner[/]", *map(one, lint.justify(found, e)))

@@ -1,6 +1,7 @@
-"""The planner: which plan is the fastest that fits, and why."""
+"""The planner: which plan is the fastest that fits, and why; and how many GPUs a training needs."""
 
 from meshwright.planner.api import plan
 from meshwright.planner.result import Result
+from meshwright.planner.sizing import Sizing, size
 
-__all__ = ["Result", "plan"]
+__all__ = ["Result", "Sizing", "plan", "size"]

@@ -19,6 +19,7 @@ from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import GIB, Prediction
+from meshwright.planner.advice.guides.textbook import differences
 from meshwright.planner.advice.sensitivity import Scaling, Sensitivity
 from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import Found
@@ -161,7 +162,10 @@ def choice(best: Candidate, fastest: Candidate) -> str:
     ahead, memory = best.time / fastest.time - 1, fastest.memory - best.memory
     gains = [f"leaves {format_bytes(memory)} more memory free"] if memory > 0 else []
     gains += ["has fewer parts to set up"] if best.complexity < fastest.complexity else []
-    rival = f"{format_seconds(fastest.time, 4)}, {gib(fastest.memory):.1f} GiB, {fastest.plan.title()}"
+    other = fastest.plan.title()
+    if other == best.plan.title():
+        other = f"the same but for {differences(best.plan, fastest.plan)}"
+    rival = f"{format_seconds(fastest.time, 4)}, {gib(fastest.memory):.1f} GiB, {other}"
     return (
         f"{100 * ahead:.2f}% slower than the fastest ({rival}), within what can be told apart; it {' and '.join(gains)}"
     )

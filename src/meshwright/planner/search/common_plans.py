@@ -15,40 +15,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.describe.cluster import Cluster
-from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan
-from meshwright.describe.stack import Stack
-from meshwright.describe.workload import Workload
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.choices import Choices, free
+from meshwright.planner.search.choices import Choices
 from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 
 HEADROOM = 0.05  # share of the memory left free
 
 
-def common_choices(base: Plan, model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> Choices:
-    """The choices of a search restricted to common plans."""
-    every = free(base)
-    words: dict[str, tuple[Any, ...]] = {
+def common_choices(every: Choices, space: Space) -> Choices:
+    """Choices restricted to common plans; a value that a constraint demands is kept."""
+    common: dict[str, tuple[Any, ...]] = {
         "schedule": ("1f1b", "interleaved"),
-        "order": (tuple(stack.order),),
+        "order": (tuple(space.stack.order),),
         "cp_kind": ("ring",),
     }
-    if model.kind == "transformer" and workload.seq % cluster.node_size == 0:
-        words["sp"] = (True,)
-    return replace(every, words={**every.words, **words}, hybrid=False)
+    if space.model.kind == "transformer" and space.workload.seq % space.cluster.node_size == 0:
+        common["sp"] = (True,)
+    words = {name: tuple(w for w in every.words[name] if w in few) for name, few in common.items()}
+    hybrid = every.hybrid and any(c.field in ("shard", "replicate") for c in every.constraints)
+    return replace(every, words={**every.words, **{k: v for k, v in words.items() if v}}, hybrid=hybrid)
 
 
-def best_common_plan(
-    model: Model, cluster: Cluster, workload: Workload, stack: Stack, base: Plan | None = None
-) -> tuple[Candidate | None, int]:
-    """The best common plan that leaves 5% of the memory free, and how many plans it is the best of; None: none fits."""
-    base = base or Plan(grad_dtype=stack.gradient_dtype)
-    choices = common_choices(base, model, cluster, workload, stack)
-    space = Space(model, cluster, workload, stack, choices, base)
-    if not len(space.frames):
+def best_common_plan(space: Space, headroom: float = HEADROOM) -> tuple[Candidate | None, int]:
+    """The best common plan of a space that leaves `headroom` of the memory free, and how many plans it is the best of; None: none fits."""
+    choices = common_choices(space.choices, space)
+    few = Space(space.model, space.cluster, space.workload, space.stack, choices, space.base, space.bucket)
+    if not len(few.frames):
         return None, 0
-    found, ranking = solve(space, HEADROOM)
+    found, ranking = solve(few, headroom)
     return (ranking.best if ranking else None), found.legal

@@ -1,0 +1,134 @@
+"""A question to the planner, read: the problem, what may be chosen, and how much memory stays free.
+
+Names, tables, objects or files describe model, cluster and stack; words such as `tp=8` constrain the search. `--set plan.tp=8` is a
+constraint too, since the planner chooses the plan; every other `--set` describes the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config, configure
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.planner.search import choices as search_choices
+from meshwright.planner.search.choices import Choices
+from meshwright.planner.search.space import Space
+
+HEADROOM = 0.05
+# Fields of a given plan that the search does not keep: they belong to its degrees, or (local SGD) to another algorithm.
+DROPPED = ("layers_per_stage", "recompute_every", "recompute_layers", "recompute_budget", "average_every")
+Words = Sequence[str] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: the configuration, the plan fields that are not searched, the allowed choices, the free share of memory."""
+
+    config: Config
+    base: Plan
+    choices: Choices
+    headroom: float
+    assumed: list[str]
+
+    def space(self, cluster: Cluster | None = None, choices: Choices | None = None) -> Space:
+        """The legal plans of this question, perhaps on another cluster or with other choices."""
+        c = self.config
+        bucket = c.plan.bucket if "plan.bucket" in c.origins else 0.0  # 0: a size for each plan
+        return Space(c.model, cluster or c.cluster, c.workload, c.stack, choices or self.choices, self.base, bucket)
+
+
+def read(
+    model: Any,
+    cluster: Any = "",
+    *,
+    nodes: int = 0,
+    gpus: int = 0,
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str | float = "",
+    stack: Any = "",
+    fix: Words = (),
+    most: Words = (),
+    least: Words = (),
+    without: Sequence[str] = (),
+    allow: Words = (),
+    headroom: str | float = HEADROOM,
+    settings: Sequence[str] = (),
+) -> Question:
+    """The question in the arguments of `plan`."""
+    settings, fixed = split_settings(settings)
+    config = configure(
+        model, cluster, stack=stack, nodes=nodes, gpus=gpus, batch=batch, seq=seq, tokens=tokens, overrides=settings
+    )
+    base = base_plan(config)
+    constraints = search_choices.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
+    options = search_choices.choices(base, constraints, tuple(config.stack.order))
+    return Question(config, base, options, read_headroom(headroom), assumptions(config, stack))
+
+
+def base_plan(config: Config) -> Plan:
+    """The fields of the given plan that are kept: those that are not searched, dtypes and overlap."""
+    kept = {
+        name: value
+        for name, value in config.plan.as_dict().items()
+        if name not in search_choices.SEARCHED or name in (*search_choices.DTYPES, "overlap")
+    }
+    for name in DROPPED:
+        kept.pop(name, None)
+    if "plan.grad_dtype" not in config.origins:
+        kept["grad_dtype"] = config.stack.gradient_dtype
+    return Plan(**kept)
+
+
+def assumptions(config: Config, stack: Any) -> list[str]:
+    """Defaults that the answer depends on."""
+    sizes = (("batch", "batch"), ("seq", "sequence length"))
+    assumed = [
+        f"{what}: {getattr(config.workload, name):,}"
+        for name, what in sizes
+        if f"workload.{name}" not in config.origins
+    ]
+    given = "stack.name" in config.origins and stack
+    return assumed if given else [*assumed, f"training stack: {config.stack.name}"]
+
+
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings that describe the problem, and those of searched plan fields, which are constraints."""
+    searched = {f"plan.{name}" for name in search_choices.SEARCHED}
+    fixed = [word.strip().removeprefix("plan.") for word in settings if word.partition("=")[0].strip() in searched]
+    return [word for word in settings if word.partition("=")[0].strip() not in searched], fixed
+
+
+def words(constraints: Words) -> list[str]:
+    """`{"tp": 8}` as `tp=8`; words stay as they are."""
+    if isinstance(constraints, str):
+        return [constraints]
+    if isinstance(constraints, Mapping):
+        return [f"{name}={_word(value)}" for name, value in constraints.items()]
+    return list(constraints)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def read_headroom(text: str | float) -> float:
+    """A share from "10%", "0.1" or 0.1."""
+    try:
+        value = float(text[:-1]) / 100 if isinstance(text, str) and text.strip().endswith("%") else float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise MeshwrightError(
+            "MW-PLANNER-006",
+            f"memory headroom {str(text)[:40]!r} is not a share",
+            valid=["0%", "5%", "10%", "0.1"],
+            fix="--memory-headroom 10%",
+        )
+    return value

@@ -1,0 +1,91 @@
+"""How many GPUs for a token budget in some days or dollars: the fewest, their plan, and a curve; bad questions are refused clearly."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import planner
+from meshwright.errors import MeshwrightError
+from meshwright.planner.sizing import read_budget
+
+SMALL = {"batch": 256, "seq": 1024, "tokens": "100B", "settings": ["cluster.price=2.0"]}
+
+
+def sized(**limits):
+    return planner.size("gpt3-2.7b", "dgx-a100", **{**SMALL, **limits})
+
+
+@pytest.fixture(scope="module")
+def in_ten_days():
+    return sized(days=10)
+
+
+def test_the_fewest_gpus_that_meet_the_days(in_ten_days):
+    s = in_ten_days
+    training, gpus = s.result.explanation.training, s.result.plan.world
+    assert training.days <= 10
+    assert gpus % 8 == 0
+    assert s.result.plan.world == s.result.space.cluster.world
+    smaller = [one for one in s.curve if one.gpus < gpus]
+    assert smaller
+    assert all(one.days > 10 for one in smaller)
+    # The best plan of the next smaller size misses too: the full search was asked.
+    less = planner.plan("gpt3-2.7b", "dgx-a100", gpus=gpus - 8, **SMALL).explanation.training
+    assert less.days > 10
+
+
+def test_the_curve_adds_up(in_ten_days):
+    curve = in_ten_days.curve
+    assert [one.gpus for one in curve] == sorted(one.gpus for one in curve)
+    for one in curve:
+        assert one.gpus == 8 * one.nodes == one.plan.world
+        assert one.gpu_hours == pytest.approx(24 * one.days * one.gpus)
+        assert one.dollars == pytest.approx(2.0 * one.gpu_hours)
+        assert one.days == pytest.approx(100e9 / (256 * 1024) * one.step_s / 86400)
+        assert one.days_low < one.days < one.days_high
+        assert one.meets == (one.days <= 10)
+    said = in_ten_days.as_dict()
+    assert said["sizing"]["gpus"] == in_ten_days.result.plan.world
+    assert len(said["sizing"]["curve"]) == len(curve)
+    assert said["plans"][0]["step_time_s"] > 0
+
+
+def test_a_budget_bounds_the_cost_and_both_limits_hold():
+    training = sized(budget="12k$").result.explanation.training
+    assert training.dollars <= 12_000
+    both = sized(budget="$20k", days=10)
+    assert both.result.explanation.training.days <= 10
+    assert both.result.explanation.training.dollars <= 20_000
+    assert "the fewest within 10 days and $20,000" in both.answer
+
+
+def test_constraints_hold_on_the_curve_too():
+    s = sized(days=10, fix={"tp": 2})
+    assert {one.plan.tp for one in s.curve} == {2} == {s.result.plan.tp}
+
+
+@pytest.mark.parametrize(
+    ("limits", "code", "words"),
+    [
+        ({"days": "soon"}, "MW-PLANNER-007", "not a number of days"),
+        ({"days": -1}, "MW-PLANNER-007", "not a number of days"),
+        ({"days": "nan"}, "MW-PLANNER-007", "not a number of days"),
+        ({"budget": "much"}, "MW-PLANNER-007", "not an amount"),
+        ({"days": 30, "tokens": ""}, "MW-PLANNER-007", "number of tokens"),
+        ({"days": 30, "nodes": 4}, "MW-PLANNER-007", "--nodes"),
+        ({"budget": "2M$", "settings": ["cluster.price=0"]}, "MW-PLANNER-007", "price"),
+        ({"days": 0.001}, "MW-PLANNER-008", "within 0.001 days"),
+        ({"budget": 10}, "MW-PLANNER-008", "within $10"),
+    ],
+)
+def test_bad_questions_are_refused(limits, code, words):
+    with pytest.raises(MeshwrightError) as refused:
+        sized(**limits)
+    assert refused.value.code == code
+    assert words in refused.value.what
+    assert refused.value.fix
+
+
+def test_budgets_in_the_usual_spellings():
+    assert read_budget("2M$") == read_budget("$2M") == read_budget("2M USD") == read_budget(2e6) == 2e6
+    assert read_budget("") == 0
