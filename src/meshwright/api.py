@@ -119,18 +119,23 @@ def train(
     learning_rate: float = 1e-3,
     device: str = "auto",
     out: str | Path | None = None,
+    shrink: bool = False,
     set: Sequence[str] = (),
     listen: Callable[[StepRecord], None] | None = None,
 ) -> Training:
     """Train a plan on local processes and compare the run with its prediction.
 
-    `out` is the run folder (default: nothing is written); `listen` is called with the record of every finished step.
+    `out` is the run folder (default: nothing is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is
+    called with the record of every finished step.
     """
     from meshwright.training.records import Settings
     from meshwright.training.run import run_training
 
+    config = load(source, set=set)
+    if shrink:
+        from meshwright.proof.shrink import small_config
+
+        config, _ = small_config(config.check(), device)
     folder = Path(out) if out is not None else None
     settings = Settings(learning_rate=learning_rate)
-    return run_training(
-        load(source, set=set), steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen
-    )
+    return run_training(config, steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen)

@@ -56,15 +56,15 @@ def test_a_plan_that_is_not_legal_is_never_proved(setting, code, capsys, monkeyp
 
 
 def test_a_bar_goes_to_a_terminal_and_never_into_an_answer(capsys, monkeypatch):
-    with patient("proving", told=False):
+    with patient("proving", measurable=False):
         pass
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    with patient("proving", told=False):
+    with patient("proving", measurable=False):
         pass
     out, err = capsys.readouterr()
     assert out == ""
     assert "proving" in err
-    with patient("searching") as tell:
-        tell(0.5)
+    with patient("searching") as set_share:
+        set_share(0.5)
     assert "searching" not in capsys.readouterr().err  # not before two seconds have passed

@@ -52,7 +52,7 @@ def trained(context, plan, workload, dtype, steps=2, break_at=None):
         "rounded": rounded,
         "losses": [r.loss for r in records],
         "scales": scales,
-        "taken": [r.taken for r in records],
+        "taken": [r.updated for r in records],
         "history": history,
         "kinds": kinds,
     }

@@ -20,7 +20,7 @@ def add_ranks(context, start):
 
     total = torch.tensor([start + context.rank])
     distributed.all_reduce(total)
-    context.tell({"rank": context.rank})
+    context.send({"rank": context.rank})
     return int(total), os.getpid()
 
 
@@ -39,7 +39,7 @@ def raise_ours(context):
 def hang_on_one(context):
     from torch import distributed
 
-    context.tell(os.getpid())
+    context.send(os.getpid())
     if context.rank == 1:
         sleep_forever()
     distributed.barrier()
@@ -136,12 +136,12 @@ def test_ranks_end_with_their_parent():
 def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     """A terminal sends Ctrl-C to every process, and the one that ranks are forked from imports torch for seconds."""
     code = (
-        "import signal, sys, tempfile; from meshwright.cli import guarded; from meshwright.training import launch\n"
+        "import signal, sys, tempfile; from meshwright.cli import exit_code_of; from meshwright.training import launch\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which what runs in the background ignores
         "make = tempfile.mkdtemp\n"
         "def told(**where): made = make(**where); print(made, flush=True); return made\n"
         "tempfile.mkdtemp = told\n"
-        "sys.exit(guarded(lambda: launch.run('test_launch:hang_on_one', 2), False))"
+        "sys.exit(exit_code_of(lambda: launch.run('test_launch:hang_on_one', 2), False))"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],

@@ -1,9 +1,10 @@
-"""Training end to end: the loss falls, the measurement has the prediction's shape, the folder tells it all."""
+"""Training end to end: the loss falls, the measurement has the fields of the prediction, the folder has every file."""
 
 import csv
 import io
 import json
 import re
+import time
 
 import pytest
 from rich.console import Console
@@ -11,9 +12,11 @@ from rich.console import Console
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
 from meshwright.errors import MeshwrightError
-from meshwright.training.page import page, percent, showing, sparkline
+from meshwright.training.page import ProgressDisplay, page, percent, progress_display, sparkline
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.training.run import Training, measure, predicted, run_training
+from meshwright.view.report import page as report_page
+from meshwright.view.report import read_run
 from meshwright.view.tables import console
 
 MODEL = {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256, "tied": True}
@@ -26,7 +29,7 @@ def config(**plan):
 
 
 def test_training_learns_and_is_measured(tmp_path):
-    with showing(24) as listen:
+    with progress_display(24) as listen:
         training = run_training(config(tp=2), 24, folder=tmp_path, listen=listen, settings=Settings(learning_rate=5e-3))
     m = training.measurement
     assert len(listen.losses) == m.steps == 24
@@ -36,7 +39,10 @@ def test_training_learns_and_is_measured(tmp_path):
     assert 0 < m.mfu < 1
     assert m.memory_gib > m.memory_by_stage[0]["tensors"] > 0
     assert m.traffic_bytes["tp"] > 0
-    assert {d.what for d in training.differences} >= {"step time", "peak memory", "traffic tp"}
+    assert {d.what for d in training.differences} >= {"step time", "peak memory of tensors", "traffic tp"}
+    memory = next(d for d in training.differences if d.unit == "GiB")
+    assert memory.measured == m.memory_by_stage[0]["tensors"] < 0.1 * m.memory_gib  # tensors, not the interpreter
+    assert memory.error == pytest.approx(0.0, abs=0.5)
     rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
     assert [float(r["loss"]) for r in rows] == m.loss
     assert json.loads((tmp_path / "measurement.json").read_text())["steps"] == 24
@@ -45,10 +51,10 @@ def test_training_learns_and_is_measured(tmp_path):
     assert (tmp_path / "rank-1.log").exists()
     with (out := console()).capture() as text:
         out.print(page(training, str(tmp_path)))
-    assert "Prediction against measurement" in text.get()
+    assert "Prediction and measurement" in text.get()
 
 
-def test_the_load_of_experts_is_told_step_by_step(tmp_path):
+def test_the_balance_of_experts_is_recorded_step_by_step(tmp_path):
     """Of two stages, the worst layer of both; capacity drops, and the router is said in the plan file."""
     router = {"capacity": 0.5, "aux": 0.01}
     shape = {**MODEL, "tied": False, "experts": 4, "top_k": 2, "expert_ffn": 32, "router": router}
@@ -62,7 +68,7 @@ def test_the_load_of_experts_is_told_step_by_step(tmp_path):
         assert 0.5 <= float(row["router_dropped"]) < 0.8  # half of them at most are kept
     with (out := console()).capture() as text:
         out.print(page(training, str(tmp_path)))
-    assert "busiest" in text.get()
+    assert "(1 = even), busiest expert" in text.get()
     assert "dropped" in text.get()
     assert training.as_dict()["router"] == training.steps[-1].router != {}
     assert load(tmp_path / "plan.toml").model.router.capacity == 0.5
@@ -123,15 +129,16 @@ def test_sparkline():
 
 
 @pytest.mark.parametrize("losses", [[5.0, 4.0, float("nan"), float("inf")], [float("nan")] * 4])
-def test_a_training_that_diverges_is_told_not_a_fault(losses):
+def test_a_training_that_diverges_is_reported(losses):
     steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate(losses)]
     made = config()
-    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})]), predicted(made))
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], len(steps)), predicted(made))
     assert json.loads(json.dumps(training.as_dict(), allow_nan=False))["measurement"]["loss"][2:] == [None, None]
     with (out := console()).capture() as text:
         out.print(page(training, "here"))
     assert "××" in text.get()
-    assert "it diverged" in text.get()
+    assert f"Loss is NaN or infinite from step {training.diverged_at} on" in text.get()
+    assert training.diverged_at == (2 if losses[0] == 5.0 else 0)
 
 
 @pytest.mark.parametrize("router", [{}, {"entropy": 0.5, "peak": 3.1, "idle": 0.1, "dropped": 0.2}])
@@ -140,26 +147,89 @@ def test_a_narrow_terminal_cuts_words_not_the_bar(monkeypatch, router):
     monkeypatch.setattr(
         "meshwright.training.page.console", lambda: Console(file=written, force_terminal=True, width=80)
     )
-    with showing(1000) as listen:
+    with progress_display(1000) as listen:
         for step in range(40):
             listen(StepRecord(step, 5 - step / 40, 1.0, 128, 0.1, router))
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue()).replace("\r", "\n").splitlines()
-    assert any("━" * 12 in line and " 40/1000 " in line and "loss 4.0250  norm 1.00" in line for line in lines)
+    assert any("━" * 12 in line and " 40/1000 " in line and "loss 4.0250  norm 1" in line for line in lines)
 
 
-def test_bytes_saved_by_compression_are_told():
+def test_bytes_saved_by_compression_are_shown():
     steps = [StepRecord(0, 5.0, 1.0, 128, 0.1)]
     lines = {}
     for name in ("none", "int8"):
         made = config(replicate=2, compression=name)
         sent = predicted(made).traffic_bytes
-        training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, sent)]), predicted(made))
+        training = Training(
+            made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, sent)], len(steps)), predicted(made)
+        )
         with (out := console()).capture() as text:
             out.print(page(training, "here"))
         lines[name] = [line for line in text.get().splitlines() if line.startswith("sent ")]
     assert lines["none"] == []
-    assert re.fullmatch(r"sent .* a step over dp, .* without int8: (4|3\.9\d*)× fewer", lines["int8"][0].rstrip())
+    assert re.fullmatch(r"sent .* per step over dp, .* without int8: (4|3\.9\d*)× fewer", lines["int8"][0].rstrip())
 
 
 def test_errors_are_signed_only_where_there_is_one():
     assert [percent(e) for e in (-0.004, 0.0, 0.006, -0.2, float("inf"))] == ["0%", "0%", "+1%", "-20%", "—"]
+
+
+def test_a_run_of_no_steps_is_refused():
+    with pytest.raises(MeshwrightError, match="MW-TRAIN-003: steps=0"):
+        run_training(config(), 0)
+
+
+def test_progress_without_a_terminal_goes_by_time():
+    """A line about the first and the last step, and in between one per second, however many steps there are."""
+    out = Console(file=io.StringIO(), width=120)
+    display = ProgressDisplay(1000, out, None)
+    for step in range(1000):
+        display(StepRecord(step, 5.0, 1.0, 128, 0.1))
+    lines = out.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["0", "999"]
+    display.printed -= 1.1  # as if a second had passed
+    display(StepRecord(500, 5.0, 1.0, 128, 0.1))
+    assert len(out.file.getvalue().splitlines()) == 3
+
+
+def test_two_seconds_without_a_step_are_not_silent(monkeypatch, capsys):
+    monkeypatch.setattr("meshwright.training.page.SILENCE_S", 0.1)
+    with progress_display(3) as display:
+        time.sleep(0.5)
+        assert "starting processes (" in capsys.readouterr().out
+        display(StepRecord(0, 5.0, 1.0, 128, 0.1))
+        time.sleep(0.5)
+        assert "step 1 of 3 is running (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_steps_until_an_interruption_are_kept(tmp_path, error):
+    """Ctrl-C and SIGTERM (which raises SystemExit) in the middle of a run."""
+
+    def interrupt(record):
+        if record.step == 5:
+            raise error
+
+    (tmp_path / "difference.json").write_text("[]")  # of an earlier run
+    with pytest.raises(error):
+        run_training(config(), 10_000, folder=tmp_path, listen=interrupt)
+    assert len(list(csv.DictReader((tmp_path / "steps.csv").open()))) == 6
+    measurement = json.loads((tmp_path / "measurement.json").read_text())
+    assert measurement["steps"] == len(measurement["loss"]) == 6
+    assert "interrupted after 6 of 10000 steps" in measurement["assumed"]
+    assert json.loads((tmp_path / "difference.json").read_text())[0]["what"] == "step time"
+    assert "not verified" in report_page([read_run(tmp_path)])  # `report` reads it
+
+
+def test_a_diverged_run_exits_with_one(tmp_path, monkeypatch, capsys):
+    from meshwright.cli import main
+
+    steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate([5.0, float("nan")])]
+    made = config()
+    training = Training(made, steps, measure(made, steps, [RankReport(0, 0, 1, 2, {})], 2), predicted(made))
+    monkeypatch.setattr("meshwright.api.train", lambda *_, **__: training)
+    for as_json in ([], ["--json"]):
+        with pytest.raises(SystemExit) as leaving:
+            main(["train", "examples/demo-dp2-tp2.toml", "--steps", "2", "--out", str(tmp_path), *as_json])
+        assert leaving.value.code == 1
+    assert "Loss is NaN or infinite from step 1 on" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.view.report import page, read_run
 
@@ -26,9 +27,10 @@ def folder(path, **changes):
     return path
 
 
-def test_the_page_tells_proof_loss_and_difference(tmp_path):
+def test_the_page_shows_proof_loss_and_difference(tmp_path):
     text = page([read_run(folder(tmp_path / "a", proof=PROOF)), read_run(folder(tmp_path / "b"))])
     assert "✓ proved" in text
+    assert "2 runs, 1 proved to train the same model as one device" in text  # above a run that was not verified
     assert "not verified" in text
     assert "-20%" in text
     assert "40 ms" in text
@@ -73,3 +75,20 @@ def test_missing_folders_and_files_are_named(tmp_path):
         with pytest.raises(MeshwrightError) as error:
             read_run(make())
         assert error.value.code == "MW-REP-001"
+
+
+def test_the_title_is_the_plan_that_was_trained(tmp_path):
+    """The proof's is of its small copy, with another micro-batch."""
+    run = folder(tmp_path / "a", proof={**PROOF, "plan": "dp 2 · tp 2 · micro-batch 2"})
+    assert "<h2>a " in page([read_run(run)])  # without a plan file: the folder's name
+    config = load("examples/demo-dp2-tp2.toml")
+    assert config.plan.microbatch == 4
+    (run / "plan.toml").write_text(config.to_toml())
+    text = page([read_run(run)])
+    assert "<h2>dp 2 · tp 2 · micro-batch 4 " in text
+    assert "proved on a small copy: dp 2 · tp 2 · micro-batch 2" in text
+
+
+def test_an_interrupted_run_says_so(tmp_path):
+    measurement = {**RUN["measurement"], "assumed": ["interrupted after 3 of 100 steps"]}
+    assert "interrupted after 3 of 100 steps" in page([read_run(folder(tmp_path / "a", measurement=measurement))])

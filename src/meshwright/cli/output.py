@@ -1,6 +1,6 @@
-"""What commands share beside their answer: files refused before the work, not after it, and a bar for who waits.
+"""What commands share: output paths are checked before the work starts, and a progress bar appears after two seconds.
 
-Bars go to stderr and only to a terminal: an answer can be piped, and `--json` stays one document.
+Progress bars go to stderr, and only if it is a terminal: the result can be piped, and `--json` prints one document.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from meshwright.errors import MeshwrightError, cannot_write
 
-PATIENCE_S = 2.0  # what takes longer shows how far it is
+PATIENCE_S = 2.0  # work that takes longer shows a progress bar
 
 
 def writable(*paths: str | Path | None, make: bool = False) -> None:
-    """Refuse what could not be written; what was not asked for is nothing. `make`: missing folders are made."""
+    """Raise if one of these files cannot be written; empty paths are skipped. `make`: create missing folders."""
     for path in paths:
         if not path:
             continue
@@ -36,8 +36,9 @@ def writable(*paths: str | Path | None, make: bool = False) -> None:
 
 
 @contextmanager
-def patient(doing: str, told: bool = True) -> Iterator[Callable[[float], None]]:
-    """A bar once two seconds have passed, that is told the share done; it only moves where nobody can say (`told`)."""
+def patient(doing: str, measurable: bool = True) -> Iterator[Callable[[float], None]]:
+    """A progress bar. The value is called with the share done, and the bar appears once two seconds have passed; if the
+    share is not `measurable`, the bar appears at once and only moves."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -45,16 +46,16 @@ def patient(doing: str, told: bool = True) -> Iterator[Callable[[float], None]]:
     bar = Progress(
         TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
     )
-    task, start = bar.add_task("", total=1.0 if told else None), time.monotonic()
+    task, start = bar.add_task("", total=1.0 if measurable else None), time.monotonic()
 
-    def tell(share: float) -> None:
+    def set_share(share: float) -> None:
         if not bar.live.is_started and time.monotonic() - start > PATIENCE_S:
             bar.start()
         bar.update(task, completed=share)
 
     try:
-        if not told:
+        if not measurable:
             bar.start()
-        yield tell
+        yield set_share
     finally:
         bar.stop()

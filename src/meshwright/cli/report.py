@@ -1,4 +1,4 @@
-"""`meshwright report`: runs as one page, predicted against measured."""
+"""`meshwright report`: one HTML page about training runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import typer
 
 def command(
     runs: list[Path] = typer.Argument(..., help="Run folders that `train` wrote."),
-    html: Path = typer.Option(Path("report.html"), "--html", help="The page to write."),
-    title: str = typer.Option("Planned, proved, trained, compared", "--title", help="Its heading."),
+    html: Path = typer.Option(Path("report.html"), "--html", help="The file to write."),
+    title: str = typer.Option("", "--title", help="The heading of the page."),
 ) -> None:
-    """Runs as one page: the proof, the loss, and predicted against measured."""
+    """Write one HTML page about training runs: the proof, the loss, and predicted beside measured values."""
     from meshwright.cli.output import writable
     from meshwright.describe.files import write_text
     from meshwright.view.report import page, read_run

@@ -1,7 +1,10 @@
-"""`meshwright train`: run a plan on local processes and hold it to its prediction."""
+"""`meshwright train`: run a plan on local processes and compare the run with its prediction."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -9,31 +12,62 @@ import typer
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
-    steps: int = typer.Option(100, "--steps", help="Steps to train.", min=1, max=10**9),
-    seed: int = typer.Option(0, "--seed", help="Of the weights and the batches.", min=0),
-    learning_rate: float = typer.Option(1e-3, "--learning-rate", help="After its linear warm-up.", min=0.0),
-    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto: GPUs where there are enough."),
-    out: Path | None = typer.Option(None, "--out", help="The run folder. Unsaid: runs/PLAN-TIME."),
-    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=2."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    steps: int = typer.Option(100, "--steps", help="Number of training steps.", min=1, max=10**9),
+    seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
+    learning_rate: float = typer.Option(
+        1e-3, "--learning-rate", help="Learning rate after the linear warm-up.", min=0.0
+    ),
+    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
+    shrink: bool = typer.Option(
+        False,
+        "--shrink",
+        help="Train a small copy of the model and the plan, as `verify` does, on at most 8 processes.",
+    ),
+    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Train a plan on local processes, on Python's own sources, and compare with its prediction."""
+    """Train a plan on local processes and compare the run with its prediction.
+
+    The text is the source code of Python's standard library. Exit code 1 if the loss becomes NaN or infinite, 3 if the
+    run does not fit on this machine."""
     import time
     from functools import partial
 
     from meshwright import api
     from meshwright.cli.output import patient, writable
-    from meshwright.training.page import page, showing
+    from meshwright.training.page import page, progress_display
     from meshwright.view.tables import show, show_json
 
     config = api.load(plan, set=settings)
+    if shrink:
+        from meshwright.proof.shrink import small_config
+
+        config, changes = small_config(config.check(), device)
+        if not as_json:
+            show(*(f"[dim]{change}[/]" for change in changes))
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     writable(folder / "measurement.json", make=True)
     run = partial(api.train, config, steps=steps, seed=seed, learning_rate=learning_rate, device=device, out=folder)
-    if as_json:
-        with patient("training", told=False):
-            show_json(run().as_dict())
-        return
-    with showing(steps) as listen:
-        training = run(listen=listen)
-    show(page(training, str(folder)))
+    with kept_after_interruption(folder):
+        if as_json:
+            with patient("training", measurable=False):
+                training = run()
+            show_json(training.as_dict())
+        else:
+            with progress_display(steps) as listen:
+                training = run(listen=listen)
+            show(page(training, str(folder)))
+    if training.diverged_at is not None:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def kept_after_interruption(folder: Path) -> Iterator[None]:
+    """If the run ends early, say on stderr where the measurement of its steps is."""
+    try:
+        yield
+    except BaseException:
+        if (folder / "measurement.json").exists():
+            print(f"The steps until now were measured: {folder}", file=sys.stderr)
+        raise

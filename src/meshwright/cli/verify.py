@@ -24,7 +24,7 @@ def command(
 
     writable(out, make=True)
     config = api.load(plan, set=settings).check()
-    with patient("training on many ranks and on one", told=False):
+    with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:
         import json

@@ -88,7 +88,8 @@ def working_memory(program: StepProgram, holding: StageBlocks) -> Array:
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = holding.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
-    buckets = np.where(b.dp > 1, 2 * np.minimum(b.bucket, 1e9), 0.0)
+    gradients = sum(elements(program, holding).values()) * b.comm_bytes  # a small model fills no bucket
+    buckets = np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
     return np.maximum(flow + tiles.working(b), loss) + buckets
 
 

@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 GIB = 2.0**30
+OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator: no tensors
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Result:
     tokens_per_s: float | None = None
     bound_by: str = ""
     assumed: list[str] = field(default_factory=list)
+
+    @property
+    def tensors_gib(self) -> list[float]:
+        """Peak memory of tensors on each pipeline rank; empty if memory is unknown. Process memory is not comparable: on
+        a CPU it is mostly the interpreter and its libraries, on a GPU the driver's context is outside the allocator."""
+        tensors = [stage.get("tensors") for stage in self.memory_by_stage]
+        parts = [{p: x for p, x in stage.items() if p not in OVERHEAD} for stage in self.memory_by_stage]
+        return [sum(p.values()) if t is None else t for t, p in zip(tensors, parts, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,8 +71,8 @@ class Measurement(Result):
     def __sub__(self, prediction: Prediction) -> list[Difference]:
         """Measured against predicted, for everything both sides know."""
         rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
-        if self.memory_gib is not None and prediction.memory_gib is not None:
-            rows.append(Difference("peak memory", "GiB", prediction.memory_gib, self.memory_gib))
+        if self.tensors_gib and prediction.tensors_gib:
+            rows.append(Difference("peak memory of tensors", "GiB", max(prediction.tensors_gib), max(self.tensors_gib)))
         if self.tokens_per_s is not None and prediction.tokens_per_s is not None:
             rows.append(Difference("throughput", "tokens/s", prediction.tokens_per_s, self.tokens_per_s))
         if self.mfu is not None and prediction.mfu is not None:

@@ -1,1 +1,1 @@
-"""Running a plan: the step and its loop, the data, the optimizer, the measurement, and starting the processes."""
+"""Run a plan: the training step and its loop, data, optimizer, measurement, and the start of local processes."""

@@ -1,11 +1,11 @@
-"""Batches that depend on (seed, step, index of the sample) alone, so that every layout sees the same global batch.
+"""Batches that depend only on (seed, step, index of the sample), so that every layout trains on the same global batch.
 
-Sample i of a step is the same whoever asks for it; a data-parallel rank d of D asks for its own run of indices,
-[d·B/D, (d+1)·B/D). Of each sample a context-parallel rank keeps its own places.
+Sample i of a step is the same on every rank; data-parallel rank d of D takes the indices [d·B/D, (d+1)·B/D). From each
+sample a context-parallel rank keeps the tokens at its positions.
 
-The default corpus is at hand on every machine that can run this: the source of Python's standard
-library, as bytes, so a vocabulary of 256 is enough. Random tokens serve proofs of parity: their padding differs from
-sample to sample, so that a loss averaged per rank shows.
+The default corpus exists on every machine that can run this: the source of Python's standard library, as bytes, so a
+vocabulary of 256 is enough. Random tokens are for proofs of parity: their padding differs from sample to sample, so that
+a loss averaged per rank is detected.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.transformer import IGNORED
+from meshwright.training.records import BYTE_VALUES
 
 CORPUS_BYTES = 8_000_000
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-BYTE_VALUES = 256
 
 
 class Samples(Protocol):
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
     @property
     def valid(self) -> torch.Tensor:
-        """Targets that count: tokens, or rows of a regression, that are no padding."""
+        """The number of targets that are not padding: tokens, or rows of a regression."""
         if self.targets.is_floating_point():
             return (~self.targets[:, 0].isnan()).sum()
         return (self.targets != IGNORED).sum()
@@ -52,23 +52,23 @@ def batch_of(
     indices: Sequence[int],
     device: str,
     dtype: torch.dtype,
-    places: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> Batch:
-    """Those samples of a step, and of their sequence the `places` (None: all of it)."""
+    """The samples of a step with these indices, and the tokens at these positions (None: all tokens)."""
     pairs = [samples.sample(step, i) for i in indices]
     inputs, targets = (torch.from_numpy(np.stack(side)) for side in zip(*pairs, strict=True))
     if inputs.is_floating_point():
         inputs, targets = inputs.to(dtype), targets.to(dtype)
-    else:  # a file may keep tokens in 16 bits; tables are looked up with 64
+    else:  # a file may store tokens in 16 bits; an embedding lookup needs 64
         inputs, targets = inputs.long(), targets.long()
-    if places is not None:
-        inputs, targets = inputs[:, places], targets[:, places]
+    if positions is not None:
+        inputs, targets = inputs[:, positions], targets[:, positions]
     return Batch(inputs.to(device), targets.to(device))
 
 
 @cache
 def standard_library(limit: int = CORPUS_BYTES) -> np.ndarray:
-    """The bytes of the standard library's sources, in order of their paths."""
+    """The bytes of the standard library's source files, in the order of their paths."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(p for p in root.rglob("*.py") if not SKIPPED & set(p.relative_to(root).parts))
     text = bytearray()
@@ -80,7 +80,7 @@ def standard_library(limit: int = CORPUS_BYTES) -> np.ndarray:
 
 
 class Corpus:
-    """Windows of a text of bytes: the target is the next byte (of the MLP: the next `hidden` bytes, scaled to ±1)."""
+    """Windows of a byte text: the target is the next byte (for the MLP, the next `hidden` bytes scaled to ±1)."""
 
     def __init__(self, model: Model, seq: int, seed: int, text: np.ndarray | None = None) -> None:
         self.text = standard_library() if text is None else text
@@ -89,11 +89,13 @@ class Corpus:
         if not self.mlp and model.padded_vocab < BYTE_VALUES:
             raise MeshwrightError(
                 "MW-DATA-001",
-                f"a vocabulary of {model.vocab} cannot hold the {BYTE_VALUES} bytes",
+                f"a vocabulary of {model.vocab} is smaller than the {BYTE_VALUES} byte values of the corpus",
                 fix=f"--set model.vocab={BYTE_VALUES}",
             )
         if len(self.text) < 2 * self.length + 1:
-            raise MeshwrightError("MW-DATA-002", f"a corpus of {len(self.text)} bytes has no window of {self.length}")
+            raise MeshwrightError(
+                "MW-DATA-002", f"a corpus of {len(self.text)} bytes is shorter than one sample of {self.length}"
+            )
 
     def sample(self, step: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         span = 2 * self.length if self.mlp else self.length + 1
@@ -107,7 +109,7 @@ class Corpus:
 
 
 class RandomSamples:
-    """Random tokens, the last few targets of each sample padding: a different number in each, none in some."""
+    """Random tokens. The last targets of a sample are padding, a different number in each, none in some."""
 
     def __init__(self, model: Model, seq: int, seed: int) -> None:
         self.model, self.seq, self.seed = model, seq, seed

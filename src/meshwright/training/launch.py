@@ -1,18 +1,18 @@
-"""Start local ranks, hear from them, and end them: all of them, always.
+"""Start local ranks, receive their messages, and end all of them in every case.
 
-Processes are forked from a *forkserver* that has torch imported already, so a set of fresh ranks costs a quarter of a
-second instead of ten. They meet through a file (no port to collide on) and are scheduled as batch work, which makes
-gloo several times faster when ranks outnumber cores: its loop thread no longer starves the workers.
+Processes are forked from a *forkserver* that has already imported torch, so a set of new ranks starts in a quarter of a
+second instead of ten. They rendezvous through a file (no port to collide on) and are scheduled as batch work, which
+makes gloo several times faster when ranks outnumber cores: its loop thread no longer starves the workers.
 
-What can go wrong with a rank, and what is told:
+What can go wrong with a rank, and what is reported:
 
-    it raises      its traceback, sent before its sockets close: the earliest one is the root cause, whatever the others
-                   then say about closed connections
+    it raises      its traceback, sent before its sockets close: the earliest one is the root cause, whatever the other
+                   ranks report afterwards about closed connections
     it dies        the signal and the Python stack that `faulthandler` left in its log
-    it hangs       no rank was heard for `silence` seconds, or its peers timed out: it is asked for its stack and killed
+    it hangs       no rank sent a message for `silence` seconds, or its peers timed out: it prints its stack and is killed
 
-The first root cause is raised; the others stay in `rank-N.log` of the run folder where one was given. A rank whose
-parent is gone ends by itself: it reads a pipe that nobody writes to and that closes with the parent.
+The first root cause is raised; the rest is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
+ended exits too: it reads a pipe that closes with the parent.
 """
 
 from __future__ import annotations
@@ -32,18 +32,24 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError, unknown
+from meshwright.errors import MeshwrightError
+from meshwright.training.machine import resolve_device
 
-DEVICES = ("auto", "cpu", "cuda")
 PRELOAD = ["meshwright.training.preload"]
-FAULT = 70  # exit code: not the fault of what was asked for
-GRACE_S = 1.0  # what the other ranks get after a failure to tell their own
-AFTERMATH = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "Connection refused")
+INTERNAL_ERROR = 70  # exit code: the input is not the cause
+GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Timed out waiting",
+    "Broken pipe",
+    "Connection refused",
+)
 
 
 @dataclass
 class Rank:
-    """The parent's view of one process."""
+    """One process, as its parent sees it."""
 
     index: int
     process: Any
@@ -56,22 +62,22 @@ class Rank:
     error: dict[str, Any] | None = None
 
     @property
-    def aftermath(self) -> bool:
-        """Whether this failure only follows from another rank's."""
-        return self.state == "raised" and any(words in self.text for words in AFTERMATH)
+    def is_consequence(self) -> bool:
+        """Whether this failure only follows from the failure of another rank."""
+        return self.state == "raised" and any(words in self.text for words in CONSEQUENCES)
 
 
 class RankFailure(MeshwrightError):
-    """A rank raised, died or hung; `text` is its traceback, `others` those of the ranks that failed after it."""
+    """A rank raised, died or hung; `text` is its traceback, `others` the tracebacks of ranks that failed after it."""
 
     def __init__(self, rank: int, state: str, text: str, others: dict[int, str], logs: Path | None) -> None:
         self.rank, self.state, self.text, self.others = rank, state, text.rstrip(), others
-        more = f"\n{len(others)} more of the ranks failed after it" if others else ""
+        more = f"\n{len(others)} more rank{'s' * (len(others) > 1)} failed afterwards" if others else ""
         super().__init__(
             "MW-RANK-001",
             f"rank {rank} {state}:\n{self.text}{more}",
-            fix=f"the ranks' own words are in {logs}" if logs else "",
-            exit_code=FAULT,
+            why=f"Per-rank logs: {logs}" if logs else "",
+            exit_code=INTERNAL_ERROR,
         )
 
 
@@ -85,42 +91,42 @@ def run(
     listen: Callable[[int, Any], None] | None = None,
     device: str = "cpu",
 ) -> list[Any]:
-    """Run `module:function(context, *args)` on `world` fresh ranks and return what each returned, by rank.
+    """Run `module:function(context, *args)` on `world` new ranks and return their results, by rank.
 
-    `listen(rank, message)` hears what a rank tells while it runs. Nothing is left behind, however it ends.
+    `listen(rank, message)` is called with each message that a rank sends while it runs. No process and no temporary
+    folder is left behind, however the run ends.
     """
-    if device not in DEVICES:
-        raise unknown("MW-RANK-002", "device", device, DEVICES, "--device {}")
-    meeting = Path(tempfile.mkdtemp(prefix="meshwright-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-    logs = folder or meeting
+    device = resolve_device(device, world)
+    rendezvous = Path(tempfile.mkdtemp(prefix="meshwright-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    logs = folder or rendezvous
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[Rank] = []
     try:
         for index in range(world):
-            ranks.append(_start(target, index, world, args, meeting, logs, group_timeout, device))
-        _hear(ranks, silence, listen or (lambda rank, message: None))
+            ranks.append(_start(target, index, world, args, rendezvous, logs, group_timeout, device))
+        _receive_until_done(ranks, silence, listen or (lambda rank, message: None))
         failed = [r for r in ranks if r.state != "done"]
         if failed:
             _raise_root_cause(failed, folder)
         return [r.result for r in ranks]
     finally:
         for r in ranks:
-            r.pipe.close()  # who is done leaves at that
+            r.pipe.close()  # a finished rank exits when its pipe closes
         for r in ranks:
             if r.state == "done":
                 r.process.join(timeout=GRACE_S)
             if r.process.is_alive():
                 r.process.kill()
             r.process.join()
-        shutil.rmtree(meeting, ignore_errors=True)
+        shutil.rmtree(rendezvous, ignore_errors=True)
 
 
 def _start(
-    target: str, index: int, world: int, args: tuple, meeting: Path, logs: Path, group_timeout: float, device: str
+    target: str, index: int, world: int, args: tuple, rendezvous: Path, logs: Path, group_timeout: float, device: str
 ) -> Rank:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the forkserver, before torch reads it
     context = multiprocessing.get_context("forkserver")
-    # Read when the forkserver starts, once a parent: what the first target needs, and what the caller adds to PRELOAD.
+    # Read once, when the forkserver starts: the module of the first target, and what the caller adds to PRELOAD.
     context.set_forkserver_preload([*PRELOAD, target.partition(":")[0]])
     from meshwright.training.rank import main
 
@@ -128,26 +134,26 @@ def _start(
     log = logs / f"rank-{index}.log"
     process = context.Process(
         target=main,
-        args=(target, index, world, args, str(meeting / "store"), str(log), group_timeout, device, theirs),
+        args=(target, index, world, args, str(rendezvous / "store"), str(log), group_timeout, device, theirs),
         daemon=True,
     )
     with _main_hidden(unless=target.startswith("__main__:")):
-        _ensure_server()
+        _ensure_forkserver()
         try:
             process.start()
         except (EOFError, OSError) as error:
-            time.sleep(GRACE_S)  # a Ctrl-C that ended the forkserver is on its way here
+            time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
             raise MeshwrightError(
-                "MW-RANK-003", "the process that ranks are forked from has ended", exit_code=FAULT
+                "MW-RANK-003", "the forkserver, from which ranks are forked, has ended", exit_code=INTERNAL_ERROR
             ) from error
     theirs.close()
     return Rank(index, process, ours, log)
 
 
-def _ensure_server() -> None:
-    """Start the forkserver deaf to Ctrl-C, which a terminal sends to every process: until `preload` has made it end
-    without a word, it would end with a traceback of its own."""
-    resource_tracker.ensure_running()  # listens to Ctrl-C again once it has started, so it comes first
+def _ensure_forkserver() -> None:
+    """Start the forkserver with Ctrl-C blocked. A terminal sends Ctrl-C to every process; until `preload` has installed
+    its handler, the forkserver would print a traceback."""
+    resource_tracker.ensure_running()  # unblocks Ctrl-C when it starts, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -157,7 +163,7 @@ def _ensure_server() -> None:
 
 @contextlib.contextmanager
 def _main_hidden(unless: bool) -> Iterator[None]:
-    """Ranks are told their target by name, so they need not run the caller's script again, guarded or not."""
+    """Keep ranks from running the caller's script: they import their target by name and do not need it."""
     main = sys.modules["__main__"]
     names = () if unless else ("__file__", "__spec__")
     hidden = {name: getattr(main, name) for name in names if hasattr(main, name)}
@@ -170,14 +176,14 @@ def _main_hidden(unless: bool) -> Iterator[None]:
             setattr(main, name, value)
 
 
-def _hear(ranks: list[Rank], silence: float, listen: Callable[[int, Any], None]) -> None:
-    """Until every rank is done, or the first failure and a moment more."""
+def _receive_until_done(ranks: list[Rank], silence: float, listen: Callable[[int, Any], None]) -> None:
+    """Receive messages until every rank is done, or until `GRACE_S` after the first failure."""
     last = time.monotonic()
     deadline = float("inf")
     while running := [r for r in ranks if r.state == "running"]:
         left = min(last + silence, deadline) - time.monotonic()
         if left <= 0:
-            _ask_stacks(running)
+            _collect_stacks(running)
             return
         for ready in wait([r.pipe for r in running], timeout=left):
             rank = next(r for r in running if r.pipe is ready)
@@ -195,9 +201,9 @@ def _receive(rank: Rank, listen: Callable[[int, Any], None]) -> None:
         code = rank.process.exitcode
         name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         rank.state, rank.at = "died", time.monotonic()
-        rank.text = f"{name}\n{_tail(rank.log)}"
+        rank.text = f"{name}\n{_last_lines(rank.log)}"
         return
-    if kind == "tell":
+    if kind == "message":
         listen(rank.index, message[0])
     elif kind == "done":
         rank.state, rank.result = "done", message[0]
@@ -206,26 +212,28 @@ def _receive(rank: Rank, listen: Callable[[int, Any], None]) -> None:
         rank.at, rank.text, rank.error = message
 
 
-def _ask_stacks(running: list[Rank]) -> None:
+def _collect_stacks(running: list[Rank]) -> None:
+    """Make hung ranks write their Python stacks to their logs."""
     for r in running:
         if r.process.is_alive():
             os.kill(r.process.pid, signal.SIGUSR1)
     time.sleep(0.3)
     for r in running:
-        r.state, r.at, r.text = "hung", time.monotonic(), _tail(r.log)
+        r.state, r.at, r.text = "hung", time.monotonic(), _last_lines(r.log)
 
 
-def _tail(log: Path, lines: int = 60) -> str:
+def _last_lines(log: Path, lines: int = 60) -> str:
     if not log.exists():
         return ""
     return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-lines:])
 
 
 def _raise_root_cause(failed: list[Rank], folder: Path | None) -> None:
-    """A death or an error of its own comes before a hang, a hang before what only followed; then the earliest."""
+    """Raise the likeliest root cause: first a rank that died or raised, then one that hung, then one whose failure is a
+    consequence; within each class the earliest."""
 
     def weight(r: Rank) -> tuple[int, float]:
-        return (2 if r.aftermath else 1 if r.state == "hung" else 0, r.at)
+        return (2 if r.is_consequence else 1 if r.state == "hung" else 0, r.at)
 
     root = min(failed, key=weight)
     if root.error is not None:

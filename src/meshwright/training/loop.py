@@ -2,12 +2,13 @@
 
     1  batch      this rank's share of the global batch
     2  count      valid tokens of the whole batch: the loss is a sum divided by their global number, never a mean of means
-    3  run        forward and backward of every micro-batch, through the pipeline where there is one
-    4  finish     gradients summed over data parallel ranks, and over what else holds partial sums
+    3  run        forward and backward of every micro-batch, through the pipeline if there is one
+    4  finish     sum gradients over the data-parallel ranks, and over every other axis that holds partial sums
     5  norm       the global gradient norm and loss, in one small all-reduce
     6  update     clip, step, zero
 
-Hooks see each finished step (metrics, progress, proofs); a hook on `gradients` sees them complete and not yet clipped.
+Hooks receive each finished step (metrics, progress, proofs). A hook in `after_gradients` runs when gradients are
+complete and not yet clipped.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import distributed
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
 from meshwright.training.data import Samples, batch_of
-from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_rate
+from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_learning_rate
 from meshwright.training.records import Settings, StepRecord
 
 
@@ -34,7 +35,7 @@ class Trainer:
     after_gradients: list[Callable[[int], None]] = field(default_factory=list)
     after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
     step: int = 0
-    under_way: bool = False  # a step that failed is, until the next one begins
+    unfinished: bool = False  # a step began and has not ended: true at the next step if this one raised
 
     def __post_init__(self) -> None:
         self.masters = self.parallel.masters
@@ -54,11 +55,11 @@ class Trainer:
         parallel, mesh = self.parallel, self.parallel.mesh
 
         batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
-        if self.under_way:
+        if self.unfinished:
             parallel.give_up()
-        self.under_way = True
+        self.unfinished = True
 
-        tokens = self.summed(batch.valid.to(torch.float64), "dp_cp")
+        tokens = self.all_reduce(batch.valid.to(torch.float64), "dp_cp")
         scale = self.scale.value
         parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
@@ -66,30 +67,30 @@ class Trainer:
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
         parallel.finish_gradients()
-        for look in self.after_gradients:
-            look(self.step)
+        for hook in self.after_gradients:
+            hook(self.step)
 
-        squares, loss = self.summed(torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss))), "world")
+        partial = torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss)))
+        squares, loss = self.all_reduce(partial, "world")
         norm, loss = squares.sqrt() / scale, loss / scale
 
-        if taken := self.scale.accept(norm):
+        if updated := self.scale.accept(norm):
             unscale(parallel.pieces, scale)
             if parallel.workload.clip:
                 clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
-            set_rate(self.optimizer, self.settings, self.step)
+            set_learning_rate(self.optimizer, self.settings, self.step)
             self.update()
         if parallel.local is not None:
-            parallel.local.after_update(tokens * taken)
+            parallel.local.after_update(tokens * updated)
         router = parallel.balance_experts()
         parallel.zero_gradients()
-        self.under_way = False
+        self.unfinished = False
 
-        record = StepRecord(
-            self.step, loss.item(), norm.item(), int(tokens), time.perf_counter() - started, router, taken
-        )
+        seconds = time.perf_counter() - started
+        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated)
         self.step += 1
-        for tell in self.after_step:
-            tell(record)
+        for report in self.after_step:
+            report(record)
         return record
 
     def update(self) -> None:
@@ -101,10 +102,11 @@ class Trainer:
         self.masters.give_parameters()
 
     def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The ranks of a tp group compute the same loss: one of them counts it."""
+        """The ranks of a tp group compute the same loss: the first of them counts it."""
         return loss if self.parallel.mesh.index("tp") == 0 else torch.zeros_like(loss)
 
-    def summed(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, axis: str) -> torch.Tensor:
+        """Sum `values` in place over the ranks of an axis."""
         for group in self.parallel.groups(axis):
             distributed.all_reduce(values, group=group)
         return values

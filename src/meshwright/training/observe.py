@@ -1,13 +1,13 @@
-"""An independent witness beneath torch.distributed: every collective a rank issues, and the most memory it held.
+"""An independent count, below torch.distributed, of every collective a rank issues and of its peak tensor memory.
 
-All of torch's ways to communicate (functions, functional collectives, `fully_shard`, pipeline stages) end in
-operators of the `c10d` namespace, which the dispatcher calls; a dispatch mode sees each, on forward and backward
-alike, with its group and its tensors. Counted are the operation, the group, and n, the full unsharded buffer:
+Every way to communicate in torch (functions, functional collectives, `fully_shard`, pipeline stages) ends in an
+operator of the `c10d` namespace, which the dispatcher calls. A dispatch mode sees each call, in forward and backward,
+with its group and its tensors. It counts the operation, the group, and n, the full unsharded buffer:
 
     all_reduce  the tensor     all_gather  the output     reduce_scatter  the input     send  the tensor
 
-Memory is the bytes of all storages alive, taken when an operator makes one and given back when it is freed or resized
-(`fully_shard` resizes); what lived before the step (parameters, gradients, optimizer states) is counted first.
+Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
+(`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states) are added first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.training.loop import Trainer
 from meshwright.training.records import Observed
 
 AXES = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", "world", *ON_DEMAND)
-APART = ("dp_cp", "shard_cp")  # under context parallelism they have communicators of their own
+CONTEXT_AXES = ("dp_cp", "shard_cp")  # with context parallelism they have separate communicators
 # operator → (our name, which argument holds the full buffer)
 COLLECTIVES = {
     "c10d::allreduce_": ("all_reduce", 0),
@@ -45,20 +45,20 @@ COLLECTIVES = {
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
-SILENT = ("c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "_c10d_functional::wait_tensor")
+NOT_COUNTED = ("c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "_c10d_functional::wait_tensor")
 
 
 class Observer(TorchDispatchMode):
-    def __init__(self, trainer: Trainer, apart: bool = False) -> None:
+    """Counts the collectives and the tensor memory of what runs inside its `with` block."""
+
+    def __init__(self, trainer: Trainer, separate_axes: bool = False) -> None:
         super().__init__()
-        self.axis_of = axes_by_group(trainer.parallel.mesh, apart)
+        self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes)
         self.seen: dict[tuple[str, str], list[int]] = {}
         self.unknown: set[str] = set()
         self.memory = LiveBytes(trainer.parallel.mesh.device)
-        for piece in trainer.parallel.pieces:
-            self.memory.add(piece.local)
-            self.memory.add(piece.gradient)
-        for piece in trainer.masters.pieces if trainer.masters is not None else ():
+        masters = trainer.masters.pieces if trainer.masters is not None else []
+        for piece in (*trainer.parallel.pieces, *masters):
             self.memory.add(piece.local)
             self.memory.add(piece.gradient)
         for state in trainer.optimizer.state.values():
@@ -80,12 +80,12 @@ class Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # let it become operators on local tensors first, or its collectives would hide in it
+            return NotImplemented  # first decompose into operators on local tensors, which include the collectives
         out = func(*args, **(kwargs or {}))
         if name := distributed_operator(func):
             if name in COLLECTIVES:
                 self._count(name, args, out)
-            elif name not in SILENT:
+            elif name not in NOT_COUNTED:
                 self.unknown.add(name)
         if isinstance(out, torch.Tensor):  # most operators
             self.memory.add(out)
@@ -112,19 +112,20 @@ def distributed_operator(func: Any) -> str:
 
 
 def group_name(argument: Any) -> str:
-    """The name of the group an operator's argument is, or nothing."""
+    """The name of the process group that an operator's argument is, or ""."""
     if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
         return distributed.ProcessGroup.unbox(argument).group_name
     return argument if isinstance(argument, str) and argument not in ("sum", "max", "avg", "min", "product") else ""
 
 
-def axes_by_group(mesh: Mesh, apart: bool = False) -> dict[str, str]:
-    """Names of groups → the axis; where two axes have the same ranks, the first of `AXES`, unless they are told apart."""
+def axes_by_group(mesh: Mesh, separate_axes: bool = False) -> dict[str, str]:
+    """Name of a process group → axis. Axes with the same ranks are all named as the first of them in `AXES`, unless
+    `separate_axes`."""
     out: dict[str, str] = {}
     for axis in AXES:
         group = mesh.group(axis)
         if group is not None:
-            out.setdefault(group.group_name, axis if apart else canonical(mesh, axis))
+            out.setdefault(group.group_name, axis if separate_axes else canonical(mesh, axis))
     copies = mesh.group(KV_COPIES)
     if copies is not None:
         out.setdefault(copies.group_name, "tp")
@@ -134,14 +135,14 @@ def axes_by_group(mesh: Mesh, apart: bool = False) -> dict[str, str]:
 
 
 def canonical(mesh: Mesh, axis: str) -> str:
-    """The first axis whose group here has the same ranks."""
+    """The first axis of `AXES` whose group on this rank has the same ranks."""
     ranks, cp = mesh.layout.group_of(axis, mesh.rank), mesh.size("cp")
-    alike = [a for a in AXES if cp == 1 or (a in APART) == (axis in APART)]
-    return next(a for a in alike if mesh.layout.group_of(a, mesh.rank) == ranks)
+    candidates = [a for a in AXES if cp == 1 or (a in CONTEXT_AXES) == (axis in CONTEXT_AXES)]
+    return next(a for a in candidates if mesh.layout.group_of(a, mesh.rank) == ranks)
 
 
 class LiveBytes:
-    """Bytes of the storages alive on one kind of device, now and at most."""
+    """Bytes of the live storages on one type of device: current and peak."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device).type

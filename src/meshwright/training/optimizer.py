@@ -2,11 +2,13 @@
 
     g ← g · min(1, c / ‖g‖),   ‖g‖² = Σ over every element of the model, once
 
-A piece may be one of many: a shard (its own elements count), a copy on other ranks (only one of them counts), a tied
-embedding's second copy (does not count). So each rank sums the squares of the pieces it counts, and one all-reduce over
-the world gives ‖g‖². A norm over local parameters, or one that counts copies, clips differently under every layout.
+A piece is the part of a parameter on this rank. The elements of a shard count; of a parameter copied on several ranks one
+copy counts; the second copy of a tied embedding does not count. So each rank sums the squares of the pieces it counts,
+and one all-reduce over the world gives ‖g‖². A norm over local parameters, or one that counts every copy, would clip
+differently under every layout.
 
-Weight decay is for matrices: biases and norm weights have none. The rate rises linearly over the first `warmup` steps.
+Weight decay applies to matrices; biases and norm weights have none. The learning rate rises linearly over the first
+`warmup` steps.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from meshwright.training.records import Settings
 
 
 def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) -> torch.optim.Optimizer:
+    """The workload's optimizer over the trained pieces, in two groups: with and without weight decay."""
     trained = [p for p in pieces if p.parameter.requires_grad]
     matrices = [p.parameter for p in trained if p.parameter.ndim > 1 and not p.name.endswith("bias")]
     vectors = [p.parameter for p in trained if p.parameter.ndim <= 1 or p.name.endswith("bias")]
@@ -34,7 +37,7 @@ def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) 
     return torch.optim.SGD([*matrices, *vectors], lr=rate, momentum=momentum)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup))
 
@@ -47,7 +50,8 @@ def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
 
 
-def clip(pieces: list[Piece], norm: torch.Tensor, most: float) -> None:
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+def clip(pieces: list[Piece], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global norm is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for piece in pieces:
         piece.gradient.mul_(factor)

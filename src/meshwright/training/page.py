@@ -1,7 +1,13 @@
-"""A training to look at: a bar with the loss as it falls, and at the end measured against predicted."""
+"""A training in the terminal: progress while it runs, and at the end the measurement beside the prediction.
+
+Progress goes by time: on a terminal a live bar, otherwise a line at least every two seconds (less often after the
+first minute), also while processes start or while one step takes long.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +15,7 @@ from math import isfinite
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from meshwright.describe.result import Difference
@@ -20,11 +26,12 @@ from meshwright.view.tables import console, filled, heading
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK, BAR = 32, 16
+STEP_S, SILENCE_S = 1.0, 1.8  # in the first minute, between lines about steps; at most between any two lines
+BACK_OFF = 33.0  # later, a line after 1/33 of the time since the start
 
 
 def sparkline(values: list[float], width: int = SPARK) -> str:
-    """The course of a number in one line: means of `width` runs of it, from the lowest block to the highest; a cross
-    where it is no number."""
+    """A series of numbers as one line of blocks, each the mean of an equal run of values; × marks NaN and infinity."""
     if not values:
         return ""
     edges = (
@@ -36,52 +43,84 @@ def sparkline(values: list[float], width: int = SPARK) -> str:
     return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] if isfinite(m) else "×" for m in means)
 
 
-def load(router: dict[str, float]) -> str:
-    """How evenly experts are used: 1 is even and 0 a collapse, the busiest over the mean, and what was lost."""
-    lost = f", {router['dropped']:.0%} dropped" if router["dropped"] else ""
-    lost += f", {router['idle']:.0%} idle" if router["idle"] else ""
-    return f"experts {router['entropy']:.2f} even, busiest {router['peak']:.1f}×{lost}"
+def expert_balance(router: dict[str, float]) -> str:
+    """How evenly tokens are spread over experts: entropy (1 is even, 0 a single expert) and the busiest expert."""
+    text = f"expert balance {router['entropy']:.2f} (1 = even), busiest expert {router['peak']:.1f}× the mean"
+    text += f", {router['dropped']:.0%} dropped" if router["dropped"] else ""
+    return text + (f", {router['idle']:.0%} idle" if router["idle"] else "")
 
 
-class Show:
-    """Hears steps; draws a live bar on a terminal, else a line now and then."""
+class ProgressDisplay:
+    """Shows each finished step: in a live bar on a terminal, otherwise as lines by time."""
 
     def __init__(self, steps: int, out: Console, progress: Progress | None) -> None:
         self.steps, self.out, self.progress = steps, out, progress
         self.losses: list[float] = []
-        self.every = max(1, steps // 10)
-        self.task: Any = progress.add_task("", total=steps, words="starting ranks") if progress else None
+        self.started = self.printed = time.monotonic()
+        self.task: Any = progress.add_task("", total=steps, words="starting processes") if progress else None
+        self.lock = threading.Lock()
 
     def __call__(self, record: StepRecord) -> None:
         self.losses.append(record.loss)
         rate = format_count(record.tokens / record.seconds)
         words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
-        words += f"  {load(record.router)}" if record.router else ""
+        words += f"  {expert_balance(record.router)}" if record.router else ""
         if self.progress is not None:
-            # Rich would cut the bar as soon as the words, so what is too long is cut here.
-            room = self.out.width - BAR - len(f" {self.steps}/{self.steps} 00:00:00 ")
-            course = min(SPARK, room - len(words) - 2)
-            words = f"{words}  {sparkline(self.losses, course)}" if course >= 8 else words[:room]
+            # Rich would cut the bar before the words, so the words are cut here.
+            room = self.out.width - BAR - len(f" {self.steps}/{self.steps} 00:00:00 00:00:00 ")
+            width = min(SPARK, room - len(words) - 2)
+            words = f"{words}  {sparkline(self.losses, width)}" if width >= 8 else words[:room]
             self.progress.update(self.task, advance=1, words=words)
-        elif record.step % self.every == 0 or record.step == self.steps - 1:
-            self.out.print(f"step {record.step:>5}  {words}")
+        elif self.is_due(STEP_S) or record.step in (0, self.steps - 1):
+            self.print(f"step {record.step:>5}  {words}")
+
+    def is_due(self, interval: float) -> bool:
+        """Whether the last line is `interval` seconds old, or more after the first minute."""
+        now = time.monotonic()
+        return now - self.printed >= max(interval, (now - self.started) / BACK_OFF)
+
+    def print(self, line: str) -> None:
+        with self.lock:
+            self.out.print(line)
+            self.printed = time.monotonic()
+
+    def fill_silence(self, stop: threading.Event) -> None:
+        """Print what the run waits for, while no step finishes."""
+        while not stop.wait(0.1):
+            if self.is_due(SILENCE_S):
+                self.print(f"{self.activity()} ({time.monotonic() - self.started:.0f} s since the start)")
+
+    def activity(self) -> str:
+        if not self.losses:
+            return "starting processes"
+        done = len(self.losses)
+        return f"step {done} of {self.steps} is running" if done < self.steps else "observing one more step"
 
 
 @contextmanager
-def showing(steps: int) -> Iterator[Show]:
+def progress_display(steps: int) -> Iterator[ProgressDisplay]:
+    """Show the progress of a run; the value is called with the record of each finished step."""
     out = console()
-    if not out.is_terminal:
-        yield Show(steps, out, None)
+    if out.is_terminal:
+        counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(BarColumn(BAR), *counts, TextColumn("{task.fields[words]}"), console=out) as progress:
+            yield ProgressDisplay(steps, out, progress)
         return
-    columns = BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[words]}")
-    with Progress(*columns, console=out) as progress:
-        yield Show(steps, out, progress)
+    display, stop = ProgressDisplay(steps, out, None), threading.Event()
+    thread = threading.Thread(target=display.fill_silence, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield display
+    finally:
+        stop.set()
+        thread.join()
 
 
 def page(training: Training, folder: str) -> RenderableType:
+    """The result of a run: loss, step time, expert balance, and the table of predicted and measured values."""
     m, p = training.measurement, training.prediction
     low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
-    fp8 = ", products in fp8" if training.config.workload.precision == "fp8" else ""
+    fp8 = ", matrix products in fp8" if training.config.workload.precision == "fp8" else ""
     title = heading(training.config.plan.title(), f"{m.steps} steps, {m.warmup} of them warm-up{fp8}")
     loss = Text.assemble(("loss ", "dim"), f"{m.loss[0]:.3f} → {m.loss[-1]:.3f}  ", (sparkline(m.loss), "cyan"))
     step = Text.assemble(
@@ -92,45 +131,53 @@ def page(training: Training, folder: str) -> RenderableType:
         format_seconds(p.step_time_s),
         (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"),
     )
-    lost = next((record.step for record in training.steps if not isfinite(record.loss)), None)
-    if lost is not None:
-        loss += Text(f"  no number from step {lost} on: it diverged", "bold red")
     lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
+    if training.diverged_at is not None:
+        lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
+    if not training.comparable:
+        name = training.config.cluster.accelerator.name
+        lines.append(Text(f"The prediction is for {name}, the run used CPU processes: times do not compare", "yellow"))
     routers = [record.router for record in training.steps if record.router]
     if routers:
-        course = sparkline([router["entropy"] for router in routers])
-        lines.append(Text.assemble(("load ", "dim"), f"{load(routers[0])} → {load(routers[-1])}  ", (course, "cyan")))
-    lines += saved(training)
-    return Group(*lines, difference(training.differences), Text(f"written to {folder}", "dim"))
+        entropy = sparkline([router["entropy"] for router in routers])
+        lines += [
+            Text.assemble(("first step ", "dim"), expert_balance(routers[0])),
+            Text.assemble(("last step  ", "dim"), expert_balance(routers[-1]), "  ", (entropy, "cyan")),
+        ]
+    lines += compression_savings(training)
+    return Group(*lines, difference_table(training.differences), Text(f"written to {folder}", "dim"))
 
 
-def saved(training: Training) -> list[Text]:
-    """What compressed gradients spare the data-parallel links; what they cost in time is `benchmarks/compress.py`'s."""
+def compression_savings(training: Training) -> list[Text]:
+    """Bytes that gradient compression saves on the data-parallel links. `benchmarks/compress.py` measures its time."""
     plan, sent = training.config.plan, training.measurement.traffic_bytes.get("dp", 0.0)
     if not plan.lossy or not sent:
         return []
     exact = predicted(replace(training.config, plan=plan.but(compression="none", comm_dtype=None)))
-    whole = exact.traffic_bytes["dp"]
-    words = f"{format_decimal_bytes(sent)} a step over dp, {format_decimal_bytes(whole)} without {plan.wire}: {whole / sent:.3g}× fewer"
+    uncompressed = exact.traffic_bytes["dp"]
+    words = (
+        f"{format_decimal_bytes(sent)} per step over dp, {format_decimal_bytes(uncompressed)} without {plan.wire}: "
+        f"{uncompressed / sent:.3g}× fewer"
+    )
     return [Text.assemble(("sent ", "dim"), words)]
 
 
-def difference(rows: list[Difference]) -> RenderableType:
+def difference_table(rows: list[Difference]) -> RenderableType:
     cells = []
     for row in rows:
         error = Text(percent(row.error), "green" if abs(row.error) <= 0.2 else "yellow")
-        cells.append([row.what, told(row.predicted, row.unit), told(row.measured, row.unit), error])
-    return filled(("", ">predicted", ">measured", ">error"), cells, title="Prediction against measurement")
+        cells.append([row.what, format_value(row.predicted, row.unit), format_value(row.measured, row.unit), error])
+    return filled(("", ">predicted", ">measured", ">error"), cells, title="Prediction and measurement")
 
 
 def percent(error: float) -> str:
-    """Signed, but for what rounds to nothing, and for what was there and not predicted, or predicted and not there."""
+    """A signed percentage; "—" if there is none, because the measured value is zero."""
     if not isfinite(error):
         return "—"
     return f"{100 * error:+.0f}%" if abs(error) >= 0.005 else "0%"
 
 
-def told(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     match unit:
         case "s":
             return format_seconds(value)

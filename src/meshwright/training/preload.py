@@ -1,8 +1,8 @@
-"""What every rank needs, imported once in the forkserver and shared by all ranks forked from it.
+"""Imports that every rank needs, done once in the forkserver and shared by all ranks forked from it.
 
-Imports take seconds, in which a Ctrl-C of the terminal ends this process without a word: the parent says what is to say.
+They take seconds. A Ctrl-C in that time ends the forkserver without output: the parent reports the interruption.
 """
-# ruff: noqa: E402  the signal comes before the imports it is about
+# ruff: noqa: E402  the signal handler is set before the imports that it covers
 
 import signal
 

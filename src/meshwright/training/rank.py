@@ -1,7 +1,7 @@
-"""One rank, from its first instruction to its last: join the group, run the target, tell the parent, leave.
+"""The life of one rank: join the process group, call the target, send the result to the parent, exit.
 
-Only plain data passes between parent and rank, over their pipe. Whatever the rank prints goes to its log, and so does
-its Python stack when it is killed by a signal or asked for it (SIGUSR1).
+Parent and rank exchange plain data over their pipe. What the rank prints goes to its log, and so does its Python stack
+when a signal kills it or when the parent requests it (SIGUSR1).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from meshwright.errors import MeshwrightError
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a target is told about where it runs. `tell` sends one plain message to the parent."""
+    """Where a target runs. `send` sends one plain message to the parent."""
 
     rank: int
     world: int
     device: str
-    tell: Callable[[Any], None]
+    send: Callable[[Any], None]
 
 
 def main(
@@ -48,39 +48,36 @@ def main(
     parent = _prepare_process(log, pipe)
     try:
         device = _join(rank, world, store, group_timeout, device)
-        context = RankContext(rank, world, device, lambda message: pipe.send(("tell", message)))
+        context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
         result = resolve(target)(context, *args)
         pipe.send(("done", result))
-    except BaseException as error:  # the parent must hear of it, whatever it is
-        plain = _plain(error) if isinstance(error, MeshwrightError) else None
-        pipe.send(("failed", time.monotonic(), traceback.format_exc(), plain))
+    except BaseException as error:  # the parent must learn of every failure
+        fields = {**error.as_dict(), "exit_code": error.exit_code} if isinstance(error, MeshwrightError) else None
+        pipe.send(("failed", time.monotonic(), traceback.format_exc(), fields))
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     sys.stdout.flush()
-    parent.join()  # leave with the others: some may still be connecting to this rank
+    parent.join()  # stay until the parent closes the pipe: other ranks may still be connecting to this one
 
 
 def resolve(target: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _plain(error: MeshwrightError) -> dict[str, Any]:
-    return {**error.as_dict(), "exit_code": error.exit_code}
-
-
 def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
-    """Returns what ends this process when the parent closes the pipe, or is gone."""
+    """Redirect output to the log, and return the thread that ends this process when the parent closes the pipe."""
     try:
         stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    except FileNotFoundError:  # the parent has left before this rank began, and removed the folder
+    except FileNotFoundError:  # the parent ended before this rank began, and removed the folder
         os._exit(1)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     faulthandler.enable(file=stream)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its ranks itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -89,7 +86,7 @@ def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
     def end_with_parent() -> None:
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-        # A group's destructor may wait for peers that are gone already; the operating system closes its sockets at once.
+        # The destructor of a process group may wait for peers that have ended; the kernel closes its sockets at once.
         os._exit(0)
 
     parent = threading.Thread(target=end_with_parent, daemon=True)
@@ -98,18 +95,12 @@ def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
 
 
 def _join(rank: int, world: int, store: str, group_timeout: float, device: str) -> str:
-    """Join the group; returns this rank's device. `auto` takes GPUs where there is one for each rank."""
+    """Join the process group and return this rank's device."""
     import torch
     from torch import distributed
 
     torch.set_num_threads(1)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world else "cpu"
     if device == "cuda":
-        if (found := torch.cuda.device_count()) < world:
-            raise MeshwrightError(
-                "MW-RANK-002", f"{world} ranks need {world} GPUs, and {found} are here", fix="--device cpu"
-            )
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",

@@ -1,29 +1,34 @@
-"""What passes between a training's ranks and their parent: plain data, no torch."""
+"""The records that ranks send to their parent process: plain data, no torch."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 
+BYTE_VALUES = 256  # the vocabulary of a corpus of bytes
+
 
 @dataclass(frozen=True)
 class StepRecord:
+    """One finished training step."""
+
     step: int
     loss: float
     gradient_norm: float
     tokens: int
     seconds: float
-    router: dict[str, float] = field(default_factory=dict)  # how evenly experts are used, in the worst layer
-    taken: bool = True  # not where gradients overflowed and the step was skipped
+    router: dict[str, float] = field(default_factory=dict)  # balance of the experts in the layer that is worst balanced
+    updated: bool = True  # False if gradients overflowed in fp16 and the update was skipped
 
     def row(self) -> dict[str, float]:
-        """One number a column; of a model with experts their entropy, peak, idle and dropped share as well."""
+        """One number per column; a model with experts adds entropy, peak, idle and dropped shares of its router."""
         plain = {name: value for name, value in asdict(self).items() if name != "router"}
         return {**plain, **{f"router_{name}": value for name, value in self.router.items()}}
 
 
 @dataclass
 class Observed:
-    """By (axis, operation): how many and how many bytes of n. `unknown` lists operators the witness cannot read."""
+    """What `Observer` saw in one step. `collectives`: by (axis, operation), their number and the sum of n in bytes.
+    `unknown`: operators of the c10d namespace that it cannot read."""
 
     collectives: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -32,8 +37,8 @@ class Observed:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank knows after a training: its stage, the most memory its tensors and it as a process took, the bytes it
-    sends a step by axis."""
+    """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, and
+    the bytes it sends per step by axis."""
 
     rank: int
     stage: int
@@ -44,7 +49,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the optimizer: what a plan does not say."""
+    """Hyperparameters of the optimizer, which a plan does not contain."""
 
     learning_rate: float = 1e-3
     warmup: int = 10

@@ -1,8 +1,12 @@
-"""A training from its parent: start the ranks, hear the steps, measure, and hold the measurement to the prediction.
+"""A training run, seen from the parent process: check, start the ranks, record the steps, measure, compare.
 
-The measurement is the median step after warm-up, with the 10th and 90th percentile as its band; it has the prediction's
-shape, so that the two subtract. Into the run folder go `measurement.json`, `prediction.json`, `difference.json`,
-`steps.csv`, `plan.toml` and each rank's log.
+The measurement is the median step after warm-up, with the 10th and 90th percentile as its band; it has the same fields
+as the prediction, so that the two subtract. The run folder gets
+
+    plan.toml  prediction.json     before the first step
+    steps.csv                      one row per step, written as the step finishes
+    measurement.json  difference.json   at the end; after an interruption, from the steps until then
+    rank-N.log                     what each rank printed
 """
 
 from __future__ import annotations
@@ -11,44 +15,60 @@ import csv
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
+from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.parallel.supported import check_supported
 from meshwright.training import launch
+from meshwright.training.machine import check_machine, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.units import format_flops
 
 TARGET = "meshwright.training.work:work"
 SILENCE_S = 600.0
-RUNNABLE = ("fp32", "fp64", "bf16", "fp16")
+TRAINABLE = ("fp32", "fp64", "bf16", "fp16")
 
 
 @dataclass
 class Training:
-    """What a run left: its steps, what it measured, what had been predicted."""
+    """The result of a run: its steps, its measurement and its prediction."""
 
     config: Config
     steps: list[StepRecord]
     measurement: Measurement
     prediction: Prediction
+    device: str = "cpu"
 
     @property
     def differences(self) -> list[Difference]:
         return self.measurement - self.prediction
 
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step whose loss is NaN or infinite."""
+        return next((record.step for record in self.steps if not isfinite(record.loss)), None)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the run used the kind of device that the prediction is for."""
+        return self.device != "cpu" or self.config.cluster.accelerator.name == "cpu"
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "plan": self.config.plan.title(),
             "not_run": list(self.config.model.not_run),
-            "router": self.steps[-1].router if self.steps else {},  # of models with experts, at the end
+            "device": self.device,
+            "diverged_at_step": self.diverged_at,
+            "router": self.steps[-1].router if self.steps else {},  # of the last step, for models with experts
             "measurement": self.measurement.as_dict(),
             "prediction": self.prediction.as_dict(),
             "difference": [{**asdict(d), "error": d.error if np.isfinite(d.error) else None} for d in self.differences],
@@ -65,41 +85,51 @@ def run_training(
     folder: Path | None = None,
     listen: Callable[[StepRecord], None] | None = None,
 ) -> Training:
+    """Train a plan for some steps on local processes. `listen` is called with the record of every finished step."""
     check(config, steps)
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
-    records: list[StepRecord] = []
+    prediction, device = predicted(config), resolve_device(device, config.plan.world)
+    check_machine(config.plan, prediction, device, folder, steps)
+    log = RunLog(config, prediction, folder)
 
-    def hear(rank: int, message: dict[str, Any]) -> None:
-        records.append(StepRecord(**message))
+    def receive(rank: int, message: dict[str, Any]) -> None:
+        log.add(StepRecord(**message))
         if listen is not None:
-            listen(records[-1])
+            listen(log.records[-1])
 
-    reports = launch.run(
-        TARGET,
-        config.plan.world,
-        config,
-        steps,
-        seed,
-        settings or Settings(),
-        silence=SILENCE_S,
-        group_timeout=SILENCE_S,
-        folder=folder,
-        listen=hear,
-        device=device,
-    )
-    training = Training(config, records, measure(config, records, reports), predicted(config))
-    if folder is not None:
-        save(training, folder)
+    try:
+        reports = launch.run(
+            TARGET,
+            config.plan.world,
+            config,
+            steps,
+            seed,
+            settings or Settings(),
+            silence=SILENCE_S,
+            group_timeout=SILENCE_S,
+            folder=folder,
+            listen=receive,
+            device=device,
+        )
+    except BaseException:  # also Ctrl-C and SIGTERM: the steps until now are measured
+        if log.records:
+            log.save(Training(config, log.records, measure(config, log.records, [], steps), prediction, device))
+        raise
+    training = Training(config, log.records, measure(config, log.records, reports, steps), prediction, device)
+    log.save(training)
     return training
 
 
 def check(config: Config, steps: int) -> None:
-    if config.plan.param_dtype not in RUNNABLE:
+    """Raise if a run of this configuration cannot be tried, on any machine."""
+    if steps < 1:
+        raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
+    if config.plan.param_dtype not in TRAINABLE:
         raise MeshwrightError(
             "MW-TRAIN-001",
-            f"plan.param_dtype={config.plan.param_dtype} is planned and costed, not run",
-            valid=RUNNABLE,
+            f"plan.param_dtype={config.plan.param_dtype} can be planned, but `train` does not support it",
+            valid=TRAINABLE,
             fix="--set plan.param_dtype=fp32 --set plan.master=false",
         )
     dtype, precision = config.plan.param_dtype, config.workload.precision
@@ -107,8 +137,8 @@ def check(config: Config, steps: int) -> None:
     if precision not in products:
         raise MeshwrightError(
             "MW-TRAIN-001",
-            f"workload.precision={precision} with plan.param_dtype={dtype} is planned and costed, not run",
-            why="Products are made in the parameters' dtype, or in fp8",
+            f"workload.precision={precision} with plan.param_dtype={dtype} can be planned, but `train` does not support it",
+            why="Matrix products run in the dtype of the parameters, or in fp8",
             valid=products,
             fix=f"--set workload.precision={dtype}",
         )
@@ -120,7 +150,9 @@ def predicted(config: Config) -> Prediction:
     return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
 
 
-def measure(config: Config, records: list[StepRecord], reports: list[RankReport]) -> Measurement:
+def measure(config: Config, records: list[StepRecord], reports: list[RankReport], steps: int) -> Measurement:
+    """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
+    no memory and no traffic."""
     warmup = min(10, len(records) // 4)
     seconds = np.array([r.seconds for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
@@ -136,11 +168,14 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
         for s in stages
     ]
     axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
+    assumed = ["traffic is what the step's collectives must send"]
+    if len(records) < steps:
+        assumed.append(f"interrupted after {len(records)} of {steps} steps")
     return Measurement(
         step_time_s=float(middle),
         step_time_low_s=float(low),
         step_time_high_s=float(high),
-        memory_gib=max(stage["process"] for stage in by_stage),
+        memory_gib=max((stage["process"] for stage in by_stage), default=None),
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
         mfu=model.model_flops(workload.seq) * samples / (float(middle) * config.plan.world * peak),
@@ -150,20 +185,45 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
         warmup=warmup,
         spread=float((high - low) / middle),
         loss=[r.loss for r in records],
-        assumed=[
-            "memory is the whole process's, libraries included",
-            "traffic is what the step's collectives must send",
-        ],
+        assumed=assumed,
     )
 
 
-def save(training: Training, folder: Path) -> None:
-    told = training.as_dict()
-    for name in ("measurement", "prediction", "difference"):
-        (folder / f"{name}.json").write_text(json.dumps(told[name], indent=2), "utf-8")
-    (folder / "plan.toml").write_text(training.config.to_toml(), "utf-8")
-    with (folder / "steps.csv").open("w", newline="", encoding="utf-8") as file:
-        rows = [record.row() for record in training.steps]
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+class RunLog:
+    """The records of a run, written to its folder as they arrive (without a folder: kept in memory only)."""
+
+    def __init__(self, config: Config, prediction: Prediction, folder: Path | None) -> None:
+        self.records: list[StepRecord] = []
+        self.folder = folder
+        self.file: TextIO | None = None
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for name in ("measurement.json", "difference.json"):  # of an earlier run in the same folder
+                    (folder / name).unlink(missing_ok=True)
+                self.file = (folder / "steps.csv").open("w", newline="", encoding="utf-8", buffering=1)
+            except OSError as error:
+                raise cannot_write(folder / "steps.csv", error) from error
+            write_text(folder / "plan.toml", config.to_toml())
+            write_text(folder / "prediction.json", json.dumps(prediction.as_dict(), indent=2))
+
+    def add(self, record: StepRecord) -> None:
+        self.records.append(record)
+        if self.file is None:
+            return
+        writer = csv.DictWriter(self.file, list(record.row()))
+        try:
+            if len(self.records) == 1:
+                writer.writeheader()
+            writer.writerow(record.row())
+        except OSError as error:
+            raise cannot_write(self.file.name, error) from error
+
+    def save(self, training: Training) -> None:
+        """Write the measurement and its difference from the prediction."""
+        if self.folder is None or self.file is None:
+            return
+        self.file.close()
+        result = training.as_dict()
+        for name in ("measurement", "difference"):
+            write_text(self.folder / f"{name}.json", json.dumps(result[name], indent=2))

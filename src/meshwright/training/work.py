@@ -1,6 +1,7 @@
-"""A training on one rank: put the plan on the model, run the loop, tell the parent each step; then watch one step more.
+"""A training on one rank: apply the plan to the model, run the loop, report each step; then observe one more step.
 
-Timed steps run bare. The watched step counts what was sent and the memory held, and is not timed.
+The timed steps run without an observer. The observed step counts the bytes sent and the memory of tensors; it is not
+timed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.data import Corpus
 from meshwright.training.loop import Trainer
+from meshwright.training.machine import peak_resident_bytes
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
 from meshwright.training.records import RankReport, Settings, StepRecord
 
-TOLD = {**AXIS_OF, "shard": "dp", "dp": "dp", **TOLD_AS}  # the axis under which a prediction tells these bytes
+PREDICTED_AXIS = {**AXIS_OF, "shard": "dp", "dp": "dp", **TOLD_AS}  # observed axis → axis under which it is predicted
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
@@ -37,35 +39,37 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     )
     trainer = Trainer(parallel, Corpus(config.model, config.workload.seq, seed), settings)
 
-    def tell(record: StepRecord) -> None:
+    def report_step(record: StepRecord) -> None:
         if context.rank == 0:
-            context.tell(asdict(record))
+            context.send(asdict(record))
 
-    trainer.after_step.append(tell)
+    trainer.after_step.append(report_step)
     trainer.train(steps)
     trainer.after_step.clear()
     if parallel.local is not None:
-        parallel.local.since = parallel.local.every - 1  # the step that is watched is the one that averages
-    with Observer(trainer, apart=True) as observer:
+        parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
+    with Observer(trainer, separate_axes=True) as observer:
         trainer.train_step()
     seen = observer.observed()
+    tensors, process = peak_memory(context.device, seen.peak_bytes)
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
-    return RankReport(context.rank, stage, seen.peak_bytes, process_memory(context.device), traffic)
+    return RankReport(context.rank, stage, tensors, process, traffic)
 
 
-def process_memory(device: str) -> int:
-    """The most the process held: what the allocator reserved on a GPU, what was resident on a CPU."""
+def peak_memory(device: str, observed_bytes: int) -> tuple[int, int]:
+    """Peak bytes of tensors and of the process. On a GPU the allocator counts them: allocated and reserved. On a CPU no
+    allocator does: tensors are those of the observed step, the process is its resident memory."""
     if device.startswith("cuda"):
-        return torch.cuda.max_memory_reserved()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return observed_bytes, peak_resident_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def sent_by_axis(trainer: Trainer, collectives: dict[tuple[str, str], tuple[int, int]]) -> dict[str, float]:
-    """Bytes this rank sends in a step, by axis, each collective run bandwidth-optimally."""
+    """Bytes this rank sends per step by axis, if each collective runs a bandwidth-optimal algorithm."""
     out: dict[str, float] = {}
-    for (axis, operation), (_, size) in collectives.items():
-        told = TOLD[axis]
-        out[told] = out.get(told, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(axis)))
+    for (observed_axis, operation), (_, size) in collectives.items():
+        axis = PREDICTED_AXIS[observed_axis]
+        out[axis] = out.get(axis, 0.0) + float(sent(operation, size, trainer.parallel.mesh.size(observed_axis)))
     if trainer.parallel.local is not None and "dp" in out:
         out["dp"] /= trainer.parallel.local.every
     return out

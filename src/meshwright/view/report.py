@@ -1,7 +1,7 @@
-"""Runs as a page: for each, the proof if there is one, the loss as it fell, and predicted against measured.
+"""Training runs as one HTML page: for each run its proof if it has one, its loss, and predicted beside measured values.
 
-A run folder holds `prediction.json`, `measurement.json`, `difference.json` and, where `verify --out` put it there, `proof.json`. The page is
-self-contained and says of every number whether it was predicted or measured.
+A run folder contains `plan.toml`, `prediction.json`, `measurement.json`, `difference.json` and, after `verify --out`,
+`proof.json`. The page is self-contained and labels every number as predicted or measured.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
 
 LIMIT = 50_000_000
 NEEDED = ("prediction", "measurement", "difference")
+TITLE = "Training runs: predicted and measured"
 STYLE = """
 :root{color-scheme:light dark;--ink:#1d2433;--dim:#687083;--line:#e3e6ec;--card:#fff;--page:#fafaf8;
 --good:#16955f;--bad:#c2452d;--a:#3b78e0;--b:#efa43a}
@@ -34,9 +36,10 @@ td:first-child,th:first-child{text-align:left}th{color:var(--dim);font-weight:50
 
 @dataclass(frozen=True)
 class Run:
-    """What a run folder holds."""
+    """The content of a run folder. `plan` is the title of the plan that was trained."""
 
     name: str
+    plan: str
     prediction: dict[str, Any]
     measurement: dict[str, Any]
     difference: list[dict[str, Any]]
@@ -44,78 +47,97 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """A run folder; a missing or broken file is named."""
+    """Read a run folder; an error names the file that is missing or broken."""
     folder = Path(folder)
     if not folder.is_dir():
         raise MeshwrightError(
-            "MW-REP-001", f"there is no run folder {str(folder)!r}", fix="meshwright train PLAN.toml --out FOLDER"
+            "MW-REP-001",
+            f"the run folder {str(folder)!r} does not exist",
+            fix="meshwright train PLAN.toml --out FOLDER",
         )
-    found: dict[str, Any] = {}
-    for name in (*NEEDED, "proof"):
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            if name in NEEDED:
-                raise MeshwrightError(
-                    "MW-REP-001", f"{folder.name} lacks {path.name}", why="A finished training writes it"
-                )
-            continue
-        if path.stat().st_size > LIMIT:
-            raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is larger than {LIMIT // 10**6} MB")
-        try:
-            found[name] = json.loads(path.read_text("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise MeshwrightError(
-                "MW-REP-002", f"{path.name} of {folder.name} is not JSON", why=str(error)[:100]
-            ) from None
-    shapes = {"prediction": dict, "measurement": dict, "difference": list, "proof": dict}
-    for name, value in found.items():
-        if not isinstance(value, shapes[name]):
-            raise MeshwrightError("MW-REP-002", f"{name}.json of {folder.name} is not what a run writes")
-    run = Run(folder.name, **found)
+    found = {name: value for name in (*NEEDED, "proof") if (value := read_part(folder, name)) is not None}
+    run = Run(folder.name, plan_title(folder), **found)
     try:
-        card(run)  # drawn here once, so that what lacks a key is told with its folder's name
+        card(run)  # so that a missing key is reported with the name of its folder
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MeshwrightError("MW-REP-002", f"{folder.name} holds what no run writes", why=repr(error)[:100]) from None
+        raise MeshwrightError(
+            "MW-REP-002", f"a file of {folder.name} lacks a value that `train` writes", why=repr(error)[:100]
+        ) from None
     return run
 
 
-def page(runs: list[Run], title: str = "Planned, proved, trained, compared") -> str:
+def read_part(folder: Path, name: str) -> Any:
+    """One JSON file of a run folder; None if it is optional and missing."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        if name in NEEDED:
+            raise MeshwrightError("MW-REP-001", f"{folder.name} lacks {path.name}", why="`train` writes it")
+        return None
+    if path.stat().st_size > LIMIT:
+        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is larger than {LIMIT // 10**6} MB")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not JSON", why=str(error)[:100]) from None
+    if not isinstance(value, list if name == "difference" else dict):
+        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes")
+    return value
+
+
+def plan_title(folder: Path) -> str:
+    """The plan that was trained. The proof has another one: `verify` trains a small copy."""
+    try:
+        return load(folder / "plan.toml").plan.title()
+    except MeshwrightError:
+        return ""
+
+
+def page(runs: list[Run], title: str = "") -> str:
     """The whole page."""
-    cards = "".join(card(run) for run in runs)
+    title = html.escape(title or TITLE)
+    proved = sum(bool(run.proof and run.proof.get("passed")) for run in runs)
+    count = f"{len(runs)} run{'s' * (len(runs) != 1)}, {proved} proved to train the same model as one device"
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Meshwright: {html.escape(title)}</title><style>{STYLE}</style>'
-        f"<h1>{html.escape(title)}</h1><p class='lead'>Each plan was costed before it ran, proved against one device, trained on local "
-        f"processes, and held to its prediction.</p>{cards}</html>"
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Meshwright: {title}</title><style>{STYLE}</style>'
+        f"<h1>{title}</h1><p class='lead'>{count}. Each was predicted before it ran, then trained on local processes.</p>"
+        f"{''.join(card(run) for run in runs)}</html>"
     )
 
 
 def card(run: Run) -> str:
-    title = run.proof["plan"] if run.proof and "plan" in run.proof else run.name
+    """The part of the page about one run."""
+    m = run.measurement
+    notes = "".join(
+        f"<p class='dim'>{html.escape(str(note))}</p>" for note in m.get("assumed", []) if "interrupted" in str(note)
+    )
     return (
-        f'<div class="card"><h2>{html.escape(str(title))} <span class="dim">{html.escape(run.name)}</span></h2>{proof(run.proof)}'
-        f'<div class="row">{comparison(run.difference)}{loss(run.measurement.get("loss", []))}'
+        f'<div class="card"><h2>{html.escape(run.plan or run.name)} <span class="dim">{html.escape(run.name)}</span></h2>'
+        f'{proof_line(run.proof)}{notes}<div class="row">{comparison(run.difference)}{loss_curve(m.get("loss", []))}'
         f"{breakdown(run.prediction.get('exposed_s', {}))}</div></div>"
     )
 
 
-def proof(told: dict[str, Any] | None) -> str:
-    if not told:
+def proof_line(proof: dict[str, Any] | None) -> str:
+    """The verdict of the proof, and the small copy that it is about."""
+    if not proof:
         return "<p class='dim'>not verified</p>"
-    if told.get("passed"):
+    copy = f"<br><span class='dim'>proved on a small copy: {html.escape(str(proof.get('plan', '')))}</span>"
+    if proof.get("passed"):
         words = ", ".join(
-            f"{dtype} gradients within {e['gradient']:.1e}" for dtype, e in told.get("errors", {}).items()
+            f"{dtype} gradients within {e['gradient']:.1e}" for dtype, e in proof.get("errors", {}).items()
         )
-        return f"<p><span class='good'>✓ proved</span> over {told.get('steps')} steps on {told.get('ranks')} ranks: {html.escape(words)}</p>"
-    first = told.get("first_break")
+        verdict = f"<span class='good'>✓ proved</span> over {proof.get('steps')} steps on {proof.get('ranks')} ranks"
+        return f"<p>{verdict}: {html.escape(words)}{copy}</p>"
+    first = proof.get("first_break")
     words = (
         f"{first['what']} {first['name']} of step {first['step']} on rank {first['rank']} differs; axis {first['axis']}"
         if first
-        else "it communicates what the step program does not say"
+        else "the collectives it issues differ from the step program"
     )
-    return f"<p><span class='bad'>✗ not proved</span>: {html.escape(words)}</p>"
+    return f"<p><span class='bad'>✗ not proved</span>: {html.escape(words)}{copy}</p>"
 
 
-def shown(unit: str, value: float) -> str:
+def format_value(unit: str, value: float) -> str:
     forms = {
         "s": format_seconds,
         "bytes": format_decimal_bytes,
@@ -127,28 +149,29 @@ def shown(unit: str, value: float) -> str:
 
 
 def comparison(rows: list[dict[str, Any]]) -> str:
+    """The table of predicted and measured values."""
     body = ""
-    for d in rows:
-        error = d.get("error")
+    for row in rows:
+        error, unit = row.get("error"), row["unit"]
         style = "dim" if error is None else "good" if abs(error) < 0.25 else "bad"
         text = "–" if error is None else f"{100 * error:+.0f}%"
         body += (
-            f"<tr><td>{html.escape(str(d['what']))}</td><td>{shown(d['unit'], d['predicted'])}</td><td>{shown(d['unit'], d['measured'])}</td>"
-            f'<td class="{style}">{text}</td></tr>'
+            f"<tr><td>{html.escape(str(row['what']))}</td><td>{format_value(unit, row['predicted'])}</td>"
+            f'<td>{format_value(unit, row["measured"])}</td><td class="{style}">{text}</td></tr>'
         )
     return f"<table><tr><th></th><th>predicted</th><th>measured</th><th>error</th></tr>{body}</table>"
 
 
-def loss(values: list[float | None], width: int = 300, height: int = 150) -> str:
-    """The loss curve as a line, as far as it is known: a training may diverge."""
-    known = {i: v for i, v in enumerate(values) if v is not None}
-    if len(known) < 2:
+def loss_curve(values: list[float | None], width: int = 300, height: int = 150) -> str:
+    """The loss by step as a line; steps whose loss is NaN or infinite are left out."""
+    finite = {i: v for i, v in enumerate(values) if v is not None}
+    if len(finite) < 2:
         return ""
-    low, high = min(known.values()), max(known.values())
+    low, high = min(finite.values()), max(finite.values())
     span = (high - low) or 1.0
     points = " ".join(
         f"{36 + (width - 44) * i / (len(values) - 1):.1f},{10 + (height - 34) * (high - v) / span:.1f}"
-        for i, v in known.items()
+        for i, v in finite.items()
     )
     return (
         f'<svg width="{width}" height="{height}" role="img" aria-label="loss by step"><polyline points="{points}" fill="none" stroke="var(--a)" '
@@ -158,7 +181,7 @@ def loss(values: list[float | None], width: int = 300, height: int = 150) -> str
 
 
 def breakdown(parts: dict[str, float], width: int = 300) -> str:
-    """The predicted step by part, longest first."""
+    """The parts of the predicted step, longest first."""
     top = sorted(parts.items(), key=lambda item: -item[1])[:7]
     if not top:
         return ""

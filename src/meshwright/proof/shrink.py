@@ -1,0 +1,33 @@
+"""A small copy of a configuration that trains on this machine: `train --shrink`.
+
+The copy is the one that `verify` proves (`fold`): the same flags and axes at the smallest sizes that still divide. To
+train on text it needs a vocabulary for all byte values, and on CPU processes a cluster and a stack that describe them,
+so that its prediction is for the machine it runs on.
+"""
+
+from __future__ import annotations
+
+from meshwright.describe import catalog
+from meshwright.describe.config import Config
+from meshwright.proof.fold import small_copy
+from meshwright.training.machine import resolve_device
+from meshwright.training.records import BYTE_VALUES
+
+RANKS = 8
+
+
+def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tuple[Config, tuple[str, ...]]:
+    """The small copy on at most `ranks` ranks, and what was changed, in words."""
+    small = small_copy(config, ranks)
+    tp, world = small.plan.tp, small.plan.world
+    model = small.model
+    if model.kind == "transformer":  # a vocabulary that tp does not divide stays so
+        bytes_padded = -(-BYTE_VALUES // tp) * tp
+        model = model.but(vocab=bytes_padded + model.vocab % tp)
+    if resolve_device(device, world) == "cpu":
+        cluster, stack = catalog.load("clusters", "laptop"), catalog.load("stacks", "gloo-cpu")
+    else:
+        cluster, stack = config.cluster, config.stack
+    plan = small.plan.but(order=small.order)
+    copy = Config(model, cluster.with_gpus(world), stack, small.workload, plan)
+    return copy.check(), small.changes

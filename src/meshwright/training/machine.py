@@ -1,0 +1,138 @@
+"""What a training needs of this machine, compared with what the machine has, before any process starts.
+
+    devices  one GPU per rank, or CPU processes
+    memory   on CPU, the sum over all ranks of (predicted tensors + one process) must fit in the available memory;
+             on GPUs, the predicted peak of the fullest rank must fit in the memory of one GPU
+    disk     the files of the run folder must fit on its disk
+
+Without this check a plan for 32 GPUs of 80 GB starts 32 processes that allocate until the kernel ends one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from meshwright.describe.plan import Plan
+from meshwright.describe.result import GIB, Prediction
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.units import format_bytes
+
+DEVICES = ("auto", "cpu", "cuda")
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux
+PROCESS_BYTES = 64 * 2**20  # private memory of one rank beside its tensors; the libraries are shared by all ranks
+LOG_BYTES, STEP_BYTES = 2**16, 256  # per rank; per step
+NOT_FIT = 3  # exit code
+
+
+def resolve_device(device: str, ranks: int) -> str:
+    """ "cpu" or "cuda". `auto` uses GPUs if there is one for each rank."""
+    if device not in DEVICES:
+        raise unknown("MW-RANK-002", "device", device, DEVICES, "--device {}")
+    if device == "cpu":
+        return device
+    found = gpu_count()
+    if device == "auto":
+        return "cuda" if found >= ranks else "cpu"
+    if found < ranks:
+        raise MeshwrightError(
+            "MW-RANK-002", f"{ranks} ranks need {ranks} GPUs, and this machine has {found}", fix="--device cpu"
+        )
+    return device
+
+
+def gpu_count() -> int:
+    """GPUs that torch can use. torch takes seconds to import: it is only asked if a driver is installed."""
+    if not any(Path(driver).exists() for driver in DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_machine(plan: Plan, prediction: Prediction, device: str, folder: Path | None, steps: int) -> None:
+    """Raise if this machine lacks the memory or the disk space for a run."""
+    if device == "cuda":
+        check_gpu_memory(prediction)
+    else:
+        check_cpu_memory(plan, prediction)
+    if folder is not None:
+        check_disk(plan, folder, steps)
+
+
+def check_cpu_memory(plan: Plan, prediction: Prediction) -> None:
+    per_rank = [gib * GIB + PROCESS_BYTES for gib in prediction.tensors_gib]  # one value per pipeline rank
+    needed, available = sum(per_rank) * plan.world / len(per_rank), available_memory()
+    if needed > available:
+        arithmetic = (
+            f"{plan.world} processes of up to {format_bytes(max(per_rank))} need {format_bytes(needed)} of memory"
+        )
+        raise does_not_fit(plan, f"{arithmetic}, and {format_bytes(available)} are available")
+
+
+def check_gpu_memory(prediction: Prediction) -> None:
+    import torch
+
+    needed, found = (prediction.memory_gib or 0.0) * GIB, torch.cuda.get_device_properties(0).total_memory
+    if needed > found:
+        raise does_not_fit(
+            None, f"each rank needs {format_bytes(needed)} of GPU memory, and a GPU has {format_bytes(found)}"
+        )
+
+
+def check_disk(plan: Plan, folder: Path, steps: int) -> None:
+    needed, free = plan.world * LOG_BYTES + steps * STEP_BYTES, shutil.disk_usage(existing_parent(folder)).free
+    if needed > free:
+        raise MeshwrightError(
+            "MW-TRAIN-002",
+            f"the run folder '{folder}' needs {format_bytes(needed)} of disk, and {format_bytes(free)} are free",
+            fix="--out a folder on another disk",
+            exit_code=NOT_FIT,
+        )
+
+
+def existing_parent(folder: Path) -> Path:
+    """The folder itself, or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def does_not_fit(plan: Plan | None, what: str) -> MeshwrightError:
+    title = f"'{plan.title()}' does not fit on this machine: " if plan else ""
+    return MeshwrightError(
+        "MW-TRAIN-002",
+        title + what,
+        why="--shrink trains the small copy of the plan that `verify` uses",
+        fix="--shrink",
+        exit_code=NOT_FIT,
+    )
+
+
+def available_memory() -> float:
+    """Bytes that new processes can allocate: what the kernel reports, or the container's limit if it is lower."""
+    limits = [container_memory()]
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        limits.append(next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration):
+        limits.append(float(os.sysconf("SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE"))
+    return min(limits)
+
+
+def container_memory() -> float:
+    """What the control group of this container (cgroup 2 or 1) still allows; infinite without a limit."""
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        try:
+            return float(Path(folder, limit).read_text("ascii")) - float(Path(folder, used).read_text("ascii"))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return float("inf")
+
+
+def peak_resident_bytes(ru_maxrss: int) -> int:
+    """`getrusage().ru_maxrss` in bytes: Linux reports KiB, macOS bytes."""
+    return ru_maxrss if sys.platform == "darwin" else ru_maxrss * 1024
