@@ -1,11 +1,11 @@
 """What is costed but not run is refused before any rank starts, with the way back; each model has its table."""
 
 import pytest
+from meshwright.parallel.supported import check_supported
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tensor.tables import LLAMA, TABLES, phi3, table_of
 
 MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=32)

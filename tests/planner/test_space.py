@@ -6,7 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.step import step_cost
-from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors
+from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.schedules import VIRTUAL_SCHEDULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE, SCHEDULES
 from meshwright.lower.step import lower, step_program

@@ -13,12 +13,12 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import inexact
+from meshwright.parallel.supported import check_supported
 
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.supported import check_supported
 from meshwright.proof.prove import one_device
 from meshwright.proof.records import Job
 

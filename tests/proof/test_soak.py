@@ -19,11 +19,11 @@ from functools import cache
 import inexact
 import numpy as np
 import pytest
+from meshwright.parallel.supported import check_supported
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.supported import check_supported
 from meshwright.planner.search.space import Space
 from meshwright.proof.fold import small_copy
 from meshwright.proof.prove import prove

@@ -86,7 +86,8 @@ def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
     """Check, lower, cost and judge one configuration."""
-    plan = resolve_recompute(model, plan.check(model, workload, cluster), workload, stack, cluster.accelerator.memory)
+    plan.check(model, workload, cluster, stack)
+    plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)

@@ -18,10 +18,9 @@ With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from meshwright.describe.model import Model
+from meshwright.describe.shape import ModelShape
 
 BLOCKS = ("embedding", "dense", "moe", "head")
 
@@ -107,12 +106,12 @@ class Block:
         return out
 
 
-def norm(model: Model, name: str, width: int = 0) -> Vector:
+def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
     width = width or model.hidden
     return Vector(name, "norm", width * (2 if model.norm == "layernorm" else 1))
 
 
-def attention_linears(m: Model) -> tuple[list[Linear], AttentionCore]:
+def attention_linears(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
     """The projections around attention: grouped-query (MHA and MQA are its ends) or multi-head latent (MLA)."""
     if m.attention == "mla":
         qk, v = m.nope_dim + m.rope_dim, m.value_dim
@@ -141,7 +140,7 @@ def attention_linears(m: Model) -> tuple[list[Linear], AttentionCore]:
     return linears, AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width)
 
 
-def attention_saved(m: Model, core: AttentionCore) -> list[Saved]:
+def attention_saved(m: ModelShape, core: AttentionCore) -> list[Saved]:
     saved = [
         Saved("q", "attention", core.heads * core.qk, "tensor"),
         Saved("k", "attention", core.kv_heads * core.qk, "tensor"),
@@ -163,7 +162,7 @@ def attention_saved(m: Model, core: AttentionCore) -> list[Saved]:
 
 
 def ffn_linears(
-    m: Model, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
+    m: ModelShape, part: str, width: int, copies: int = 1, uses: float = 1, saves_input: bool = True
 ) -> list[Linear]:
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
     common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
@@ -176,7 +175,7 @@ def ffn_linears(
     ]
 
 
-def ffn_saved(m: Model, part: str, width: float, split: Literal["tensor", "expert"] = "tensor") -> list[Saved]:
+def ffn_saved(m: ModelShape, part: str, width: float, split: Literal["tensor", "expert"] = "tensor") -> list[Saved]:
     """What the activation function keeps; the inputs of the products are kept by the products themselves."""
     inputs = width * (2 if m.gated else 1)
     saved = [Saved(f"{part}-activation-in", part, inputs, split)]
@@ -185,14 +184,14 @@ def ffn_saved(m: Model, part: str, width: float, split: Literal["tensor", "exper
     return saved
 
 
-def norm_saved(m: Model, name: str) -> list[Saved]:
+def norm_saved(m: ModelShape, name: str) -> list[Saved]:
     return [
         Saved(f"{name}-in", "norm", m.hidden, "sequence"),
         Saved(f"{name}-in-fp32", "norm", m.hidden, "sequence", 4, condition="unfused-norm"),
     ]
 
 
-def dense_block(m: Model) -> Block:
+def dense_block(m: ModelShape) -> Block:
     if m.kind == "mlp":
         layer = Linear("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
         return Block("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
@@ -203,7 +202,7 @@ def dense_block(m: Model) -> Block:
     return Block("dense", (*attention, *ffn), tuple(_layer_vectors(m)), tuple(saved), core)
 
 
-def moe_block(m: Model) -> Block:
+def moe_block(m: ModelShape) -> Block:
     attention, core = attention_linears(m)
     router = Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)
     experts = ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
@@ -221,7 +220,7 @@ def moe_block(m: Model) -> Block:
     return Block("moe", (*attention, router, *experts, *shared), tuple(vectors), tuple(saved), core)
 
 
-def embedding_block(m: Model) -> Block:
+def embedding_block(m: ModelShape) -> Block:
     vectors = [Vector("tokens", "embedding", m.padded_vocab * m.hidden, "vocabulary")] if m.vocab else []
     if m.positions == "learned":
         vectors.append(Vector("positions", "embedding", m.max_positions * m.hidden, "positions"))
@@ -231,7 +230,7 @@ def embedding_block(m: Model) -> Block:
     return Block("embedding", (), tuple(vectors), tuple(saved))
 
 
-def head_block(m: Model) -> Block:
+def head_block(m: ModelShape) -> Block:
     """Final norm, output projection and loss. Tied weights are counted with the embedding."""
     if m.kind != "transformer" or not m.vocab:
         return Block("head", ())
@@ -242,7 +241,7 @@ def head_block(m: Model) -> Block:
     return Block("head", (project,), tuple(vectors), tuple(saved))
 
 
-def _layer_vectors(m: Model) -> list[Vector]:
+def _layer_vectors(m: ModelShape) -> list[Vector]:
     vectors = [norm(m, f"norm-{i + 1}") for i in range(m.norms_per_layer)]
     if m.qk_norm:
         heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
@@ -255,11 +254,11 @@ def _layer_vectors(m: Model) -> list[Vector]:
     return vectors
 
 
-def _norms_saved(m: Model) -> list[Saved]:
+def _norms_saved(m: ModelShape) -> list[Saved]:
     return [s for i in range(m.norms_per_layer) for s in norm_saved(m, f"norm-{i + 1}")]
 
 
-def blocks(m: Model) -> dict[str, Block]:
+def blocks(m: ModelShape) -> dict[str, Block]:
     """Every block the model has, by kind."""
     out = {"embedding": embedding_block(m), "dense": dense_block(m), "head": head_block(m)}
     if m.experts:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from meshwright.describe.base import Bytes, Described, Devices, Flops, Rate, Seconds, Size, Whole
+from meshwright.describe.entries import entry
 from meshwright.errors import unknown
 
 DTYPE_BYTES = {
@@ -35,11 +36,7 @@ def named(kind: str) -> BeforeValidator:
     """A field that may be a catalog name or a table."""
 
     def load(value: Any) -> Any:
-        if isinstance(value, str):
-            from meshwright.describe import catalog
-
-            return catalog.load(kind, value)
-        return value
+        return entry(kind, value) if isinstance(value, str) else value
 
     return BeforeValidator(load)
 

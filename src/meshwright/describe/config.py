@@ -101,8 +101,8 @@ class Config:
         return type(self)(self.model, self.cluster.with_gpus(world), self.stack, self.workload, self.plan, origins)
 
     def check(self) -> Self:
-        """Raise the first thing that makes the plan impossible here; return the configuration otherwise."""
-        self.plan.check(self.model, self.workload, self.cluster)
+        """Raise the first rule of `describe.legality` that the plan breaks here; return the configuration otherwise."""
+        self.plan.check(self.model, self.workload, self.cluster, self.stack)
         return self
 
     def parts(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.describe import catalog
+from meshwright.describe import catalog, hf
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.files import DEPTH, parse_toml, read_text
 from meshwright.errors import MeshwrightError, nearest, unknown
@@ -95,9 +95,7 @@ class Draft:
                 why="The catalog has none of its kind" if not kind else "A name is a string",
             )
         if kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
-            from meshwright.describe.model import Model
-
-            table, source = Model.from_hf(str(folder / name)).as_dict(), str(folder / name)
+            table, source = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
             catalog.load(kind, name)
             table, source = {"name": name, **copied(catalog.tables(kind)[name])}, f"{kind}/{name}"

@@ -7,11 +7,9 @@ Ranks are numbered with the first axis of the order running fastest. With order 
 so the group of an axis is an arithmetic progression: `size` ranks, `stride` apart. The seeds' 3D example (tp 2, pp 2, dp 2)
 gives tp groups {0,1} {2,3} …, pp groups {0,2} {1,3} …, dp groups {0,4} {1,5} ….
 
-`dp` is shard and replicate together; `dp_cp` is what gradients are summed over, since ranks of one context-parallel group
-hold the same weights and different tokens, and `shard_cp` what ZeRO shards over, for the same reason. Experts re-factorise
-the ranks of one stage (`stage`), taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards experts over
-`expert_shard`, the part of expert_dp that lies inside one shard group, and repeats that over `expert_replicate`; where a
-shard group is one rank it shards nothing.
+`describe.axes` defines the axes and counts their groups without listing them; here every rank is listed. Experts re-factorise the ranks of one
+stage, taken in order: expert_tp fastest, then ep, then expert_dp. ZeRO shards experts over `expert_shard`, the part of expert_dp that lies inside
+one shard group, and repeats that over `expert_replicate`.
 """
 
 from __future__ import annotations
@@ -21,24 +19,12 @@ from functools import cached_property
 
 import numpy as np
 
+from meshwright.describe.axes import BASE, DERIVED, axis_size, base_axes, strides
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError, unknown
 
 MOST_RANKS = 2**22  # every rank is listed: keeps hostile plans within memory
-BASE = ("tp", "cp", "pp", "shard", "replicate")
-DERIVED = (
-    "dp",
-    "dp_cp",
-    "shard_cp",
-    "expert_tp",
-    "ep",
-    "expert_dp",
-    "expert_shard",
-    "expert_replicate",
-    "stage",
-    "world",
-)
 
 
 @dataclass(frozen=True)
@@ -49,9 +35,7 @@ class Layout:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Base axes, fastest first; dp is shard, then replicate."""
-        return tuple(
-            a for name in (self.plan.order or self.order) for a in (("shard", "replicate") if name == "dp" else (name,))
-        )
+        return base_axes(self.plan.order or self.order)
 
     @cached_property
     def grid(self) -> np.ndarray:
@@ -64,27 +48,16 @@ class Layout:
         return np.arange(self.plan.world).reshape(sizes[::-1])
 
     def size(self, axis: str) -> int:
-        p = self.plan
-        expert_dp = p.tp * p.cp * p.dp // (p.etp * p.ep)
-        shards, rest = divmod(p.tp * p.cp * p.shard, p.etp * p.ep) if p.cp * p.shard > 1 else (1, 0)
-        expert_shard = 1 if rest else shards
-        sizes = {"dp": p.dp, "dp_cp": p.dp * p.cp, "shard_cp": p.shard * p.cp, "expert_tp": p.etp, "ep": p.ep,
-                 "expert_dp": expert_dp, "expert_shard": expert_shard, "expert_replicate": expert_dp // expert_shard,
-                 "stage": p.tp * p.cp * p.dp, "world": p.world}  # fmt: skip
-        if axis in sizes:
-            return sizes[axis]
-        if axis not in BASE:
+        """Ranks in one group of an axis."""
+        if axis not in (*BASE, *DERIVED):
             raise unknown("MW-PLAN-020", "axis", axis, (*BASE, *DERIVED))
-        return getattr(p, axis)
+        return int(axis_size(self.plan, axis))
 
     def stride(self, axis: str) -> int:
         """Distance between neighbours on a base axis."""
-        stride = 1
-        for a in self.axes:
-            if a == axis:
-                return stride
-            stride *= getattr(self.plan, a)
-        raise unknown("MW-PLAN-020", "axis", axis, BASE)
+        if axis not in BASE:
+            raise unknown("MW-PLAN-020", "axis", axis, BASE)
+        return int(strides(self.plan, self.plan.order or self.order)[axis])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank sits on every base axis."""

@@ -41,6 +41,10 @@ class Stack(Described):
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer, sent in buckets; else unit by unit, each tensor's rows padded to the ranks",
     )
+    interleaved_rounds: bool = Field(
+        default=False,
+        description="interleaved schedules take micro-batches in rounds of pp: their number must be a multiple of pp",
+    )
     blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")

@@ -1,32 +1,31 @@
-"""A batch of plans as arrays: one field, one numpy array, one plan an entry.
+"""A batch of plans as arrays: one numpy array per field, one entry per plan.
 
 `estimate` lowers a batch of one, the planner a batch of a hundred thousand; the code that lowers them is the same. Words
 (schedules, kinds of context parallelism, recompute) become small integers, dtypes become bytes.
 
-The placement of an axis is told by two numbers a level: its group's size and how many members share one unit of the level.
-With the strides of `describe.layout` a group has min(size, unit / stride) members in a unit, at least one.
+The placement of an axis is described by two numbers per level: its group's size and how many members share one unit of the level
+(`describe.axes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from meshwright.describe.axes import BASE, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.model import Model
-from meshwright.describe.plan import AXES, Compression, ContextKind, Plan, Schedule
+from meshwright.describe.plan import Plan
+from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.schedules import RULES, SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.programs.pipelines.rules import RULES
 
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 SPLIT = tuple(code for code, name in enumerate(SCHEDULES) if RULES[name].splits)
-RECOMPUTE = ("none", "selective", "full")
-CP_KINDS: tuple[str, ...] = get_args(ContextKind)
-COMPRESSIONS: tuple[str, ...] = get_args(Compression)
+RECOMPUTE = tuple(word for word in RECOMPUTES if word != "auto")  # auto is resolved before a plan is lowered
 OVERLAP_AXES = ("dp", "tp", "cp", "pp", "ep")
 INTEGERS = (
     "replicate",
@@ -42,7 +41,6 @@ INTEGERS = (
     "average_every",
 )
 FLAGS = ("sp", "reshard", "prefetch", "master")
-ORDERS = tuple(permutations(AXES))
 
 
 class Batch:
@@ -95,7 +93,7 @@ class Batch:
         self.wraps = bool(np.any(self.one_unit) or np.any(np.not_equal(self.wrap, 1.0)))
         self._sizes: dict[str, np.ndarray] = {}
         self._members: dict[tuple[str, float], np.ndarray] = {}
-        self._strides = self._lay_out()
+        self._strides = self._axis_strides()
 
     # These are set from `fields`; named here for readers and type checkers.
     replicate: np.ndarray
@@ -174,28 +172,9 @@ class Batch:
         return self._sizes[axis]
 
     def _count(self, axis: str) -> np.ndarray:
-        match axis:
-            case "dp_cp":
-                return self.dp * self.cp
-            case "stage":
-                return self.tp * self.dp * self.cp
-            case "shard_cp":  # ZeRO shards over the context-parallel ranks too: they hold the same weights
-                return self.shard * self.cp
-            case "expert_tp":
-                return self.etp
-            case "expert_shard":  # none, where an expert's copies are not as many in every shard group
-                shards = self.shard * self.cp
-                inside = shards * self.tp / (self.etp * self.ep)
-                return np.where((shards > 1) & (inside == np.floor(inside)), np.maximum(inside, 1.0), 1.0)
-            case "expert_replicate":
-                return self.expert_dp / self.size("expert_shard")
-            case "kv_copies":  # neighbours on tp that hold the same KV head
-                return np.maximum(self.tp / self.model.kv_groups, 1.0)
-            case "ends":  # a pipeline's first and last rank
-                return np.minimum(self.pp, 2.0)
-            case "world" | "dp" | "expert_dp" | "tp" | "cp" | "pp" | "ep" | "shard" | "replicate":
-                return getattr(self, axis)
-        raise KeyError(axis)
+        if axis == "kv_copies":  # neighbours on tp that hold the same KV head
+            return np.maximum(self.tp / self.model.kv_groups, 1.0)
+        return axis_size(self, axis)
 
     def members(self, axis: str, unit: float) -> np.ndarray:
         """Members of one group of the axis inside one unit of `unit` consecutive devices."""
@@ -205,44 +184,19 @@ class Batch:
         return self._members[key]
 
     def _count_members(self, axis: str, unit: float) -> np.ndarray:
-        match axis:
-            case "dp":
-                return self._inside("shard", unit) * self._inside("replicate", unit)
-            case "dp_cp":
-                return self.members("dp", unit) * self._inside("cp", unit)
-            case "shard_cp":
-                return self._inside("shard", unit) * self._inside("cp", unit)
-            case "expert_tp" | "ep" | "expert_dp" | "expert_shard" | "stage":
-                room = self._inside("tp", unit) * self.members("dp_cp", unit)  # ranks of one stage in the unit
-                if axis == "stage":
-                    return room
-                if axis == "expert_tp":
-                    return np.minimum(self.etp, room)
-                if axis == "ep":
-                    return np.minimum(self.ep, np.maximum(1.0, np.floor(room / self.etp)))
-                return np.minimum(self.size(axis), np.maximum(1.0, np.floor(room / (self.etp * self.ep))))
-            case "expert_replicate":
-                return np.maximum(1.0, self.members("expert_dp", unit) / self.size("expert_shard"))
-            case "kv_copies":
-                return np.minimum(self.size("kv_copies"), self._inside("tp", unit))
-            case "ends":
-                return np.where((self.pp - 1) * self._strides["pp"] < unit, self.size("ends"), 1.0)
-            case "world":
-                return np.minimum(self.world, unit)
-        return self._inside(axis, unit)
+        if axis == "kv_copies":
+            return np.minimum(self.size("kv_copies"), members_in_unit(self, self._strides, "tp", unit))
+        return members_in_unit(self, self._strides, axis, unit)
 
-    def _inside(self, axis: str, unit: float) -> np.ndarray:
-        return np.minimum(getattr(self, axis), np.maximum(1.0, np.floor(unit / self._strides[axis])))
-
-    def _lay_out(self) -> dict[str, np.ndarray]:
+    def _axis_strides(self) -> dict[str, np.ndarray]:
         """Distance between neighbours on every axis, under each plan's order."""
-        out = {axis: np.ones(self.n) for axis in ("tp", "cp", "pp", "shard", "replicate")}
         codes = np.unique(self.order)
+        if len(codes) == 1:
+            return strides(self, ORDERS[codes[0]])
+        out = {axis: np.ones(self.n) for axis in BASE}
         for code in codes:
-            at = slice(None) if len(codes) == 1 else self.order == code
-            stride = np.ones(self.n)[at]
-            for name in ORDERS[code]:
-                for axis in ("shard", "replicate") if name == "dp" else (name,):
-                    out[axis][at] = stride
-                    stride = stride * getattr(self, axis)[at]
+            at = self.order == code
+            some = SimpleNamespace(**{axis: getattr(self, axis)[at] for axis in BASE})
+            for axis, stride in strides(some, ORDERS[code]).items():
+                out[axis][at] = stride
         return out

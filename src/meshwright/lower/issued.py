@@ -144,7 +144,7 @@ def in_blocks(
     program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m: int, given: Given
 ) -> Iterator[Counted]:
     """Of every block of a stage what the step program says, in each micro-batch."""
-    model, again = program.batch.model, set(plan.made_again(stage.layers))
+    model, again = program.batch.model, set(plan.recomputed_layers(stage.layers))
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
     blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
     blocks += [("head", -1)] * (stage.layers.stop == model.layers)

@@ -18,13 +18,16 @@ from itertools import accumulate
 
 import numpy as np
 
+from meshwright.describe import stages as placement
 from meshwright.describe.plan import Plan
-from meshwright.lower.batch import SCHEDULES, Batch
+from meshwright.describe.schedules import SCHEDULES
+from meshwright.describe.schedules import V_SHAPED as V_SHAPED_NAMES
+from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array
 from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
-V_SHAPED = tuple(SCHEDULES.index(s) for s in ("zbv", "dualpipev"))
+V_SHAPED = tuple(SCHEDULES.index(name) for name in V_SHAPED_NAMES)
 DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
@@ -135,10 +138,8 @@ def split_share(batch: Batch, stage: Array) -> Array:
 
 
 def stages_of_rank(plan: Plan, rank: int) -> list[int]:
-    """Looped placement, or a V's two stages."""
-    if plan.schedule in ("zbv", "dualpipev") and plan.virtual > 1:
-        return [rank, plan.stages - 1 - rank]
-    return [rank + v * plan.pp for v in range(plan.virtual)]
+    """The stages one pipeline rank of a plan holds."""
+    return placement.stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank)
 
 
 def _with_again(
@@ -154,7 +155,7 @@ def _with_again(
     for i, plan in batch.some_recomputed.items():
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
-        layers = [layer for s in here for layer in plan.made_again(range(edges[s], edges[s + 1]))]
+        layers = [layer for s in here for layer in plan.recomputed_layers(range(edges[s], edges[s + 1]))]
         for kind in ("dense", "moe"):
             held.recomputed[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
             if held.split is not None:  # a layer made again gathers its inputs once, and keeps them
@@ -245,10 +246,8 @@ def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:
-    """First and last+1 layer of a stage: as even as can be, the short stages at both ends (as `Plan.stage_layers`)."""
-    least, first, beyond = _longer(batch, stages)
-    start = stage * least + np.clip(stage - first, 0, beyond - first)
-    end = (stage + 1) * least + np.clip(stage + 1 - first, 0, beyond - first)
+    """First and last+1 layer of a stage: as the plan states them, else as even as possible (`describe.stages`)."""
+    start, end = placement.stage_bounds(batch.model.layers, stages, stage)
     for i in batch.uneven:
         edges = np.concatenate([[0], np.cumsum(batch.layers_per_stage[i])])
         start[..., i], end[..., i] = edges[stage[..., i]], edges[stage[..., i] + 1]
@@ -256,11 +255,8 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
 
 
 def _longer(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
-    """Layers every stage has at least, and the row of stages, first and last+1, that have one more."""
-    least = np.floor(batch.model.layers / stages)
-    extra = batch.model.layers - least * stages
-    first = np.floor((stages - extra) / 2)
-    return least, first, first + extra
+    """Layers every stage has at least, and the first and last+1 stage that have one more."""
+    return placement.longer_stages(batch.model.layers, stages)
 
 
 def in_flight(batch: Batch, rank: Array) -> Array:

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from meshwright.describe import legality
 from meshwright.describe.model import Model
-from meshwright.errors import MeshwrightError
+from meshwright.describe.plan_fields import PlanFields
 from meshwright.models.initialise import initial_value
 from meshwright.models.mlp import Mlp, squared_error
 from meshwright.models.transformer import Transformer, cross_entropy
@@ -26,18 +27,10 @@ __all__ = ["Mlp", "Transformer", "build", "initial_value", "loss_function", "wid
 def build(model: Model, layers: range | None = None) -> nn.Module:
     """The network on the meta device; `layers` builds one pipeline stage of it: those layers, the embedding with the
     first and the head with the last."""
+    legality.check(PlanFields(), model, trainer=True)
     layers = layers if layers is not None else range(model.layers)
     with torch.device("meta"):
-        if model.kind == "mlp":
-            return Mlp(model, layers)
-        if model.kind == "transformer":
-            return Transformer(model, layers)
-    raise MeshwrightError(
-        "MW-BUILD-001",
-        f"{model.name} cannot be built",
-        why="Only its counts are known, not its shape",
-        valid=["transformer", "mlp"],
-    )
+        return Mlp(model, layers) if model.kind == "mlp" else Transformer(model, layers)
 
 
 def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -21,7 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.describe import legality
 from meshwright.describe.model import Model
+from meshwright.describe.plan_fields import PlanFields
 from meshwright.errors import MeshwrightError
 from meshwright.models.dropout import Dropped, Probabilities, make_dropout
 from meshwright.models.mla import LatentAttention
@@ -207,7 +209,7 @@ class Transformer(nn.Module):
 
     def __init__(self, model: Model, layers: range) -> None:
         super().__init__()
-        check_buildable(model)
+        legality.check(PlanFields(), model, trainer=True)
         self.geometry = geometry = Geometry(model)
         self.embedding = Embedding(model, geometry) if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(i): Layer(model, geometry, i) for i in layers})
@@ -226,29 +228,3 @@ def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Te
     """Summed over valid tokens, in float32 or wider."""
     wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")
-
-
-def check_buildable(model: Model) -> None:
-    lacking = {
-        "attention=mla with qk_norm": model.attention == "mla" and model.qk_norm,
-        "positions=alibi": model.positions == "alibi",
-        "sinks": model.sinks,
-        "norm_position=post": model.norm_position == "post",
-        "qk_norm_width=projection": model.qk_norm and model.qk_norm_width == "projection",
-        f"norms_per_layer={model.norms_per_layer}": model.norms_per_layer not in (2, 4),
-    }
-    for what, present in lacking.items():
-        if present:
-            raise MeshwrightError(
-                "MW-BUILD-002",
-                f"{model.name} has {what}, which the transformer does not run",
-                why="It can be described, planned and costed",
-                valid=["positions=rope|learned|none", "norms_per_layer=2|4"],
-            )
-    width, field = rotated_width(model), "rope_dim" if model.attention == "mla" else "head_dim"
-    if model.positions == "rope" and width % 2:
-        raise MeshwrightError(
-            "MW-BUILD-002",
-            f"RoPE turns pairs; {field} {width} of {model.name} is odd",
-            fix=f"--set model.{field}={width + 1}",
-        )

@@ -27,6 +27,7 @@ import torch
 from torch import distributed, nn
 
 from meshwright.cost.recompute import resolve_recompute
+from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
@@ -46,7 +47,6 @@ from meshwright.parallel.numerics.precision import Masters, at_least_single, mas
 from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of, recompute_plan
-from meshwright.parallel.supported import check_supported
 from meshwright.parallel.tensor import split as tensor
 from meshwright.parallel.tensor import vocabulary
 from meshwright.parallel.tensor.tables import table_of
@@ -184,11 +184,9 @@ def apply(
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
 ) -> Parallel:
     """The model under the plan on this rank of an initialised process group."""
-    check_supported(model, plan)
+    legality.check(plan, model, workload, trainer=True)
     unsaid = plan.recompute == "auto" and not plan.recompute_budget
-    plan = resolve_recompute(
-        model, plan.check(model, workload), workload, Stack(), memory_of(device) if unsaid else 0.0
-    )
+    plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if unsaid else 0.0)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
     if program is not None and workload.precision == "fp8":

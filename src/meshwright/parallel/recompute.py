@@ -212,6 +212,6 @@ def recompute_plan(module: nn.Module, plan: Plan) -> None:
     """What the plan says, on a stage of one of our models."""
     layers = list(module.layers.values())  # type: ignore[operator]
     if plan.recompute == "full":
-        recompute(layers[i] for i in plan.made_again(range(len(layers))))
+        recompute(layers[i] for i in plan.recomputed_layers(range(len(layers))))
     elif plan.recompute == "selective" and hasattr(module, "geometry"):
         core_again(module.geometry)

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
 
+from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.supported import check_supported
 from meshwright.proof.compare import Agreement, bounds_from_rounding, compare
 from meshwright.proof.fold import AXES, Small, order_matters, small_copy
 from meshwright.proof.records import Job, Row, Trace
@@ -114,9 +114,9 @@ def prove(
 ) -> Proof:
     """Raise only for what cannot be tried; a plan that trains something else comes back as a failed proof."""
     started = time.perf_counter()
-    config.plan.check(config.model, config.workload)  # a small copy may be legal where the plan itself is not
+    # A small copy may be legal where the plan itself is not.
+    legality.check(config.plan, config.model, config.workload, trainer=True)
     small = small_copy(config, ranks)
-    check_supported(small.model, small.plan)
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     job = Job(small.model, small.plan, small.workload, small.order, steps, seed, watch=True, prepare=prepare)

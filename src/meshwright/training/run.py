@@ -23,11 +23,11 @@ import numpy as np
 
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import resolve_recompute
+from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
-from meshwright.parallel.supported import check_supported
 from meshwright.training import launch
 from meshwright.training.machine import check_machine, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
@@ -35,7 +35,6 @@ from meshwright.units import format_flops
 
 TARGET = "meshwright.training.work:work"
 SILENCE_S = 600.0
-TRAINABLE = ("fp32", "fp64", "bf16", "fp16")
 
 
 @dataclass
@@ -122,28 +121,11 @@ def run_training(
 
 
 def check(config: Config, steps: int) -> None:
-    """Raise if a run of this configuration cannot be tried, on any machine."""
+    """Raise if the plan is illegal, or `train` cannot run it on any machine."""
     if steps < 1:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
-    if config.plan.param_dtype not in TRAINABLE:
-        raise MeshwrightError(
-            "MW-TRAIN-001",
-            f"plan.param_dtype={config.plan.param_dtype} can be planned, but `train` does not support it",
-            valid=TRAINABLE,
-            fix="--set plan.param_dtype=fp32 --set plan.master=false",
-        )
-    dtype, precision = config.plan.param_dtype, config.workload.precision
-    products = (dtype, "fp8", *(["tf32"] if dtype == "fp32" else []))
-    if precision not in products:
-        raise MeshwrightError(
-            "MW-TRAIN-001",
-            f"workload.precision={precision} with plan.param_dtype={dtype} can be planned, but `train` does not support it",
-            why="Matrix products run in the dtype of the parameters, or in fp8",
-            valid=products,
-            fix=f"--set workload.precision={dtype}",
-        )
-    check_supported(config.model, config.plan)
-    config.check()
+    c = config
+    legality.check(c.plan, c.model, c.workload, c.cluster, c.stack, trainer=True, dtypes=True)
 
 
 def predicted(config: Config) -> Prediction:

@@ -1,51 +1,28 @@
-"""The catalog: known models, accelerators, links, clusters and stacks, one TOML file a kind, each entry with its source."""
+"""The catalog: known models, accelerators, links, clusters and stacks, by name."""
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from meshwright.errors import MeshwrightError, unknown
+from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.entries import KINDS, entry, names, tables
+from meshwright.describe.model import Model
+from meshwright.describe.stack import Stack
 
-KINDS = ("models", "clusters", "accelerators", "links", "stacks")
+__all__ = ["KINDS", "load", "names", "tables"]
 
-
-@cache
-def tables(kind: str) -> dict[str, dict[str, Any]]:
-    """Every entry of a kind as written, `extends` within the file resolved."""
-    if kind not in KINDS:
-        raise unknown("MW-CAT-001", "catalog", kind, KINDS)
-    raw = tomllib.loads(files(__name__).joinpath(f"{kind}.toml").read_text("utf-8"))
-    return {name: _resolved(name, raw) for name in raw}
-
-
-def _resolved(name: str, raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    entry = dict(raw[name])
-    base = entry.pop("extends", None)
-    return {**_resolved(base, raw), **entry} if base else entry
-
-
-def names(kind: str) -> list[str]:
-    return list(tables(kind))
+CLASSES: dict[str, Any] = {
+    "models": Model,
+    "clusters": Cluster,
+    "accelerators": Accelerator,
+    "links": Link,
+    "stacks": Stack,
+}
 
 
 @cache
 def load(kind: str, name: str) -> Any:
-    """The described object behind a catalog name."""
-    from meshwright.describe import cluster, model, stack
-
-    classes = {
-        "models": model.Model,
-        "clusters": cluster.Cluster,
-        "accelerators": cluster.Accelerator,
-        "links": cluster.Link,
-        "stacks": stack.Stack,
-    }
-    known = tables(kind)
-    if not isinstance(name, str) or name not in known:
-        hint = "A path to a file is read by the commands, not by the catalog" if "/" in str(name) else ""
-        error = unknown("MW-CAT-002", kind[:-1], str(name), known)
-        raise MeshwrightError(error.code, error.what, why=hint, valid=error.valid, fix=error.fix)
-    return classes[kind](**{"name": name, **known[name]})
+    """The object behind a catalog name."""
+    table = entry(kind, name)
+    return CLASSES[kind](**table)

@@ -21,7 +21,8 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.recompute import SPARE as SPARE
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
-from meshwright.describe.plan import AXES, VIRTUAL_SCHEDULES, Plan, divisors
+from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.schedules import VIRTUAL_SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError

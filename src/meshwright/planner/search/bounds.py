@@ -31,6 +31,7 @@ import numpy as np
 
 from meshwright.cost.step import StepCost, rank_time, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.schedules import RULES
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import average_blocks
@@ -39,7 +40,6 @@ from meshwright.planner.search import intervals
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes, grouped, join
 from meshwright.programs.pipelines import formulas
-from meshwright.programs.pipelines.rules import RULES
 
 Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages a rank may have: one, or the fewest and the most
 CHUNK = 4096  # rows costed at once: their arrays stay in cache

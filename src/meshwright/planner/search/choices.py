@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 from meshwright.describe.base import MOST
 from meshwright.describe.draft import parse_value
-from meshwright.describe.plan import AXES, Dtype, Plan
+from meshwright.describe.plan import AXES, Plan
+from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES
 
@@ -224,6 +225,6 @@ def _allowed(word: str) -> Constraint:
     name, text = _split("--allow", word, (*DTYPES, "overlap", "schedule"))
     words = text.split(",") if name != "overlap" else text.split(",") if "+" in text else [text]
     for each in words:
-        if name in DTYPES and each.strip() not in get_args(Dtype):
-            raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), get_args(Dtype), f"--allow {name}={{}}")
+        if name in DTYPES and each.strip() not in PLAN_DTYPES:
+            raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), PLAN_DTYPES, f"--allow {name}={{}}")
     return Constraint(f"--allow {name}={text}", "allow", name, tuple(_word(name, each.strip()) for each in words))

@@ -44,7 +44,7 @@ def first_that_fits(model: Model, cluster: Cluster, workload: Workload, stack: S
     reasons = None
     for plan in ladder(model, cluster):
         try:
-            plan.check(model, workload, cluster)
+            plan.check(model, workload, cluster, stack)
         except MeshwrightError as error:
             reasons = reasons or error
             continue

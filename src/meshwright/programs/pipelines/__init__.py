@@ -1,11 +1,12 @@
 """Pipeline schedules as programs: built by name, checked, walked, and searched for."""
 
+from meshwright.describe.schedules import RULES
 from meshwright.programs.pipelines.auto import Found, auto, lower_bound, search
 from meshwright.programs.pipelines.check import check
 from meshwright.programs.pipelines.formulas import bubble_fraction, bubble_overhead, in_flight, makespan
 from meshwright.programs.pipelines.program import KINDS, Action, PipelineProgram, looped, program_of, v_shaped
 from meshwright.programs.pipelines.registry import SCHEDULES, build
-from meshwright.programs.pipelines.rules import ALIASES, RULES, name_of, refusal
+from meshwright.programs.pipelines.rules import ALIASES, name_of, refusal
 from meshwright.programs.pipelines.walk import Durations, Walked, walk
 
 __all__ = [

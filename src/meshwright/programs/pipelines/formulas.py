@@ -34,8 +34,9 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.describe.schedules import RULES
 from meshwright.errors import MeshwrightError
-from meshwright.programs.pipelines.rules import RULES, name_of
+from meshwright.programs.pipelines.rules import name_of
 
 Number = int | float | np.ndarray
 Path = tuple[Number, Number, Number, Number]  # forwards, backwards of inputs, backwards of weights, transfers

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.describe.schedules import RULES
 from meshwright.programs.pipelines.auto import auto
 from meshwright.programs.pipelines.program import PipelineProgram
-from meshwright.programs.pipelines.rules import RULES, name_of
+from meshwright.programs.pipelines.rules import name_of
 from meshwright.programs.pipelines.schedules import HANDMADE, Builder
 
 SCHEDULES: dict[str, Builder] = {**HANDMADE, "auto": auto}

@@ -153,7 +153,7 @@ class Problem:
                 bucket=self.bucket(dp * cp),
                 **sharing,
             )
-            return plan.check(self.model, self.workload, self.cluster)
+            return plan.check(self.model, self.workload, self.cluster, self.stack)
         except MeshwrightError:
             return None
 
@@ -183,7 +183,7 @@ class Problem:
 
     def _legal(self, plan: Plan) -> bool:
         try:
-            plan.check(self.model, self.workload, self.cluster)
+            plan.check(self.model, self.workload, self.cluster, self.stack)
         except MeshwrightError:
             return False
         return True

@@ -1,0 +1,44 @@
+"""The entries of the catalog as they are written in its TOML files, one file per kind, each entry with its source.
+
+Objects are made of them in `describe.catalog` (by name) and in `describe.cluster` (the parts of a cluster).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from meshwright.errors import MeshwrightError, unknown
+
+KINDS = ("models", "clusters", "accelerators", "links", "stacks")
+
+
+@cache
+def tables(kind: str) -> dict[str, dict[str, Any]]:
+    """All entries of a kind by name, with `extends` inside the file resolved."""
+    if kind not in KINDS:
+        raise unknown("MW-CAT-001", "catalog", kind, KINDS)
+    raw = tomllib.loads(files("meshwright.describe").joinpath("catalog", f"{kind}.toml").read_text("utf-8"))
+    return {name: _resolved(name, raw) for name in raw}
+
+
+def _resolved(name: str, raw: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    entry = dict(raw[name])
+    base = entry.pop("extends", None)
+    return {**_resolved(base, raw), **entry} if base else entry
+
+
+def names(kind: str) -> list[str]:
+    return list(tables(kind))
+
+
+def entry(kind: str, name: str) -> dict[str, Any]:
+    """One entry, with its name."""
+    known = tables(kind)
+    if not isinstance(name, str) or name not in known:
+        hint = "The catalog holds names; the commands also read files" if "/" in str(name) else ""
+        error = unknown("MW-CAT-002", kind[:-1], str(name), known)
+        raise MeshwrightError(error.code, error.what, why=hint, valid=error.valid, fix=error.fix)
+    return {"name": name, **known[name]}

@@ -1,0 +1,188 @@
+"""Rules of a plan by itself: its fields do not contradict each other."""
+
+from __future__ import annotations
+
+from meshwright.describe.legality.case import Case, Flag, lookup
+from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.plan_fields import AXES, COMPRESSIONS, RECOMPUTES, TP_FORMS
+from meshwright.describe.schedules import LEAST_VIRTUAL, MOST_VIRTUAL, RULES, VIRTUAL_SCHEDULES
+
+FULL, AUTO = RECOMPUTES.index("full"), RECOMPUTES.index("auto")
+GATHERED = TP_FORMS.index("all-gather")
+UNCOMPRESSED = COMPRESSIONS.index("none")
+
+
+class ShardNeedsZero(Rule):
+    code = "MW-PLAN-001"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.shard > 1) & (p.zero == 0)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"shard={p.shard} with zero=0 shards nothing",
+            why="The ZeRO stage (1, 2 or 3) says what is sharded; plain data parallelism is `replicate`",
+            valid=["zero=1", "zero=2", "zero=3", "shard=1"],
+            fixes=[
+                {"plan.zero": 3},
+                {"plan.zero": 1},
+                {"plan.shard": 1, "plan.replicate": p.replicate * p.shard},
+                {"plan.shard": 1},
+            ],
+        )
+
+
+class OrderNamesEachAxis(Rule):
+    code = "MW-PLAN-002"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.order < 0
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem("order must name each axis once", valid=AXES, fixes=[{"plan.order": AXES}])
+
+
+class SequenceParallelNeedsMegatronForm(Rule):
+    code = "MW-PLAN-013"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.sp & (p.tp_form == GATHERED)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            "sp with tp_form=all-gather",
+            why="Sequence parallelism gathers before and scatters after the products of tp_form=megatron",
+            fixes=[{"plan.sp": False}, {"plan.tp_form": "megatron"}],
+        )
+
+
+class ChosenLayersNeedFull(Rule):
+    code = "MW-PLAN-014"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return ((p.recompute_every > 1) | (p.recompute_layers > 0)) & (p.recompute != FULL)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        field = "recompute_every" if p.recompute_every > 1 else "recompute_layers"
+        return Problem(
+            f"{field}={p.setting(f'plan.{field}')} with recompute={p.word('recompute')}",
+            why="recompute_every and recompute_layers need recompute = full",
+            fixes=[
+                {"plan.recompute": "full", "plan.recompute_budget": 0.0},
+                {"plan.recompute_every": 1, "plan.recompute_layers": 0},
+            ],
+        )
+
+
+class BudgetNeedsAuto(Rule):
+    code = "MW-PLAN-014"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.recompute_budget > 0) & (p.recompute != AUTO)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"recompute={p.word('recompute')} with recompute_budget={p.recompute_budget:g}",
+            why="recompute_budget needs recompute = auto",
+            valid=["recompute=auto with recompute_budget=20GiB"],
+            fixes=[
+                {"plan.recompute": "auto", "plan.recompute_every": 1, "plan.recompute_layers": 0},
+                {"plan.recompute_budget": 0.0},
+            ],
+        )
+
+
+class LocalSgdNeedsWholeReplicas(Rule):
+    code = "MW-PLAN-015"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        divided = (p.zero > 0) | (p.cp > 1) | (p.ep > 1) | (p.compression != UNCOMPRESSED)
+        return (p.average_every > 0) & (divided | (p.replicate == 1))
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        together = {
+            "zero": (p.zero > 0, 0),
+            "cp": (p.cp > 1, 1),
+            "ep": (p.ep > 1, 1),
+            "compression": (p.compression != UNCOMPRESSED, "none"),
+        }
+        present = [field for field, (there, _) in together.items() if there]
+        named = f"{present[0]}={p.setting(f'plan.{present[0]}')}" if present else "replicate=1"
+        return Problem(
+            f"average_every={p.average_every} with {named}",
+            why="Local SGD averages the weights of several full replicas, which reduce no gradients",
+            fixes=[
+                *({f"plan.{field}": together[field][1]} for field in present[:1]),
+                {"plan.average_every": 0},
+            ],
+        )
+
+
+class StagesPerRank(Rule):
+    code = "MW-PLAN-003"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        few = (p.pp > 1) & (p.virtual < lookup(LEAST_VIRTUAL, p.schedule))
+        return few | (p.virtual > lookup(MOST_VIRTUAL, p.schedule))
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        name = p.word("schedule")
+        least, most = RULES[name].least_virtual, RULES[name].most_virtual
+        takes = f"{least}" if least == most else f"{least} to {most}"
+        what = f"schedule {name} takes virtual={takes} stages per rank, not virtual={p.virtual}"
+        looped = [{"plan.schedule": s} for s in ("interleaved", "looped-bfs")] if most == 1 else []
+        one_stage = [{"plan.schedule": "1f1b"}] if p.virtual == 1 else []
+        return Problem(
+            what,
+            why=RULES[name].about[:1].upper() + RULES[name].about[1:],
+            valid=VIRTUAL_SCHEDULES if most == 1 else [f"virtual={takes}"],
+            fixes=[
+                *looped,
+                *one_stage,
+                {"plan.virtual": least if p.virtual < least else most},
+                {"plan.virtual": 1, "plan.schedule": "1f1b"},
+                {"plan.virtual": 1, "plan.schedule": "1f1b", "plan.layers_per_stage": ()},
+            ],
+        )
+
+
+class OneEntryPerStage(Rule):
+    code = "MW-PLAN-007"
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.stage_entries > 0) & (p.stage_entries != p.stages)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"layers_per_stage has {p.stage_entries} entries for pp × virtual = {p.pp} × {p.virtual} = {p.stages} stages",
+            why="It names the layers of every stage, in order",
+            fixes=[{"plan.layers_per_stage": ()}],
+        )
+
+
+PLAN_RULES: tuple[type[Rule], ...] = (
+    ShardNeedsZero,
+    OrderNamesEachAxis,
+    SequenceParallelNeedsMegatronForm,
+    ChosenLayersNeedFull,
+    BudgetNeedsAuto,
+    LocalSgdNeedsWholeReplicas,
+    StagesPerRank,
+    OneEntryPerStage,
+)

@@ -1,0 +1,155 @@
+"""The fields of a plan, and the numbers that follow from them.
+
+`describe.legality` reads these fields to decide whether a plan is legal; `describe.plan.Plan` adds that check.
+
+Words (schedule, kind of context parallelism, recompute, …) have a position in the tuples below. Batches of plans hold these
+positions in arrays.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from meshwright.describe.base import Bytes, Described, Size, Whole
+from meshwright.describe.schedules import Schedule
+from meshwright.describe.stack import Axis
+from meshwright.describe.stages import layers_of_stages
+from meshwright.describe.workload import Workload
+
+Recompute = Literal["none", "selective", "full", "auto"]
+ContextKind = Literal["ring", "ulysses", "all-gather"]
+Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd", "fp8", "random-k", "threshold"]
+Dtype = Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
+Offload = Literal["none", "states", "activations", "both"]
+TensorForm = Literal["megatron", "all-gather"]
+
+AXES = ("tp", "cp", "pp", "dp")
+ORDERS = tuple(permutations(AXES))
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+CP_KINDS: tuple[str, ...] = get_args(ContextKind)
+COMPRESSIONS: tuple[str, ...] = get_args(Compression)
+DTYPES: tuple[str, ...] = get_args(Dtype)
+TP_FORMS: tuple[str, ...] = get_args(TensorForm)
+
+
+class PlanFields(Described):
+    """What a plan states, each field checked by itself."""
+
+    replicate: Size = Field(default=1, description="data-parallel groups that each hold a full copy")
+    shard: Size = Field(default=1, description="data-parallel ranks that ZeRO shards over")
+    tp: Size = Field(default=1, description="tensor-parallel degree")
+    sp: bool = Field(
+        default=False, description="sequence parallel: with tp, shard the activations between the products"
+    )
+    tp_form: TensorForm = Field(
+        default="megatron",
+        description="all-gather: column-parallel products whose outputs are gathered, without row-parallel ones",
+    )
+    cp: Size = Field(default=1, description="context-parallel degree")
+    cp_kind: ContextKind = Field(default="ring", description="how attention sees the other ranks' tokens")
+    pp: Size = Field(default=1, description="pipeline-parallel degree")
+    virtual: Size = Field(default=1, description="pipeline stages per rank")
+    schedule: Schedule = Field(default="1f1b", description="pipeline schedule")
+    layers_per_stage: tuple[Size, ...] = Field(
+        default=(), description="layers of each stage, in order; empty: as even as possible"
+    )
+    ep: Size = Field(default=1, description="expert-parallel degree; adds no devices")
+    expert_tp: Whole = Field(default=0, description="tensor-parallel degree inside experts; 0: tp")
+    microbatch: Size = Field(default=1, description="sequences per micro-batch and data-parallel rank")
+    zero: int = Field(default=0, ge=0, le=3, description="ZeRO stage")
+    reshard: bool = Field(
+        default=True, description="ZeRO-3: free gathered weights after forward, gather them again in backward"
+    )
+    prefetch: bool = Field(default=True, description="ZeRO-3: gather the next layer during this one")
+    wrap: Whole = Field(default=1, description="ZeRO: layers gathered and reduced together; 0: all layers of a stage")
+    reduce: Literal["auto", "step", "microbatch"] = Field(
+        default="auto",
+        description="when gradients are reduced; auto: each micro-batch under ZeRO-2 and 3, else once per step",
+    )
+    bucket: Bytes = Field(default=25e6, gt=0, description="bytes of a gradient bucket")
+    average_every: Whole = Field(
+        default=0,
+        description="local SGD: replicas train independently and average weights every n steps; 0: reduce gradients each step",
+    )
+    recompute: Recompute = Field(default="none", description="activations recomputed in backward")
+    recompute_every: Size = Field(default=1, description="with recompute=full: every n-th layer of a stage")
+    recompute_layers: Whole = Field(default=0, description="with recompute=full: at most n layers per stage; 0: all")
+    recompute_budget: Bytes = Field(
+        default=0.0,
+        description="with recompute=auto: bytes of activations a rank may keep for backward; 0: the device's free memory",
+    )
+    param_dtype: Dtype = Field(default="bf16", description="dtype of the parameters used in forward and backward")
+    grad_dtype: Dtype = Field(default="fp32", description="dtype gradients are accumulated in")
+    state_dtype: Dtype = Field(default="fp32", description="dtype of optimizer states")
+    master: bool = Field(default=True, description="keep an fp32 copy of 16-bit parameters")
+    comm_dtype: Dtype | None = Field(default=None, description="dtype of gradient reduction; default: grad_dtype")
+    overlap: tuple[Axis, ...] | None = Field(
+        default=None, description="axes whose communication overlaps with compute; default: the stack's"
+    )
+    compression: Compression = Field(default="none", description="compression of gradients")
+    compression_ratio: float = Field(default=0.01, gt=0, le=1, description="top-k, random-k: share of elements sent")
+    compression_threshold: float = Field(
+        default=2.0, gt=0, description="threshold: values above this many times their root mean square are sent"
+    )
+    compression_rank: Size = Field(default=4, description="PowerSGD: rank of the approximation")
+    offload: Offload = Field(default="none", description="tensors kept in host memory")
+    order: tuple[Literal["tp", "cp", "pp", "dp"], ...] = Field(
+        default=(), description="axes, fastest first; empty: the stack's order"
+    )
+
+    @property
+    def dp(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+    @property
+    def etp(self) -> int:
+        """Tensor-parallel degree inside experts."""
+        return self.expert_tp or self.tp
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced after every micro-batch: by default ZeRO-2 and 3 do, since they keep only shards."""
+        return self.zero >= 2 if self.reduce == "auto" else self.reduce == "microbatch"
+
+    @property
+    def reduce_dtype(self) -> str:
+        return self.comm_dtype or self.grad_dtype
+
+    @property
+    def wire(self) -> str:
+        """How gradients are sent: a compression, a narrower dtype than they are accumulated in, or "none"."""
+        narrow = self.comm_dtype in ("fp16", "bf16", "fp8") and self.comm_dtype != self.grad_dtype
+        return str(self.comm_dtype) if self.compression == "none" and narrow else self.compression
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the reduction of gradients rounds or drops values, so that one device must emulate it to compare.
+        Copies of an expert may lie on tensor-parallel ranks too."""
+        return self.wire != "none" and (self.dp * self.cp > 1 or self.tp > self.etp * self.ep)
+
+    def microbatches(self, workload: Workload) -> int:
+        """Micro-batches of one data-parallel rank in one step."""
+        return workload.batch // (self.microbatch * self.dp)
+
+    def stage_layers(self, layers: int) -> tuple[int, ...]:
+        """Number of layers of each stage, in model order."""
+        return self.layers_per_stage or layers_of_stages(layers, self.stages)
+
+    def recomputed_layers(self, stage: range) -> range:
+        """The layers of one stage that full recompute runs again in backward."""
+        chosen = stage[:: self.recompute_every][: self.recompute_layers or None]
+        return chosen if self.recompute == "full" else stage[:0]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in super().as_dict().items()}

@@ -1,0 +1,48 @@
+"""Which layers a pipeline stage holds, and which stages a rank holds: for one plan (integers) and for a batch (arrays).
+
+L layers over S stages are as even as possible. L mod S stages hold one layer more; they stand in the middle, so that the short
+stages are at both ends, where the embedding and the head add work:
+
+    layers of every stage ≥ ⌊L/S⌋        stages with one more: from ⌊(S − L mod S)/2⌋ on, L mod S of them
+
+Placement: *looped* puts stages r, r+P, r+2P, … on rank r; *V-shaped* puts stages r and 2P−1−r on rank r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.schedules import V_SHAPED
+
+Number = Any  # an int, or an array of numbers
+
+
+def longer_stages(layers: int, stages: Number) -> tuple[Number, Number, Number]:
+    """Layers that every stage holds at least, and the first and last+1 stage that hold one more."""
+    least = layers // stages
+    extra = layers - least * stages
+    first = (stages - extra) // 2
+    return least, first, first + extra
+
+
+def layers_of_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Number of layers of each stage, in model order."""
+    least, first, end = longer_stages(layers, stages)
+    return tuple(int(least) + (first <= stage < end) for stage in range(stages))
+
+
+def stage_bounds(layers: int, stages: Number, stage: Number) -> tuple[Number, Number]:
+    """First and last+1 layer of a stage."""
+    least, first, end = longer_stages(layers, stages)
+    start = stage * least + np.clip(stage - first, 0, end - first)
+    stop = (stage + 1) * least + np.clip(stage + 1 - first, 0, end - first)
+    return start, stop
+
+
+def stages_of_rank(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
+    """The stages one pipeline rank holds."""
+    if schedule in V_SHAPED and virtual > 1:
+        return [rank, pp * virtual - 1 - rank]
+    return [rank + v * pp for v in range(virtual)]
