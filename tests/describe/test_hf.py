@@ -179,7 +179,7 @@ REAL = {
 def test_released_configs_agree_with_the_catalog(name, tmp_path):
     """The keys of released configs describe the catalog's model: counts, FLOPs and saved bytes alike."""
     (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
-    model, ours = Model.from_hf(str(tmp_path), name), load("models", name)
+    model, ours = hf.read(str(tmp_path), name), load("models", name)
     assert model.name == name
     assert model.parameters() == ours.parameters()
     assert model.active == ours.active

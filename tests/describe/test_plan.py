@@ -49,12 +49,13 @@ def test_the_product_is_shown_with_its_arithmetic() -> None:
 
 
 def test_tensor_parallel_divides_heads() -> None:
-    error = refusal({"tp": 6})
-    assert error.code == "MW-PLAN-004"
+    error = refusal({"tp": 6}, gpus=48, seq=4096)
+    assert error.code == "MW-PLAN-005"
+    error = refusal({"tp": 6, "replicate": 8}, gpus=48)
     assert str(error).startswith(
         "MW-PLAN-004: tp=6 does not divide 64 attention heads of llama3-70b. Valid: 1, 2, 4, 8"
     )
-    assert error.fix in ("--set plan.tp=8", "--set plan.tp=4")
+    assert error.fix == "--set plan.tp=8 --set plan.replicate=6"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_tensor_parallel_divides_heads() -> None:
     [
         ({"shard": 4}, "MW-PLAN-001", "shard=4 with zero=0"),
         ({"order": ("tp", "tp", "pp", "dp")}, "MW-PLAN-002", "each axis once"),
-        ({"virtual": 2, "pp": 2}, "MW-PLAN-003", "one stage a rank"),
-        ({"virtual": 4, "pp": 2, "schedule": "zbv"}, "MW-PLAN-003", "V-shaped"),
+        ({"virtual": 2, "pp": 2}, "MW-PLAN-003", "1f1b takes virtual=1"),
+        ({"virtual": 4, "pp": 2, "schedule": "zbv"}, "MW-PLAN-003", "zbv takes virtual=2"),
         ({"pp": 128}, "MW-PLAN-006", "128 × 1 = 128 stages for 80 layers"),
         ({"pp": 2, "layers_per_stage": (40,)}, "MW-PLAN-007", "2 × 1 = 2 stages"),
         ({"pp": 2, "layers_per_stage": (40, 39)}, "MW-PLAN-007", "sums to 79"),
@@ -71,7 +72,8 @@ def test_tensor_parallel_divides_heads() -> None:
         ({"cp": 16, "tp": 8, "cp_kind": "ulysses"}, "MW-PLAN-008", "8 local attention heads"),
         ({"ep": 2, "replicate": 2}, "MW-PLAN-010", "has no experts"),
         ({"microbatch": 5}, "MW-PLAN-011", "5 × 1 = 5"),
-        ({"pp": 5, "virtual": 2, "schedule": "interleaved"}, "MW-PLAN-012", "768 micro-batches"),
+        ({"pp": 2, "schedule": "interleaved"}, "MW-PLAN-003", "interleaved takes virtual=2 to 1024"),
+        ({"pp": 2, "virtual": 2, "schedule": "dualpipev", "microbatch": 256}, "MW-PLAN-016", "needs 4 micro-batches"),
     ],
 )
 def test_refusals_say_what_is_wrong(plan, code, words) -> None:
@@ -136,7 +138,7 @@ def test_a_misspelt_word_gets_the_nearest() -> None:
 
 @given(layers=st.integers(1, 200), pp=st.integers(1, 16), virtual=st.integers(1, 4))
 def test_stages_are_even_and_whole(layers, pp, virtual) -> None:
-    plan = Plan(pp=pp, virtual=virtual, schedule="interleaved")
+    plan = Plan(pp=pp, virtual=virtual, schedule="looped-bfs")
     counts = plan.stage_layers(layers)
     assert sum(counts) == layers
     assert len(counts) == plan.stages

@@ -13,8 +13,8 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import inexact
-from meshwright.parallel.supported import check_supported
 
+from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -314,9 +314,7 @@ def workload_of(plan: Plan, whole: bool = False) -> Workload:
 def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:
     """Why this cannot be run, or None where it can."""
     try:
-        plan = Plan(**said)
-        check_supported(MODELS[model], plan)
-        plan.check(MODELS[model], WORKLOAD)
+        legality.check(Plan(**said), MODELS[model], WORKLOAD, trainer=True)
     except MeshwrightError as error:
         return error
     return None

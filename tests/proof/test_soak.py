@@ -19,9 +19,9 @@ from functools import cache
 import inexact
 import numpy as np
 import pytest
-from meshwright.parallel.supported import check_supported
 
 import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.planner.search.space import Space
@@ -77,7 +77,7 @@ def test_every_legal_plan_folds():
         config.plan.check(config.model, config.workload)
         try:
             small = small_copy(config, RANKS)
-            check_supported(small.model, small.plan)
+            legality.check(small.plan, small.model, small.workload, trainer=True)
             seen["folded"] += 1
         except MeshwrightError as error:
             if error.code not in (TOO_MANY, NOT_RUN):

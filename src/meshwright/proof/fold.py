@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost.recompute import resolve_recompute
-from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model, Published
@@ -58,8 +57,7 @@ def small_copy(config: Config, ranks: int) -> Small:
     tiny = tiny.but(dropout=False)
     plan = plan.but(bucket=small_bucket(config, tiny, plan))
     order = config.plan.order or config.stack.order
-    legality.check(plan, tiny, workload, trainer=True)
-    return Small(tiny, plan, workload, order, tuple(changes))
+    return Small(tiny, plan.check(tiny, workload), workload, order, tuple(changes))
 
 
 def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:

@@ -87,7 +87,7 @@ def test_names_and_aliases():
 @pytest.mark.parametrize(
     ("schedule", "ranks", "microbatches", "virtual", "code", "says"),
     [
-        ("1f1b", 4, 8, 2, "MW-PIPE-004", "does not take 2 stages a rank"),
+        ("1f1b", 4, 8, 2, "MW-PIPE-004", "does not take 2 stages per rank"),
         ("interleaved", 4, 8, 1, "MW-PIPE-004", "Fix: 1f1b"),
         ("zbv", 4, 8, 3, "MW-PIPE-004", "Valid: 2"),
         ("dualpipev", 4, 7, 2, "MW-PIPE-005", "needs 8 micro-batches, not 7"),

@@ -9,9 +9,9 @@
 What a layer offers depends on few numbers of the ones above, so the space is counted without being written down: GPT-3 on 512 GPUs
 has over a hundred million plans in some ten thousand frames. `search` goes down the layers only where it can pay.
 
-**Legal** is what `Plan.check` and the schedule's own rules accept: degrees that multiply to the world, heads, KV heads, FFN, sequence,
-layers and experts that divide, batch = micro-batch × accumulation × dp. Stages may have unequal numbers of layers; unequal *virtual* stages are
-offered where no equal ones exist (or where a constraint speaks of `virtual`), since ranks then wait for each other.
+**Legal** is what `describe.legality` accepts: each layer asks the one predicate, with the layers below at their least demanding values. Stages
+may have unequal numbers of layers; unequal *virtual* stages are offered where no equal ones exist (or where a constraint names `virtual`), since
+ranks then wait for each other.
 
 **Twins**, plans that are the same plan written twice, are enumerated once: schedules of one stage, sp of one tensor-parallel rank,
 the kind of one context-parallel rank, ZeRO that shards nothing or whose gradients stay whole (ZeRO-2 that reduces once a step is
@@ -22,26 +22,35 @@ Gradient buckets are not searched: their size follows from the group that reduce
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from meshwright.cost.advice import minimum_bucket
+from meshwright.describe import legality
+from meshwright.describe.axes import members_in_unit
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
+from meshwright.describe.legality import Case
 from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan, divisors
+from meshwright.describe.plan import AXES, Plan, divisors
+from meshwright.describe.plan_fields import CP_KINDS, ORDERS, RECOMPUTES
+from meshwright.describe.schedules import RULES, SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES, Batch
+from meshwright.lower.batch import OVERLAP_AXES, Batch
 from meshwright.planner.search.choices import DTYPES, Choices, free
 from meshwright.planner.search.table import Table, grid, grouped, join
-from meshwright.programs.pipelines.rules import RULES, refusal
 
 NAIVE = SCHEDULES.index("naive")
 BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's to what a ring of thousands needs
 BUCKET_MARGIN = 4  # buckets this many times P·α/β: latency a quarter of the time at most
+# [order, axis, other]: whether another axis runs faster than an axis.
+FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])
+LOOPED = tuple(name for name, rule in RULES.items() if rule.most_virtual > 2)  # any number of stages per rank
+LEAST = ("replicate", "shard", "zero", "tp", "sp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "recompute")
 MOST_UNEVEN = 8  # virtual stages that do not divide the layers, where none does
 
 
@@ -55,13 +64,21 @@ def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
 class Innermost(Batch):
     """Plans of which no order is known: every axis is placed as if it alone came first. No order does better by any axis."""
 
-    def _lay_out(self) -> dict[str, np.ndarray]:
+    def _axis_strides(self) -> dict[str, np.ndarray]:
         return {axis: np.ones(self.n) for axis in ("tp", "cp", "pp", "shard", "replicate")}
 
     def _count_members(self, axis: str, unit: float) -> np.ndarray:
         if axis in ("expert_tp", "ep"):
             return np.minimum(self.size(axis), unit)
         return super()._count_members(axis, unit)
+
+
+def distinct(degrees: np.ndarray, *columns: int) -> list[list[int]]:
+    """One row (tp, cp, pp, dp) for each distinct combination of some of its columns."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row in degrees.T.tolist():
+        rows.setdefault(tuple(row[k] for k in columns), row)
+    return list(rows.values())
 
 
 class Space:
@@ -85,73 +102,103 @@ class Space:
         self.dtypes = self.choices.dtypes
         self.units = tuple(cluster.spans[:-1])
 
+    # Legality
+
+    def legal(self, columns: Mapping[str, Any]) -> np.ndarray:
+        """Which rows are legal, by the one predicate. Fields that `columns` leaves out belong to lower layers and take the value that
+        demands least: one micro-batch size of 1, plain data parallelism, no sequence parallelism, no pipeline schedule to satisfy."""
+        rows = len(next(iter(columns.values())))
+        return np.broadcast_to(legality.legal(self.least.varied(columns)), rows)
+
+    @cached_property
+    def least(self) -> Case:
+        """The base plan with the least demanding value of every searched field."""
+        words = {"cp_kind": "all-gather", "schedule": "naive"}
+        searched = {name: Plan.model_fields[name].default for name in LEAST}
+        plan = self.base.but(**searched, **words)
+        return Case.of(plan, self.model, self.workload, self.cluster, self.stack)
+
     # Frames and shapes
 
     @cached_property
     def frames(self) -> Table:
         """The first layer; its `microbatch` is the largest one, so that a frame stands for all of its shapes."""
-        parts = [part for degrees in self.degrees() if len(part := self._frames(*degrees))]
+        parts = [part for row in self.degrees.T.tolist() if len(part := self._frames(*row))]
         return join(parts) if parts else Table(tp=np.zeros(0, int))
 
-    def degrees(self) -> Iterator[tuple[int, int, int, int]]:
-        """(tp, cp, pp, dp) that multiply to the world and divide the model and the batch."""
-        c, model, world = self.choices, self.model, self.cluster.world
-        for tp in c.numbers("tp", [t for t in divisors(world) if self.splits_heads(t)]):
-            for pp in c.numbers(
-                "pp", [p for p in divisors(world // tp) if p == 1 or (model.kind != "counts" and p <= model.layers)]
-            ):
-                if pp == 1 and not c.allows("virtual", 1):
-                    continue
-                for cp in c.numbers(
-                    "cp", [k for k in divisors(world // (tp * pp)) if k == 1 or model.kind == "transformer"]
-                ):
-                    dp = world // (tp * pp * cp)
-                    if self.workload.batch % dp == 0 and c.allows("dp", dp):
-                        yield tp, cp, pp, dp
-
-    def splits_heads(self, tp: int) -> bool:
-        """Whether tensor parallelism may cut the model's layers into tp parts."""
-        m = self.model
-        if m.kind != "transformer":
-            return tp == 1 or (m.kind == "mlp" and m.hidden % tp == 0)
-        whole_heads = m.heads % tp == 0 and (m.kv_groups % tp == 0 or tp % m.kv_groups == 0)
-        return whole_heads and (bool(m.experts) or m.ffn % tp == 0)
-
-    def context_kinds(self, tp: int, cp: int) -> list[int]:
-        """Codes of the legal kinds of context parallelism."""
-        m, seq = self.model, self.workload.seq
-        if cp == 1:
-            return [0]
-        local_kv = max(m.kv_groups // tp, 1)
-        legal = {
-            "ring": seq % (cp * (2 if m.causal else 1)) == 0,
-            "ulysses": seq % cp == 0 and m.heads // tp % cp == 0 and (local_kv % cp == 0 or cp % local_kv == 0),
-            "all-gather": seq % cp == 0,
-        }
-        return [CP_KINDS.index(kind) for kind in self.choices.words["cp_kind"] if legal[kind]]
-
-    def sequence_parallel(self, tp: int, cp: int) -> list[bool]:
-        if tp == 1:
-            return [False]
-        legal = {False: True, True: self.model.kind == "transformer" and self.workload.seq % (tp * cp) == 0}
-        return [sp for sp in self.choices.words["sp"] if legal[sp]]
-
-    def experts(self, tp: int, cp: int, dp: int) -> list[tuple[int, int]]:
-        """(expert tp, ep): both re-factorise the ranks of one stage."""
-        m, c = self.model, self.choices
-        if not m.experts:
-            return [(tp, 1)] if c.allows("ep", 1) else []
-        return [
-            (etp, ep)
-            for etp in c.numbers("expert_tp", divisors(tp))
-            for ep in c.numbers("ep", divisors(m.experts))
-            if (tp // etp * cp * dp) % ep == 0
+    @cached_property
+    def degrees(self) -> np.ndarray:
+        """[4, n]: every (tp, cp, pp, dp) that is legal with some choice of the lower layers."""
+        c, world = self.choices, self.cluster.world
+        splits = self._splits(np.array(c.numbers("tp", divisors(world)), np.int64))
+        found = [
+            (tp, cp, pp, dp)
+            for tp in splits
+            for pp in c.numbers("pp", divisors(world // tp))
+            if pp > 1 or c.allows("virtual", 1)
+            for cp in c.numbers("cp", divisors(world // (tp * pp)))
+            if c.allows("dp", dp := world // (tp * pp * cp))
         ]
+        rows = np.array(found, np.int64).reshape(-1, 4).T
+        tps, cps, pps, dps = rows
+        known = {"tp": tps, "cp": cps, "pp": pps, "replicate": dps, "expert_tp": self._least_expert_tp(tps)}
+        return rows[:, self.legal(known)]
 
-    def recomputes(self) -> list[int]:
-        """Counts alone do not say what could be recomputed."""
-        legal = RECOMPUTE[:1] if self.model.kind == "counts" else RECOMPUTE
-        return [RECOMPUTE.index(word) for word in self.choices.words["recompute"] if word in legal]
+    def _splits(self, tp: np.ndarray) -> list[int]:
+        """Tensor-parallel degrees that the model accepts."""
+        case = Case.of(self.base.but(tp=1), self.model).varied({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
+        return [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
+
+    def _least_expert_tp(self, tp: np.ndarray) -> np.ndarray:
+        """Experts that are not split demand least; a model without experts has no such field."""
+        return np.full(len(tp), 1 if self.model.experts else 0)
+
+    @cached_property
+    def attentions(self) -> dict[tuple[int, int], list[tuple[bool, int]]]:
+        """Legal (sp, code of the kind of context parallelism) of every (tp, cp)."""
+        words = self.choices.words
+        options = [
+            (tp, cp, pp, dp, sp, CP_KINDS.index(kind))
+            for tp, cp, pp, dp in distinct(self.degrees, 0, 1)
+            for sp in (words["sp"] if tp > 1 else (False,))
+            for kind in (words["cp_kind"] if cp > 1 else CP_KINDS[:1])
+        ]
+        tp, cp, pp, dp, sp, kind = np.array(options, np.int64).reshape(-1, 6).T
+        known = {"tp": tp, "cp": cp, "pp": pp, "replicate": dp, "expert_tp": self._least_expert_tp(tp)}
+        legal = self.legal({**known, "sp": sp > 0, "cp_kind": kind})
+        found: dict[tuple[int, int], list[tuple[bool, int]]] = {}
+        for t, c, s, k in zip(tp[legal], cp[legal], sp[legal], kind[legal], strict=True):
+            found.setdefault((int(t), int(c)), []).append((bool(s), int(k)))
+        return found
+
+    @cached_property
+    def experts(self) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
+        """Legal (expert tp, ep) of every (tp, cp, dp): both re-factorise the ranks of one stage."""
+        c = self.choices
+        found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        if not self.model.experts:
+            for tp, cp, _, dp in self.degrees.T.tolist():
+                found[tp, cp, dp] = [(tp, 1)] if c.allows("ep", 1) else []
+            return found
+        eps = c.numbers("ep", divisors(self.model.experts))
+        options = [
+            (*row, etp, ep)
+            for row in distinct(self.degrees, 0, 1, 3)
+            for etp in c.numbers("expert_tp", divisors(row[0]))
+            for ep in eps
+        ]
+        tp, cp, pp, dp, etp, ep = np.array(options, np.int64).reshape(-1, 6).T
+        legal = self.legal({"tp": tp, "cp": cp, "pp": pp, "replicate": dp, "expert_tp": etp, "ep": ep})
+        for t, k, d, e, n in zip(*(x[legal].tolist() for x in (tp, cp, dp, etp, ep)), strict=True):
+            found.setdefault((t, k, d), []).append((e, n))
+        return found
+
+    @cached_property
+    def recompute_codes(self) -> list[int]:
+        """Codes of the legal kinds of recompute."""
+        codes = np.array([RECOMPUTES.index(word) for word in self.choices.words["recompute"]])
+        case = Case.of(self.base, self.model).varied({"recompute": codes})
+        return [int(code) for code in codes[np.broadcast_to(legality.legal(case), len(codes))]]
 
     @cache  # noqa: B019  (a space lives as long as its search)
     def sizes(self, dp: int, pp: int) -> Table:
@@ -163,26 +210,24 @@ class Space:
     @cache  # noqa: B019
     def orders(self, tp: int, cp: int, pp: int, dp: int) -> Table:
         """One order (its code) for each way to place the groups: members of a tp, cp, pp and dp group in each unit."""
-        size = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        found: dict[tuple[tuple[int, ...], ...], int] = {}
-        for order in (tuple(self.stack.order), *ORDERS):
-            if order not in self.choices.words["order"]:
-                continue
-            inside, stride = {}, 1
-            for axis in order:
-                inside[axis] = tuple(min(size[axis], max(1, unit // stride)) for unit in self.units)
-                stride *= size[axis]
-            found.setdefault(tuple(inside[axis] for axis in size), ORDERS.index(order))
+        codes = [ORDERS.index(o) for o in (tuple(self.stack.order), *ORDERS) if o in self.choices.words["order"]]
+        sizes = np.array([tp, cp, pp, dp])
+        stride = np.where(FASTER[codes], sizes, 1).prod(axis=2)  # [order, axis]: product of the axes before it
+        plan = SimpleNamespace(tp=tp, cp=cp, pp=pp, replicate=dp, shard=1)
+        strides = dict(zip(("tp", "cp", "pp", "replicate"), stride.T, strict=True)) | {"shard": stride[:, 3]}
+        inside = [members_in_unit(plan, strides, axis, unit) for axis in AXES for unit in self.units]
+        found: dict[tuple[int, ...], int] = {}
+        for row, code in zip(np.array(inside).reshape(-1, len(codes)).T.tolist(), codes, strict=True):
+            found.setdefault(tuple(row), code)
         return Table(order=np.array(list(found.values()), np.int64))
 
     def _frames(self, tp: int, cp: int, pp: int, dp: int) -> Table:
-        kinds = [(sp, kind) for sp in self.sequence_parallel(tp, cp) for kind in self.context_kinds(tp, cp)]
-        experts = self.experts(tp, cp, dp)
+        kinds, experts = self.attentions.get((tp, cp), []), self.experts.get((tp, cp, dp), [])
         sizes = self.sizes(dp, pp).microbatch
         rows = grid(
             attention=range(len(kinds)),
             expert=range(len(experts)),
-            recompute=self.recomputes(),
+            recompute=self.recompute_codes,
             dtype=range(len(self.dtypes)),
             lap=range(len(self.overlaps)),
         )
@@ -270,18 +315,20 @@ class Space:
     def schedules(self, pp: int, microbatches: int) -> Table:
         """schedule (its code) and virtual stages of `pp` ranks."""
         c, layers = self.choices, self.model.layers
-        found = [(SCHEDULES.index("1f1b"), 1)] if pp == 1 else []
-        for name in c.words["schedule"] if pp > 1 else ():
-            rule = RULES[name]
-            for virtual in self.virtuals(pp) if rule.most_virtual > 2 else c.numbers("virtual", [rule.virtual]):
-                uneven = layers % (pp * virtual) != 0
-                if pp * virtual > layers or (uneven and not c.uneven) or refusal(name, pp, microbatches, virtual):
-                    continue
-                if name in ("interleaved", "interleaved-zb") and microbatches % pp:
-                    continue
-                found.append((SCHEDULES.index(name), virtual))
-        columns = np.array(found, np.int64).reshape(-1, 2).T
-        return Table(schedule=columns[0], virtual=columns[1])
+        if pp == 1:
+            return Table(schedule=np.array([SCHEDULES.index("1f1b")]), virtual=np.array([1]))
+        found = [
+            (SCHEDULES.index(name), virtual)
+            for name in c.words["schedule"]
+            for virtual in (self.virtuals(pp) if name in LOOPED else c.numbers("virtual", [RULES[name].virtual]))
+            if c.uneven or layers % (pp * virtual) == 0
+        ]
+        schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T
+        workload = self.workload.model_copy(update={"batch": microbatches})  # of one rank, micro-batches of 1
+        case = Case(self.least.fields, self.model, workload, stack=self.stack)
+        legal = legality.legal(case.varied({"pp": pp, "schedule": schedule, "virtual": virtual}))
+        legal = np.broadcast_to(legal, len(schedule))
+        return Table(schedule=schedule[legal], virtual=virtual[legal])
 
     def __len__(self) -> int:
         """Legal plans, counted without writing them down."""
@@ -351,7 +398,7 @@ class Space:
         }
         said |= {
             "cp_kind": CP_KINDS[r["cp_kind"]],
-            "recompute": RECOMPUTE[r["recompute"]],
+            "recompute": RECOMPUTES[r["recompute"]],
             "overlap": self.overlaps[r["lap"]],
         }
         said |= {"schedule": SCHEDULES[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
