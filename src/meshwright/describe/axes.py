@@ -19,7 +19,7 @@ degrees of 2ᵐ; otherwise it is the number in a unit that starts with the group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,13 +63,13 @@ def axis_size(plan: Any, axis: str) -> Number:
         case "expert_tp":
             return plan.etp
         case "expert_dp":
-            return plan.tp * plan.cp * dp // expert_ranks
+            return plan.tp * plan.cp * dp / expert_ranks
         case "expert_shard":
             shards = plan.shard * plan.cp
-            even = (shards > 1) & (plan.tp * shards % expert_ranks == 0)
-            return 1 + even * (plan.tp * shards // expert_ranks - 1)
+            copies = plan.tp * shards / expert_ranks
+            return np.where((shards > 1) & (copies == np.floor(copies)), np.maximum(copies, 1.0), 1.0)
         case "expert_replicate":
-            return axis_size(plan, "expert_dp") // axis_size(plan, "expert_shard")
+            return axis_size(plan, "expert_dp") / axis_size(plan, "expert_shard")
         case "ends":
             return np.minimum(plan.pp, 2)
         case "ep" | "tp" | "cp" | "pp" | "shard" | "replicate":
@@ -77,34 +77,34 @@ def axis_size(plan: Any, axis: str) -> Number:
     raise KeyError(axis)
 
 
-def members_in_unit(plan: Any, stride: dict[str, Number], axis: str, unit: float) -> Number:
-    """Members of one group of the axis inside one unit of `unit` consecutive devices."""
+def members_in_unit(
+    plan: Any, stride: dict[str, Number], axis: str, unit: float, cached: Callable[[str], Number] | None = None
+) -> Number:
+    """Members of one group of the axis inside one unit of `unit` consecutive devices; `cached` gives those of another axis."""
 
-    def inside(base: str) -> Number:
-        return np.minimum(getattr(plan, base), np.maximum(1, unit // stride[base]))
+    def of(other: str) -> Number:
+        return cached(other) if cached else members_in_unit(plan, stride, other, unit)
 
     match axis:
         case "dp":
-            return inside("shard") * inside("replicate")
+            return of("shard") * of("replicate")
         case "dp_cp":
-            return inside("shard") * inside("replicate") * inside("cp")
+            return of("dp") * of("cp")
         case "shard_cp":
-            return inside("shard") * inside("cp")
+            return of("shard") * of("cp")
         case "stage":
-            return inside("tp") * inside("cp") * inside("shard") * inside("replicate")
+            return of("tp") * of("dp_cp")
         case "expert_tp":
-            return np.minimum(plan.etp, members_in_unit(plan, stride, "stage", unit))
+            return np.minimum(plan.etp, of("stage"))
         case "ep":
-            ranks = members_in_unit(plan, stride, "stage", unit)
-            return np.minimum(plan.ep, np.maximum(1, ranks // plan.etp))
+            return np.minimum(plan.ep, np.maximum(1.0, np.floor(of("stage") / plan.etp)))
         case "expert_dp" | "expert_shard":
-            ranks = members_in_unit(plan, stride, "stage", unit)
-            return np.minimum(axis_size(plan, axis), np.maximum(1, ranks // (plan.etp * plan.ep)))
+            copies = np.floor(of("stage") / (plan.etp * plan.ep))
+            return np.minimum(axis_size(plan, axis), np.maximum(1.0, copies))
         case "expert_replicate":
-            copies = members_in_unit(plan, stride, "expert_dp", unit)
-            return np.maximum(1, copies // axis_size(plan, "expert_shard"))
+            return np.maximum(1.0, of("expert_dp") / axis_size(plan, "expert_shard"))
         case "ends":
             return np.where((plan.pp - 1) * stride["pp"] < unit, axis_size(plan, "ends"), 1)
         case "world":
             return np.minimum(axis_size(plan, "world"), unit)
-    return inside(axis)
+    return np.minimum(getattr(plan, axis), np.maximum(1.0, np.floor(unit / stride[axis])))

@@ -185,8 +185,8 @@ class Batch:
 
     def _count_members(self, axis: str, unit: float) -> np.ndarray:
         if axis == "kv_copies":
-            return np.minimum(self.size("kv_copies"), members_in_unit(self, self._strides, "tp", unit))
-        return members_in_unit(self, self._strides, axis, unit)
+            return np.minimum(self.size("kv_copies"), self.members("tp", unit))
+        return members_in_unit(self, self._strides, axis, unit, lambda other: self.members(other, unit))
 
     def _axis_strides(self) -> dict[str, np.ndarray]:
         """Distance between neighbours on every axis, under each plan's order."""
