@@ -57,12 +57,12 @@ def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float
     """Best seconds of five, and bytes one rank sends at 2 and at 8 ranks, and under ZeRO at 8."""
     import torch
 
-    from meshwright.parallel.numerics.compress.compressors import make
+    from meshwright.parallel.numerics.compress.compressors import make_compressor
     from meshwright.proof.emulation.lossy_sum import perform
 
     layout = [(i, torch.Size([SIDE, SIDE])) for i in range(0, elements, SIDE * SIDE)]
     message = torch.randn(elements, device=device, generator=torch.Generator(device).manual_seed(0))
-    compressor = make(name)
+    compressor = make_compressor(name)
     if compressor is None:
         plain = {"2": ("all_reduce", 2), "8": ("all_reduce", 8), "zero": ("reduce_scatter", 8)}
         return 0.0, {key: float(sent(kind, message.nbytes, p)) for key, (kind, p) in plain.items()}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from meshwright.parallel.context.blocks import Attended, Gradients, Sight
+from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention, BlockGradients
 from meshwright.parallel.context.sequence import runs_of
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -30,22 +30,22 @@ def drawn(heads: int, length: int, device: str) -> torch.Tensor:
 
 def one_rank(seq: int, ranks: int, device: str) -> Callable[[], None]:
     """Forward and backward of rank 0, of which every rank's share is as large."""
-    runs, sight = runs_of(seq, ranks, True), Sight(True)
-    q, slope = (drawn(HEADS, seq // ranks, device) for _ in range(2))
+    runs, pattern = runs_of(seq, ranks, True), AttentionPattern(True)
+    q, grad_output = (drawn(HEADS, seq // ranks, device) for _ in range(2))
     k, v = (drawn(KV_HEADS, seq // ranks, device) for _ in range(2))
 
     def step() -> None:
-        attended = Attended(q, runs[0], sight)
+        attended = BlockAttention(q, runs[0], pattern)
         for theirs in runs:
-            attended.meet(k, v, theirs)
+            attended.attend_block(k, v, theirs)
         assert attended.output_BNSD is not None
         output = attended.output_BNSD.to(q.dtype)
-        total = attended.total_BNS
+        total = attended.lse_BNS
         del attended
-        gradients = Gradients(slope, q, output, total, runs[0], sight)
+        gradients = BlockGradients(grad_output, q, output, total, runs[0], pattern)
         for theirs in runs:
             dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (k, v))
-            gradients.meet(k, v, theirs, dk, dv)
+            gradients.attend_block(k, v, theirs, dk, dv)
 
     return step
 
@@ -53,11 +53,11 @@ def one_rank(seq: int, ranks: int, device: str) -> Callable[[], None]:
 def whole(seq: int, device: str) -> Callable[[], None]:
     q = drawn(HEADS, seq, device).requires_grad_()
     k, v = (drawn(KV_HEADS, seq, device).requires_grad_() for _ in range(2))
-    slope = torch.ones_like(q)
+    grad_output = torch.ones_like(q)
 
     def step() -> None:
         q.grad = k.grad = v.grad = None
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).backward(slope)
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).backward(grad_output)
 
     return step
 

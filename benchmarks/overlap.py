@@ -57,7 +57,7 @@ def work(context: Any, rounds: int) -> list[dict[str, list[float]]]:
     from torch.nn.parallel import DistributedDataParallel
 
     from meshwright.models import build, initial_value, loss_function
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     group, criterion = distributed.group.WORLD, loss_function(MODEL)
     generator = torch.Generator().manual_seed(context.rank)

@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +21,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[<>=\[]", requirement)[0].strip()
 
 
-DECLARED = {name_of(r) for r in (*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), []))}
+DECLARED = {name_of(r) for r in (*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values()))}
 
 
 def imported_packages() -> set[str]:

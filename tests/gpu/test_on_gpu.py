@@ -15,7 +15,7 @@ WORKLOAD = Workload(batch=8, seq=128, precision="fp32")
 
 
 def exact(q, k, v):
-    """Causal attention in float64, and its gradients under a slope of ones."""
+    """Causal attention in float64, and its gradients under a grad_output of ones."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -34,23 +34,23 @@ def whole(q, k, v):
 
 def in_blocks(q, k, v, parts):
     """Every rank of a ring, one after the other, on one device."""
-    from meshwright.parallel.context.blocks import Attended, Gradients, Sight, places
+    from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention, BlockGradients, position_ids
     from meshwright.parallel.context.sequence import runs_of
 
-    runs, sight = runs_of(q.shape[2], parts, True), Sight(True)
-    where = [places(own).to(q.device) for own in runs]
+    runs, pattern = runs_of(q.shape[2], parts, True), AttentionPattern(True)
+    where = [position_ids(own).to(q.device) for own in runs]
     output, dq = torch.empty_like(q), torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     for own, mine in zip(runs, where, strict=True):
-        attended = Attended(q[:, :, mine], own, sight)
+        attended = BlockAttention(q[:, :, mine], own, pattern)
         for theirs, there in zip(runs, where, strict=True):
-            attended.meet(k[:, :, there], v[:, :, there], theirs)
+            attended.attend_block(k[:, :, there], v[:, :, there], theirs)
         output[:, :, mine] = attended.output_BNSD.to(q.dtype)
-        slope = torch.ones_like(output[:, :, mine])
-        gradients = Gradients(slope, q[:, :, mine], output[:, :, mine], attended.total_BNS, own, sight)
+        grad_output = torch.ones_like(output[:, :, mine])
+        gradients = BlockGradients(grad_output, q[:, :, mine], output[:, :, mine], attended.lse_BNS, own, pattern)
         for theirs, there in zip(runs, where, strict=True):
             added = [torch.zeros_like(x[:, :, there], dtype=torch.float32) for x in (k, v)]
-            gradients.meet(k[:, :, there], v[:, :, there], theirs, *added)
+            gradients.attend_block(k[:, :, there], v[:, :, there], theirs, *added)
             dk[:, :, there] += added[0]
             dv[:, :, there] += added[1]
         dq[:, :, mine] = gradients.dq.to(q.dtype)
@@ -95,9 +95,9 @@ def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does(
         pytest.skip("no fp8 units")
     told = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
-        a, b, slope = (t.to(torch.bfloat16).to(device, dtype, copy=True) for t in (x, w, g))
+        a, b, grad_output = (t.to(torch.bfloat16).to(device, dtype, copy=True) for t in (x, w, g))
         y = grouped(a.requires_grad_(), b.requires_grad_(), counts)
-        y.backward(slope)
+        y.backward(grad_output)
         told.append([t.detach().double().cpu() for t in (y, a.grad, b.grad)])
     # Sums are kept to about 14 bits of their largest term, a result rounded to bfloat16.
     for expected, single, narrow in zip(*told, strict=True):
@@ -108,14 +108,14 @@ def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does(
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
 def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
-    from meshwright.parallel.numerics.compress.compressors import make
+    from meshwright.parallel.numerics.compress.compressors import make_compressor
     from meshwright.proof.emulation.lossy_sum import perform
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
     message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))
     told = {}
     for device in ("cpu", "cuda"):
-        compressor, sent = make(name), torch.zeros_like(message)
+        compressor, sent = make_compressor(name), torch.zeros_like(message)
         for _ in range(2):  # the second has errors fed back
             out = message.to(device, copy=True)
             for asked in compressor.reduce(0, out, layout, 0, 1):
@@ -133,14 +133,14 @@ def hooked(context, names):
     """Gradients of the fourth step under torch's own DDP, by name of the hook."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from meshwright.parallel.numerics.compress.ddp_hook import Compressed, hook
+    from meshwright.parallel.numerics.compress.ddp_hook import CompressionState, hook
 
     out = {}
     for name in names:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64)).cuda()
         model = DistributedDataParallel(model, bucket_cap_mb=0.05)
-        model.register_comm_hook(Compressed(name), hook)
+        model.register_comm_hook(CompressionState(name), hook)
         x = torch.randn(32, 128, device="cuda")
         for _ in range(4):
             model.zero_grad()
@@ -209,15 +209,15 @@ def test_dropout_drops_the_same_on_any_device(dtype, width):
 def test_attention_drops_the_same_probabilities_on_any_device():
     """In tiles, on a GPU too: a fused kernel would draw numbers of its own."""
     from meshwright.models.dropout import Dropped
-    from meshwright.parallel.context.blocks import Sight
-    from meshwright.parallel.context.ring import here
+    from meshwright.parallel.context.blocks import AttentionPattern
+    from meshwright.parallel.context.ring import tiled_attention
 
     generator, told = torch.Generator().manual_seed(0), []
     parts = [torch.randn(2, n, 96, 32, generator=generator) for n in (4, 2, 2)]
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float64), ("cuda", torch.bfloat16)):
         dropped = Dropped(torch.tensor([5, 6], device=device), range(4), 0.2)
         q, k, v = (x.to(device, dtype, copy=True).requires_grad_() for x in parts)
-        output = here(q, k, v, Sight(True), dropped)
+        output = tiled_attention(q, k, v, AttentionPattern(True), dropped)
         output.backward(torch.ones_like(output))
         told.append([x.detach().double().cpu() for x in (output, q.grad, k.grad, v.grad)])
     for expected, double, narrow in zip(*told, strict=True):

@@ -12,7 +12,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, initial_value, loss_function
-from meshwright.models.moe import Alone
+from meshwright.models.moe import LocalPlacement
 from meshwright.models.router import Router, highest, load_metrics
 
 SHAPE = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "experts": 5, "top_k": 2, "expert_ffn": 12}
@@ -151,7 +151,7 @@ def routed(options, tokens=40, **shape):
     router = Router(Model(**{**SHAPE, **shape}, router=options)).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(3))
     x = random(tokens, 16)
-    return router, x, router(x, Alone())
+    return router, x, router(x, LocalPlacement())
 
 
 def test_capacity_keeps_the_highest_scores_and_counts_the_rest():
@@ -195,8 +195,8 @@ def test_the_balancing_loss_of_each_sequence_by_itself():
     """DeepSeek's `seq_aux`: shares and mean scores are those of one sequence, and the loss is the mean over sequences."""
     router = Router(Model(**SHAPE, router=RouterOptions(aux=0.3, aux_scope="sequence"))).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
-    place, x_BSH = Alone(), random(40, 16).view(4, 10, 16)
-    (router(place.own(x_BSH), place).weight_R * 0).sum().backward()
+    place, x_BSH = LocalPlacement(), random(40, 16).view(4, 10, 16)
+    (router(place.local_tokens(x_BSH), place).weight_R * 0).sum().backward()
     weight = router.weight.detach().clone().requires_grad_()
     losses = []
     for x_SH in x_BSH:
@@ -219,7 +219,7 @@ def test_a_bias_balances_what_a_router_would_collapse():
     peaks = []
     for _ in range(40):
         router.load = None
-        router(x, Alone())
+        router(x, LocalPlacement())
         peaks.append(load_metrics(router.load)["peak"])
         with torch.no_grad():
             router.balance_bias.add_(router.balance(router.load[0]))

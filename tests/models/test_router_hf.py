@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.describe import catalog, hf
-from meshwright.models.moe import Alone
+from meshwright.models.moe import LocalPlacement
 from meshwright.models.router import Router
 
 SIZES = {
@@ -55,7 +55,7 @@ def test_a_router_that_was_read_routes_as_its_class_does(family, name, shape):
             theirs.e_score_correction_bias.copy_(0.2 * bias)
             ours.balance_bias.copy_(0.2 * bias)
         _, weights_TK, chosen_TK = theirs(x_TH)
-        routing = ours(x_TH, Alone())
+        routing = ours(x_TH, LocalPlacement())
     expected_TE = torch.zeros(64, 12).scatter_(1, chosen_TK, weights_TK)
     expert_R = torch.arange(12).repeat_interleave(routing.counts_E)
     got_TE = torch.zeros(64, 12).index_put((routing.token_R, expert_R), routing.weight_R)

@@ -99,7 +99,7 @@ def test_places_of_one_data_rank_share_the_scales_of_fp8():
     gradients = []
     for apart in (False, True):
         module = network(model)
-        fp8.put_on(module.layers.values())
+        fp8.enable_fp8(module.layers.values())
         made = Apart(module, Layout(plan), model, SEQ, scaled=True) if apart else None
         loss(module(x), y).backward()
         of = "layers.1.attention.q"

@@ -64,7 +64,7 @@ def test_tiles_are_the_formula(window, causal, monkeypatch):
     told = []
     for attend in (
         lambda *x: geometry.attend_whole(*x, False, dropped),
-        lambda *x: ring.here(*x, context.sight_of(geometry, False, 16), dropped),
+        lambda *x: ring.tiled_attention(*x, context.pattern_of(geometry, False, 16), dropped),
     ):
         parts = [random(2, n, 16, 8, seed=i) for i, n in enumerate((4, 2, 2))]
         output = attend(*parts)

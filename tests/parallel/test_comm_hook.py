@@ -7,8 +7,8 @@ import torch
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.numerics.compress.compressors import make
-from meshwright.parallel.numerics.compress.ddp_hook import Compressed
+from meshwright.parallel.numerics.compress.compressors import make_compressor
+from meshwright.parallel.numerics.compress.ddp_hook import CompressionState
 from meshwright.proof.emulation.lossy_sum import emulate
 
 NAMES = ("none", "bf16", "int8", "top-k", "random-k", "threshold", "powersgd")
@@ -31,7 +31,7 @@ def trained(rank, name):
 
     from meshwright.parallel.numerics.compress.ddp_hook import hook
 
-    DistributedDataParallel(network()).register_comm_hook(Compressed(name), hook)  # torch reads its annotations
+    DistributedDataParallel(network()).register_comm_hook(CompressionState(name), hook)  # torch reads its annotations
     model = DistributedDataParallel(network(), bucket_cap_mb=0.001)
     steps = []
 
@@ -41,7 +41,7 @@ def trained(rank, name):
         steps[-1][bucket.index()] = shapes, before, done.value().numpy().copy()
         return done
 
-    model.register_comm_hook(Compressed(name, **OPTIONS), watched)
+    model.register_comm_hook(CompressionState(name, **OPTIONS), watched)
     for step in range(STEPS):
         steps.append({})
         random = torch.Generator().manual_seed(10 * step + rank)
@@ -62,7 +62,7 @@ def test_each_bucket_becomes_the_mean_that_one_device_emulates():
 
 def follow(name, index, steps):
     """One bucket through the steps; how often it was compressed: from the second time that it had the same shapes."""
-    compressors, before, count = [make(name, **OPTIONS) for _ in steps], None, 0
+    compressors, before, count = [make_compressor(name, **OPTIONS) for _ in steps], None, 0
     for buckets in zip(*([step.get(index) for step in rank] for rank in steps), strict=True):
         if buckets[0] is None:
             continue
@@ -79,7 +79,7 @@ def follow(name, index, steps):
 
 
 def test_what_is_kept_back_follows_the_scale_of_the_loss():
-    state, compressor = Compressed("int8"), make("int8")
+    state, compressor = CompressionState("int8"), make_compressor("int8")
     compressor.feedback.errors[3] = torch.ones(2)
     state.known = {0: ([], None), 1: ([], compressor)}
     state.rescale(0.5)
@@ -88,4 +88,4 @@ def test_what_is_kept_back_follows_the_scale_of_the_loss():
 
 def test_an_unknown_name_is_told_at_once():
     with pytest.raises(MeshwrightError, match="MW-COMP-001"):
-        Compressed("zip")
+        CompressionState("zip")

@@ -8,11 +8,12 @@ from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.numerics.compress.compressors import dequantise, make, quantise
+from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD, orthonormal
-from meshwright.parallel.numerics.compress.scatter import chunked, columns_of
-from meshwright.parallel.numerics.compress.sparse import kept
-from meshwright.proof.emulation.lossy_sum import emulate, run_together
+from meshwright.parallel.numerics.compress.quantised import dequantise, quantise
+from meshwright.parallel.numerics.compress.scatter import columns_of
+from meshwright.parallel.numerics.compress.sparse import count_kept
+from meshwright.proof.emulation.lossy_sum import emulate, run_together, to_rows
 from meshwright.proof.prove import prove
 
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -35,11 +36,11 @@ def reduced(context, names, steps):
     """The flat sums of each step, and their errors, by name: real exchanges over the group."""
     from torch import distributed
 
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     out = {}
     for name in names:
-        buckets = Buckets(parameters(), distributed.group.WORLD, BUCKET, compressor=make(name, **OPTIONS))
+        buckets = Buckets(parameters(), distributed.group.WORLD, BUCKET, compressor=make_compressor(name, **OPTIONS))
         sums = []
         for step in range(steps):
             buckets.begin(last=True)
@@ -52,7 +53,7 @@ def reduced(context, names, steps):
 
 
 def emulated(name, world, steps, layouts, lengths):
-    compressors = [make(name, **OPTIONS) for _ in range(world)]
+    compressors = [make_compressor(name, **OPTIONS) for _ in range(world)]
     sums = []
     for step in range(steps):
         parts = [gradient(r, step).split(lengths) for r in range(world)]
@@ -62,9 +63,9 @@ def emulated(name, world, steps, layouts, lengths):
 
 
 def layouts_of(name):
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
-    made = Buckets(parameters(), None, BUCKET, compressor=make(name, **OPTIONS))
+    made = Buckets(parameters(), None, BUCKET, compressor=make_compressor(name, **OPTIONS))
     return made.layouts, [m.numel() for m in made.messages]
 
 
@@ -102,7 +103,7 @@ def test_what_is_not_sent_is_kept(name):
 @pytest.mark.parametrize("name", NAMES[:-1])
 def test_owners_get_their_rows_of_the_sum_and_what_is_not_sent_is_kept(name):
     """Three ranks, rows of 7 for each: what came out and what is held back is all that was given, row by row."""
-    compressors, layout = [make(name, **OPTIONS) for _ in range(3)], [(0, torch.Size([3, 7]))]
+    compressors, layout = [make_compressor(name, **OPTIONS) for _ in range(3)], [(0, torch.Size([3, 7]))]
     out, given, first = torch.zeros(3, 7, dtype=torch.float64), 0, None
     total = torch.zeros_like(out)
     for step in range(4):
@@ -123,7 +124,7 @@ def test_owners_get_their_rows_of_the_sum_and_what_is_not_sent_is_kept(name):
 
 
 def alone(name, *gradients, **options):
-    compressors = [make(name, **{**OPTIONS, **options}) for _ in gradients]
+    compressors = [make_compressor(name, **{**OPTIONS, **options}) for _ in gradients]
     return emulate(compressors, 0, list(gradients), [(0, torch.Size([gradients[0].numel()]))])[0]
 
 
@@ -134,7 +135,7 @@ def test_each_is_what_its_definition_says():
     for name, levels in (("int8", 127), ("int4", 7)):
         bound = (a.abs().max() + b.abs().max() + (a + b).abs().max() * 1.2) / (2 * levels)
         assert (alone(name, a, b) - (a + b)).abs().max() <= bound
-    k = kept(a.numel(), 0.1)
+    k = count_kept(a.numel(), 0.1)
     assert k == 19  # of 188
     largest = sum(torch.where(g.abs() >= g.abs().sort().values[-k], g, 0.0) for g in (a, b))
     assert torch.equal(alone("top-k", a, b), largest)
@@ -181,10 +182,10 @@ def test_powersgd_gives_owners_their_rows_of_what_all_would_hear():
         messages = [gradient(rank, step)[: sum(sizes)] for rank in range(3)]
         want = emulate(everyone, 0, messages, list(zip(starts, shapes, strict=True)))[0].split(sizes)
         parts = [[p.view(s) for p, s in zip(m.split(sizes), shapes, strict=True)] for m in messages]
-        rows = [torch.cat([chunked(p, 3) for p in mine], 1) for mine in parts]
+        rows = [torch.cat([to_rows(p, 3) for p in mine], 1) for mine in parts]
         out = torch.full((3, rows[0].shape[1]), 9.0, dtype=torch.float64)
         run_together([c.scatter(0, rows[r], columns, r, out[r]) for r, c in enumerate(owners)])
-        rows_of = [chunked(w.view(s), 3) for w, s in zip(want, shapes, strict=True)]
+        rows_of = [to_rows(w.view(s), 3) for w, s in zip(want, shapes, strict=True)]
         torch.testing.assert_close(out, torch.cat(rows_of, 1), rtol=1e-12, atol=1e-12)
     said = exchanges(Plan(compression="powersgd", compression_rank=2), 0, 8, [tuple(s) for s in shapes], 3, True)
     assert [n for _, n in said] == [8 * (14 + 4 + 10 + 4), 8 * (20 + 24)]
@@ -251,7 +252,7 @@ def test_a_16_bit_sum_of_four_ranks_is_held_to_what_its_order_makes_of_it(prepar
 
 def halved():
     """In every rank: a bug of a factor."""
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     finish = Buckets.finish
 
@@ -266,7 +267,7 @@ def options(context):
     """Frozen and unused parameters, and no overlap: what leaves when, and the gradients."""
     from torch import distributed, nn
 
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     torch.manual_seed(0)
     module = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4))
@@ -277,7 +278,7 @@ def options(context):
         made.begin(last=True)
         x = torch.full((2, 4), 1.0 + context.rank, dtype=torch.float64)
         module[3](module[1](module[0](x))).sum().backward()  # the third is not used
-        started = made._started
+        started = made._sent
         made.finish()
         out.append((started, len(made.messages), made.flat.numel(), made.flat.tolist(), module[2].weight.grad.tolist()))
     return out
@@ -300,10 +301,10 @@ def test_frozen_and_unused_parameters_and_no_overlap():
 )
 def test_shares_that_are_none_are_told(said):
     with pytest.raises(MeshwrightError, match="MW-COMP-002"):
-        make("top-k", **said)
-    assert make("top-k", ratio=1.0, rank=1, threshold=1e-9)
+        make_compressor("top-k", **said)
+    assert make_compressor("top-k", ratio=1.0, rank=1, threshold=1e-9)
 
 
 def test_an_unknown_name_is_told():
     with pytest.raises(MeshwrightError, match="MW-COMP-001"):
-        make("gzip")
+        make_compressor("gzip")

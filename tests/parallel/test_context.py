@@ -13,7 +13,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.context.blocks import Sight, places, rectangles
+from meshwright.parallel.context.blocks import AttentionPattern, position_ids, rectangles
 from meshwright.parallel.context.sequence import is_zigzag, runs_of
 from meshwright.proof.compare import compare
 from meshwright.proof.fold import small_copy
@@ -57,12 +57,12 @@ def functions(context):
 
     def compare(kind, case, heads, keys, causal, zigzag, window, call):
         whole = [random((2, n, SEQ, 8), i).mul_(4).requires_grad_() for i, n in enumerate((heads, keys, keys))]
-        slope = random((2, heads, SEQ, 8), 7)
+        grad_output = random((2, heads, SEQ, 8), 7)
         expected = attention(*whole, causal, window)
-        expected.backward(slope)
+        expected.backward(grad_output)
         own = [part_of(x.detach(), group, 2, zigzag).requires_grad_() for x in whole]
         out = call(*own)
-        out.backward(part_of(slope, group, 2, zigzag))
+        out.backward(part_of(grad_output, group, 2, zigzag))
         pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(own, whole, strict=True))]
         errors = [(a - part_of(b, group, 2, zigzag)).abs().max().item() for a, b in pairs]
         worst[kind, case] = max(errors)
@@ -104,16 +104,16 @@ def plain_forward(q, k, v, triangle):
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def plain_backward(slope, q, k, v, output, total, triangle):
-    """Of Σ slope ∘ exp(s − ℓ) v, less what ℓ itself moves: as kernels do it, the final ℓ and output given."""
-    assert slope.stride(-1) == 1  # kernels read rows
+def plain_backward(grad_output, q, k, v, output, total, triangle):
+    """Of Σ grad_output ∘ exp(s − ℓ) v, less what ℓ itself moves: as kernels do it, the final ℓ and output given."""
+    assert grad_output.stride(-1) == 1  # kernels read rows
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         seen = torch.ones_like(scores, dtype=torch.bool)
         share = (scores - total[..., None]).exp() * (seen.tril() if triangle else seen)
-        moved = share.sum(-1) * (slope * output).sum(-1)
-        return torch.autograd.grad(((share @ v) * slope).sum() - moved.sum(), (q, k, v))
+        moved = share.sum(-1) * (grad_output * output).sum(-1)
+        return torch.autograd.grad(((share @ v) * grad_output).sum() - moved.sum(), (q, k, v))
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
@@ -125,21 +125,21 @@ def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
     kernel = kernels.Kernel(plain_forward, plain_backward)
     monkeypatch.setattr(blocks, "kernel_for", lambda *asked: calls.append(asked[-1]) or kernel)
     whole = [random((1, 2, SEQ, 8), i).requires_grad_() for i in range(3)]
-    slope, sight, runs = random((1, 2, SEQ, 8), 7), Sight(True), runs_of(SEQ, 3, zigzag)
+    grad_output, pattern, runs = random((1, 2, SEQ, 8), 7), AttentionPattern(True), runs_of(SEQ, 3, zigzag)
     expected = attention(*whole, True, 0)
-    expected.backward(slope)
-    (q, k, v), at = (x.detach() for x in whole), [places(own) for own in runs]
+    expected.backward(grad_output)
+    (q, k, v), at = (x.detach() for x in whole), [position_ids(own) for own in runs]
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for me in range(3):
-        mine = blocks.Attended(q[:, :, at[me]], runs[me], sight)
+        mine = blocks.BlockAttention(q[:, :, at[me]], runs[me], pattern)
         for source in (me, me - 1, me - 2):
-            mine.meet(k[:, :, at[source]], v[:, :, at[source]], runs[source])
+            mine.attend_block(k[:, :, at[source]], v[:, :, at[source]], runs[source])
         torch.testing.assert_close(mine.output_BNSD, expected[:, :, at[me]], rtol=0, atol=1e-12)
-        sloping = slope[:, :, at[me]].mT.contiguous().mT
-        back = blocks.Gradients(sloping, q[:, :, at[me]], mine.output_BNSD, mine.total_BNS, runs[me], sight)
+        sloping = grad_output[:, :, at[me]].mT.contiguous().mT
+        back = blocks.BlockGradients(sloping, q[:, :, at[me]], mine.output_BNSD, mine.lse_BNS, runs[me], pattern)
         for source in (me, me - 1, me - 2):
             added = torch.zeros(2, 1, 2, SEQ // 3, 8, dtype=torch.float64)
-            back.meet(k[:, :, at[source]], v[:, :, at[source]], runs[source], *added)
+            back.attend_block(k[:, :, at[source]], v[:, :, at[source]], runs[source], *added)
             dk[:, :, at[source]] += added[0]
             dv[:, :, at[source]] += added[1]
         torch.testing.assert_close(back.dq, whole[0].grad[:, :, at[me]], rtol=0, atol=1e-12)
@@ -226,36 +226,45 @@ def test_what_does_not_divide_is_refused_and_no_samples_are_none():
 LLAMA = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 50}
 
 
-@pytest.mark.parametrize("sight", [Sight(True), Sight(False), Sight(True, 3), Sight(False, 3), Sight(True, 7)])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        AttentionPattern(True),
+        AttentionPattern(False),
+        AttentionPattern(True, 3),
+        AttentionPattern(False, 3),
+        AttentionPattern(True, 7),
+    ],
+)
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_rectangles_hold_every_pair_that_sees_and_whole_ones_no_other(zigzag, sight):
+def test_rectangles_hold_every_pair_that_sees_and_whole_ones_no_other(zigzag, pattern):
     runs = runs_of(SEQ, 3, zigzag)
     for mine in runs:
         for other in runs:
-            ago = places(mine)[:, None] - places(other)[None]
-            sees = (ago >= 0 if sight.causal else ago == ago) & (ago.abs() < (sight.window or SEQ))
+            ago = position_ids(mine)[:, None] - position_ids(other)[None]
+            sees = (ago >= 0 if pattern.causal else ago == ago) & (ago.abs() < (pattern.window or SEQ))
             covered = torch.zeros_like(sees)
-            for r in rectangles(mine, other, sight):
+            for r in rectangles(mine, other, pattern):
                 block = sees[r.queries, r.keys]
                 assert not covered[r.queries, r.keys].any()
                 covered[r.queries, r.keys] = True
                 assert block.any()
-                if r.seen != "mask":
-                    assert torch.equal(block, block.new_ones(block.shape).tril(0 if r.seen == "triangle" else SEQ))
+                if r.visible != "mask":
+                    assert torch.equal(block, block.new_ones(block.shape).tril(0 if r.visible == "triangle" else SEQ))
             assert not (sees & ~covered).any()
 
 
 def test_zigzag_gives_every_rank_half_a_block_at_every_step_in_one_rectangle():
     ranks_, length = 4, SEQ // 4
     runs = runs_of(SEQ, ranks_, zigzag=True)
-    assert torch.equal(torch.cat([places(own) for own in runs]).sort().values, torch.arange(SEQ))
+    assert torch.equal(torch.cat([position_ids(own) for own in runs]).sort().values, torch.arange(SEQ))
     for me in range(ranks_):
         for source in range(ranks_):
-            (r,) = rectangles(runs[me], runs[source], Sight(True))
+            (r,) = rectangles(runs[me], runs[source], AttentionPattern(True))
             area = (r.queries.stop - r.queries.start) * (r.keys.stop - r.keys.start)
-            assert (r.seen, area) == (("triangle", length**2) if me == source else ("all", length**2 // 2))
+            assert (r.visible, area) == (("triangle", length**2) if me == source else ("all", length**2 // 2))
     straight = runs_of(SEQ, ranks_, zigzag=False)
-    assert [len(rectangles(own, straight[1], Sight(True))) for own in straight] == [0, 1, 1, 1]
+    assert [len(rectangles(own, straight[1], AttentionPattern(True))) for own in straight] == [0, 1, 1, 1]
 
 
 def test_zigzag_only_where_blocks_are_causal():
@@ -372,19 +381,19 @@ def wrong_offset():
     """Every rank believes to hold the start of the sequence."""
     from meshwright.parallel.context import sequence as context
 
-    put_on = context.put_on
+    put_on = context.shard_sequence
 
     def put(module, *rest):
         own = put_on(module, *rest)
-        module.geometry.places = torch.arange(len(own))
+        module.geometry.position_ids = torch.arange(len(own))
         return own
 
-    context.put_on = put
+    context.shard_sequence = put
 
 
 def no_sync_without_dp():
     """Gradients reduced over dp, which has one rank, though cp has two with different tokens."""
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     start = Buckets.__init__
     Buckets.__init__ = lambda self, module, group, *rest, **options: start(self, module, None, *rest, **options)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import ranks
+from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.cuts import Cut, boundaries, cut_out, fused_cuts, parts_of
+from meshwright.parallel.tensor.cuts import Cut, cut_out, fused_cuts, parts_of
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_parts_that_do_not_fill_it_or_do_not_divide_are_told(kind, said, code):
 
 
 def test_boundaries_are_as_even_as_can_be():
-    assert [boundaries(10, 4, i) for i in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert [even_range(10, 4, i) for i in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
 class Attend(nn.Module):

@@ -6,11 +6,13 @@ from torch import nn
 
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import exchanges
-from meshwright.parallel.numerics.compress.compressors import Cast, Quantised, Running, make
+from meshwright.parallel.numerics.compress.base import RunningReduction
+from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.powersgd import PowerSGD
-from meshwright.parallel.numerics.compress.scatter import CompressedScatter, chunked, columns_of, managed, put_together
-from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, kept
-from meshwright.proof.emulation.lossy_sum import perform, run_together
+from meshwright.parallel.numerics.compress.quantised import Cast, Quantised
+from meshwright.parallel.numerics.compress.scatter import CompressedScatter, columns_of, unit_parameters
+from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, count_kept
+from meshwright.proof.emulation.lossy_sum import from_rows, perform, run_together, to_rows
 
 RANKS = 3
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -46,13 +48,13 @@ def asked_for(compressors, given, scattered, index=0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_lowered_is_what_it_asks_for(name, dtype, scattered):
-    compressors = [make(name, **OPTIONS) for _ in range(RANKS)]
+    compressors = [make_compressor(name, **OPTIONS) for _ in range(RANKS)]
     plan = Plan(replicate=RANKS, compression=name, compression_ratio=0.1, compression_rank=2, compression_threshold=1.5)
     elements = 42 if scattered else 35
     for step in range(3):
         given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r, dtype=dtype) for r in range(RANKS)]
         asked = asked_for(compressors, given, scattered, index=4)[1]
-        told = compressors[0].told[4][step] if isinstance(compressors[0], Threshold) else None
+        told = compressors[0].sent_counts[4][step] if isinstance(compressors[0], Threshold) else None
         whole = [tuple(shape) for _, shape in shapes(scattered)]
         assert exchanges(plan, elements, dtype.itemsize, whole, RANKS, scattered, told) == asked
 
@@ -84,7 +86,10 @@ def above(x, factor):
 )
 def test_an_owner_has_the_sum_of_what_all_sent_it(name, sent):
     """Of 15 columns, an odd number; and in a second step of what the first has kept back."""
-    compressors, given = [make(name, **OPTIONS) for _ in range(2)], [numbers(2, 15, seed=r) for r in range(2)]
+    compressors, given = (
+        [make_compressor(name, **OPTIONS) for _ in range(2)],
+        [numbers(2, 15, seed=r) for r in range(2)],
+    )
     held = [torch.zeros_like(g) for g in given]
     for _ in range(2):
         out = torch.full((2, 15), 7.0, dtype=torch.float64)
@@ -146,7 +151,7 @@ def test_values_above_a_threshold_may_be_none_and_are_counted():
         held, seen = asked_for(compressors, [equal] * RANKS, scattered, index=int(scattered))
         assert all((h == 0).all() for h in held)
         assert seen[1][1] == RANKS * (4 + 4)
-    assert [c.told for c in compressors] == [{0: [1], 1: [1]}] * RANKS
+    assert [c.sent_counts for c in compressors] == [{0: [1], 1: [1]}] * RANKS
     at_it = torch.tensor([3.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # twice their root mean square to the bit
     message = at_it.clone()
     run_together([Threshold(2.0).reduce(0, message, [], 0, 1)])
@@ -158,15 +163,17 @@ def test_values_above_a_threshold_may_be_none_and_are_counted():
 
 def test_places_are_drawn_anew_for_each_message_and_step_and_alike_on_all_ranks():
     one, other = RandomK(0.1, 3), RandomK(0.1, 3)
-    drawn = [(one.places(i, 200, torch.device("cpu")), other.places(i, 200, torch.device("cpu"))) for i in (0, 0, 1)]
+    drawn = [(one.indices(i, 200, torch.device("cpu")), other.indices(i, 200, torch.device("cpu"))) for i in (0, 0, 1)]
     assert all(torch.equal(a, b) for a, b in drawn)
     assert len({tuple(a.tolist()) for a, _ in drawn}) == 3
     assert all(len(set(a.tolist())) == 20 for a, _ in drawn)
-    assert not torch.equal(drawn[0][0], RandomK(0.1, 4).places(0, 200, torch.device("cpu")))
+    assert not torch.equal(drawn[0][0], RandomK(0.1, 4).indices(0, 200, torch.device("cpu")))
 
 
 def test_how_many_are_kept_and_which_matrices_shrink():
-    assert [kept(n, r) for n, r in ((188, 0.1), (200, 0.1), (3, 0.01), (10, 1.0), (10, 2.0), (2_000_001, 1e-5))] == [
+    assert [
+        count_kept(n, r) for n, r in ((188, 0.1), (200, 0.1), (3, 0.01), (10, 1.0), (10, 2.0), (2_000_001, 1e-5))
+    ] == [
         19,
         20,
         1,
@@ -185,18 +192,18 @@ def test_how_many_are_kept_and_which_matrices_shrink():
 def test_a_column_that_came_to_nothing_is_drawn_anew_and_others_stay():
     compressor, matrix = PowerSGD(2), numbers(5, 4)
     compressor.bases[0, 7] = torch.tensor([[0.5, 0.0], [0.0, 0.0], [-0.2, 0.0], [0.1, 0.0]], dtype=torch.float64)
-    start = compressor._start(0, 7, matrix, 3)
+    start = compressor._initial_q(0, 7, matrix, 3)
     assert torch.equal(start[:, 0], compressor.bases[0, 7][:, 0])
     assert (start[:, 1] != 0).all()
     compressor.bases[0, 7] = start
-    assert torch.equal(compressor._start(0, 7, matrix, 4), start)
+    assert torch.equal(compressor._initial_q(0, 7, matrix, 4), start)
 
 
 def test_rows_are_cut_for_their_owners_and_put_together_again():
     whole = torch.arange(10.0).view(5, 2)
-    rows = chunked(whole, 3)
+    rows = to_rows(whole, 3)
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 0]]
-    assert torch.equal(put_together(rows, (5, 2)), whole)
+    assert torch.equal(from_rows(rows, (5, 2)), whole)
     assert columns_of([(5, 2), (4,), (3, 2, 2)], 3) == [(0, (5, 2)), (4, (4,)), (6, (3, 2, 2))]
 
 
@@ -213,21 +220,21 @@ def test_a_unit_has_its_own_parameters_in_torchs_order():
     unit.own = unit[0].weight  # used twice, and held where it was seen first
     unit.more = nn.Parameter(torch.zeros(2))
     norm = unit[2][0]
-    assert [id(p) for p in managed(unit)] == [
+    assert [id(p) for p in unit_parameters(unit)] == [
         id(p) for p in (unit[0].weight, unit[0].bias, norm.weight, norm.bias, unit.more)
     ]
 
 
 def test_what_goes_exactly_goes_beside_what_is_compressed():
     a, b, c = (nn.Parameter(torch.zeros(shape)) for shape in ((5, 2), (4,), (3,)))
-    made = CompressedScatter(make("int8"), [a, b, c], "shard", 3, {b})
+    made = CompressedScatter(make_compressor("int8"), [a, b, c], "shard", 3, {b})
     assert [id(p) for p in made.lossy] == [id(a), id(c)]
     assert [columns.tolist() for columns in made.columns] == [[0, 1, 2, 3, 6], [4, 5]]
     assert made.layout == [(0, a.shape), (4, c.shape)]
 
 
 def test_a_reduction_that_asks_for_nothing_has_nothing_to_wait_for():
-    assert not Running(iter(()), None).wait()
+    assert not RunningReduction(iter(()), None).wait()
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -235,7 +242,7 @@ def test_a_reduction_that_asks_for_nothing_has_nothing_to_wait_for():
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_not_finite_is_heard_at_once_by_its_owner_and_not_again(name, bad, scattered):
     """By all ranks, where all hear the sum: the step is skipped, and no step after it need be."""
-    compressors = [make(name, **OPTIONS) for _ in range(RANKS)]
+    compressors = [make_compressor(name, **OPTIONS) for _ in range(RANKS)]
     for step in range(3):
         given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r) for r in range(RANKS)]
         if step == 1:
@@ -250,7 +257,7 @@ def test_what_is_not_finite_is_heard_at_once_by_its_owner_and_not_again(name, ba
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("fp16", "bf16")])
 def test_errors_follow_the_scale_of_the_loss(name, scattered):
     """A power of two changes no rounding: scaled by it from the second step on, the sums are scaled by it and nothing else."""
-    plain, scaled = ([make(name, **OPTIONS) for _ in range(RANKS)] for _ in range(2))
+    plain, scaled = ([make_compressor(name, **OPTIONS) for _ in range(RANKS)] for _ in range(2))
     for step, scale in enumerate((1.0, 8.0, 8.0)):
         given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r) for r in range(RANKS)]
         if step == 1:

@@ -172,16 +172,16 @@ def gradients_not_summed():
 
 
 def statistics_of_one_rank():
-    from meshwright.parallel.expert.dispatch import Spread
+    from meshwright.parallel.expert.dispatch import ParallelPlacement
 
-    Spread.summed = lambda self, values: values
+    ParallelPlacement.sum_over_ranks = lambda self, values: values
 
 
 def answers_in_another_order():
-    from meshwright.parallel.expert.dispatch import Journey
+    from meshwright.parallel.expert.dispatch import ExpertDispatch
 
-    plain = Journey.back
-    Journey.back = lambda self, answers: plain(self, answers).flip(0)
+    plain = ExpertDispatch.combine
+    ExpertDispatch.combine = lambda self, answers: plain(self, answers).flip(0)
 
 
 def bias_added_by_every_rank():
@@ -206,10 +206,10 @@ def test_a_bug_is_caught(bug, name, said, router):
     assert compare(one_device(name, router), traces).breaks
 
 
-# The journey in its parts
+# The transfer in its parts
 
 
-def journeys(context):
+def exchanged(context):
     """Uneven and empty splits, forward and backward, against what every rank knows of the others."""
     import torch
     from torch import distributed
@@ -233,22 +233,22 @@ def journeys(context):
 
 
 def test_uneven_and_empty_splits_and_their_gradients():
-    assert ranks.run(3, journeys) == [True] * 3
+    assert ranks.run(3, exchanged) == [True] * 3
 
 
 def shared_between(context, overlap):
-    """The order in which a layer's forward and backward send, land and run the shared experts."""
+    """The order in which a layer's forward and backward send, wait and run the shared experts."""
     import torch
 
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.expert.dispatch import Flight
+    from meshwright.parallel.expert.dispatch import Transfer
     from meshwright.training.data import RandomSamples
     from meshwright.training.loop import Trainer
 
     log = []
-    start, wait = Flight.start, Flight.wait
-    Flight.start = lambda self, rows, back: log.append("send") or start(self, rows, back)
-    Flight.wait = lambda self: log.append("land") or wait(self)
+    start, wait = Transfer.start, Transfer.wait
+    Transfer.start = lambda self, rows, backward: log.append("send") or start(self, rows, backward)
+    Transfer.wait = lambda self: log.append("wait") or wait(self)
     model = MODELS["qwen"].but(layers=1)
     plan = Plan(replicate=2, ep=2, microbatch=4, overlap=("ep",) if overlap else ())
     parallel = apply(model, plan, WORKLOAD, context.rank, dtype=torch.float64)
@@ -261,11 +261,11 @@ def shared_between(context, overlap):
 
 def test_shared_experts_run_while_tokens_travel():
     for log, router in ranks.run(2, shared_between, True):
-        assert log == ["send", "shared", "land", "send", "land", "send", "land", "send", "shared", "land"]
+        assert log == ["send", "shared", "wait", "send", "wait", "send", "wait", "send", "shared", "wait"]
         assert 0 < router["entropy"] <= 1 <= router["peak"]
         assert router["dropped"] == 0
     for log, _ in ranks.run(2, shared_between, False):
-        assert log[:3] == ["send", "land", "shared"]
+        assert log[:3] == ["send", "wait", "shared"]
 
 
 @pytest.mark.parametrize("case", LOWERED, ids=title)
@@ -279,8 +279,8 @@ def test_what_is_sent_was_lowered_or_is_explained(case):
         trace = result["fp32"]
         assert not trace.observed.unknown
         assert not [row for row in trace.traffic if row.unexplained], trace.traffic
-        journeys = [row for row in trace.traffic if row.operation == "all_to_all"]
+        transfers = [row for row in trace.traffic if row.operation == "all_to_all"]
         again = 3 if plan.recompute == "full" else 0
-        for row in journeys:  # four a layer and micro-batch and one of counts; forward's three are made again
+        for row in transfers:  # four a layer and micro-batch and one of counts; forward's three are made again
             assert row.lowered[0] == row.observed[0] == (5 + again) * layers
-        assert bool(journeys) == (plan.ep > 1)
+        assert bool(transfers) == (plan.ep > 1)

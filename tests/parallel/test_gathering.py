@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.data.gathering import Gathering, check_apart, fitting, gather_ahead, grouped, size_of
+from meshwright.parallel.data.gathering import (
+    Gathering,
+    check_no_shared_weights,
+    fitting,
+    gather_ahead,
+    grouped,
+    size_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,6 @@ def test_a_weight_that_two_units_share_is_told():
     third.weight = first.weight
     for units in ([[first], [third]], [[first, second]], [[third]]):
         with pytest.raises(MeshwrightError, match=r"MW-ZERO-006: '0\.weight'"):
-            check_apart(module, units)
+            check_no_shared_weights(module, units)
     for units in ([[first, third], [second]], [[second]], []):
-        check_apart(module, units)
+        check_no_shared_weights(module, units)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import Box, Parameter
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.data.local_sgd import Average
 from meshwright.parallel.numerics.precision import (
@@ -25,7 +26,8 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
     if trained:
         parameter.grad_dtype = sums or dtype
         parameter.grad = (2 * parameter.detach()).to(sums or dtype)
-    return Piece("weight", parameter, tuple(parameter.shape), (0,), True)
+    shape = tuple(parameter.shape)
+    return Piece(Box(Parameter("weight", shape, "between"), (0,), shape, (), True), parameter, ("weight",))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def layers():
 
 def test_activations_go_and_come_back_unchanged_and_each_once():
     plain, moved = layers(), layers()
-    away = offload.put_on(moved)
+    away = offload.offload_activations(moved)
     x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
     y = moved(x)
     each = x.nbytes  # a layer saves its input, tanh's output (which the second product saves too): two tensors
@@ -42,7 +42,7 @@ def test_activations_go_and_come_back_unchanged_and_each_once():
 def test_of_a_recomputed_layer_only_the_input_goes():
     net, plain = layers(), layers()
     recompute(net)
-    away = offload.put_on(net)
+    away = offload.offload_activations(net)
     x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
     net(x).sum().backward()
     plain(x).sum().backward()
@@ -51,7 +51,7 @@ def test_of_a_recomputed_layer_only_the_input_goes():
 
 
 def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
-    away = offload.Activations()
+    away = offload.ActivationOffload()
     x = torch.ones(4)
     first = away.send(x)
     x.add_(1)
@@ -61,7 +61,7 @@ def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
 
 
 def test_views_of_one_memory_go_once_unless_they_are_turned():
-    away = offload.Activations()
+    away = offload.ActivationOffload()
     x = torch.arange(6.0).view(2, 3)
     for view in (x, x.view(-1), x.view(1, 2, 3)):
         assert torch.equal(away.fetch(away.send(view)), view)
@@ -74,8 +74,8 @@ def test_views_of_one_memory_go_once_unless_they_are_turned():
 
 @pytest.mark.parametrize(("smallest", "moved"), [(0, 16), (16, 16), (17, 0)])
 def test_what_is_smaller_stays(smallest, moved):
-    away, x = offload.Activations(smallest), torch.full((4,), 2.0, requires_grad=True)
-    away.within(nn.Identity(), lambda y: y * y)(x).sum().backward()
+    away, x = offload.ActivationOffload(smallest), torch.full((4,), 2.0, requires_grad=True)
+    away.wrap(nn.Identity(), lambda y: y * y)(x).sum().backward()
     assert x.grad.tolist() == [4.0] * 4
     assert (away.down_bytes, away.up_bytes) == (moved, 2 * moved)
 
@@ -93,7 +93,7 @@ def bytes_of_a_region(context):
     layer.forward = lambda x: pair(x)
     table = (("", "divided"), ("pair", "region"), ("pair.0", "column"), ("pair.2", "row"))
     split(layer, table, distributed.group.WORLD, True)
-    away = offload.put_on([layer])
+    away = offload.offload_activations([layer])
     whole = torch.linspace(-1, 1, 2 * 6 * 8, dtype=torch.float64).view(2, 6, 8).requires_grad_()
     share = whole.detach().chunk(context.world, 1)[context.rank].contiguous().requires_grad_()
     layer(share).square().sum().backward()

@@ -135,7 +135,7 @@ def replicated(context, options, orders, used):
     """Flat gradients of each step; how many messages had left before backward was through."""
     from torch import distributed
 
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     module = Own()
     buckets = Buckets(module, distributed.group.WORLD, 600.0, **options)
@@ -147,7 +147,7 @@ def replicated(context, options, orders, used):
             for i in order[context.rank]:
                 x = torch.tanh(module.body[i](x))
             (module.end(x) if used[step] else x).sum().backward()
-        early = buckets._started
+        early = buckets._sent
         buckets.finish()
         out.append((buckets.flat.numpy().copy(), early, len(buckets.messages)))
         buckets.zero()
@@ -164,18 +164,20 @@ def test_ranks_may_use_their_layers_in_any_order_and_in_another_every_step():
 
 def test_a_static_graph_waits_for_no_unused_parameter_and_tells_if_it_was_not_static():
     order = ([0, 1, 2, 3, 4, 5],) * 2
-    plain, static = (ranks.run(2, replicated, {"static": s}, [order] * 2, (False, False))[0] for s in (False, True))
+    plain, static = (
+        ranks.run(2, replicated, {"static_graph": s}, [order] * 2, (False, False))[0] for s in (False, True)
+    )
     assert plain[1][1] == 0  # the unused end stands first in the buffer and holds all back
     assert static[0][1] == 0
     assert static[1][1] == static[1][2]  # all have left when backward is through
     assert (plain[1][0] == static[1][0]).all()
     with pytest.raises(MeshwrightError, match="MW-ZERO-002"):
-        ranks.run(2, replicated, {"static": True}, [order] * 2, (False, True))
+        ranks.run(2, replicated, {"static_graph": True}, [order] * 2, (False, True))
 
 
 def test_summed_after_each_micro_batch_it_is_the_same_sum():
     order = ([0, 1, 2, 3, 4, 5],) * 2
-    once, each = (ranks.run(2, replicated, {"each": e}, [order] * 2, (True, True))[0] for e in (False, True))
+    once, each = (ranks.run(2, replicated, {"per_microbatch": e}, [order] * 2, (True, True))[0] for e in (False, True))
     for (a, _, _), (b, _, _) in zip(once, each, strict=True):
         assert abs(a - b).max() < 1e-12
 

@@ -10,7 +10,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.pipeline import actions_of, check_adapter, check_split_products, received_early
+from meshwright.parallel.pipeline import actions_of, check_adapter, check_split_products, receive_early
 from meshwright.programs.pipelines import SCHEDULES
 
 MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
@@ -71,7 +71,7 @@ def test_messages_are_asked_for_before_the_computation_that_does_not_need_them(s
     lists = schedules._add_send_recv(actions_of(program), lambda stage: program.rank_of[stage], 4 * virtual)
     moved = 0
     for actions in lists.values():
-        early = received_early(actions)
+        early = receive_early(actions)
         moved += early != actions
         for kind in (True, False):
             assert [a for a in early if is_message(a) == kind] == [a for a in actions if is_message(a) == kind]
@@ -80,7 +80,7 @@ def test_messages_are_asked_for_before_the_computation_that_does_not_need_them(s
                 assert i < early.index(needs(action, early))
     assert moved
     if schedule == "1f1b":
-        last = " ".join(map(str, received_early(lists[0])[-5:]))
+        last = " ".join(map(str, receive_early(lists[0])[-5:]))
         assert last == "0RECV_B6 0B5 0RECV_B7 0B6 0B7"
 
 
@@ -121,7 +121,7 @@ def own_stages(context, schedule, virtual):
     from torch import nn
 
     from meshwright.describe.layout import Layout
-    from meshwright.parallel.data.zero import Alone
+    from meshwright.parallel.data.reduction import LocalGradients
     from meshwright.parallel.mesh import Mesh
     from meshwright.parallel.pipeline import Pipeline, Stage
 
@@ -140,7 +140,7 @@ def own_stages(context, schedule, virtual):
     out = []
     for how in ({}, {"frozen": [0]}, {"frozen": [1]}, {"empty": [0]}, {"empty": [1]}):
         own, twin = parts(**how), parts(**how)
-        alone = {i: Alone(own[i].parameters()) for i in mine}
+        alone = {i: LocalGradients(own[i].parameters()) for i in mine}
         ends = [between.detach() if i == 0 else between for i in range(count)]
         stages = [Stage(own[i], i, count, mesh, alone[i], ends[i], between) for i in mine]
         pipeline = Pipeline(program, stages, mesh, lambda y, target: (y - target).square().sum())

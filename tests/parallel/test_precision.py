@@ -158,7 +158,7 @@ def test_fp8_takes_a_module_that_is_called_with_names():
             return scale * super().forward(x)
 
     layer = Layer(16, 16)
-    fp8.put_on([layer])
+    fp8.enable_fp8([layer])
     x = torch.randn(4, 16)
     assert torch.equal(layer(x, scale=2.0), 2.0 * fp8.linear(x, layer.weight, layer.bias))
 

@@ -10,13 +10,16 @@ import torch
 import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import even_range
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build
 from meshwright.models.transformer import IGNORED, cross_entropy
 from meshwright.parallel.tensor import styles as tensor
-from meshwright.parallel.tensor.split import boundaries, matches
-from meshwright.parallel.tensor.tables import TABLES
+from meshwright.parallel.tensor.split import matches
+from meshwright.parallel.tensor.tables import table_of
+from meshwright.parallel.tensor.vocabulary import cross_entropy as split_cross_entropy
+from meshwright.parallel.tensor.vocabulary import embed
 from meshwright.proof.records import Job
 from meshwright.proof.trace import record
 
@@ -57,14 +60,11 @@ def exchanges(context):
 def vocabulary_ends(context, vocabulary):
     from torch import distributed
 
-    from meshwright.parallel.tensor.vocabulary import cross_entropy as split_cross_entropy
-    from meshwright.parallel.tensor.vocabulary import embed
-
     group, world = distributed.group.WORLD, context.world
-    start, stop = boundaries(vocabulary, world, context.rank)
+    start, stop = even_range(vocabulary, world, context.rank)
     table = random((vocabulary, 5), 1)
     ids = torch.arange(vocabulary).flip(0)[None]
-    rows = embed(ids, table[start:stop], start)
+    rows = embed(ids, table[start:stop], start, vocabulary)
     distributed.all_reduce(rows)
     assert torch.equal(rows, torch.nn.functional.embedding(ids, table))
 
@@ -75,7 +75,7 @@ def vocabulary_ends(context, vocabulary):
     expected = cross_entropy(whole, target)
     (expected * 0.3).backward()
     mine = logits[..., start:stop].clone().requires_grad_()
-    loss = split_cross_entropy(mine, target, start, group)
+    loss = split_cross_entropy(mine, target, start, vocabulary, group)
     (loss * 0.3).backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(mine.grad, whole.grad[..., start:stop])
@@ -90,7 +90,7 @@ def omission(context):
     with torch.device("meta"):
         network = build(LLAMA)
         network.extra = nn.Linear(4, 4)
-    split(network, TABLES["transformer"], distributed.group.WORLD, head=4)
+    split(network, table_of(LLAMA), distributed.group.WORLD, head=4)
 
 
 def uneven_heads(context):
@@ -98,7 +98,7 @@ def uneven_heads(context):
 
     from meshwright.parallel.tensor.split import split
 
-    split(build(LLAMA.but(ffn=25)), TABLES["transformer"], distributed.group.WORLD, head=4, strict=False)
+    split(build(LLAMA.but(ffn=25)), table_of(LLAMA), distributed.group.WORLD, head=4, strict=False)
 
 
 def region(context, again, changed=False):
@@ -184,7 +184,7 @@ def twice(context):
         "join": lambda: exchange.join(x, group, 1), "all_to_all": lambda: expert.all_to_all(x[0], group, [1, 1], [1, 1]),
         "ring": lambda: sequence.ring_attention(x, x, x, group), "gather": lambda: sequence.gather_attention(x, x, x, group),
         "ulysses": lambda: sequence.ulysses_attention(x, x, x, group),
-        "loss": lambda: vocabulary.cross_entropy(x[0], target, 4 * context.rank, group),
+        "loss": lambda: vocabulary.cross_entropy(x[0], target, 4 * context.rank, 8, group),
     }  # fmt: skip
     refused = []
     for name, call in calls.items():
@@ -262,10 +262,22 @@ def test_padding_is_where_its_row_is(padding, expected):
         assert (table.padding_idx, table.num_embeddings) == (expected[rank], (4, 3)[rank])
 
 
+@pytest.mark.parametrize(("token", "vocabulary"), [(7, 7), (-1, 7), (8, 8)])
+def test_a_token_outside_the_vocabulary_raises_as_on_one_device(token, vocabulary):
+    ids, weight = torch.tensor([[0, token]]), torch.zeros(4, 3)
+    with pytest.raises(IndexError):
+        torch.nn.functional.embedding(ids, torch.zeros(vocabulary, 3))
+    with pytest.raises(MeshwrightError, match=f"MW-TP-010: token {token} is not in the vocabulary of {vocabulary}"):
+        embed(ids, weight, 0, vocabulary)
+    with pytest.raises(MeshwrightError, match=f"MW-TP-010: target {token}"):
+        split_cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[IGNORED, token]]), 0, vocabulary, None)
+    assert embed(torch.tensor([[0, vocabulary - 1]]), weight, 0, vocabulary).shape == (1, 2, 3)
+
+
 def test_boundaries_cover_without_overlap():
     for full in (0, 1, 7, 12):
         for parts in (1, 2, 5):
-            ranges = [boundaries(full, parts, i) for i in range(parts)]
+            ranges = [even_range(full, parts, i) for i in range(parts)]
             assert ranges[0][0] == 0
             assert ranges[-1][1] == full
             assert all(a[1] == b[0] for a, b in pairwise(ranges))

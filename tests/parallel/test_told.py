@@ -33,7 +33,7 @@ def partial(context, plans):
     from meshwright.parallel.apply import apply
 
     made = [apply(MODEL, plan, WORKLOAD, context.rank) for plan in plans]
-    return [{(p.partial, p.name.rpartition(".")[2]) for p in one.pieces if p.partial} for one in made]
+    return [{(p.box.partial, p.name.rpartition(".")[2]) for p in one.pieces if p.box.partial} for one in made]
 
 
 def test_a_gradient_is_a_part_only_where_ranks_share_its_parameter():
@@ -57,7 +57,7 @@ def load(context, plan, scale):
     layers = [
         part for stage in parallel.stages.values() for part in stage.modules() if isinstance(part, MixtureOfExperts)
     ]
-    return metrics, [part.place.share for part in layers], float(parallel.tokens)
+    return metrics, [part.placement.share for part in layers], float(parallel.tokens)
 
 
 def test_the_load_is_of_all_stages_and_a_router_scales_its_losses_as_the_step_does():
@@ -88,14 +88,14 @@ def kept_back(context, plan):
     from meshwright.errors import MeshwrightError
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
-    from meshwright.parallel.data.zero import compressors_of
+    from meshwright.parallel.data.reduction import compressors_in
     from meshwright.training.data import RandomSamples
     from meshwright.training.loop import Trainer
 
     parallel = apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64)
     trainer = Trainer(parallel, RandomSamples(MODEL, WORKLOAD.seq, 0))
     trainer.train_step()
-    errors = [e for c in compressors_of(parallel.reductions) for e in c.feedback.errors.values()]
+    errors = [e for c in compressors_in(parallel.reductions) for e in c.feedback.errors.values()]
     before = [e.clone() for e in errors]
     parallel.set_tokens(torch.tensor(8.0), 4.0)
     parallel.set_tokens(torch.tensor(8.0), 4.0)
@@ -104,14 +104,14 @@ def kept_back(context, plan):
     layers = [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
     for part in layers:
         part.router.load = torch.ones(2, 4)
-        part.place.count(1, 1, 1, 1)
+        part.placement.count(1, 1, 1, 1)
     for piece in parallel.pieces:
         piece.gradient.add_(1.0)
     try:
-        parallel.give_up()
+        parallel.abort_step()
     except MeshwrightError as error:
         return ratios, error.code
-    left = [part.router.load for part in layers] + [bool(part.place.journeys) for part in layers]
+    left = [part.router.load for part in layers] + [bool(part.placement.dispatches) for part in layers]
     return ratios, [*left, any(bool(piece.gradient.any()) for piece in parallel.pieces)]
 
 

@@ -22,7 +22,7 @@ PLANS = [
 def buckets(context, bytes_):
     from torch import distributed, nn
 
-    from meshwright.parallel.data.zero import Buckets
+    from meshwright.parallel.data.buckets import Buckets
 
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
@@ -52,7 +52,7 @@ def boxes(context, model, plans, workload):
     out = []
     for plan in plans:
         parallel = apply(model, plan, workload, context.rank)
-        out.append([(p.name, p.start, tuple(p.local.shape), p.counted, p.full_shape) for p in parallel.pieces])
+        out.append([(p.name, p.start, tuple(p.local.shape), p.box.first_copy, p.full_shape) for p in parallel.pieces])
     return out
 
 
@@ -139,12 +139,12 @@ def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, 
 def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
     from torch import nn
 
-    from meshwright.parallel.data.zero import Alone
+    from meshwright.parallel.data.reduction import LocalGradients
 
     module, twin = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
     twin.load_state_dict(module.state_dict())
     unused, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
-    made = Alone([*module.parameters(), unused, late])
+    made = LocalGradients([*module.parameters(), unused, late])
     for step in range(2):
         inputs = torch.full((2, 4), 1.0 + step)
         for chunk in inputs.split(1):
@@ -170,8 +170,8 @@ def own_buckets(context):
     from torch import distributed, nn
 
     from meshwright.errors import MeshwrightError
-    from meshwright.parallel.data.zero import Buckets
-    from meshwright.parallel.numerics.compress.compressors import make
+    from meshwright.parallel.data.buckets import Buckets
+    from meshwright.parallel.numerics.compress.compressors import make_compressor
 
     group, out = distributed.group.WORLD, {}
 
@@ -215,13 +215,13 @@ def own_buckets(context):
 
     for name in ("none", "top-k"):
         module = network()
-        buckets = Buckets(module, group, 60.0, compressor=make(name, ratio=1.0))
+        buckets = Buckets(module, group, 60.0, compressor=make_compressor(name, ratio=1.0))
         hook = module[0].weight.register_hook(lambda gradient: 1 / 0)
         buckets.begin(last=True)
         try:
             loss(module).backward()
         except ZeroDivisionError:
-            out[f"left before it was given up, {name}"] = 0 < buckets._started < len(buckets.messages)
+            out[f"left before it was given up, {name}"] = 0 < buckets._sent < len(buckets.messages)
         hook.remove()
         buckets.zero()
         out[f"given up, {name}"] = step(module, buckets)
@@ -238,7 +238,7 @@ def own_buckets(context):
     replaced = Buckets(module, group, 1e9)
     module[2].weight = nn.Parameter(module[2].weight.detach())
     out["replaced"] = told(lambda: replaced.begin(last=True))
-    shared = make("int8")
+    shared = make_compressor("int8")
     of_one = Buckets(module, group, 1e9, compressor=shared, only={module[0].weight})
     out["one compressor"] = told(lambda: Buckets(module, group, 1e9, compressor=shared, only={module[2].weight}))
     of_one.begin(last=True)
@@ -246,7 +246,7 @@ def own_buckets(context):
     out["two dtypes"] = told(lambda: Buckets(module, group, 1e9))
     for name in ("int8", "top-k", "threshold", "powersgd"):
         for empty in (nn.Tanh(), network().requires_grad_(False), nn.Linear(0, 3, bias=False)):
-            buckets = Buckets(empty, group, 1e9, compressor=make(name))
+            buckets = Buckets(empty, group, 1e9, compressor=make_compressor(name))
             buckets.begin(last=True)
             buckets.finish()
             buckets.zero()

@@ -22,7 +22,7 @@ from torch import distributed
 
 from meshwright.models import initial_value
 from meshwright.parallel import apply
-from meshwright.parallel.data import zero
+from meshwright.parallel.data import buckets, gathering, zero
 from meshwright.parallel.mesh import Mesh
 from meshwright.training import loop
 
@@ -43,31 +43,31 @@ class Bug(NamedTuple):
 
 def gradient_averaged_twice():
     """The loss is divided by the global tokens already; an average over ranks divides again."""
-    finish = zero.Buckets.finish
+    finish = buckets.Buckets.finish
 
     def averaged(self):
         finish(self)
         if self.group is not None:
             self.flat.div_(self.group.size())
 
-    zero.Buckets.finish = averaged
+    buckets.Buckets.finish = averaged
 
 
 def reduce_scatter_averages():
     """`fully_shard` left to its default divides by the ranks (torchtitan #2318: norms differ between DDP and FSDP)."""
-    zero.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
-    zero.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
+    gathering.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+    gathering.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
 
 
 def never_synchronised():
     """`no_sync` around the last micro-batch too."""
-    begin = zero.Shards.begin
+    begin = zero.ShardedGradients.begin
 
     def quiet(self, last):
         begin(self, last)
         self.module.set_requires_gradient_sync(False)
 
-    zero.Shards.begin = quiet
+    zero.ShardedGradients.begin = quiet
 
 
 def replicas_not_reduced():
@@ -77,25 +77,25 @@ def replicas_not_reduced():
 
 def every_microbatch_synchronises():
     """Sums that are summed again with the next micro-batch: accumulation without `no_sync` in a shared buffer."""
-    begin = zero.Buckets.begin
+    begin = buckets.Buckets.begin
 
     def eager(self, last):
         if self._work:
             self.finish()
         begin(self, True)
 
-    zero.Buckets.begin = eager
+    buckets.Buckets.begin = eager
 
 
 def accumulation_forgets():
     """Gradients zeroed at every micro-batch instead of every step."""
-    begin = zero.Buckets.begin
+    begin = buckets.Buckets.begin
 
     def forgetful(self, last):
         self.zero()
         begin(self, last)
 
-    zero.Buckets.begin = forgetful
+    buckets.Buckets.begin = forgetful
 
 
 def gradients_not_zeroed():
@@ -104,33 +104,33 @@ def gradients_not_zeroed():
 
 def stale_bucket_views():
     """`zero_grad(set_to_none=True)`: backward then writes beside the buffer that is reduced, and nobody brings it there."""
-    plain = zero.Buckets.zero
-    zero.Buckets._put = lambda self, parameter: None
+    plain = buckets.Buckets.zero
+    buckets.Buckets._copy_into_view = lambda self, parameter: None
 
     def drop(self):
         plain(self)
-        for p in self._touched:
+        for p in self._views:
             p.grad = None
 
-    zero.Buckets.zero = drop
+    buckets.Buckets.zero = drop
 
 
 def last_bucket_not_sent():
     """Buckets leave when they are full, and nobody flushes the last one."""
-    send = zero.Buckets._send
+    send = buckets.Buckets._send
 
     def most(self):
-        if self._started < len(self.messages) - 1:
+        if self._sent < len(self.messages) - 1:
             send(self)
         else:
-            self._started += 1
+            self._sent += 1
 
-    zero.Buckets._send = most
+    buckets.Buckets._send = most
 
 
 def hooks_miss_split_backward():
     """A split backward writes gradients without calling hooks: a reducer that relies on them sends nothing."""
-    zero.Buckets.start = lambda self: None
+    buckets.Buckets.start = lambda self: None
 
 
 def replicas_start_apart():
@@ -201,7 +201,9 @@ def norm_counts_copies():
 
 
 def norm_counts_the_tied_copy():
-    loop.counted_squares = lambda pieces: sum((p.gradient.double() ** 2).sum() for p in pieces if p.counted or p.tied)
+    loop.counted_squares = lambda pieces: sum(
+        (p.gradient.double() ** 2).sum() for p in pieces if p.box.first_copy or p.box.tied
+    )
 
 
 def update_before_reduction():

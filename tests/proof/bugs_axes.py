@@ -8,12 +8,14 @@ import torch
 from torch import distributed
 from torch.nn import functional as F
 
+from meshwright.describe.sharding import RULES, Rule
 from meshwright.models import dropout
 from meshwright.models.dropout import Moment
+from meshwright.models.moe import routed_experts
 from meshwright.parallel import apply, exchange, pipeline, recompute
 from meshwright.parallel.context import blocks, ulysses
 from meshwright.parallel.context import sequence as context
-from meshwright.parallel.data import gathering, zero
+from meshwright.parallel.data import gathering, reduction
 from meshwright.parallel.expert import dispatch as expert
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.tensor import styles as tensor
@@ -27,7 +29,7 @@ def bias_on_every_row_parallel_rank():
     """The bias added before the sum over ranks counts once a rank (seed)."""
 
     def row(done, name, part):
-        tensor.cut_parameter(done, part, name, "weight", 1)
+        tensor.shard_parameters(done, name, part, "row")
         part.forward = lambda x: exchange.reduce_out(F.linear(x, part.weight, part.bias), done.group)
 
     tensor.STYLES["row"] = row
@@ -42,8 +44,9 @@ def embedding_not_summed():
     """A vocabulary-parallel embedding without its all-reduce: absent tokens stay zero."""
 
     def silent(done, name, part):
-        start, _ = tensor.cut_parameter(done, part, name, "weight", 0, even=False)
-        part.forward = lambda ids: vocabulary.embed(ids, part.weight, start)
+        tensor.shard_parameters(done, name, part, "vocabulary")
+        cut = done.cuts[f"{name}.weight"]
+        part.forward = lambda ids: vocabulary.embed(ids, part.weight, cut.start, cut.full)
 
     tensor.STYLES["vocabulary"] = silent
 
@@ -63,30 +66,25 @@ def uneven_vocabulary_by_floor():
 
     def choose(model, mesh):
         group = mesh.group("tp")
-        start = model.padded_vocab // group.size() * group.rank()
-        return lambda logits, target: vocabulary.cross_entropy(logits, target, start, group)
+        size = model.padded_vocab
+        start = size // group.size() * group.rank()
+        return lambda logits, target: vocabulary.cross_entropy(logits, target, start, size, group)
 
     apply.choose_loss = choose
 
 
 def norms_not_summed_over_sequence():
     """Under sequence parallelism a norm sees a share of the tokens only (Megatron-LM #1464)."""
-    tensor.STYLES["between"] = lambda done, name, part: None
+    RULES["between"] = Rule()
 
 
 def head_norms_not_summed():
     """A norm inside attention sees this rank's heads only, with sequence parallelism or without."""
-    tensor.STYLES["inside"] = lambda done, name, part: None
+    RULES["inside"] = Rule()
 
 
 def row_bias_not_summed_over_sequence():
-    plain = tensor.STYLES["row"]
-
-    def row(done, name, part):
-        plain(done, name, part)
-        done.partial.discard(f"{name}.bias")
-
-    tensor.STYLES["row"] = row
+    RULES["row-bias"] = Rule()
 
 
 def positions_start_at_zero_on_every_rank():
@@ -94,7 +92,7 @@ def positions_start_at_zero_on_every_rank():
 
     def first(done, name, part):
         forward = part.forward
-        tensor.mark_partial(done, name, part)
+        tensor.shard_parameters(done, name, part, "positions")
         part.forward = lambda n: forward(n).chunk(done.group.size())[0]
 
     tensor.STYLES["positions"] = first
@@ -128,7 +126,10 @@ def norm_counts_each_kv_copy():
     pieces_of = apply.pieces_of
 
     def counted(*args):
-        return (replace(p, counted=p.counted or p.partial == "kv_copies") for p in pieces_of(*args))
+        return [
+            replace(p, box=replace(p.box, first_copy=p.box.first_copy or p.box.partial == "kv_copies"))
+            for p in pieces_of(*args)
+        ]
 
     apply.pieces_of = counted
 
@@ -158,14 +159,14 @@ def dropout_alike_on_every_data_rank():
 
 def dropout_differs_when_made_again():
     """A layer made again that draws from where the generator stands by then (Chen et al. 2016 must keep its state)."""
-    rerun = recompute._Run.rerun
+    rerun = recompute._Call.rerun
 
     def later(self):
         moment = dropout._now.get()
         with dropout.drawing(replace(moment, step=moment.step + 1)):
             rerun(self)
 
-    recompute._Run.rerun = later
+    recompute._Call.rerun = later
 
 
 # Context parallel
@@ -189,37 +190,37 @@ def context_ranks_not_summed():
 
 
 def rotation_starts_at_zero_on_every_rank():
-    put_on = context.put_on
+    put_on = context.shard_sequence
 
     def local(module, *args):
         places = put_on(module, *args)
-        module.geometry.places = torch.arange(len(places))
+        module.geometry.position_ids = torch.arange(len(places))
         return places
 
-    context.put_on = local
+    context.shard_sequence = local
 
 
 def tokens_dealt_in_one_run():
     """Attention deals the sequence in zigzag, the data loader in one run a rank."""
-    put_on = context.put_on
+    put_on = context.shard_sequence
 
     def run(module, model, group, kind, seq):
         put_on(module, model, group, kind, seq)
         return torch.arange(seq).chunk(group.size())[group.rank()]
 
-    context.put_on = run
+    context.shard_sequence = run
 
 
 def causal_by_local_position():
     """Every block masked as if it were the rank's own."""
-    blocks.rectangles = lambda queries, keys, sight: [
+    blocks.rectangles = lambda queries, keys, pattern: [
         blocks.Rectangle(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))), "triangle")
     ]
 
 
 def gradients_of_keys_stay_away():
     """Ulysses whose backward forgets the trade: gradients stay with the rank that has the heads."""
-    ulysses._AllToAll.backward = staticmethod(lambda ctx, slope: (slope, None))
+    ulysses._AllToAll.backward = staticmethod(lambda ctx, grad_output: (grad_output, None))
 
 
 class _FirstCopy(torch.autograd.Function):
@@ -229,19 +230,19 @@ class _FirstCopy(torch.autograd.Function):
         return x.repeat_interleave(times, dim=1)
 
     @staticmethod
-    def backward(ctx, slope):
-        return slope[:, :: ctx.times].contiguous(), None
+    def backward(ctx, grad_output):
+        return grad_output[:, :: ctx.times].contiguous(), None
 
 
 def key_copies_not_summed():
     """KV heads copied so that each rank has one, and the gradient of one copy taken for all."""
-    plain = ulysses.over_heads
+    plain = ulysses.attend_by_heads
 
     def copied(q, k, v, group, attend):
         times = max(1, group.size() // k.shape[1])
         return plain(q, _FirstCopy.apply(k, times), _FirstCopy.apply(v, times), group, attend)
 
-    context.over_heads = copied
+    context.attend_by_heads = copied
 
 
 # Pipeline
@@ -300,13 +301,13 @@ def experts_summed_over_data_ranks():
 
 def expert_gradients_not_scaled():
     """Off by ep, as under an average that counts ranks without a copy (pytorch #160285)."""
-    finish = zero.Several.finish
+    finish = reduction.CombinedReduction.finish
 
     def doubled(self):
         finish(self)
         self.parts[-1].flat.mul_(2)
 
-    zero.Several.finish = doubled
+    reduction.CombinedReduction.finish = doubled
 
 
 def expert_copies_not_summed():
@@ -316,20 +317,21 @@ def expert_copies_not_summed():
 
 def balance_of_each_rank():
     """An auxiliary loss of this rank's own load instead of the batch's (Megatron-LM #7452)."""
-    expert.Spread.summed = lambda self, values: values
+    expert.ParallelPlacement.sum_over_ranks = lambda self, values: values
 
 
 def expert_bias_on_every_rank():
     """The bias of experts split over ranks counts once a rank."""
-    part = expert._part
+    place = apply.place_experts
 
-    def whole(done, linear, *args, **options):
-        part(done, linear, *args, **options)
-        linear.bias_share = 1.0
+    def whole(module, *args):
+        place(module, *args)
+        for experts in routed_experts(module):
+            experts.down.bias_share = 1.0
 
-    expert._part = whole
+    apply.place_experts = whole
 
 
 def router_not_summed():
     """The router sees this rank's tokens only; tensor-parallel ranks hold copies of it."""
-    tensor.STYLES["inside"] = lambda done, name, part: None
+    RULES["inside"] = Rule()

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from meshwright.parallel import apply
+from meshwright.describe.sharding import Box
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics.compress import compressors as compress
-from meshwright.parallel.numerics.compress import sparse
+from meshwright.parallel.numerics.compress import base, quantised, sparse
 
 
 def error_feedback_forgotten():
     """What was not sent is dropped, not added to the next gradient: small values are never heard of."""
-    compress.Feedback.keep = lambda self, index, error: None
+    base.Feedback.keep = lambda self, index, error: None
 
 
 def decoded_with_the_first_ranks_scale():
     """Integers of all ranks are multiplied by one rank's scale."""
-    dequantise = compress.dequantise
+    dequantise = quantised.dequantise
 
     def alike(payload, kind, dtype):
         payload = payload.clone()
-        payload[:, : compress.SCALE_BYTES] = payload[:1, : compress.SCALE_BYTES]
+        payload[:, : quantised.SCALE_BYTES] = payload[:1, : quantised.SCALE_BYTES]
         return dequantise(payload, kind, dtype)
 
-    compress.dequantise = alike
+    quantised.dequantise = alike
 
 
 def places_drawn_apart():
     """Each rank draws its own random places, and values of different places are added up."""
-    places = sparse.RandomK.places
+    indices = sparse.RandomK.indices
 
     def own(self, index, length, device):
         from torch import distributed
 
         self.seed = distributed.get_rank()
-        return places(self, index, length, device)
+        return indices(self, index, length, device)
 
-    sparse.RandomK.places = own
+    sparse.RandomK.indices = own
 
 
 def partial_sums_compressed():
     """Parts of a sum over the sequence are compressed before they are whole."""
-    reduction = apply.zero.reduction
-    apply.zero.reduction = lambda module, mesh, plan, dtype, exact=(): reduction(module, mesh, plan, dtype)
+    Box.compressible = property(lambda self: True)
 
 
 def compressed_experts_summed_over_data_ranks():
@@ -52,9 +50,9 @@ def compressed_experts_summed_over_data_ranks():
 
 def owners_rows_by_neighbour():
     """Each owner adds up the rows its neighbour owns."""
-    scatter = compress.Quantised.scatter
+    scatter = quantised.Quantised.scatter
 
     def shifted(self, index, rows, layout, rank, out):
         yield from scatter(self, index, rows.roll(1, 0), layout, rank, out)
 
-    compress.Quantised.scatter = shifted
+    quantised.Quantised.scatter = shifted

@@ -7,7 +7,7 @@ from torch import distributed
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
-from meshwright.parallel.data import zero
+from meshwright.parallel.data import buckets
 from meshwright.proof.prove import prove
 
 MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias": True, "ffn_bias": True}
@@ -16,14 +16,14 @@ WORKLOAD = {"batch": 8, "seq": 8, "precision": "fp32"}
 
 def wasted_all_reduce():
     """Nothing trains wrongly, but traffic is issued that no plan asked for."""
-    finish = zero.Buckets.finish
+    finish = buckets.Buckets.finish
 
     def wasteful(self):
         finish(self)
         if self.group is not None:
             distributed.all_reduce(torch.zeros(1000), group=self.group)
 
-    zero.Buckets.finish = wasteful
+    buckets.Buckets.finish = wasteful
 
 
 def proof_of(plan, bug, **model):

@@ -72,7 +72,7 @@ def drawing(moment: Moment) -> Iterator[None]:
 class Places(Protocol):
     """Where this rank's tokens stand in the sequence; None: 0, 1, 2, …"""
 
-    places: torch.Tensor | None
+    position_ids: torch.Tensor | None
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
@@ -103,9 +103,9 @@ def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
     return mixed(samples_B * GOLDEN + key)
 
 
-def tokens(moment: Moment, site: str, places_S: torch.Tensor) -> torch.Tensor:
+def tokens(moment: Moment, site: str, position_S: torch.Tensor) -> torch.Tensor:
     """[B, S]: a number for each token, of which those of its features are made."""
-    return mixed(samples(moment, site, places_S.device)[:, None] + places_S * GOLDEN)
+    return mixed(samples(moment, site, position_S.device)[:, None] + position_S * GOLDEN)
 
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
@@ -168,12 +168,12 @@ class Dropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or not self.rate:
             return x
-        return _Drop.apply(x, tokens(moment_of(x, self.site), self.site, self.places(x)), self.rate)
+        return _Drop.apply(x, tokens(moment_of(x, self.site), self.site, self.position_ids(x)), self.rate)
 
-    def places(self, x: torch.Tensor) -> torch.Tensor:
+    def position_ids(self, x: torch.Tensor) -> torch.Tensor:
         """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""
         length, (index, parts) = x.shape[1] if x.ndim > 2 else 1, self.share
-        known = self.geometry.places if self.geometry is not None else None
+        known = self.geometry.position_ids if self.geometry is not None else None
         whole = torch.arange(length * parts, device=x.device) if known is None else known
         return whole[index * length : (index + 1) * length].to(x.device)
 

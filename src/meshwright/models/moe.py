@@ -6,8 +6,8 @@ The parameters of all E experts are kept, those of k are used: k/E of the arithm
 three tensors with the expert as first dimension; copies of tokens are sorted by expert, so that each expert's are one
 run of rows and one product.
 
-Where the other tokens and the other experts are is not this file's concern: it asks a `Place`. Alone, all are here.
-The routed copies are sent first and awaited after the shared experts, whose products hide the journey.
+This file does not know on which ranks tokens and experts are: it asks an `ExpertPlacement`. On one device all are local.
+The routed copies are sent first and received after the shared experts have run, whose products hide the transfer.
 
 Legend: B batch, S sequence, T = B·S tokens, H hidden, E experts, F expert width, R copies.
 """
@@ -28,81 +28,81 @@ from meshwright.models.router import Router, Tokens
 Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
 
 
-class Journey(Protocol):
-    """Copies on their way to their experts, and back."""
+class Dispatch(Protocol):
+    """Copies of tokens that were sent to their experts."""
 
-    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The copies that came to the experts here, sorted by expert, and how many each has."""
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The copies for the experts of this rank, sorted by expert, and the number of copies of each expert."""
         ...
 
-    def back(self, answers: torch.Tensor) -> torch.Tensor:
-        """What the experts made of the copies that were sent, in the order they were sent in."""
+    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Send the experts' outputs back: returns those of this rank's copies, in the order they were sent in."""
         ...
 
 
-class Place(Tokens, Protocol):
-    """Where tokens and experts are: which tokens are this rank's to route, and how copies reach their experts."""
+class ExpertPlacement(Tokens, Protocol):
+    """Which tokens this rank routes, and how copies reach their experts."""
 
-    def own(self, x_BSH: torch.Tensor) -> torch.Tensor: ...
-    def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor: ...
-    def send(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Journey: ...
+    def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor: ...
+    def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor: ...
+    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch: ...
 
 
 @dataclass
-class Stay:
+class LocalDispatch:
     copies_RH: torch.Tensor
     counts_E: torch.Tensor
 
-    def arrived(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def receive(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.copies_RH, self.counts_E
 
-    def back(self, answers: torch.Tensor) -> torch.Tensor:
-        return answers
+    def combine(self, outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
 
 
-class Alone:
-    """Everything is on this device."""
+class LocalPlacement:
+    """All tokens and experts are on this device."""
 
     share: float | torch.Tensor = 1.0
 
-    def own(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
         self._shape, self._device = (x_BSH.shape[0], x_BSH.shape[1]), x_BSH.device
         return x_BSH.flatten(0, 1)
 
-    def whole(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
+    def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor:
         return y_TH.view_as(like_BSH)
 
-    def send(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Journey:
-        return Stay(copies_RH, counts_E)
+    def dispatch(self, copies_RH: torch.Tensor, counts_E: torch.Tensor) -> Dispatch:
+        return LocalDispatch(copies_RH, counts_E)
 
     def sequences(self) -> tuple[torch.Tensor, int]:
         rows, length = self._shape
         return torch.arange(rows).repeat_interleave(length).to(self._device), rows
 
-    def summed(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
-    def mine(self, rows: torch.Tensor) -> torch.Tensor:
+    def local_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
 
 def run_by_run(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Each expert's run of rows times its matrix. An expert without a token takes part with no rows: its gradient is
-    zero, not absent, on every rank alike."""
+    """Each expert's rows times its matrix. An expert without a token takes part with no rows: its gradient is then zero,
+    not None, on every rank."""
     return torch.cat([x @ weight.t() for x, weight in zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)])
 
 
 class GroupedLinear(nn.Module):
-    """One matrix an expert, [E, out, in]; rows are sorted by expert."""
+    """One matrix per expert, [E, out, in]; rows are sorted by expert."""
 
     def __init__(self, experts: int, d_in: int, d_out: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
-        self.bias_share = 1.0  # what this device adds of it, where several add up
+        self.bias_share = 1.0  # the factor this rank adds it with, where the outputs of several ranks are summed
         self.product: Product = run_by_run
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -138,20 +138,21 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.place: Place = Alone()
+        self.placement: ExpertPlacement = LocalPlacement()
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = FeedForward(model, model.shared_width) if model.shared_experts else None
         self.shared_scale = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        own_TH = self.place.own(x_BSH)
-        routing = self.router(own_TH, self.place)
-        journey = self.place.send(own_TH[routing.token_R], routing.counts_E)
+        own_TH = self.placement.local_tokens(x_BSH)
+        routing = self.router(own_TH, self.placement)
+        dispatch = self.placement.dispatch(own_TH[routing.token_R], routing.counts_E)
         shared_BSH = self._shared(x_BSH)
-        answers_RH = journey.back(self.experts(*journey.arrived()))
-        weighed_RH = answers_RH * routing.weight_R[:, None]
-        routed_BSH = self.place.whole(torch.zeros_like(own_TH).index_add(0, routing.token_R, weighed_RH), x_BSH)
+        outputs_RH = dispatch.combine(self.experts(*dispatch.receive()))
+        weighted_RH = outputs_RH * routing.weight_R[:, None]
+        combined_TH = torch.zeros_like(own_TH).index_add(0, routing.token_R, weighted_RH)
+        routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
 
     def _shared(self, x_BSH: torch.Tensor) -> torch.Tensor | None:
@@ -159,3 +160,8 @@ class MixtureOfExperts(nn.Module):
             return None
         y_BSH = self.shared(x_BSH)
         return y_BSH if self.shared_scale is None else y_BSH * self.shared_scale(x_BSH).sigmoid()
+
+
+def routed_experts(module: nn.Module) -> list[Experts]:
+    """The routed experts of all layers of a module."""
+    return [part for part in module.modules() if isinstance(part, Experts)]

@@ -44,9 +44,9 @@ class Tokens(Protocol):
         """For each of this rank's tokens the number of its sequence among all in flight, and how many those are."""
         ...
 
-    def summed(self, values: torch.Tensor) -> torch.Tensor: ...
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor: ...
-    def mine(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor: ...
+    def gather_tokens(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def local_rows(self, rows: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass
@@ -99,9 +99,9 @@ class Router(nn.Module):
     def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks of what is chosen, and of that what is kept."""
         if self.options.choice == "expert":
-            everyone = tokens.gathered(scores_TE)
+            everyone = tokens.gather_tokens(scores_TE)
             most = min(len(everyone), max(1, self.capacity(len(everyone), self.options.capacity or 1.0)))
-            chosen = tokens.mine(highest(everyone, most))
+            chosen = tokens.local_rows(highest(everyone, most))
             return chosen, chosen
         biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
         if self.options.groups > 1:
@@ -110,9 +110,9 @@ class Router(nn.Module):
         if not self.options.capacity:
             return chosen, chosen
         # A score of −1 is below every true one: experts choose among the tokens that chose them.
-        wanted = tokens.gathered(scores_TE.masked_fill(~chosen, -1.0))
+        wanted = tokens.gather_tokens(scores_TE.masked_fill(~chosen, -1.0))
         most = min(len(wanted), max(1, self.capacity(len(wanted), self.options.capacity)))
-        return chosen, chosen & tokens.mine(highest(wanted, most))
+        return chosen, chosen & tokens.local_rows(highest(wanted, most))
 
     def within_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
         """The scores, below all others outside each token's best groups."""
@@ -130,7 +130,7 @@ class Router(nn.Module):
         """These tokens' part of the two losses: over all ranks the parts add up to them."""
         part_T, parts = self._balanced_together(chosen, tokens)
         counted_TE = torch.cat((chosen, torch.ones_like(chosen[:, :1])), dim=1).to(scores.dtype)
-        load_PE, count_P = tokens.summed(_by_part(counted_TE, part_T, parts)).split((self.experts, 1), dim=1)
+        load_PE, count_P = tokens.sum_over_ranks(_by_part(counted_TE, part_T, parts)).split((self.experts, 1), dim=1)
         share_TE = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
         mean_PE = _by_part(share_TE, part_T, parts) / count_P
         aux = self.experts * (load_PE / load_PE.sum(1, keepdim=True) * mean_PE).sum() / parts

@@ -40,14 +40,14 @@ def rotated_width(model: Model) -> int:
 
 class Geometry:
     """What attention needs to know of positions: where each token stands, the rotation, the mask and the attention
-    itself; made once a length and shared by all layers. A sequence need not start at 0 nor be whole: `places` says
+    itself; made once a length and shared by all layers. A sequence need not start at 0 nor be whole: `position_ids` says
     where its tokens stand, and then `attend` must know where the others are."""
 
     def __init__(self, model: Model) -> None:
         self.rotate, self.width = model.positions == "rope", rotated_width(model)
         self.causal, self.window = model.causal, model.window
         self.rotary_base = model.rope_theta
-        self.places: torch.Tensor | None = None  # None: 0, 1, 2, …
+        self.position_ids: torch.Tensor | None = None  # None: 0, 1, 2, …
         self.attend: Attend = self.attend_whole
         self._made: dict[tuple, torch.Tensor] = {}
 
@@ -73,10 +73,10 @@ class Geometry:
         """The formula as it stands, all probabilities at once."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        places = torch.arange(q.shape[-2])
-        seen = places[:, None] >= places if mask is None and self.causal else mask
+        position_ids = torch.arange(q.shape[-2])
+        seen = position_ids[:, None] >= position_ids if mask is None and self.causal else mask
         scores = scores if seen is None else scores.masked_fill(~seen.to(q.device), -torch.inf)
-        return scores.softmax(-1) * dropped.factor(places, places, q.dtype) @ v
+        return scores.softmax(-1) * dropped.factor(position_ids, position_ids, q.dtype) @ v
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
         """Each pair (x_i, x_{i+D/2}) at position p turned by the angle p · base^(−2i/D)."""
@@ -90,8 +90,8 @@ class Geometry:
         key = ("angles", x.shape[-2], x.dtype, x.device)
         if key not in self._made:
             frequency = self.rotary_base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
-            places = torch.arange(x.shape[-2]) if self.places is None else self.places
-            angle = torch.outer(places.to("cpu", torch.float64), frequency).repeat(1, 2)
+            position_ids = torch.arange(x.shape[-2]) if self.position_ids is None else self.position_ids
+            angle = torch.outer(position_ids.to("cpu", torch.float64), frequency).repeat(1, 2)
             self._made[key] = torch.stack((angle.cos(), angle.sin())).to(x)
         cosine, sine = self._made[key]
         return cosine, sine
@@ -160,7 +160,7 @@ class Layer(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """The first S rows of a learned table, or the rows of the geometry's places."""
+    """The first S rows of a learned table, or the rows of the geometry's position_ids."""
 
     def __init__(self, model: Model, geometry: Geometry) -> None:
         super().__init__()
@@ -168,15 +168,15 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.max_positions, model.hidden))
 
     def forward(self, length: int) -> torch.Tensor:
-        places = self.geometry.places
-        length = length if places is None else int(places.max()) + 1
+        position_ids = self.geometry.position_ids
+        length = length if position_ids is None else int(position_ids.max()) + 1
         if length > self.weight.shape[0]:
             raise MeshwrightError(
                 "MW-BUILD-003",
                 f"a sequence of {length} with {len(self.weight)} learned positions",
                 fix=f"--set workload.seq={self.weight.shape[0]}",
             )
-        return self.weight[:length] if places is None else self.weight[places.to(self.weight.device)]
+        return self.weight[:length] if position_ids is None else self.weight[position_ids.to(self.weight.device)]
 
 
 class Embedding(nn.Module):

@@ -1,20 +1,20 @@
-"""Put a plan on a model, in the one fixed order, each step needing what the one before left.
+"""Apply a plan to a model, in one fixed order; each step builds on the one before.
 
     1  mesh       the ranks of every axis
     2  stages     this rank's pipeline stages, built on the meta device: no memory yet
-    3  tensor     parameters become this rank's columns, rows and vocabulary: before sharding, which then sees less
-    4  expert     each mixture of experts keeps the experts of this rank, and learns where the others are
-    5  context    attention learns where the rest of the sequence is
-    6  fp8        the products inside layers, where the workload computes in fp8
-    7  recompute  layers, or attention's core, that backward makes again, their communication with them
-    8  offload    what layers save for backward goes to the host: of a recomputed one its input
-    9  zero       `fully_shard`, on what tensor parallelism left
-   10  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
-   11  gradients  buckets, or shards that torch reduces
-   12  pipeline   the program of actions over the finished stages
+    3  table      this rank's box of every parameter (`describe.sharding`)
+    4  tensor     parameters become this rank's columns, rows and vocabulary: before ZeRO, which then shards what is left
+    5  expert     each mixture of experts keeps the experts of this rank and sends tokens to the others
+    6  context    attention gets the keys and values of the other ranks' tokens
+    7  fp8        the products inside layers, where the workload computes in fp8
+    8  recompute  layers, or attention's core, that backward recomputes, together with their communication
+    9  offload    tensors saved for backward go to the host: of a recomputed layer its input
+   10  zero       `fully_shard`, on what tensor parallelism left
+   11  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+   12  gradients  buckets, or shards that torch reduces
+   13  pipeline   the program of actions over the finished stages
 
-What comes out, `Parallel`, is what a training step needs: run the micro-batches, finish the gradients, and tell the
-pieces.
+The result, `Parallel`, has what a training step needs: run the micro-batches, complete the gradients, list the pieces.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import KV_COPIES, Box, boxes, even_range
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -38,13 +39,14 @@ from meshwright.models import build, loss_function, width_of_output
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import exchange
 from meshwright.parallel.context import sequence as context
-from meshwright.parallel.data import offload, zero
+from meshwright.parallel.data import offload, reduction, zero
 from meshwright.parallel.data.local_sgd import LocalSgd
-from meshwright.parallel.expert import dispatch as expert
+from meshwright.parallel.expert import balance
+from meshwright.parallel.expert.dispatch import place_experts
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import Masters, at_least_single, masters_of
-from meshwright.parallel.pieces import Piece, initialise, materialise, pieces_of
+from meshwright.parallel.pieces import Piece, cut_to_boxes, initialise, materialise, pieces_of
 from meshwright.parallel.pipeline import Loss, Pipeline, Stage, check_split_products
 from meshwright.parallel.recompute import memory_of, recompute_plan
 from meshwright.parallel.tensor import split as tensor
@@ -63,22 +65,22 @@ class Parallel:
     workload: Workload
     mesh: Mesh
     stages: dict[int, nn.Module]
-    splits: dict[int, tensor.Split | None]
     pieces: list[Piece]
-    reductions: list[zero.Reduction]
+    reductions: list[reduction.Reduction]
     loss: Loss
     pipeline: Pipeline | None = None
-    places: torch.Tensor | None = None  # where this rank's tokens stand in the sequence; None: it has all of them
+    position_ids: torch.Tensor | None = None  # of this rank's tokens in the sequence; None: it has the whole sequence
     tokens: torch.Tensor | float = 1.0  # global number of valid tokens of the step: every loss is divided by it
-    scale: float = 1.0  # what every loss is multiplied by
+    scale: float = 1.0  # the loss scale: every loss is multiplied by it
     dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
     moment: Moment | None = None  # the step, and this rank's samples of its global batch
-    masters: Masters | None = None  # what the optimizer updates in the place of the pieces
-    local: LocalSgd | None = None  # replicas that train alone between averages
+    masters: Masters | None = None  # what the optimizer updates instead of the pieces
+    local: LocalSgd | None = None  # replicas that train without communication between averages
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """All micro-batches of this rank's share of the batch. Returns its part of the loss; zero where it has none."""
+        """Run all micro-batches of this rank's share of the batch. Returns this rank's part of the loss; zero where the
+        loss is computed on another pipeline stage."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.pipeline is not None:
             part = self.pipeline.run(inputs, targets)
@@ -86,9 +88,9 @@ class Parallel:
         (module,) = self.stages.values()
         chunks = list(zip(inputs.split(self.plan.microbatch), targets.split(self.plan.microbatch), strict=True))
         for i, (x, y) in enumerate(chunks):
-            for reduction in self.reductions:
-                reduction.begin(last=i == len(chunks) - 1)
-            with self.drawing(i):
+            for gradients in self.reductions:
+                gradients.begin(last=i == len(chunks) - 1)
+            with self.dropout_scope(i):
                 output = module(x)
             loss = self.scaled_loss(output, y)
             loss.backward()
@@ -96,7 +98,7 @@ class Parallel:
         return total
 
     def groups(self, axis: str) -> list[distributed.ProcessGroup]:
-        """Over which a number is summed that all ranks of an axis must know; one after the other."""
+        """The groups over which to sum, one after the other, a number that all ranks of an axis need."""
         if self.local is not None:
             return self.local.groups(axis)
         group = self.mesh.group(axis)
@@ -105,8 +107,8 @@ class Parallel:
     def begin_step(self, step: int, samples: Sequence[int]) -> None:
         self.moment = Moment(self.seed, step, samples)
 
-    def drawing(self, microbatch: int) -> AbstractContextManager[None]:
-        """Forward of a micro-batch drops what is to be dropped of its own samples."""
+    def dropout_scope(self, microbatch: int) -> AbstractContextManager[None]:
+        """A context in which dropout draws for the samples of this micro-batch."""
         if self.moment is None:
             return nullcontext()
         start = microbatch * self.plan.microbatch
@@ -116,23 +118,22 @@ class Parallel:
         return self.loss(output, target) / self.tokens
 
     def finish_gradients(self) -> None:
-        """Wait for the sums over dp·cp, then sum over tp what is partial there, then the two copies of a tied
-        embedding."""
-        for reduction in self.reductions:
-            reduction.finish()
+        """Wait for the sums over dp·cp, then complete partial sums, then sum the two copies of a tied embedding."""
+        for gradients in self.reductions:
+            gradients.finish()
         self._sum_partial("tp")
-        self._sum_partial("kv_copies")
+        self._sum_partial(KV_COPIES)
         self._sum_partial("expert_tp")
         self._sum_tied()
 
     def _sum_partial(self, axis: str) -> None:
         group = self.mesh.group(axis)
-        gradients = [p.gradient for p in self.pieces if p.partial == axis]
+        gradients = [p.gradient for p in self.pieces if p.box.partial == axis]
         if group is not None and gradients:
             exchange.sum_together(gradients, group)
 
     def _sum_tied(self) -> None:
-        ends = [p.gradient for p in self.pieces if p.tied]
+        ends = [p.gradient for p in self.pieces if p.box.tied]
         if len(ends) == 2:  # a V-shaped pipeline has its first and its last stage on one rank
             ends[0].add_(ends[1])
             ends[1].copy_(ends[0])
@@ -140,35 +141,36 @@ class Parallel:
             distributed.all_reduce(ends[0], group=self.mesh.ends)
 
     def balance_experts(self) -> dict[str, float]:
-        """After the update: move balancing biases by the step's load. Returns how even the load was."""
+        """After the update: move balancing biases by the step's load. Returns the metrics of the load."""
         masters = self.masters.pieces if self.masters is not None else ()
-        return expert.balance(self.stages.values(), self.pieces, self.mesh, masters) if self.model.experts else {}
+        return balance.balance(self.stages.values(), self.pieces, self.mesh, masters) if self.model.experts else {}
 
     def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
-        """The step's global number of valid tokens, of which there may be none, and what every loss is multiplied by."""
+        """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""
         self.tokens = tokens.clamp(min=1.0) / scale
         if scale != self.scale:
-            for compressor in zero.compressors_of(self.reductions):
+            for compressor in reduction.compressors_in(self.reductions):
                 compressor.feedback.rescale(scale / self.scale)
             self.scale = scale
         if self.model.experts:
-            expert.scale_losses(self.stages.values(), scale)
+            balance.scale_losses(self.stages.values(), scale)
 
-    def give_up(self) -> None:
-        """Forget what a step left behind that did not come to its end."""
-        if self.pipeline is not None or any(isinstance(part, zero.Shards) for part in zero.parts_of(self.reductions)):
+    def abort_step(self) -> None:
+        """Drop what a step that raised has left behind."""
+        sharded = any(isinstance(part, zero.ShardedGradients) for part in reduction.reductions_in(self.reductions))
+        if self.pipeline is not None or sharded:
             raise MeshwrightError(
                 "MW-PAR-006",
                 "a step after one that failed",
-                why="What a pipeline or ZeRO has under way cannot be taken back: gradients would be wrong",
-                fix="apply the plan anew, and load the last checkpoint",
+                why="Transfers of a pipeline or of ZeRO that are in flight cannot be cancelled: gradients would be wrong",
+                fix="apply the plan again, and load the last checkpoint",
             )
         self.zero_gradients()
-        expert.forget(self.stages.values())
+        balance.reset_load(self.stages.values())
 
     def zero_gradients(self) -> None:
-        for reduction in self.reductions:
-            reduction.zero()
+        for gradients in self.reductions:
+            gradients.zero()
 
 
 def apply(
@@ -185,70 +187,43 @@ def apply(
 ) -> Parallel:
     """The model under the plan on this rank of an initialised process group."""
     legality.check(plan, model, workload, trainer=True)
-    unsaid = plan.recompute == "auto" and not plan.recompute_budget
-    plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if unsaid else 0.0)
+    fit_device = plan.recompute == "auto" and not plan.recompute_budget
+    plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if fit_device else 0.0)
     mesh = Mesh(Layout(plan, order), rank, device)
     program = program_of(plan, workload)
     if program is not None and workload.precision == "fp8":
         check_split_products(plan, program)
-    # Shards are their own masters: under ZeRO they are kept wide, and torch narrows what it gathers.
+    # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
-    stages = {i: build(model, layers).to(kept) for i, layers in stages_of(model, plan, program, mesh).items()}
-
-    group, ring = mesh.group("tp"), mesh.group("cp")
     copies = mesh.add_copies(plan.tp // model.kv_groups) if model.kind == "transformer" else None
-    places: torch.Tensor | None = None
-    splits: dict[int, tensor.Split | None] = dict.fromkeys(stages)
-    parted: dict[int, expert.Parted | None] = dict.fromkeys(stages)
-    for i, module in stages.items():
-        if group is not None:
-            splits[i] = tensor.split(
-                module,
-                table_of(model),
-                group,
-                plan.sp,
-                form=plan.tp_form,
-                head=model.head_width,
-                copies=copies,
-                strict=False,
-            )
-        if model.experts:
-            parted[i] = expert.spread(module, mesh, plan, model, plan.microbatches(workload))
-        if model.attention_dropout and model.kind == "transformer":
-            context.in_tiles(module)
-        if ring is not None:
-            places = context.put_on(module, model, ring, plan.cp_kind, workload.seq)
-        if workload.precision == "fp8":
-            fp8.put_on(module.layers.values(), [g for g in (group, ring) if g is not None])  # type: ignore[operator]
-            fp8_grouped.put_on([module], mesh.group("expert_tp") if model.experts else None)
-        recompute_plan(module, plan)
-        if plan.offload in ("activations", "both"):
-            offload.put_on(module.layers.values())  # type: ignore[operator]
+
+    stages: dict[int, nn.Module] = {}
+    pieces: list[Piece] = []
+    reductions: list[reduction.Reduction] = []
+    position_ids: torch.Tensor | None = None
+    for i, layers in stages_of(model, plan, program, mesh).items():
+        module = stages[i] = build(model, layers).to(kept)
+        table = boxes(model, plan, mesh.layout, rank, layers, frozen_in(module))
+        position_ids = shard_stage(module, table, model, plan, workload, mesh, copies)
         if mesh.sharded:
             zero.shard(module, mesh, plan, dtype)
         materialise(module, device)
-
-    pieces = [piece for i, module in stages.items() for piece in pieces_of(module, mesh, splits[i], model, parted[i])]
+        own = pieces_of(module, table)
+        reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
+        pieces += own
     initialise(pieces, model, seed, scatter)
-    alike = {p.parameter for p in pieces if group is not None and p.full_shape == p.parameter.shape}
-    alike -= {p for module in stages.values() for part in expert.experts_of(module) for p in part.parameters()}
-    exact = alike | {p.parameter for p in pieces if p.partial}
-    reductions = [
-        zero.reduction(module, mesh, plan, dtype, exact & set(module.parameters())) for module in stages.values()
-    ]
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
-        mesh.ends  # noqa: B018  every rank takes part in making these groups
+        mesh.ends  # noqa: B018  creating these groups is a collective of all ranks
     parallel = Parallel(
         model,
         plan,
         workload,
         mesh,
         stages,
-        splits,
         pieces,
         reductions,
         choose_loss(model, mesh),
-        places=places,
+        position_ids=position_ids,
         dtype=dtype,
         masters=masters_of(pieces, plan),
         seed=seed,
@@ -256,10 +231,55 @@ def apply(
     if parallel.masters is not None:
         initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
     if plan.average_every:
-        LocalSgd(parallel)
+        parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     return parallel
+
+
+def shard_stage(
+    module: nn.Module,
+    table: list[Box],
+    model: Model,
+    plan: Plan,
+    workload: Workload,
+    mesh: Mesh,
+    copies: distributed.ProcessGroup | None,
+) -> torch.Tensor | None:
+    """Apply every strategy but ZeRO and the pipeline to a stage on the meta device. Returns the positions of this rank's
+    tokens under context parallelism."""
+    group, ring = mesh.group("tp"), mesh.group("cp")
+    layers: list[nn.Module] = list(module.layers.values())  # type: ignore[operator]
+    position_ids = None
+    if group is not None:
+        tensor.split(
+            module,
+            table_of(model),
+            group,
+            plan.sp,
+            form=plan.tp_form,
+            head=model.head_width,
+            copies=copies,
+            strict=False,
+        )
+    if model.experts:
+        cut_to_boxes(module, [box for box in table if box.expert])
+        place_experts(module, mesh, plan, model, plan.microbatches(workload))
+    if model.attention_dropout and model.kind == "transformer":
+        context.use_tiled_attention(module)
+    if ring is not None:
+        position_ids = context.shard_sequence(module, model, ring, plan.cp_kind, workload.seq)
+    if workload.precision == "fp8":
+        fp8.enable_fp8(layers, [g for g in (group, ring) if g is not None])
+        fp8_grouped.enable_fp8([module], mesh.group("expert_tp") if model.experts else None)
+    recompute_plan(module, plan)
+    if plan.offload in ("activations", "both"):
+        offload.offload_activations(layers)
+    return position_ids
+
+
+def frozen_in(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, parameter in module.named_parameters() if not parameter.requires_grad)
 
 
 def program_of(plan: Plan, workload: Workload) -> PipelineProgram | None:
@@ -269,7 +289,7 @@ def program_of(plan: Plan, workload: Workload) -> PipelineProgram | None:
 
 
 def stages_of(model: Model, plan: Plan, program: PipelineProgram | None, mesh: Mesh) -> dict[int, range]:
-    """The layers of each stage this rank holds, by stage."""
+    """The layers of each pipeline stage of this rank, by stage."""
     if program is None:
         return {0: range(model.layers)}
     out, start = {}, 0
@@ -284,11 +304,13 @@ def choose_loss(model: Model, mesh: Mesh) -> Loss:
     group = mesh.group("tp")
     if group is None or model.kind == "mlp":
         return loss_function(model)
-    start, _ = tensor.boundaries(model.padded_vocab, group.size(), group.rank())
-    return lambda logits, target: vocabulary.cross_entropy(logits, target, start, group)
+    size = model.padded_vocab
+    start, _ = even_range(size, group.size(), group.rank())
+    return lambda logits, target: vocabulary.cross_entropy(logits, target, start, size, group)
 
 
 def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dtype) -> Pipeline:
+    """The pipeline over the finished stages, given the shapes between them."""
     model, plan, mesh = parallel.model, parallel.plan, parallel.mesh
     rows, seq = plan.microbatch, parallel.workload.seq // plan.cp
     tp = mesh.size("tp")
@@ -298,12 +320,12 @@ def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dty
     else:
         share = seq // tp if plan.sp else seq
         between = torch.empty(rows, share, model.hidden, dtype=dtype, device="meta", requires_grad=True)
-        start, stop = tensor.boundaries(width_of_output(model), tp, mesh.index("tp"))
+        start, stop = even_range(width_of_output(model), tp, mesh.index("tp"))
         logits = torch.empty(rows, seq, stop - start, dtype=dtype, device="meta", requires_grad=True)
         ends = (torch.empty(rows, seq, dtype=torch.long, device="meta"), logits)
     stages = []
-    for (i, module), reduction in zip(parallel.stages.items(), parallel.reductions, strict=True):
+    for (i, module), gradients in zip(parallel.stages.items(), parallel.reductions, strict=True):
         inputs = ends[0] if i == 0 else between
         outputs = ends[1] if i == program.stages - 1 else between
-        stages.append(Stage(module, i, program.stages, mesh, reduction, inputs, outputs))
-    return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.drawing)
+        stages.append(Stage(module, i, program.stages, mesh, gradients, inputs, outputs))
+    return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.dropout_scope)

@@ -1,12 +1,16 @@
-"""One mesh for everything: the ranks of `describe.Layout` as a torch `DeviceMesh`, and a process group for every axis.
+"""The mesh: the ranks of `describe.Layout` as a torch `DeviceMesh`, and a process group for every axis.
 
 The mesh has a dimension for each axis of more than one rank, slowest first, so its groups are the layout's groups. A few
-more are made where they are needed: `dp` (shard and replicate together, when both are there), over which plain data
-parallelism reduces and tokens are counted, and `ends` (the first and the last stage of each pipeline), over which tied
-embeddings sum their gradient; `kv_copies`, runs of tp ranks that hold the same KV head, where there are fewer heads than
-ranks. Under context parallelism gradients are reduced over `dp_cp` and shards lie on
-`shard_cp`: communicators of their own, even where their ranks are those of `cp`, so that gradients in flight never
-queue before the keys and values that backward waits for. The mesh is passed as an argument; nothing here is global.
+more groups are created where they are needed:
+
+    dp          shard and replicate together: plain data parallelism reduces over it, and tokens are counted over it
+    ends        the first and the last stage of each pipeline: tied embeddings sum their gradient over it
+    kv_copies   runs of tp ranks that hold the same KV head, where there are fewer heads than ranks
+    dp_cp,      under context parallelism, the ranks over which gradients are reduced and ZeRO shards: separate
+    shard_cp    communicators even where their ranks are those of `cp`, so that keys and values that backward waits for
+                never queue behind gradients
+
+The mesh is passed as an argument; nothing here is global.
 """
 
 from __future__ import annotations
@@ -18,15 +22,14 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.describe.layout import Layout
+from meshwright.describe.sharding import KV_COPIES
 from meshwright.errors import MeshwrightError
 
 ON_DEMAND = ("ep", "expert_tp", "expert_dp", "expert_shard", "expert_replicate", "stage")  # for models with experts
 
-KV_COPIES = "kv_copies"  # runs of tp ranks that hold the same KV head
-
 
 class Mesh:
-    """This rank's place: its index and its group on every axis. A group of one rank is None: nothing to say there."""
+    """This rank's index and its group on every axis. A group of one rank is None: nothing is sent."""
 
     def __init__(self, layout: Layout, rank: int, device: str = "cpu") -> None:
         world = distributed.get_world_size()
@@ -56,7 +59,7 @@ class Mesh:
         return self.layout.size(axis)
 
     def index(self, axis: str) -> int:
-        """This rank's place among the ranks of its group."""
+        """This rank's index in its group."""
         if axis == "dp":
             return self.coordinates["replicate"] * self.layout.plan.shard + self.coordinates["shard"]
         if axis in self.coordinates:
@@ -68,7 +71,7 @@ class Mesh:
             return distributed.group.WORLD if self.size("world") > 1 else None
         if axis in self._made:
             return self._made[axis]
-        if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as
+        if axis in ("dp_cp", "shard_cp"):  # without context parallelism the same as dp and shard
             axis = axis.removesuffix("_cp")
             return self.group(axis) if self.size("cp") == 1 else None
         if axis in (*ON_DEMAND, KV_COPIES):
@@ -80,14 +83,14 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     def add(self, axis: str) -> distributed.ProcessGroup | None:
-        """Make the groups of one of `ON_DEMAND`, on all ranks at once. Communicators of their own, even where another
-        axis has the same ranks: tokens on their way to an expert must not queue behind gradients in flight."""
+        """Create the groups of an axis of `ON_DEMAND`; a collective of all ranks. They are separate communicators even where
+        another axis has the same ranks: tokens sent to an expert must not queue behind gradients."""
         if axis not in self._made:
             self._made[axis] = self._new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
         return self._made[axis]
 
     def add_copies(self, count: int) -> distributed.ProcessGroup | None:
-        """Make the groups of ranks that hold the same KV head, `count` neighbours of a tp group, on all ranks at once."""
+        """Create the groups of ranks that hold the same KV head, `count` neighbours in a tp group; a collective of all ranks."""
         if count > 1 and KV_COPIES not in self._made:
             runs = self.layout.groups("tp").reshape(-1, count).tolist()
             self._made[KV_COPIES] = self.group("tp") if count == self.size("tp") else self._new_groups(runs)
@@ -95,7 +98,7 @@ class Mesh:
 
     @cached_property
     def expert_sharding(self) -> DeviceMesh | None:
-        """What ZeRO shards experts over; None where each of them is on no more than one rank of a shard group."""
+        """The mesh over which ZeRO shards experts; None where each expert is on at most one rank of a shard group."""
         if self.size("expert_shard") == 1 or not self.sharded:
             return None
         names = ("expert_group", "expert_replicate", "expert_shard")
@@ -108,18 +111,18 @@ class Mesh:
 
     @cached_property
     def ends(self) -> distributed.ProcessGroup | None:
-        """The group of this pipeline's first and last rank; made by all ranks at once, None on the ranks between."""
+        """The group of this pipeline's first and last rank, None on the ranks between; created by a collective of all ranks."""
         if self.size("pp") == 1:
             return None
         return self._new_groups([[int(row[0]), int(row[-1])] for row in self.layout.groups("pp")])
 
     @property
     def sharded(self) -> bool:
-        """Whether ZeRO has ranks to shard over; those of context parallelism count, they hold the same weights."""
+        """Whether ZeRO has ranks to shard over; ranks of context parallelism count, since they hold the same weights."""
         return self.layout.plan.zero > 0 and self.size("shard_cp") > 1
 
     def sharding(self) -> DeviceMesh:
-        """What ZeRO shards over: the shard axis (and cp), within the replicate axis where there is one."""
+        """The mesh over which ZeRO shards: the shard axis (and cp), within the replicate axis where there is one."""
         assert self.device_mesh is not None
         hybrid = self.layout.plan.replicate > 1
         if self.size("cp") > 1:

@@ -1,33 +1,32 @@
 """Pipeline programs on torch's stages: the one file that touches torch's private pipeline runtime.
 
-Our program (`programs.pipelines`) says for each rank which F, B, I, W to run on which stage and micro-batch; torch's
+Our program (`programs.pipelines`) lists for each rank which F, B, I, W to run on which stage and micro-batch; torch's
 runtime adds the sends and receives, runs the autograd of each action, and, under `fully_shard`, gathers a stage's
 parameters before its first action and frees them after its last. Private names used, all of them here:
 
-    _Action, _ComputationType                       the runtime's words for our actions
-    _PipelineScheduleRuntime                        walks a rank's list
-    ._prepare_schedule_with_comms(actions)          adds sends and receives; learns the placement from the lists
-    .pipeline_order_with_comms                      what it made of them, in which we ask for messages earlier
-    PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: where its gradients may leave
+    _Action, _ComputationType                       the runtime's types of actions
+    _PipelineScheduleRuntime                        executes a rank's list
+    ._prepare_schedule_with_comms(actions)          adds sends and receives; derives the placement from the lists
+    .pipeline_order_with_comms                      the resulting lists, in which we move receives earlier
+    PipelineStage.perform_reduce_grad(factor)       called after a stage's last backward: its gradients can be sent
     PipelineStage._post_metadata_inference_cleanup  drops gradients before the first step (torch 2.13)
-    PipelineStage._get_init_p2p_neighbors_ops       greets neighbours before the first step
+    PipelineStage._get_init_p2p_neighbors_ops       connects neighbours before the first step
 
-Two slips of the lecture's own 1F1B that a program cannot make: backward sends the gradient of a stage's *input* to the
-stage before (its output's is what came in), and whether there is a stage before is asked as `is not None`, since rank 0
-is a rank and false.
+Two mistakes of hand-written 1F1B loops that a program cannot make: sending the gradient of a stage's *output* to the
+stage before, instead of the input's; and testing for a previous stage with `if prev_rank:`, which is false for rank 0.
 
-`check_adapter` names the missing one if torch moves any. Shapes between stages are told in advance, since torch would
-otherwise run a whole forward and backward in the first step to find them out.
+`check_adapter` names the missing names if torch moves any. Shapes between stages are given in advance, since torch would
+otherwise run a whole forward and backward in the first step to find them.
 
-Of a network of your own in `count` parts, on each of the ranks:
+With your own network in `count` parts, on each of the ranks:
 
     program = SCHEDULES["1f1b"](ranks, microbatches, 1)
     mesh = Mesh(Layout(Plan(pp=ranks)), rank)
     mine = [i for i in range(count) if program.rank_of[i] == rank]
-    sums = {i: Alone(parts[i].parameters()) for i in mine}                  # of replicas: Buckets
+    sums = {i: LocalGradients(parts[i].parameters()) for i in mine}        # with replicas: Buckets
     stages = [Stage(parts[i], i, count, mesh, sums[i], given, made) for i in mine]  # meta tensors of one micro-batch
     loss = Pipeline(program, stages, mesh, loss_function).run(inputs, targets)      # on the last stage's rank
-    for each in sums.values(): each.finish()
+    for gradients in sums.values(): gradients.finish()
 """
 
 from __future__ import annotations
@@ -43,17 +42,18 @@ from torch.torch_version import TorchVersion
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.data.zero import Buckets, Reduction, parts_of
+from meshwright.parallel.data.buckets import Buckets
+from meshwright.parallel.data.reduction import Reduction, reductions_in
 from meshwright.parallel.mesh import Mesh
 from meshwright.programs.pipelines.program import PipelineProgram
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-Around = Callable[[int], AbstractContextManager[None]]
+Scope = Callable[[int], AbstractContextManager[None]]
 KINDS = {"F": "FORWARD", "B": "FULL_BACKWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT"}
 
 
-def alone(microbatch: int) -> AbstractContextManager[None]:
-    """A micro-batch with nothing around it."""
+def no_scope(microbatch: int) -> AbstractContextManager[None]:
+    """The default `scope` of a micro-batch: none."""
     return nullcontext()
 
 
@@ -81,19 +81,19 @@ def check_adapter() -> None:
 
 
 def check_split_products(plan: Plan, program: PipelineProgram) -> None:
-    """fp8 products are functions of ours, which torch before 2.13 forgets between the halves of a backward."""
+    """fp8 products are custom autograd functions, which torch before 2.13 drops in a split backward."""
     if program.splits_backward and torch.__version__ < TorchVersion("2.13"):
         raise MeshwrightError(
             "MW-PIPE-041",
             f"fp8 products under the schedule {plan.schedule} need torch 2.13, not {torch.__version__}",
-            why="An earlier one forgets products of another's writing between the halves of their backward",
+            why="torch < 2.13 drops custom autograd functions in a split backward",
             valid=["gpipe", "1f1b", "interleaved"],
             fix="--set plan.schedule=1f1b",
         )
 
 
 class Stage(PipelineStage):
-    """A stage whose gradients leave as soon as its last backward is done, while other stages still work."""
+    """A stage whose gradients are sent as soon as its last backward is done, while other stages still compute."""
 
     def __init__(
         self,
@@ -115,19 +115,19 @@ class Stage(PipelineStage):
             group=mesh.group("pp"),
         )
         self.reduction = reduction
-        self.around: Around = alone
+        self.scope: Scope = no_scope
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.around(fwd_chunk_id):
+        with self.scope(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # Torch before 2.12 greets both neighbours, even one on this very rank, as in a V; gloo cannot send to itself.
+        # Torch before 2.12 connects to both neighbours, even one on this rank (in a V); gloo cannot send to itself.
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != distributed.get_rank()]
 
     def _post_metadata_inference_cleanup(self) -> None:
-        # Torch drops every gradient under a module it shards, before the first step, also of the parameters it does
-        # not shard: experts that live on one rank each. Theirs are views into a bucket, and must stay so.
+        # Torch drops every gradient of a module it shards before the first step, also those of parameters it does not
+        # shard (experts that are on one rank each). Those are views into a bucket, and must stay so.
         views = [(p, p.grad) for p in self.submod.parameters() if p.grad is not None]
         super()._post_metadata_inference_cleanup()
         for parameter, view in views:
@@ -145,9 +145,9 @@ class Stage(PipelineStage):
         return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _begin(self) -> None:
-        """Where each micro-batch is summed by itself, before it has gradients: those of the one before leave."""
-        for part in parts_of([self.reduction]):
-            if isinstance(part, Buckets) and part.each:
+        """Before a micro-batch has gradients: send those of the one before, where each is reduced by itself."""
+        for part in reductions_in([self.reduction]):
+            if isinstance(part, Buckets) and part.per_microbatch:
                 part.begin(last=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -159,27 +159,27 @@ class Pipeline:
     """One rank's part of a pipeline program."""
 
     def __init__(
-        self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss, around: Around = alone
+        self, program: PipelineProgram, stages: list[Stage], mesh: Mesh, loss: Loss, scope: Scope = no_scope
     ) -> None:
-        """`around` a micro-batch, by its number, is entered for the forward of each of its stages."""
+        """`scope` returns a context, by the number of a micro-batch, which is entered for its forward on each stage."""
         check_adapter()
         for stage in stages:
-            stage.around = around
+            stage.scope = scope
         self.microbatches = program.microbatches
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)
         self.runtime._prepare_schedule_with_comms(actions_of(program))
         lists = self.runtime.pipeline_order_with_comms
-        self.runtime.pipeline_order_with_comms = {rank: received_early(actions) for rank, actions in lists.items()}
+        self.runtime.pipeline_order_with_comms = {rank: receive_early(actions) for rank, actions in lists.items()}
 
     def run(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
-        """All micro-batches of a step, forward and backward; the summed loss where the last stage is."""
+        """Run all micro-batches of a step, forward and backward. Returns the summed loss on the rank of the last stage."""
         if len(inputs) % self.microbatches:
             raise MeshwrightError(
                 "MW-PIPE-042",
-                f"{len(inputs)} samples in {self.microbatches} micro-batches",
-                why="Stages are told the shape of what they pass on: all micro-batches are alike",
+                f"{len(inputs)} samples do not divide into {self.microbatches} micro-batches",
+                why="The shapes between stages are fixed in advance: all micro-batches must be equal",
             )
         losses: list[torch.Tensor] = []
         arguments = (inputs,) if self.first else ()
@@ -195,13 +195,13 @@ def actions_of(program: PipelineProgram) -> dict[int, list]:
     }
 
 
-def received_early(actions: list) -> list:
-    """A receive is asked for before the computation that stands in front of it, not after: the message travels meanwhile.
-    Messages keep their order, on which NCCL's ranks must agree."""
+def receive_early(actions: list) -> list:
+    """Post each receive before the computation that precedes it, not after: the message then arrives meanwhile. Messages
+    keep their order, on which NCCL's ranks must agree."""
     compute = {getattr(schedules._ComputationType, name) for name in KINDS.values()}
     receives = {schedules._ComputationType.RECV_F, schedules._ComputationType.RECV_B}
     out: list = []
     for action in actions:
-        behind = bool(out) and action.computation_type in receives and out[-1].computation_type in compute
-        out.insert(len(out) - behind, action)
+        follows_compute = bool(out) and action.computation_type in receives and out[-1].computation_type in compute
+        out.insert(len(out) - follows_compute, action)
     return out

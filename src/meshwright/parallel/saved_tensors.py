@@ -1,12 +1,12 @@
-"""Hooks on saved tensors that nest.
+"""Hooks on saved tensors that can be nested.
 
-Autograd asks the innermost pair of `saved_tensors_hooks` only, so a region that keeps its share instead of the gathered
-whole (`regather`) would hide all it saves from hooks around the layer that send things to the host (`offload`). Whoever
-stands outside says so with `keeping`; whoever stands inside hands what it does not change on to `outside()`:
+Autograd calls only the innermost pair of `saved_tensors_hooks`, so a tensor-parallel region that saves its share instead
+of the gathered tensor (`regather`) would hide all it saves from hooks around the layer, which send tensors to the host
+(`offload`). The outer hooks are set with `keeping`; inner hooks pass what they do not change to `outside()`:
 
-    layer:   keeping(send, fetch)                    x → host
-    region:  pack(t) = share, if t is the whole      share → send
-             pack(t) = send(t) otherwise             softmax, activations, … → send
+    layer:   keeping(send, fetch)                             x → host
+    region:  pack(t) = share, if t is the gathered tensor     share → send
+             pack(t) = send(t) otherwise                      softmax, activations, … → send
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-_outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(_as_it_is, _as_it_is))
+_outside: ContextVar[tuple[Pack, Unpack]] = ContextVar("outside", default=(_unchanged, _unchanged))
 
 
 def outside() -> tuple[Pack, Unpack]:
-    """The hooks that would see a tensor if there were none inside."""
+    """The hooks set by the enclosing `keeping`: inner hooks call them."""
     return _outside.get()
 
 
 @contextlib.contextmanager
 def keeping(pack: Pack, unpack: Unpack) -> Iterator[None]:
-    """Hooks for what is saved within, and for what hooks inside hand on."""
+    """Apply these hooks to tensors saved within this context, and to those that inner hooks pass on."""
     token = _outside.set((pack, unpack))
     try:
         with saved_tensors_hooks(pack, unpack):

@@ -1,9 +1,9 @@
-"""How the routers of a step really sent tokens: what an all-to-all carries is the data's to say, not the plan's.
+"""How many rows the routers of a step sent: the size of an all-to-all is data-dependent, the plan does not determine it.
 
-Each rank sends t·k copies of its tokens (fewer where a capacity drops some) and receives what others have for its experts; an
-all-gather over expert_tp is padded to its fullest rank. A layer writes these numbers down for every journey of the step; here they
-are put in the order of layers and micro-batches, which is what the lowering asks for. Journeys of layers that backward made
-again are left out: the lowering knows which layers those are.
+Each rank sends t·k copies of its tokens (fewer where a capacity drops some) and receives the copies for its experts; an
+all-gather over expert_tp is padded to its fullest rank. A layer records these numbers for every dispatch of the step; here they
+are put in the order of layers and micro-batches, which the lowering expects. Dispatches of recomputed forwards are left out: the
+lowering knows which layers are recomputed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from meshwright.lower.issued import Routed
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.apply import Parallel
-from meshwright.parallel.expert.dispatch import Spread
+from meshwright.parallel.expert.dispatch import ParallelPlacement
 
 
 def routed(parallel: Parallel) -> dict[int, list[Routed]] | None:
-    """By layer, one a micro-batch; None of a model without experts."""
+    """By layer, one entry per micro-batch; None for a model without experts."""
     if not parallel.model.experts:
         return None
     out: dict[int, list[Routed]] = {}
@@ -26,7 +26,9 @@ def routed(parallel: Parallel) -> dict[int, list[Routed]] | None:
         layers = {int(name): layer.moe for name, layer in every.items() if hasattr(layer, "moe")}
         for i, (layer, experts) in enumerate(layers.items()):
             assert isinstance(experts, MixtureOfExperts)
-            assert isinstance(experts.place, Spread)  # one a stage: its layers write into the same list, in turn
-            first = [journey for *journey, again in experts.place.made if not again]
-            out[layer] = [Routed(*journey) for journey in first[i :: len(layers)]]
+            assert isinstance(
+                experts.placement, ParallelPlacement
+            )  # one per stage: its layers append to one list, in turn
+            first = [rows for *rows, recomputed in experts.placement.last_dispatches if not recomputed]
+            out[layer] = [Routed(*rows) for rows in first[i :: len(layers)]]
     return out

@@ -26,7 +26,9 @@ from meshwright.lower.issued import Given, issued
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel, program_of
-from meshwright.parallel.data.zero import Buckets, Shards, parts_of
+from meshwright.parallel.data.buckets import Buckets
+from meshwright.parallel.data.reduction import reductions_in
+from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.numerics.compress.sparse import Threshold
 from meshwright.proof.expert_traffic import routed
 from meshwright.proof.records import Amount, Row
@@ -95,15 +97,15 @@ def told(parallel: Parallel) -> list[list[int]] | None:
     if parallel.plan.wire != "threshold":
         return None
     out: list[list[int]] = []
-    for part in parts_of(parallel.reductions):
+    for part in reductions_in(parallel.reductions):
         if isinstance(part, Buckets) and isinstance(part.compressor, Threshold) and part.group is not None:
-            rounds = parallel.plan.microbatches(parallel.workload) if part.each else 1
-            out += [part.compressor.told[i][-rounds:] for i in range(len(part.messages))]
-        elif isinstance(part, Shards):
+            rounds = parallel.plan.microbatches(parallel.workload) if part.per_microbatch else 1
+            out += [part.compressor.sent_counts[i][-rounds:] for i in range(len(part.messages))]
+        elif isinstance(part, ShardedGradients):
             rounds = parallel.plan.microbatches(parallel.workload) if parallel.plan.pp == 1 else 1
             rounds = rounds if parallel.plan.reduces_each else 1
             passed = [s.compressor for s in part.scatters if len(s.lossy)]
-            out += [c.told[0][-rounds:] for c in passed if isinstance(c, Threshold)]
+            out += [c.sent_counts[0][-rounds:] for c in passed if isinstance(c, Threshold)]
     return out
 
 

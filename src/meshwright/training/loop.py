@@ -54,9 +54,9 @@ class Trainer:
         started = time.perf_counter()
         parallel, mesh = self.parallel, self.parallel.mesh
 
-        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.places)
+        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.position_ids)
         if self.unfinished:
-            parallel.give_up()
+            parallel.abort_step()
         self.unfinished = True
 
         tokens = self.all_reduce(batch.valid.to(torch.float64), "dp_cp")

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.parallel.mesh import KV_COPIES, ON_DEMAND, Mesh
+from meshwright.describe.sharding import KV_COPIES
+from meshwright.parallel.mesh import ON_DEMAND, Mesh
 from meshwright.parallel.pieces import local_tensor
 from meshwright.training.loop import Trainer
 from meshwright.training.records import Observed

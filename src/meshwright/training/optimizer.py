@@ -44,7 +44,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, settings: Settings, step
 
 def counted_squares(pieces: list[Piece]) -> torch.Tensor:
     """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
-    counted = [p.gradient.to(at_least_single(p.gradient.dtype)) for p in pieces if p.counted]
+    counted = [p.gradient.to(at_least_single(p.gradient.dtype)) for p in pieces if p.box.first_copy]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device)
     return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2

@@ -34,6 +34,7 @@ from meshwright.describe.sharding.rules import (
     even_range,
     local_shape,
     partial_over,
+    rule_of,
     share,
 )
 from meshwright.describe.sharding.zero import padding, shape_in_transit, shard_dim, shard_range, shard_size
@@ -60,6 +61,7 @@ __all__ = [
     "padding",
     "parameters",
     "partial_over",
+    "rule_of",
     "shape_in_transit",
     "shard_dim",
     "shard_range",

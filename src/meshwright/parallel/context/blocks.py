@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, such that several such blocks add up to attention to all of them.
+"""Attention of some queries to one block of keys, computed so that blocks can be merged into attention to all keys.
 
-Softmax over keys that arrive block by block needs no second look: each block gives its output and the logarithm of
-its sum of exponentials, and two blocks merge exactly, however large their scores (Milakov & Gimelshein 2018):
+Softmax over keys that arrive block by block needs one pass: each block yields its output and the logarithm of its sum of
+exponentials (lse, ℓ), and two blocks merge exactly, however large their scores (Milakov & Gimelshein 2018):
 
     ℓ_j = log Σ_k exp(s_k)      o_j = Σ_k exp(s_k − ℓ_j) v_k            of block j's keys k,  s = q kᵀ / √D
     ℓ = log(e^ℓ₁ + e^ℓ₂)        o = e^(ℓ₁−ℓ) o₁ + e^(ℓ₂−ℓ) o₂
@@ -11,16 +11,16 @@ independent and their gradients plain sums,
 
     δ = Σ_d o ∘ do      ds = p ∘ (do vᵀ − δ) / √D      dq = ds k      dk = dsᵀ q      dv = pᵀ do
 
-Where probabilities are dropped (`dropped`), each p that meets a v or a do has its factor m, 0 or 1/(1 − r), beside it:
+With dropout of probabilities (`dropped`), each p that multiplies a v or a do is also multiplied by m, 0 or 1/(1 − r):
 
     o = Σ p m v         dv = (p ∘ m)ᵀ do        ds = p ∘ (m ∘ do vᵀ − δ) / √D
 
-ℓ is of all keys as before, and so is δ: Σ_k p m do·v = do·o.
+ℓ and δ do not change, since Σ_k p m do·v = do·o.
 
-A rank's tokens are a few runs of the sequence (`ranges` of positions). Of each pair of runs the queries see all keys,
-none, or, where the two are one run, the triangle: `rectangles` lists what is left to compute. A rectangle runs on a
-kernel where there is one (`kernels`: CUDA, 16-bit, no window, nothing dropped); elsewhere in tiles of rows, so that at most `TILE`
-scores exist at once. Sums are in float32 or wider.
+A rank's tokens are a few runs of consecutive positions. For each pair of runs the queries see all keys, none, or, where
+both are the same run, the lower triangle: `rectangles` lists what has to be computed. A rectangle runs on a fused kernel
+where there is one (`kernels`: CUDA, 16-bit, no window, no dropout); elsewhere in tiles of rows, so that at most `TILE`
+scores are in memory at once. Sums are in float32 or wider.
 
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
 """
@@ -35,65 +35,66 @@ import torch
 from meshwright.models.dropout import Dropped
 from meshwright.parallel.context.kernels import kernel_for
 
-Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, in order
-TILE = 1 << 24  # scores at once: 64 MiB in float32
+Runs = tuple[range, ...]  # positions of a rank's tokens in the whole sequence, ascending
+TILE = 1 << 24  # scores in memory at once: 64 MiB in float32
 
 
 class Rectangle(NamedTuple):
-    """Local rows × local columns, and which of them are seen: all, or the triangle, or what `_mask` says."""
+    """Local rows × local columns, and which scores are visible: all, the lower triangle, or those of `_mask`."""
 
     queries: slice
     keys: slice
-    seen: str  # all | triangle | mask
+    visible: str  # all | triangle | mask
 
 
-class Sight(NamedTuple):
-    """Who sees whom: earlier tokens only, and those fewer than `window` away (0: any)."""
+class AttentionPattern(NamedTuple):
+    """Which keys a query sees: with `causal` earlier ones only, and those fewer than `window` away (0: any distance)."""
 
     causal: bool
     window: int = 0
 
 
-def rectangles(queries: Runs, keys: Runs, sight: Sight) -> list[Rectangle]:
+def rectangles(queries: Runs, keys: Runs, pattern: AttentionPattern) -> list[Rectangle]:
+    """The parts of the score matrix that are not fully masked."""
     whole = slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys)))
-    if not sight.window and (not sight.causal or queries == keys):
-        return [Rectangle(*whole, "triangle" if sight.causal else "all")]
+    if not pattern.window and (not pattern.causal or queries == keys):
+        return [Rectangle(*whole, "triangle" if pattern.causal else "all")]
     pairs = []
-    for rows, q in _placed(queries):
-        for columns, k in _placed(keys):
-            seen = _relation(q, k, sight)
-            if seen:
-                pairs.append(Rectangle(rows, columns, seen))
+    for rows, q in _with_slices(queries):
+        for columns, k in _with_slices(keys):
+            visible = _relation(q, k, pattern)
+            if visible:
+                pairs.append(Rectangle(rows, columns, visible))
     return _merged(_merged(pairs, 0), 1)
 
 
-def _placed(runs: Runs) -> Iterator[tuple[slice, range]]:
+def _with_slices(runs: Runs) -> Iterator[tuple[slice, range]]:
     at = 0
     for run in runs:
         yield slice(at, at + len(run)), run
         at += len(run)
 
 
-def _relation(q: range, k: range, sight: Sight) -> str:
+def _relation(q: range, k: range, pattern: AttentionPattern) -> str:
     nearest, farthest = q.start - (k.stop - 1), q.stop - 1 - k.start  # least and most of (query − key)
-    if sight.causal and farthest < 0:
+    if pattern.causal and farthest < 0:
         return ""
-    if sight.window and (nearest >= sight.window or -farthest >= sight.window):
+    if pattern.window and (nearest >= pattern.window or -farthest >= pattern.window):
         return ""
-    near = not sight.window or max(abs(nearest), abs(farthest)) < sight.window
-    if near and (not sight.causal or nearest >= 0):
+    near = not pattern.window or max(abs(nearest), abs(farthest)) < pattern.window
+    if near and (not pattern.causal or nearest >= 0):
         return "all"
     return "triangle" if near and q == k else "mask"
 
 
 def _merged(pairs: list[Rectangle], dim: int) -> list[Rectangle]:
-    """Neighbours along one dimension that see all become one."""
+    """Merge adjacent fully visible rectangles along one dimension."""
     sides: list[list[slice]] = [[pair.queries, pair.keys] for pair in pairs]
     order = sorted(range(len(pairs)), key=lambda i: (sides[i][1 - dim].start, sides[i][dim].start))
     out: list[Rectangle] = []
     for i in order:
         along, across = sides[i][dim], sides[i][1 - dim]
-        if out and out[-1].seen == pairs[i].seen == "all":
+        if out and out[-1].visible == pairs[i].visible == "all":
             last = [out[-1].queries, out[-1].keys]
             if last[1 - dim] == across and last[dim].stop == along.start:
                 last[dim] = slice(last[dim].start, along.stop)
@@ -107,183 +108,185 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Attended:
-    """Output and log-sum-exp of this rank's queries over the keys met so far."""
+class BlockAttention:
+    """Output and log-sum-exp of this rank's queries over the blocks of keys seen so far."""
 
-    def __init__(self, q_BNSD: torch.Tensor, queries: Runs, sight: Sight, dropped: Dropped | None = None) -> None:
-        self.q, self.queries, self.sight, self.dropped = q_BNSD, queries, sight, dropped
+    def __init__(
+        self, q_BNSD: torch.Tensor, queries: Runs, pattern: AttentionPattern, dropped: Dropped | None = None
+    ) -> None:
+        self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
         self.output_BNSD: torch.Tensor | None = None
-        self.total_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=wide(q_BNSD.dtype))
+        self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=wide(q_BNSD.dtype))
 
-    def meet(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, keys: Runs) -> None:
+    def attend_block(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, keys: Runs) -> None:
         if self.output_BNSD is None:
             shape = (*self.q.shape[:-1], v_BKSD.shape[-1])
-            self.output_BNSD = self.q.new_zeros(shape, dtype=self.total_BNS.dtype)
-        for r in rectangles(self.queries, keys, self.sight):
+            self.output_BNSD = self.q.new_zeros(shape, dtype=self.lse_BNS.dtype)
+        for r in rectangles(self.queries, keys, self.pattern):
             parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            fused = r.seen != "mask" and self.dropped is None
-            kernel = kernel_for(*parts, r.seen == "triangle") if fused else None
+            fused = r.visible != "mask" and self.dropped is None
+            kernel = kernel_for(*parts, r.visible == "triangle") if fused else None
             if kernel is not None:
-                self._merge(r.queries, *kernel.forward(*parts, r.seen == "triangle"))
+                self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle"))
                 continue
             q, k, v = parts
-            for rows, columns, mask in _tiles(q, r, self.queries, keys, self.sight):
+            for rows, columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
                 part = slice(r.queries.start + rows.start, r.queries.start + rows.stop)
-                kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.total_BNS.dtype)
+                kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.lse_BNS.dtype)
                 self._merge(part, *_tile_forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, kept))
 
-    def _merge(self, rows: slice, output: torch.Tensor, total: torch.Tensor) -> None:
+    def _merge(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         assert self.output_BNSD is not None
-        before, so_far = self.total_BNS[:, :, rows], self.output_BNSD[:, :, rows]
-        after = torch.logaddexp(before, total)
+        before, so_far = self.lse_BNS[:, :, rows], self.output_BNSD[:, :, rows]
+        after = torch.logaddexp(before, lse)
         finite = after.masked_fill(after == -torch.inf, 0.0)  # rows that have seen no key yet: e^(−∞ − 0) = 0
-        so_far.mul_((before - finite).exp_().unsqueeze(-1)).add_(output * (total - finite).exp_().unsqueeze(-1))
+        so_far.mul_((before - finite).exp_().unsqueeze(-1)).add_(output * (lse - finite).exp_().unsqueeze(-1))
         before.copy_(after)
 
 
-class Gradients:
-    """Gradients of this rank's queries, and of any rank's keys and values that meet them."""
+class BlockGradients:
+    """Gradients of this rank's queries, and of the keys and values of any rank's block."""
 
     def __init__(
         self,
-        slope: torch.Tensor,
+        grad_output: torch.Tensor,
         q: torch.Tensor,
         output: torch.Tensor,
-        total: torch.Tensor,
+        lse: torch.Tensor,
         queries: Runs,
-        sight: Sight,
+        pattern: AttentionPattern,
         dropped: Dropped | None = None,
     ) -> None:
-        self.slope = slope if slope.stride(-1) == 1 else slope.contiguous()  # kernels read rows
-        self.q, self.output, self.total = q, output, total
-        self.queries, self.sight, self.dropped = queries, sight, dropped
+        self.grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()  # kernels read rows
+        self.q, self.output, self.lse = q, output, lse
+        self.queries, self.pattern, self.dropped = queries, pattern, dropped
         self.dq = q.new_zeros(q.shape, dtype=wide(q.dtype))
-        self.delta_BNS = (slope.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
+        self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
-    def meet(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds to `dk` and `dv`, gradients of this block's keys and values."""
-        for r in rectangles(self.queries, keys, self.sight):
+    def attend_block(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Backward through one block: adds to `dk` and `dv`, the gradients of its keys and values."""
+        for r in rectangles(self.queries, keys, self.pattern):
             rows, columns = r.queries, r.keys
-            q, slope, output, total, delta, dq = (
-                x[:, :, rows] for x in (self.q, self.slope, self.output, self.total, self.delta_BNS, self.dq)
+            q, grad_output, output, lse, delta, dq = (
+                x[:, :, rows] for x in (self.q, self.grad_output, self.output, self.lse, self.delta_BNS, self.dq)
             )
             k_seen, v_seen, dk_seen, dv_seen = (x[:, :, columns] for x in (k, v, dk, dv))
-            triangle = r.seen == "triangle"
-            fused = r.seen != "mask" and self.dropped is None
+            triangle = r.visible == "triangle"
+            fused = r.visible != "mask" and self.dropped is None
             kernel = kernel_for(q, k_seen, v_seen, triangle) if fused else None
             if kernel is not None:
-                own = kernel.backward(slope, q, k_seen, v_seen, output, total, triangle)
-                for into, part in zip((dq, dk_seen, dv_seen), own, strict=True):
+                parts = kernel.backward(grad_output, q, k_seen, v_seen, output, lse, triangle)
+                for into, part in zip((dq, dk_seen, dv_seen), parts, strict=True):
                     into.add_(part)
                 continue
-            for tile, reach, mask in _tiles(q, r, self.queries, keys, self.sight):
+            for tile, reach, mask in _tiles(q, r, self.queries, keys, self.pattern):
                 kept = _kept(self.dropped, r, self.queries, keys, tile, reach, self.dq.dtype)
-                own = _tile_backward(
-                    slope[:, :, tile],
+                parts = _tile_backward(
+                    grad_output[:, :, tile],
                     q[:, :, tile],
-                    total[:, :, tile],
+                    lse[:, :, tile],
                     delta[:, :, tile],
                     k_seen[:, :, reach],
                     v_seen[:, :, reach],
                     mask,
                     kept,
                 )
-                for into, part in zip((dq[:, :, tile], dk_seen[:, :, reach], dv_seen[:, :, reach]), own, strict=True):
+                for into, part in zip((dq[:, :, tile], dk_seen[:, :, reach], dv_seen[:, :, reach]), parts, strict=True):
                     into.add_(part)
 
 
-# Tiles
-
-
 def _tiles(
-    q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, sight: Sight
+    q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Rows of a rectangle, the columns they may reach and the mask of those, a bounded number of scores at a time."""
+    """Tiles of a rectangle: rows, the columns they can see, and their mask; a bounded number of scores at a time."""
     length, width = r.queries.stop - r.queries.start, r.keys.stop - r.keys.start
     step = max(1, TILE // max(1, q.shape[0] * q.shape[1] * width))
-    if r.seen == "mask":
-        row_places, column_places = places(queries)[r.queries], places(keys)[r.keys]
+    if r.visible == "mask":
+        row_ids, column_ids = position_ids(queries)[r.queries], position_ids(keys)[r.keys]
     else:
-        row_places, column_places = torch.arange(length), torch.arange(width)
+        row_ids, column_ids = torch.arange(length), torch.arange(width)
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
-        if r.seen == "all":
+        if r.visible == "all":
             yield rows, slice(0, width), None
             continue
-        seen = sight if r.seen == "mask" else Sight(causal=True)
-        columns = _reach(row_places[rows], column_places, seen)
+        applied = pattern if r.visible == "mask" else AttentionPattern(causal=True)
+        columns = _reach(row_ids[rows], column_ids, applied)
         if columns.start < columns.stop:
-            yield rows, columns, _mask(row_places[rows], column_places[columns], seen).to(q.device)
+            yield rows, columns, _mask(row_ids[rows], column_ids[columns], applied).to(q.device)
 
 
-def _reach(rows: torch.Tensor, columns: torch.Tensor, sight: Sight) -> slice:
-    """Columns that any of the rows may see; both in order."""
-    first = int(rows[0]) - sight.window + 1 if sight.window else 0
-    last = int(rows[-1]) + (0 if sight.causal else sight.window - 1)
+def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> slice:
+    """The range of columns that any of the rows may see; both ascending."""
+    first = int(rows[0]) - pattern.window + 1 if pattern.window else 0
+    last = int(rows[-1]) + (0 if pattern.causal else pattern.window - 1)
     start, stop = torch.searchsorted(columns, torch.tensor([first, last + 1])).tolist()
     return slice(start, stop)
 
 
-def _mask(rows: torch.Tensor, columns: torch.Tensor, sight: Sight) -> torch.Tensor:
-    ago = rows[:, None] - columns[None, :]
-    near = ago.abs() < sight.window if sight.window else torch.ones_like(ago, dtype=torch.bool)
-    return near & (ago >= 0) if sight.causal else near
+def _mask(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> torch.Tensor:
+    distance = rows[:, None] - columns[None, :]
+    near = distance.abs() < pattern.window if pattern.window else torch.ones_like(distance, dtype=torch.bool)
+    return near & (distance >= 0) if pattern.causal else near
 
 
-def places(runs: Runs) -> torch.Tensor:
+def position_ids(runs: Runs) -> torch.Tensor:
+    """The positions of all runs, one after the other."""
     return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _kept(
     dropped: Dropped | None, r: Rectangle, queries: Runs, keys: Runs, rows: slice, columns: slice, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """What the probabilities of a tile are multiplied by."""
+    """The dropout factors of a tile's probabilities; None without dropout."""
     if dropped is None:
         return None
-    return dropped.factor(places(queries)[r.queries][rows], places(keys)[r.keys][columns], dtype)
+    return dropped.factor(position_ids(queries)[r.queries][rows], position_ids(keys)[r.keys][columns], dtype)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, total: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
-    """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; ℓ is this block's own where none is given."""
+def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
+    """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; where no ℓ is given, that of this block."""
     groups = q.shape[1] // k.shape[1]
     scores = q.unflatten(1, (-1, groups)).flatten(2, 3).mul(q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if mask is not None:
         scores.unflatten(2, (groups, -1)).masked_fill_(~mask, -torch.inf)
-    total = scores.logsumexp(-1) if total is None else total.unflatten(1, (-1, groups)).flatten(2, 3)
-    finite = total.masked_fill(total == -torch.inf, 0.0)
-    return scores.sub_(finite.unsqueeze(-1)).exp_(), total
+    lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (-1, groups)).flatten(2, 3)
+    finite = lse.masked_fill(lse == -torch.inf, 0.0)
+    return scores.sub_(finite.unsqueeze(-1)).exp_(), lse
 
 
 def _tile_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, kept: torch.Tensor | None
 ) -> Any:
     q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
-    probability, total = _probabilities(q, k, None, mask)
+    probability, lse = _probabilities(q, k, None, mask)
     if kept is not None:
         probability *= kept.view(probability.shape)
     output = probability @ v
-    return tuple(x.reshape(*q.shape[:3], *x.shape[3:]) for x in (output, total))
+    return tuple(x.reshape(*q.shape[:3], *x.shape[3:]) for x in (output, lse))
 
 
 def _tile_backward(
-    slope: torch.Tensor,
+    grad_output: torch.Tensor,
     q: torch.Tensor,
-    total: torch.Tensor,
+    lse: torch.Tensor,
     delta: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    slope, q, k, v = (x.to(wide(x.dtype)) for x in (slope, q, k, v))
-    probability, _ = _probabilities(q, k, total, mask)
+    grad_output, q, k, v = (x.to(wide(x.dtype)) for x in (grad_output, q, k, v))
+    probability, _ = _probabilities(q, k, lse, mask)
     groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-    grouped_q, grouped_slope, grouped_delta = (x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (q, slope, delta))
-    ds = grouped_slope @ v.transpose(-1, -2)
-    weighed = probability
+    grouped_q, grouped_grad, grouped_delta = (
+        x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (q, grad_output, delta)
+    )
+    ds = grouped_grad @ v.transpose(-1, -2)
+    dropped_probability = probability
     if kept is not None:
-        weighed = probability * kept.view(probability.shape)
+        dropped_probability = probability * kept.view(probability.shape)
         ds *= kept.view(probability.shape)
-    dv = weighed.transpose(-1, -2) @ grouped_slope
+    dv = dropped_probability.transpose(-1, -2) @ grouped_grad
     ds.sub_(grouped_delta.unsqueeze(-1)).mul_(probability).mul_(scale)
     return (ds @ k).reshape(q.shape), ds.transpose(-1, -2) @ grouped_q, dv

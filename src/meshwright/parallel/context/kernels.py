@@ -1,14 +1,14 @@
-"""Attention kernels that tell the logarithm of their sum of exponentials: what blocks need to be merged.
+"""Fused attention kernels that return the logarithm of their sum of exponentials (lse), which merging blocks needs.
 
-The public `scaled_dot_product_attention` keeps it to itself; the operators behind it give it away, and take it back in
-backward: with the **final** sum of all blocks in place of the block's own, the kernel returns this block's share of the
+The public `scaled_dot_product_attention` does not return it; the operators behind it do, and take it as an argument of
+backward: given the **final** lse over all blocks instead of the block's own, the kernel returns this block's part of the
 gradients. Private names of torch, all of them here:
 
-    aten._scaled_dot_product_cudnn_attention, …_backward    Hopper and later: twice as fast there as
+    aten._scaled_dot_product_cudnn_attention, …_backward    Hopper and later: there twice as fast as flash
     aten._scaled_dot_product_flash_attention, …_backward    Ampere and later
 
-Both want CUDA and 16 bits, and see all keys or the triangle; torch's public `can_use_…` say the rest. A torch without
-these names, a CPU, float32 or a window: the caller works in tiles.
+Both need CUDA and 16-bit tensors, and support full and causal blocks; torch's public `can_use_…` check further
+conditions. With a torch without these names, on a CPU, in float32 or with a window the caller computes in tiles.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.backends import cuda
 
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 HOPPER = (9, 0)
-MULTIPLE = 8  # of head widths; the public function pads to it
+MULTIPLE = 8  # head widths must be a multiple; the public function pads to it
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """forward(q, k, v, triangle) → output, ℓ; backward(slope, q, k, v, output, ℓ, triangle) → dq, dk, dv."""
+    """forward(q, k, v, triangle) → output, ℓ; backward(grad_output, q, k, v, output, ℓ, triangle) → dq, dk, dv."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., Parts]
@@ -36,48 +36,48 @@ class Kernel:
 def _cudnn_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, total = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, triangle)[:2]
-    return output, total.squeeze(-1)
+    output, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, triangle)[:2]
+    return output, lse.squeeze(-1)
 
 
 def _cudnn_backward(
-    slope: torch.Tensor,
+    grad_output: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     output: torch.Tensor,
-    total: torch.Tensor,
+    lse: torch.Tensor,
     triangle: bool,
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
-    total = total.contiguous().unsqueeze(-1)
-    return backward(slope, q, k, v, output, total, seed, seed, None, None, None, *lengths, 0.0, triangle)
+    lse = lse.contiguous().unsqueeze(-1)
+    return backward(grad_output, q, k, v, output, lse, seed, seed, None, None, None, *lengths, 0.0, triangle)
 
 
 def _flash_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, total = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle)[:2]
-    return output, total
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle)[:2]
+    return output, lse
 
 
 def _flash_backward(
-    slope: torch.Tensor,
+    grad_output: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     output: torch.Tensor,
-    total: torch.Tensor,
+    lse: torch.Tensor,
     triangle: bool,
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
-    return backward(slope, q, k, v, output, total.contiguous(), None, None, *lengths, 0.0, triangle, seed, seed)
+    return backward(grad_output, q, k, v, output, lse.contiguous(), None, None, *lengths, 0.0, triangle, seed, seed)
 
 
 def _no_dropout(q: torch.Tensor) -> torch.Tensor:
-    """The kernels ask for the seed of a dropout that there is none of."""
+    """The dropout seed that the kernels require as an argument, though there is no dropout."""
     return torch.zeros((), dtype=torch.long, device=q.device)
 
 
@@ -86,7 +86,7 @@ def _has(name: str) -> bool:
 
 
 def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool) -> Kernel | None:
-    """The fastest that takes these tensors; None: there is none."""
+    """The fastest kernel that supports these tensors, or None."""
     if (
         not q.is_cuda
         or q.dtype not in (torch.float16, torch.bfloat16)

@@ -1,19 +1,19 @@
-"""Ring attention and its all-gather twin: the same blocks of attention, fed by two kinds of transport.
+"""Ring attention and all-gather attention: the same blocks of attention, with two ways to bring in keys and values.
 
-Ring: at step t of P a rank works on the K and V of rank (me − t) mod P while passing them on and receiving the next.
-Receive and send are posted together before the work and waited for after it, so with two buffers the transfer hides
-behind the compute. Backward goes round again, and the gradients of a block travel behind it:
+Ring: at step t of P a rank computes with the K and V of rank (me − t) mod P while it sends them to the next rank and
+receives the next block. Receive and send are posted together before the computation and waited for after it, so with two
+buffers the transfer is hidden behind the computation. Backward goes round again, and the gradients of a block follow it:
 
     K, V    b → b+1 → … → b+P−1            P−1 hops
-    dK, dV      b+1 → … → b+P−1 → b        P−1 hops: the first rank after home begins the sum, home adds its own last
+    dK, dV      b+1 → … → b+P−1 → b        P−1 hops: rank b+1 starts the sum, the owner b adds its own part last
 
-so backward sends twice forward's bytes, in 2(P−1) messages: K and V leave before a step's work, dK and dV after it.
+so backward sends twice forward's bytes, in 2(P−1) messages: K and V before a step's computation, dK and dV after it.
 
-All-gather: every rank gets all K and V at once (and once more in backward, rather than keeping them), and backward
-reduce-scatters their gradients: one large message each in place of P−1 small ones, nothing hidden, all K and V in
-memory while they are used. The choice of Llama 3, whose grouped queries make K and V small.
+All-gather: every rank gathers all K and V at once (and again in backward, rather than keeping them), and backward
+reduce-scatters their gradients: one large message each instead of P−1 small ones, nothing hidden, all K and V in
+memory while they are used. Llama 3 uses it, whose grouped queries make K and V small.
 
-Both keep for backward this rank's q, k, v, output and one number a row.
+Both save for backward this rank's q, k, v and output, and one number (the log-sum-exp) per row.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch.distributed import ProcessGroup
 
 from meshwright.models.dropout import Dropped
 from meshwright.parallel import exchange
-from meshwright.parallel.context.blocks import Attended, Gradients, Runs, Sight
+from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention, BlockGradients, Runs
 
 
 class Context(NamedTuple):
-    """Who holds what: the runs of positions of each rank of the group."""
+    """How a sequence is divided: the runs of positions of each rank of the group, and which keys a query sees."""
 
     group: ProcessGroup
     runs: tuple[Runs, ...]
-    sight: Sight
+    pattern: AttentionPattern
     dropped: Dropped | None = None
 
     @property
@@ -45,7 +45,7 @@ class Context(NamedTuple):
 
 
 def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One message, in memory of its own."""
+    """K and V in one new message."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
@@ -54,18 +54,18 @@ def unpack(block: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return block[: k.numel()].view(k.shape), block[k.numel() :].view(v.shape)
 
 
-class Pass:
-    """One message to the next rank of the ring while one comes from the previous: started here, ended by `wait`."""
+class RingMessage:
+    """A send to the next rank of the ring and a receive from the previous one: started here, completed by `wait`."""
 
-    def __init__(self, sent: torch.Tensor, arriving: torch.Tensor, group: ProcessGroup) -> None:
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, group: ProcessGroup) -> None:
         ranks, me = group.size(), group.rank()
-        self.sent, self.arriving = sent, arriving  # a buffer must outlive its message
+        self.sent, self.received = sent, received  # both buffers must live until `wait`
         self.work = (
             []
             if not sent.numel()
             else distributed.batch_isend_irecv(
                 [
-                    distributed.P2POp(distributed.irecv, arriving, group=group, group_peer=(me - 1) % ranks),
+                    distributed.P2POp(distributed.irecv, received, group=group, group_peer=(me - 1) % ranks),
                     distributed.P2POp(distributed.isend, sent, group=group, group_peer=(me + 1) % ranks),
                 ]
             )
@@ -74,32 +74,32 @@ class Pass:
     def wait(self) -> torch.Tensor:
         for work in self.work:
             work.wait()
-        return self.arriving
+        return self.received
 
 
-def travelling(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its block) for every rank, own first; `block` is overwritten. The next one is on its way meanwhile."""
+def ring_blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rank, its block) of every rank, this rank first; the next block is received while one is used. Overwrites `block`."""
     ranks, me = group.size(), group.rank()
     spare = torch.empty_like(block) if ranks > 1 else block
     for step in range(ranks):
-        passing = Pass(block, spare, group) if step < ranks - 1 else None
+        message = RingMessage(block, spare, group) if step < ranks - 1 else None
         yield (me - step) % ranks, block
-        if passing is not None:
-            block, spare = passing.wait(), block
+        if message is not None:
+            block, spare = message.wait(), block
 
 
-def in_turn(whole: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """The same order, of blocks that are all here."""
+def gathered_blocks(whole: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
+    """(rank, its block) in the order of the ring, of blocks that were gathered."""
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
         yield source, whole[source]
 
 
-def gathered(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def gather_blocks(block: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return exchange.all_gather(block, group, 0).view(group.size(), -1)
 
 
-def attend_in_turn(
+def attend_blocks(
     ctx: Any,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,101 +107,101 @@ def attend_in_turn(
     context: Context,
     blocks: Iterator[tuple[int, torch.Tensor]],
 ) -> torch.Tensor:
-    """Forward over blocks, however they come."""
-    attended = Attended(q, context.own, context.sight, context.dropped)
+    """Forward over all blocks, from the ring or gathered."""
+    attended = BlockAttention(q, context.own, context.pattern, context.dropped)
     for source, block in blocks:
-        attended.meet(*unpack(block, k, v), context.runs[source])
+        attended.attend_block(*unpack(block, k, v), context.runs[source])
     assert attended.output_BNSD is not None
     output = attended.output_BNSD.to(q.dtype)
     ctx.context = context
-    ctx.save_for_backward(q, k, v, output, attended.total_BNS)
+    ctx.save_for_backward(q, k, v, output, attended.lse_BNS)
     return output
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        return attend_in_turn(ctx, q, k, v, context, travelling(pack(k, v), context.group))
+        return attend_blocks(ctx, q, k, v, context, ring_blocks(pack(k, v), context.group))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple:
-        q, k, v, output, total = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        q, k, v, output, lse = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = Gradients(slope, q, output, total, context.own, context.sight, context.dropped)
-        home = torch.empty(0)
-        passing: Pass | None = None
-        for step, (source, block) in enumerate(travelling(pack(k, v), context.group)):
-            added = block.new_zeros(block.shape, dtype=gradients.dq.dtype)
-            gradients.meet(*unpack(block, k, v), context.runs[source], *unpack(added, k, v))
+        gradients = BlockGradients(grad_output, q, output, lse, context.own, context.pattern, context.dropped)
+        own_gradient = torch.empty(0)
+        message: RingMessage | None = None
+        for step, (source, block) in enumerate(ring_blocks(pack(k, v), context.group)):
+            gradient = block.new_zeros(block.shape, dtype=gradients.dq.dtype)
+            gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(gradient, k, v))
             if step == 0:
-                home = added
+                own_gradient = gradient
                 continue
-            if passing is not None:
-                added += passing.wait()
-            leaving = added.to(block.dtype)
-            passing = Pass(leaving, torch.empty_like(leaving), context.group)
-        if passing is not None:
-            home += passing.wait()
-        dk, dv = unpack(home, k, v)
+            if message is not None:
+                gradient += message.wait()
+            sent = gradient.to(block.dtype)
+            message = RingMessage(sent, torch.empty_like(sent), context.group)
+        if message is not None:
+            own_gradient += message.wait()
+        dk, dv = unpack(own_gradient, k, v)
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        whole = gathered(pack(k, v), context.group)
-        return attend_in_turn(ctx, q, k, v, context, in_turn(whole, context.group))
+        whole = gather_blocks(pack(k, v), context.group)
+        return attend_blocks(ctx, q, k, v, context, gathered_blocks(whole, context.group))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple:
-        q, k, v, output, total = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        q, k, v, output, lse = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = Gradients(slope, q, output, total, context.own, context.sight, context.dropped)
-        whole = gathered(pack(k, v), context.group)
+        gradients = BlockGradients(grad_output, q, output, lse, context.own, context.pattern, context.dropped)
+        whole = gather_blocks(pack(k, v), context.group)
         added = whole.new_zeros(whole.shape, dtype=gradients.dq.dtype)
-        for source, block in in_turn(whole, context.group):
-            gradients.meet(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
-        home = exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0)
-        return gradients.dq.to(q.dtype), *unpack(home, k, v), None
+        for source, block in gathered_blocks(whole, context.group):
+            gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
+        own_gradient = exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0)
+        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), None
 
 
-class _Here(torch.autograd.Function):
-    """The same where the whole sequence is here."""
+class _TiledAttention(torch.autograd.Function):
+    """Attention to a whole sequence on one rank, in tiles."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, dropped: Dropped | None
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern, dropped: Dropped | None
     ) -> torch.Tensor:
-        ctx.told = (range(q.shape[2]),), sight, dropped
-        attended = Attended(q, *ctx.told)
-        attended.meet(k, v, ctx.told[0])
+        ctx.arguments = (range(q.shape[2]),), pattern, dropped
+        attended = BlockAttention(q, *ctx.arguments)
+        attended.attend_block(k, v, ctx.arguments[0])
         assert attended.output_BNSD is not None
         output = attended.output_BNSD.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, attended.total_BNS)
+        ctx.save_for_backward(q, k, v, output, attended.lse_BNS)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor) -> tuple:
-        q, k, v, output, total = ctx.saved_tensors
-        gradients = Gradients(slope, q, output, total, *ctx.told)
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        q, k, v, output, lse = ctx.saved_tensors
+        gradients = BlockGradients(grad_output, q, output, lse, *ctx.arguments)
         dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
-        gradients.meet(k, v, ctx.told[0], dk, dv)
+        gradients.attend_block(k, v, ctx.arguments[0], dk, dv)
         return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
-def here(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sight: Sight, dropped: Dropped | None = None
+def tiled_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern, dropped: Dropped | None = None
 ) -> torch.Tensor:
-    """Attention to a whole sequence in tiles."""
-    return _Here.apply(q, k, v, sight, dropped)
+    """Attention to a whole sequence on this rank, in tiles: never all probabilities in memory."""
+    return _TiledAttention.apply(q, k, v, pattern, dropped)
 
 
-def over_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+def attend_over_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
     return _Ring.apply(q, k, v, context)
 
 
-def over_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+def attend_over_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
     return _Gather.apply(q, k, v, context)

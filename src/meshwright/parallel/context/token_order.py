@@ -1,14 +1,14 @@
-"""Where the tokens of every rank of a stage stand in one device's batch.
+"""The index in one device's batch of every token that the ranks of a stage hold.
 
 One device has tokens in the order (sample, position). The ranks of a stage hold them as
 
     dp       runs of samples
     cp       runs of positions, early and late ones where a causal ring is zigzag-balanced
     tp       the next share of those positions under sequence parallelism; without it, an even slice of the flat
-             (sample, position) list that all tp ranks hold alike
+             (sample, position) list that all tp ranks hold
 
-What compares tokens with each other, a capacity or an expert that chooses, must break ties in an order that does not
-depend on who holds what: this one.
+Routing that compares tokens with each other (a capacity limit, expert choice) must break ties in an order that does not
+depend on the layout: this one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
-from meshwright.parallel.context.blocks import places
+from meshwright.parallel.context.blocks import position_ids
 from meshwright.parallel.context.sequence import is_zigzag, runs_of
 
 
 def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int) -> torch.Tensor:
-    """[rank of a rank's stage, own token] → place in one device's micro-batch; a layer sees [rows, length] tokens on
-    each."""
+    """[rank of the stage, token of that rank] → index in one device's micro-batch; a layer sees [rows, length] tokens on
+    each rank."""
     plan = layout.plan
     shared = length * (plan.tp if plan.sp else 1)  # positions of one tp group
     seq = shared * plan.cp
@@ -36,5 +36,5 @@ def token_order(layout: Layout, rank: int, model: Model, rows: int, length: int)
         else:
             flat = torch.arange(rows * length).chunk(plan.tp)[at["tp"]]
         sample = (at["replicate"] * plan.shard + at["shard"]) * rows + flat // shared
-        out.append(sample * seq + places(runs[at["cp"]])[flat % shared])
+        out.append(sample * seq + position_ids(runs[at["cp"]])[flat % shared])
     return torch.stack(out)

@@ -1,13 +1,13 @@
-"""Ulysses: trade the sequence for heads, attend to whole sequences, trade back (Jacobs et al. 2023).
+"""Ulysses: exchange sequence shards for heads, attend to whole sequences, exchange back (Jacobs et al. 2023).
 
     q, k, v  [B, N, S/P, D]  → all-to-all →  [B, N/P, S, D]     attention of N/P heads, whole and unchanged
     output   [B, N/P, S, D]  → all-to-all →  [B, N, S/P, D]
 
-Two messages forward (q, k and v travel as one) and two backward, each (P−1)/P of what this rank holds: less than a
-ring sends once P is large, and any attention kernel, mask or window works as it is. But P may not exceed the heads,
-nothing hides the messages, and attention keeps q, k and v of whole sequences for backward: the same bytes as before
-the trade, s·N/P against s/P·N, unless there are fewer KV heads than ranks. Those are repeated until each rank has one,
-and each copy's gradient is summed by the repeat's own backward.
+Two all-to-alls forward (q, k and v in one message) and two backward, each sending (P−1)/P of what this rank holds: less
+than a ring once P is large, and any attention kernel, mask or window works unchanged. But P may not exceed the number of
+heads, the messages are not hidden, and attention keeps q, k and v of whole sequences for backward: the same bytes as
+before the exchange, s·N/P against s/P·N, unless there are fewer KV heads than ranks. Those are repeated until each rank
+has one, and the backward of the repeat sums the gradients of the copies.
 
 Legend: B batch, N heads, K KV heads, S sequence, D head dim, P ranks.
 """
@@ -28,7 +28,7 @@ Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row p goes to rank p, row p of the result came from it: its own backward."""
+    """Sends row p to rank p and receives row p from rank p; backward is the same exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -37,8 +37,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope_PX: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_to_all(slope_PX, ctx.group), None
+    def backward(ctx: Any, grad_output_PX: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_to_all(grad_output_PX, ctx.group), None
 
 
 def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -48,16 +48,18 @@ def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return out
 
 
-def over_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ProcessGroup, attend: Heads) -> torch.Tensor:
-    """`attend` sees whole sequences of this rank's heads; q, k and v hold this rank's run of the sequence, all heads."""
+def attend_by_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ProcessGroup, attend: Heads
+) -> torch.Tensor:
+    """`attend` gets whole sequences of this rank's heads; q, k and v hold all heads of this rank's run of the sequence."""
     ranks, length = group.size(), q.shape[2]
     _check(q, k, ranks)
     k, v = (x.repeat_interleave(max(1, ranks // k.shape[1]), dim=1) for x in (k, v))
 
     by_heads = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q, k, v)]  # [P, B, N/P, S/P, D]
-    met = _AllToAll.apply(torch.cat([x.flatten(1) for x in by_heads], dim=1), group)
+    exchanged = _AllToAll.apply(torch.cat([x.flatten(1) for x in by_heads], dim=1), group)
     sizes = [x[0].numel() for x in by_heads]
-    parts = [m.view(x.shape) for m, x in zip(met.split(sizes, dim=1), by_heads, strict=True)]
+    parts = [y.view(x.shape) for y, x in zip(exchanged.split(sizes, dim=1), by_heads, strict=True)]
     mixed = attend(*(p.permute(1, 2, 0, 3, 4).flatten(2, 3) for p in parts))
 
     by_sequence = mixed.unflatten(2, (ranks, length)).permute(2, 0, 1, 3, 4)  # [P, B, N/P, S/P, D]

@@ -1,4 +1,4 @@
-"""fp8 products: E4M3 forward, E5M2 for gradients, each tensor with a scale of its own, measured as it comes.
+"""fp8 products: E4M3 in forward, E5M2 for gradients, each tensor with its own scale, measured when it is used.
 
     E4M3   4 bits of exponent, 3 of mantissa: up to 448, relative error 2⁻⁴     weights and activations: precision
     E5M2   5 bits of exponent, 2 of mantissa: up to 57,344, error 2⁻³           gradients: range
@@ -7,18 +7,18 @@
     dx = s_g s_w · (ĝ ŵ)        ĝ = fp8(g / s_g),  s_g = max|g| / 57,344
     dw = s_g s_x · (ĝᵀ x̂)      accumulated in fp32 or wider
 
-One product is off by at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus what falls below the smallest number;
-errors of many terms have mixed signs and mostly cancel. *Dynamic* scaling reads each tensor once more before its
-product (γ); *delayed* scaling would use the last step's maximum and save that pass, for fear of an overflow. Master
-weights, norms, attention's core, routers, embedding and head stay wide; routed experts are `fp8_grouped`'s.
+The error of one product is at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus what underflows; errors of many
+terms have mixed signs and mostly cancel. *Dynamic* scaling reads each tensor once more before its product (γ); *delayed*
+scaling would use the last step's maximum and save that pass, at the risk of an overflow. Master weights, norms,
+attention's core, routers, embedding and head stay in higher precision; routed experts are in `fp8_grouped`.
 
-A scale is of the whole tensor, whatever ranks hold parts of it: under tensor and context parallelism they agree on the
-largest, two numbers forward and one backward a product, so that every layout rounds as one device does. A scale a shard
-would spare those small messages and round otherwise under every plan.
+A scale belongs to the whole tensor, whichever ranks hold parts of it: under tensor and context parallelism they agree on
+the maximum, two numbers forward and one backward per product, so that every layout rounds as one device does. A scale
+per shard would save those small messages and round differently under every plan.
 
-On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied wide, which is what
-a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` does it (the one private name
-used, only here); where the shapes do not suit it (multiples of 16) or it is missing, the emulation takes its place.
+On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied in full precision, as
+a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` computes it (the one private name
+used, only here); where it does not support the shapes (multiples of 16) or is missing, the product is emulated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
-UNIT = 16  # what the device's products want their sizes to be multiples of
+UNIT = 16  # sizes of the device's products must be multiples of it
 
 
 def largest(x: torch.Tensor) -> torch.Tensor:
@@ -42,19 +42,20 @@ def largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """That of a tensor whose largest is `most`. Multiplied, since a GPU divides by a number so and a CPU does not: one
-    digit more or less in a scale, and a number between two of fp8's goes to the other."""
+    """The scale of a tensor whose largest magnitude is `most`. Multiplied by the reciprocal, as a GPU divides by a constant
+    and a CPU does not: a last-digit difference in a scale changes how a number between two fp8 values is rounded."""
     return (most * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantise(
     x: torch.Tensor, dtype: torch.dtype, most: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor in fp8 and its scale: x ≈ quantised · scale. `most`: the largest of the tensor this is a part of."""
+    """The tensor in fp8 and its scale: x ≈ quantised · scale. `most` is the largest magnitude of the whole tensor, where `x`
+    is a part of it."""
     limit = torch.finfo(dtype).max
     scale = scale_of(largest(x) if most is None else most, dtype)
-    # Divided wide: by a scale rounded to x's 16 bits, and multiplied back by the whole one, all would be off alike.
-    # Rounding the scale may lift the largest just above the range; saturate, since E4M3 has no infinity.
+    # Divided in at least float32: dividing by a scale rounded to 16 bits and multiplying by the exact one would add a bias.
+    # Rounding the scale may lift the largest value just above the range; saturate, since E4M3 has no infinity.
     return (x.to(wide(x)) / scale).to(torch.float32).clamp(-limit, limit).to(dtype), scale
 
 
@@ -63,7 +64,7 @@ def wide(x: torch.Tensor) -> torch.dtype:
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, most: torch.Tensor | None = None) -> torch.Tensor:
-    """Through fp8 and back, wide."""
+    """The tensor rounded to fp8, in at least float32."""
     small, scale = quantise(x, dtype, most)
     return small.to(wide(x)) * scale
 
@@ -76,7 +77,7 @@ def scaled_product(
     a_most: torch.Tensor | None = None,
     b_most: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] times b [N, K]ᵀ, both through fp8."""
+    """a [M, K] times b [N, K]ᵀ, both rounded to fp8."""
     if not has_scaled_product(a, b):
         return (rounded(a, a_dtype, a_most) @ rounded(b, b_dtype, b_most).T).to(a.dtype)
     (small_a, scale_a), (small_b, scale_b) = quantise(a, a_dtype, a_most), quantise(b, b_dtype, b_most)
@@ -87,21 +88,21 @@ def scaled_product(
 def on_device(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype
 ) -> torch.Tensor:
-    """The GPU's own product, of rows in whole units: those up to the next are zeros."""
+    """The GPU's fp8 product; rows are padded with zeros to a multiple of `UNIT`."""
     rows = len(a)
     whole = F.pad(a.view(torch.uint8), (0, 0, 0, -rows % UNIT)).view(a.dtype) if rows % UNIT else a
     return torch._scaled_mm(whole, b.T, scale_a, scale_b, out_dtype=out)[:rows]
 
 
 def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the GPU's own fp8 product takes these shapes: K and N multiples of 16."""
+    """Whether the GPU's fp8 product supports these shapes: K and N multiples of 16."""
     if not (a.is_cuda and hasattr(torch, "_scaled_mm") and torch.cuda.get_device_capability() >= FIRST_CAPABILITY):
         return False
     return a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
 
 
 def agreed(most: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
-    """The largest on any rank that holds a part."""
+    """The maximum over all ranks that hold a part of the tensor."""
     for group in groups:
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group)
     return most
@@ -128,13 +129,13 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Sequence[ProcessGroup] = ()
 ) -> torch.Tensor:
-    """`F.linear` with fp8 products; the bias is added wide. Over `groups` the operands are parts of larger ones."""
+    """`F.linear` with fp8 products; the bias is added in full precision. Over `groups` the operands are parts of larger ones."""
     y = _Linear.apply(x, weight, groups)
     return y if bias is None else y + bias
 
 
 class Fp8Products(TorchFunctionMode):
-    """Within it, every `F.linear` is an fp8 one, whoever calls it: `nn.Linear`, or a row-split product."""
+    """A mode in which every `F.linear` is an fp8 product, whether `nn.Linear` or a row-split layer calls it."""
 
     def __init__(self, groups: Sequence[ProcessGroup] = ()) -> None:
         super().__init__()
@@ -146,8 +147,8 @@ class Fp8Products(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def put_on(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()) -> None:
-    """Run the linear layers inside these modules in fp8; over `groups` they are divided."""
+def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()) -> None:
+    """Run the linear layers inside these modules in fp8; `groups` are those over which they are split."""
     for module in modules:
         module.forward = _within(module.forward, groups)
 

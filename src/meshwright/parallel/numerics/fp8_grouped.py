@@ -1,22 +1,22 @@
-"""fp8 products of routed experts: a scale a token for what they read and learn from, a scale an expert for its weight.
+"""fp8 products of routed experts: a scale per token for inputs and gradients, a scale per expert for weights.
 
     y_r  = s_r s_e · (x̂_r ŵ_eᵀ)     x̂_r = E4M3(x_r / s_r),  s_r = max|x_r| / 448,  s_e = max|w_e| / 448
     dx_r = σ_r s_e · (ĝ_r ŵ_e)       ĝ_r = E5M2(g_r / σ_r),  σ_r the power of two from max|g_r| / 57,344 up
     dw_e = σ_e · (ĥᵀ x̂)             ĥ_r = E5M2(s_r g_r / σ_e), σ_e likewise, of all rows of the expert
 
-Which tokens an expert sees together is the layout's doing: those of one rank, or with expert parallelism those of many.
-One scale for all of them would make a token's rounding depend on its company, and on another number of ranks another
-model would be trained. A scale a token does not; DeepSeek-V3 scales 128 features of one token together for the range's
-sake. The weight's gradient is a sum over tokens, of which no scale of a token can be taken out: it moves over to the
-other factor, s_r g_r, and x̂ is used as forward made it: one rounding less, and one byte an element is all that is kept.
+Which tokens an expert processes together depends on the layout: those of one rank, or with expert parallelism those of
+many. With one scale for all of them the rounding of a token would depend on the other tokens, and another number of ranks
+would train another model. A scale per token avoids that; DeepSeek-V3 has a scale per 128 features of a token, for more
+range. The weight's gradient is a sum over tokens, from which the scale of a token cannot be factored out: it is applied
+to the other factor, s_r g_r, and x̂ is reused from forward: one rounding less, and only one byte per element is saved.
 
-A power of two as scale changes no digit: numbers are rounded alike whatever it is, but for those 2³⁰ times below the
-largest. So σ needs no agreement between ranks that hold parts of a row, or some rows of an expert. E4M3 spans only 2¹⁵
-and is worth its whole range: where experts are split over expert_tp, ranks agree on s_e, a number an expert and weight,
-and on s_r of the rows that `down` reads, of which each holds some columns. Nothing is sent backward.
+A power of two as scale changes no digit: numbers are rounded the same whatever it is, except those 2³⁰ times below the
+largest. So ranks that hold parts of a row, or some rows of an expert, need not agree on σ. E4M3 spans only 2¹⁵ and its
+whole range is needed: where experts are split over expert_tp, ranks agree on s_e, a number per expert and weight, and on
+s_r of the inputs of `down`, of which each rank holds some columns. In backward nothing is sent.
 
-On a GPU with fp8 units each expert's run of rows is one `torch._scaled_mm`, its rows' scales multiplied in after; where
-shapes do not suit it, and on a CPU, the product is emulated (`fp8`).
+On a GPU with fp8 units each expert's rows are one `torch._scaled_mm`, multiplied by the rows' scales afterwards; where it
+does not support the shapes, and on a CPU, the product is emulated (`fp8`).
 
 Legend: E experts, R rows (copies of tokens, sorted by expert), I width in, O width out.
 """
@@ -51,23 +51,22 @@ def largest_of(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
 
 
 def up_to_power_of_two(most: torch.Tensor) -> torch.Tensor:
-    """The least above `most` whose scale is a power of two."""
+    """The smallest number above `most` whose scale is a power of two."""
     exponent = scale_of(most, E5M2).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
     return exponent * (2 * torch.finfo(E5M2).max)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """a [M, K] times b [N, K]ᵀ, both in fp8, times one number; as wide as sums of `like` are."""
+    """a [M, K] times b [N, K]ᵀ, both in fp8, times a scalar; in the dtype in which sums of `like` are computed."""
     if not len(a) or not has_scaled_product(a, b):
         return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    alone = scale.reshape(()).clone()  # the device wants a scale at an address in units of 16 bytes
-    return on_device(a, b, one, alone, torch.float32)
+    aligned = scale.reshape(()).clone()  # the device needs a scale at an address that is a multiple of 16 bytes
+    return on_device(a, b, one, aligned, torch.float32)
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
-    """[R, N] → [N, R], with rows of zeros where there is no multiple of a unit of them. Moved as bytes, which every
-    device can."""
+    """[R, N] → [N, R], padded with zeros to a multiple of `UNIT` rows. Transposed as bytes, which every device supports."""
     more = -len(x) % UNIT
     bits = x.view(torch.uint8)
     return torch.cat((bits, bits.new_zeros(more, x.shape[1]))).T.contiguous().view(x.dtype)
@@ -85,9 +84,9 @@ class _Grouped(torch.autograd.Function):
     ) -> torch.Tensor:
         most_R, most_E = largest_of(x_RI, 1), largest_of(weight_EOI, (1, 2))
         if group is not None:
-            told = agreed(torch.cat((most_R.flatten(), most_E.flatten())) if part else most_E.flatten(), [group])
-            most_E = told[-len(most_E) :].view_as(most_E)
-            most_R = told[: -len(most_E)].view_as(most_R) if part else most_R
+            maxima = agreed(torch.cat((most_R.flatten(), most_E.flatten())) if part else most_E.flatten(), [group])
+            most_E = maxima[-len(most_E) :].view_as(most_E)
+            most_R = maxima[: -len(most_E)].view_as(most_R) if part else most_R
         (small_RI, scale_R), (small_EOI, scale_E) = quantise(x_RI, E4M3, most_R), quantise(weight_EOI, E4M3, most_E)
         ctx.counts, ctx.most_E = counts, most_E
         ctx.save_for_backward(small_RI, scale_R, weight_EOI)
@@ -98,11 +97,11 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, gradient_RO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         small_RI, scale_R, weight_EOI = ctx.saved_tensors
         small_EOI, scale_E = quantise(weight_EOI, E4M3, ctx.most_E)
-        small_RO, slope_R = quantise(gradient_RO, E5M2, up_to_power_of_two(largest_of(gradient_RO, 1)))
+        small_RO, grad_scale_R = quantise(gradient_RO, E5M2, up_to_power_of_two(largest_of(gradient_RO, 1)))
         runs = zip(small_RO.split(ctx.counts), small_EOI, scale_E, strict=True)
-        dx_RI = torch.cat([product(g, columns(w)[:, : len(w)], s, gradient_RO) for g, w, s in runs]) * slope_R
-        learnt = zip((gradient_RO * scale_R).split(ctx.counts), small_RI.split(ctx.counts), weight_EOI, strict=True)
-        dw_EOI = torch.stack([_weight_gradient(h, x, w) for h, x, w in learnt])
+        dx_RI = torch.cat([product(g, columns(w)[:, : len(w)], s, gradient_RO) for g, w, s in runs]) * grad_scale_R
+        by_expert = zip((gradient_RO * scale_R).split(ctx.counts), small_RI.split(ctx.counts), weight_EOI, strict=True)
+        dw_EOI = torch.stack([_weight_gradient(h, x, w) for h, x, w in by_expert])
         return dx_RI.to(gradient_RO.dtype), dw_EOI.to(weight_EOI.dtype), None, None, None
 
 
@@ -120,18 +119,18 @@ def grouped(
     group: ProcessGroup | None = None,
     part: bool = False,
 ) -> torch.Tensor:
-    """Each expert's run of rows times its weight, in fp8. Over `group` weights are divided, and where `part` says so
-    the rows with them, by columns."""
+    """Each expert's rows times its weight, in fp8. Over `group` the weights are split, and with `part` the rows too, by
+    columns."""
     return _Grouped.apply(x_RI, weight_EOI, counts, group, part)
 
 
-def put_on(modules: Iterable[nn.Module], group: ProcessGroup | None = None) -> None:
-    """Run the routed experts inside these modules in fp8; over `group` each of them is divided."""
+def enable_fp8(modules: Iterable[nn.Module], group: ProcessGroup | None = None) -> None:
+    """Run the routed experts inside these modules in fp8; `group` is the one over which each expert is split."""
     for experts in (part for module in modules for part in module.modules() if isinstance(part, Experts)):
         for kind, linear in experts.named_children():
             if isinstance(linear, GroupedLinear):
-                linear.product = _over(group, kind == "down")
+                linear.product = _grouped_over(group, kind == "down")
 
 
-def _over(group: ProcessGroup | None, part: bool) -> Any:
+def _grouped_over(group: ProcessGroup | None, part: bool) -> Any:
     return lambda x_RI, weight_EOI, counts: grouped(x_RI, weight_EOI, counts, group, part)

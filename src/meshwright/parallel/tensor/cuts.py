@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from meshwright.describe.sharding import even_range
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 
@@ -32,13 +33,6 @@ class Cut:
     length: int
     full: int
     copies: int = 1
-
-
-def boundaries(full: int, parts: int, index: int) -> tuple[int, int]:
-    """The range of the `index`-th of `parts`, as even as can be: the first `full mod parts` are one longer."""
-    base, extra = divmod(full, parts)
-    start = index * base + min(index, extra)
-    return start, start + base + (index < extra)
 
 
 def fused_cuts(name: str, dim: int, full: int, kind: str, said: str, ranks: int, rank: int) -> tuple[Cut, ...]:
@@ -62,7 +56,7 @@ def fused_cuts(name: str, dim: int, full: int, kind: str, said: str, ranks: int,
                 why="Each rank holds whole heads or columns",
             )
         copies = max(1, ranks // pieces)
-        start, stop = boundaries(count * width, ranks // copies, rank // copies)
+        start, stop = even_range(count * width, ranks // copies, rank // copies)
         cuts.append(Cut(dim, begin + start, stop - start, full, copies))
         begin += count * width
     return tuple(cuts)

@@ -43,7 +43,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.moe import GroupedLinear
 from meshwright.parallel.tensor.attention import switch_off_fast_paths
 from meshwright.parallel.tensor.cuts import Split
-from meshwright.parallel.tensor.cuts import boundaries as boundaries
 from meshwright.parallel.tensor.plain import check_drawn_alike, is_transposed
 from meshwright.parallel.tensor.styles import CUT, DIVIDE_SEQUENCE, FUSED, HOLD_NOTHING, KINDS, STYLES, cut_row
 from meshwright.parallel.tensor.tables import Table

@@ -1,7 +1,8 @@
 """The styles of a sharding table: what each does to one module, in place. `tables` lists them.
 
-A style is a function of the `Split` under way, the module's name and the module. It replaces parameters by this rank's part and wraps
-`forward` with the collectives of `exchange`. It records what it cut and which gradients are partial sums.
+A style is a function of the `Split` that records the changes, the module's name and the module. How it cuts parameters, and which
+gradients are partial sums, is the rule of the same name in `describe.sharding.rules`, which `shard_parameters` reads for our models
+and for yours alike; the function then wraps `forward` with the collectives of `exchange`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,29 @@ from torch import distributed, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from meshwright.describe.sharding import KV_COPIES, RULES, Degrees, even_range, partial_over, rule_of
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.attention import split_attention
-from meshwright.parallel.tensor.cuts import Cut, Split, boundaries, cut_out, fused_cuts
+from meshwright.parallel.tensor.cuts import Cut, Split, cut_out, fused_cuts
 from meshwright.parallel.tensor.plain import check_plain, is_transposed, output_dim, product
 from meshwright.parallel.tensor.regather import gather_again
 from meshwright.parallel.tensor.vocabulary import embed
 
 FEATURES = -1
+
+
+def shard_parameters(done: Split, name: str, part: Any, style: str, copies: int = 1) -> None:
+    """Replace a module's parameters by this rank's part, by the rule of its style; `copies` neighbours hold the same KV head."""
+    degrees = Degrees(done.group.size(), kv_copies=copies, sp=done.sequence, all_gather=done.form == "all-gather")
+    for field_name, parameter in list(part.named_parameters(recurse=False)):
+        own = f"{style}-bias" if field_name == "bias" and f"{style}-bias" in RULES else style
+        rule, flipped = rule_of(own, degrees.all_gather), parameter.ndim == 2 and is_transposed(part)
+        for dim, _ in rule.cuts:
+            cut_parameter(done, part, name, field_name, 1 - dim if flipped else dim, rule.even, copies)
+        for axis, partial in partial_over(own, degrees).items():
+            if partial:
+                (done.copied if axis == KV_COPIES else done.partial).add(f"{name}.{field_name}")
 
 
 def cut_parameter(
@@ -39,7 +54,7 @@ def cut_parameter(
             f"dimension {dim} of '{prefix}.{name}', {full}, does not divide over tp={done.group.size()}",
             why="Each rank holds whole heads or columns",
         )
-    start, stop = boundaries(full, parts, done.group.rank() // copies)
+    start, stop = even_range(full, parts, done.group.rank() // copies)
     done.cuts[f"{prefix}.{name}"] = cut = Cut(dim, start, stop - start, full, copies)
     replace_parameter(done, owner, name, (cut,))
     return start, stop
@@ -51,10 +66,6 @@ def replace_parameter(done: Split, owner: Any, name: str, cuts: tuple[Cut, ...])
         part = cut_out(cuts, parameter.detach()).clone(memory_format=torch.contiguous_format)
         done.made[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     setattr(owner, name, done.made[parameter])
-
-
-def mark_partial(done: Split, name: str, part: Any) -> None:
-    done.partial.update(f"{name}.{n}" for n, _ in part.named_parameters(recurse=False))
 
 
 def input_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,14 +101,12 @@ def _enter(done: Split, name: str, part: Any) -> None:
     part.forward = lambda x: done.enter(forward(x))
 
 
-def _column(done: Split, name: str, part: Any, even: bool = True, copies: int = 1) -> None:
-    cut_parameter(done, part, name, "weight", output_dim(part), even, copies)
-    if part.bias is not None:
-        cut_parameter(done, part, name, "bias", 0, even, copies)
-    _tell_width(part)
+def _column(done: Split, name: str, part: Any) -> None:
+    shard_parameters(done, name, part, "column")
+    _set_width(part)
 
 
-def _tell_width(part: Any) -> None:
+def _set_width(part: Any) -> None:
     setattr(part, "nf" if is_transposed(part) else "out_features", part.weight.shape[output_dim(part)])
 
 
@@ -115,7 +124,7 @@ def _fused(done: Split, name: str, part: Any, kind: str, said: str) -> None:
         if copies > 1:
             done.copies = done.copies or neighbours(done.group, copies)
             done.copied.add(full)
-    _tell_width(part)
+    _set_width(part)
 
 
 def _counts(done: Split, name: str, part: Any, kind: str, said: str) -> None:
@@ -141,7 +150,8 @@ def _counts(done: Split, name: str, part: Any, kind: str, said: str) -> None:
 
 def _logits(done: Split, name: str, part: Any) -> None:
     """The vocabulary may be cut unevenly: only the loss looks across its ranks, and it knows where each begins."""
-    _column(done, name, part, even=False)
+    shard_parameters(done, name, part, "logits")
+    _set_width(part)
 
 
 def _keys(done: Split, name: str, part: Any, kind: str = "keys", said: str = "") -> None:
@@ -163,10 +173,10 @@ def _keys(done: Split, name: str, part: Any, kind: str = "keys", said: str = "")
             why="A head is never cut",
         )
     copies = max(1, ranks // heads)
-    _column(done, name, part, copies=copies)
+    shard_parameters(done, name, part, "keys", copies)
+    _set_width(part)
     if copies > 1:
         done.copies = done.copies or neighbours(done.group, copies)
-        done.copied.update(f"{name}.{n}" for n, _ in part.named_parameters(recurse=False))
 
 
 def neighbours(group: ProcessGroup, count: int) -> ProcessGroup:
@@ -181,14 +191,11 @@ def neighbours(group: ProcessGroup, count: int) -> ProcessGroup:
 
 def _row(done: Split, name: str, part: Any) -> None:
     check_plain(name, part)
+    shard_parameters(done, name, part, "row")
     if done.form == "all-gather":
-        _row_by_columns(done, name, part)
+        _row_by_columns(done, part)
         return
-    inner = 1 - output_dim(part)
-    cut_parameter(done, part, name, "weight", inner)
-    setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[inner])
-    if done.sequence and part.bias is not None:
-        done.partial.add(f"{name}.bias")
+    setattr(part, "nx" if is_transposed(part) else "in_features", part.weight.shape[1 - output_dim(part)])
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = done.leave(product(part, x))
@@ -197,10 +204,10 @@ def _row(done: Split, name: str, part: Any) -> None:
     part.forward = forward
 
 
-def _row_by_columns(done: Split, name: str, part: Any) -> None:
-    """The all-gather form of a product that Megatron splits by rows: whole input, columns of the output, gathered. All
-    ranks go on with the same output, so that each takes its own slice of the gradient."""
-    _column(done, name, part)
+def _row_by_columns(done: Split, part: Any) -> None:
+    """The all-gather form of a product that Megatron splits by rows: the input is gathered, each rank computes columns of the output,
+    and these are gathered. All ranks continue with the same output, so each takes its own slice of the gradient."""
+    _set_width(part)
     group = done.group
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -229,21 +236,20 @@ def _rows_of_table(done: Split, name: str, part: Any, leave: Callable[[torch.Ten
             why="They look at rows that other ranks hold",
         )
     check_plain(name, part)
-    start, stop = cut_parameter(done, part, name, "weight", 0, even=False)
-    padding = part.padding_idx
-    padding = padding - start if padding is not None and start <= padding < stop else None
-    part.num_embeddings, part.padding_idx = stop - start, padding
+    shard_parameters(done, name, part, "vocabulary")
+    cut, padding = done.cuts[f"{name}.weight"], part.padding_idx
+    held = padding is not None and cut.start <= padding < cut.start + cut.length
+    part.num_embeddings, part.padding_idx = cut.length, padding - cut.start if held else None
 
-    return lambda ids: leave(embed(ids, part.weight, start, padding))
+    return lambda ids: leave(embed(ids, part.weight, cut.start, cut.full, part.padding_idx))
 
 
 def _between(done: Split, name: str, part: Any) -> None:
-    if done.sequence:
-        mark_partial(done, name, part)
+    shard_parameters(done, name, part, "between")
 
 
 def _inside(done: Split, name: str, part: Any) -> None:
-    mark_partial(done, name, part)
+    shard_parameters(done, name, part, "inside")
 
 
 def _replicated(done: Split, name: str, part: Any) -> None:
@@ -299,8 +305,8 @@ def cut_row(done: Split, owner: Any, prefix: str, name: str, said: str) -> None:
 
 
 def _positions(done: Split, name: str, part: Any) -> None:
+    shard_parameters(done, name, part, "positions")
     if done.sequence:
-        mark_partial(done, name, part)
         forward, group = part.forward, done.group
         part.forward = lambda n: forward(n).chunk(group.size(), dim=-2)[group.rank()]  # [1, S, H] or [S, H]
 
@@ -320,7 +326,7 @@ def _join(done: Split, name: str, part: Any) -> None:
     if cut is None or cut.full % group.size() == 0:
         part.forward = lambda x: exchange.join(forward(x), group, FEATURES)
         return
-    most, ranges = -(-cut.full // group.size()), [boundaries(cut.full, group.size(), r) for r in range(group.size())]
+    most, ranges = -(-cut.full // group.size()), [even_range(cut.full, group.size(), r) for r in range(group.size())]
 
     def joined(x: torch.Tensor) -> torch.Tensor:  # columns of unequal number are sent as the most of them
         y = exchange.join(F.pad(forward(x), (0, most - cut.length)), group, FEATURES)
@@ -343,7 +349,7 @@ STYLES: dict[str, Callable[[Split, str, Any], None]] = {
     "vocabulary": _vocabulary, "embedding": _embedding, "between": _between, "inside": _inside, "positions": _positions,
     "dropout": _dropout, "probabilities": _probabilities, "join": _join, "gathered": _gathered, "replicated": _replicated,
     "divided": _divided, "split_sequence": _split_sequence, "join_sequence": _join_sequence, "reduce": _reduce, "attention": split_attention,
-    "experts": lambda done, name, part: None,
+    "experts": lambda done, name, part: None, "experts-row": lambda done, name, part: None,
 }  # fmt: skip
 FUSED: dict[str, Callable[[Split, str, Any, str, str], None]] = {
     "column": _fused, "heads": _fused, "keys": _keys, "counts": _counts

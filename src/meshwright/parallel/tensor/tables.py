@@ -39,63 +39,34 @@ silence. Tables of known classes of other libraries are in `families`.
 from __future__ import annotations
 
 from meshwright.describe.model import Model
+from meshwright.describe.sharding import module_styles
 
 Table = tuple[tuple[str, str], ...]
 
-ENDS: Table = (
-    ("embedding.tokens", "vocabulary"),
-    ("embedding.positions", "positions"),
-    ("embedding.norm", "between"),
+# The modules of our models that communicate or drop, beside those that hold parameters (`describe.sharding.module_styles`).
+COMMON: Table = (
     ("embedding.drop", "dropout"),
-    ("layers.*.attention_norm", "between"),
-    ("layers.*.attention_post_norm", "between"),
-    ("layers.*.ffn_norm", "between"),
-    ("layers.*.ffn_post_norm", "between"),
     ("layers.*.*_drop", "dropout"),
-    ("head.norm", "between"),
-    ("head.project", "region"),
-    ("head.project", "logits"),
-)
-ATTENTION: Table = (
-    ("layers.*.attention", "region"),
-    ("layers.*.attention.q", "column"),
-    ("layers.*.attention.[kv]", "keys"),
-    ("layers.*.attention.[qk]_norm", "inside"),
-    ("layers.*.attention.o", "row"),
-    ("layers.*.attention.probabilities", "probabilities"),
-)
-LATENT: Table = (
-    ("layers.*.attention.q_a", "between"),
-    ("layers.*.attention.kv_a", "between"),
-    ("layers.*.attention.*_a_norm", "between"),
-    ("layers.*.attention.heads", "region"),
-    ("layers.*.attention.heads.q", "column"),
-    ("layers.*.attention.heads.q_b", "column"),
-    ("layers.*.attention.heads.kv_b", "column"),
-    ("layers.*.attention.heads.o", "row"),
-    ("layers.*.attention.heads.probabilities", "probabilities"),
-)
-FFN: Table = (
     ("layers.*.ffn", "region"),
-    ("layers.*.ffn.gate", "column"),
-    ("layers.*.ffn.up", "column"),
-    ("layers.*.ffn.down", "row"),
-)
-EXPERTS: Table = (
-    ("layers.*.moe.router", "inside"),  # each rank routes tokens of its own, with sequence parallelism or without
-    ("layers.*.moe.experts.*", "experts"),
     ("layers.*.moe.shared", "region"),
-    ("layers.*.moe.shared.gate", "column"),
-    ("layers.*.moe.shared.up", "column"),
-    ("layers.*.moe.shared.down", "row"),
-    ("layers.*.moe.shared_scale", "between"),
+    ("head.project", "region"),
 )
-TRANSFORMER: Table = (*ENDS, *ATTENTION, *FFN, *EXPERTS)
-
-MLP: Table = (("layers.*", "gathered"), ("layers.*.linear", "column"))
-
-TABLES: dict[str, Table] = {"transformer": TRANSFORMER, "mla": (*ENDS, *LATENT, *FFN, *EXPERTS), "mlp": MLP}
+REGIONS: dict[str, Table] = {
+    "transformer": (
+        *COMMON,
+        ("layers.*.attention", "region"),
+        ("layers.*.attention.probabilities", "probabilities"),
+    ),
+    "mla": (
+        *COMMON,
+        ("layers.*.attention.heads", "region"),
+        ("layers.*.attention.heads.probabilities", "probabilities"),
+    ),
+    "mlp": (("layers.*", "gathered"),),
+}
 
 
 def table_of(model: Model) -> Table:
-    return TABLES["mla" if model.attention == "mla" and model.kind == "transformer" else model.kind]
+    """The table of one of our models: the style of every parameter as `describe.sharding` has it, and where regions begin."""
+    kind = "mla" if model.attention == "mla" and model.kind == "transformer" else model.kind
+    return (*module_styles(model), *REGIONS[kind])

@@ -1,11 +1,14 @@
-"""The two ends of the model split over the vocabulary: the embedding looks up rows, the loss never sees whole logits.
+"""The two ends of a model split over the vocabulary: the embedding, and a loss that never gathers the logits.
 
-    embedding   a rank looks up the tokens whose rows it has, and zero for the others: the sum over ranks is whole
+    embedding   a rank looks up the tokens whose rows it has, and zero for the others: the sum over ranks is complete
     loss        −log softmax(z)_t = log Σ_v exp(z_v − m) − (z_t − m),  m = max_v z_v
 
-Each rank has the logits of its own vocabulary. The maximum takes one all-reduce, the sum of exponentials and the
-target's logit another, of one and of two numbers a token: 3·T values in all instead of the T·V of gathered logits.
-The gradient, softmax(z) − onehot(t), needs nothing more: each rank computes its own columns.
+Each rank has the logits of its part of the vocabulary. The maximum takes one all-reduce, the sum of exponentials and the
+target's logit another, of one and of two numbers per token: 3·T values instead of the T·V of gathered logits. The
+gradient, softmax(z) − onehot(t), needs no communication: each rank computes its own columns.
+
+A token outside the vocabulary is on no rank: the embedding would silently be zero. On a CPU it is checked, as
+`F.embedding` does on one device; on a GPU the check would make the host wait for the device, so there it is not made.
 """
 
 from __future__ import annotations
@@ -18,12 +21,30 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from meshwright.errors import MeshwrightError
 from meshwright.models.transformer import IGNORED
 
 
-def embed(ids: torch.Tensor, weight: torch.Tensor, start: int, padding: int | None = None) -> torch.Tensor:
-    """Rows of this rank's part of the table, which begins at `start`; zero where another rank has the row. A `padding`
-    row of this part is looked up and not trained."""
+def check_ids(ids: torch.Tensor, vocabulary: int, what: str) -> None:
+    """Raise for ids outside the vocabulary, on a CPU."""
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    least, most = (int(end) for end in ids.aminmax())
+    if least < 0 or most >= vocabulary:
+        raise MeshwrightError(
+            "MW-TP-010",
+            f"{what} {least if least < 0 else most} is not in the vocabulary of {vocabulary}",
+            why="No tensor-parallel rank has a row for it",
+            valid=[f"0 to {vocabulary - 1}"],
+        )
+
+
+def embed(
+    ids: torch.Tensor, weight: torch.Tensor, start: int, vocabulary: int, padding: int | None = None
+) -> torch.Tensor:
+    """Rows of this rank's part of a table of `vocabulary` rows, which begins at `start`; zero where another rank has the
+    row. A `padding` row of this part is looked up and not trained."""
+    check_ids(ids, vocabulary, "token")
     local = ids - start
     absent = (local < 0) | (local >= weight.shape[0])
     rows = F.embedding(local.masked_fill(absent, 0), weight, padding)
@@ -55,11 +76,14 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         probability_TV, local_T, mine_T, valid_T = ctx.saved_tensors
-        slope_TV = probability_TV.scatter_add(1, local_T[:, None], -mine_T[:, None].to(probability_TV.dtype))
-        return slope_TV.mul_((valid_T * gradient)[:, None]), None, None, None
+        gradient_TV = probability_TV.scatter_add(1, local_T[:, None], -mine_T[:, None].to(probability_TV.dtype))
+        return gradient_TV.mul_((valid_T * gradient)[:, None]), None, None, None
 
 
-def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, group: ProcessGroup) -> torch.Tensor:
-    """Summed over valid tokens; `logits` are this rank's columns, which begin at `start`."""
+def cross_entropy(
+    logits_BSV: torch.Tensor, target_BS: torch.Tensor, start: int, vocabulary: int, group: ProcessGroup
+) -> torch.Tensor:
+    """Summed over valid tokens; `logits` are this rank's columns of a `vocabulary`, which begin at `start`."""
+    check_ids(target_BS[target_BS != IGNORED], vocabulary, "target")
     wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return _CrossEntropy.apply(wide, target_BS.flatten(), start, group)

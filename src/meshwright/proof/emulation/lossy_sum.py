@@ -18,6 +18,7 @@ of two stages that share an embedding that of its own use of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,12 +27,15 @@ import torch
 
 from meshwright.describe.layout import Layout as RankLayout
 from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import shape_in_transit, shard_dim
 from meshwright.parallel.apply import Parallel, program_of
-from meshwright.parallel.data.zero import Buckets, Shards, parts_of
-from meshwright.parallel.expert.dispatch import experts_of
+from meshwright.parallel.data.buckets import Buckets
+from meshwright.parallel.data.reduction import reductions_in
+from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics.compress.compressors import Compressor, Exchange, Layout, compressor_of
-from meshwright.parallel.numerics.compress.scatter import chunked, columns_of, put_together
+from meshwright.parallel.numerics.compress.base import Compressor, Exchange, Layout
+from meshwright.parallel.numerics.compress.compressors import compressor_of
+from meshwright.parallel.numerics.compress.scatter import columns_of
 from meshwright.proof.emulation.per_rank import Apart, Source, source
 
 Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
@@ -75,16 +79,19 @@ def told(parallel: Parallel) -> list[Summed]:
     """What this rank sums lossily with others, of whom it is the first."""
     plan, mesh = parallel.plan, parallel.mesh
     by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in parallel.pieces}
-    experts = {p for module in parallel.stages.values() for part in experts_of(module) for p in part.parameters()}
+    experts = {p.parameter for p in parallel.pieces if p.box.expert}
     out = []
     for stage, part in [
-        (s, p) for s, r in zip(parallel.stages, parallel.reductions, strict=True) for p in parts_of([r])
+        (s, p) for s, r in zip(parallel.stages, parallel.reductions, strict=True) for p in reductions_in([r])
     ]:
         if isinstance(part, Buckets) and part.compressor is not None and part.group is not None:
             axis = "expert_dp" if experts.issuperset(part.parameters) else "dp_cp"
-            portions, rounds = tuple(by_parameter[p] for p in part.parameters), rounds_of(parallel, stage, part.each)
+            portions, rounds = (
+                tuple(by_parameter[p] for p in part.parameters),
+                rounds_of(parallel, stage, part.per_microbatch),
+            )
             out.append((axis, Summed(portions, members(mesh, axis), rounds, tuple(part.edges))))
-        for scatter in part.scatters if isinstance(part, Shards) else ():
+        for scatter in part.scatters if isinstance(part, ShardedGradients) else ():
             portions = tuple(by_parameter[p] for p in scatter.lossy)
             rounds = rounds_of(parallel, stage, plan.reduces_each and plan.pp == 1)
             out.append((scatter.axis, Summed(portions, members(mesh, scatter.axis), rounds)))
@@ -202,13 +209,29 @@ def emulate_owners(
     summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]], backwards: bool
 ) -> Iterator[torch.Tensor]:
     size = len(parts)
-    rows = [torch.cat([chunked(g, size) for g in mine], 1) for mine in parts]
+    rows = [torch.cat([to_rows(g, size) for g in mine], 1) for mine in parts]
     out = torch.stack([row[0] for row in rows])
     layout = columns_of([portion.shape for portion in summed.portions], size)
     run_together([c.scatter(0, rows[r], layout, r, out[r]) for r, c in enumerate(compressors)], backwards)
-    widths = [chunked(g, size).shape[1] for g in parts[0]]
+    widths = [to_rows(g, size).shape[1] for g in parts[0]]
     for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
-        yield put_together(columns, portion.shape)
+        yield from_rows(columns, portion.shape)
+
+
+def to_rows(whole: torch.Tensor, ranks: int) -> torch.Tensor:
+    """[rows, …] → [ranks, ⌈rows/ranks⌉ · …], padded with zeros: what each rank owns under ZeRO."""
+    if shard_dim(whole.shape, ranks):
+        whole = torch.cat(whole.chunk(ranks, 1))
+    each = -(-whole.shape[0] // ranks)
+    padded = whole.new_zeros(each * ranks, *whole.shape[1:])
+    padded[: whole.shape[0]] = whole
+    return padded.reshape(ranks, -1)
+
+
+def from_rows(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of this shape that `to_rows` cut."""
+    whole = rows.flatten()[: math.prod(shape)].view(shape_in_transit(shape, len(rows)))
+    return torch.cat(whole.chunk(len(rows)), 1) if shard_dim(shape, len(rows)) else whole
 
 
 def emulate(

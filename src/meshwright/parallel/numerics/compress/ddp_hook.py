@@ -1,19 +1,19 @@
-"""Compression as a communication hook of torch's own `DistributedDataParallel`, for a model of your own:
+"""Compression as a communication hook of torch's own `DistributedDataParallel`, for any model:
 
     model = DistributedDataParallel(module)
-    model.register_comm_hook(Compressed("powersgd", rank=4), hook)
+    model.register_comm_hook(CompressionState("powersgd", rank=4), hook)
 
-torch hands over a bucket, one flat tensor of whole parameters, and wants the *mean* over ranks; gradients are divided before
-they are compressed, so that a sum of 16-bit numbers cannot overflow where their mean does not.
+torch passes a bucket, one flat tensor of whole parameters, and expects the *mean* over ranks; gradients are divided
+before they are compressed, so that a sum of 16-bit numbers cannot overflow where their mean does not.
 
-What a rank has not sent yet is remembered by bucket, and torch regroups its buckets once, after the first step. So a bucket
-that was not seen before, index and shapes, goes as it is, and is compressed from the next step on: nothing is remembered of
-a bucket that is no more. Under a loss scale that moves, `rescale` it when that does: errors are of scaled gradients.
+Errors are stored by bucket, and torch regroups its buckets once, after the first step. So a bucket whose index and
+shapes were not seen before is reduced uncompressed, and compressed from the next step on: no error of an old bucket is
+added to a new one. Under a changing loss scale, call `rescale` when it changes: errors are of scaled gradients.
 
-PowerSGD takes two rounds, and which of several buckets is in which round is where torch's own hook hangs on gloo: its second
-round is issued whenever the first is done, in another order on every rank. Here a bucket's rounds are all issued before the
-next bucket's. On a GPU the host runs ahead of them on a stream of their own, so they overlap with backward; on a CPU the hook
-waits for them (`zero.Buckets` waits at the end of backward only).
+PowerSGD takes two rounds, and torch's own PowerSGD hook can hang on gloo: its second round is issued whenever the first
+is done, in a different order of buckets on every rank. Here all rounds of a bucket are issued before the next bucket's.
+On a GPU they run on a separate stream while the host continues, so they overlap with backward; on a CPU the hook waits
+for them (`data.buckets` waits only at the end of backward).
 """
 
 from functools import partial
@@ -24,46 +24,47 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from meshwright.parallel.numerics.compress.compressors import Compressor, Running, make
+from meshwright.parallel.numerics.compress.base import Compressor, RunningReduction
+from meshwright.parallel.numerics.compress.compressors import make_compressor
 
 Shapes = list[torch.Size]
 
-# Annotations are no texts in this file: torch reads those of a hook.
+# No `from __future__ import annotations` here: torch inspects the annotations of a hook, which must be types.
 
 
-class Compressed:
-    """What the hook keeps of one model: `name` and options as `compress.make` takes them, over `group` (None: all ranks)."""
+class CompressionState:
+    """The state of the hook for one model: `name` and options of `make_compressor`; `group` None means all ranks."""
 
     def __init__(self, name: str, group: ProcessGroup | None = None, **options: Any) -> None:
         self.group = group
-        self.make = partial(make, name, **options)
-        self.make()  # a wrong name is told here
+        self.make = partial(make_compressor, name, **options)
+        self.make()  # a wrong name raises here
         self.known: dict[int, tuple[Shapes, Compressor | None]] = {}
         self.stream: Any = None
 
     def rescale(self, factor: float) -> None:
-        """The loss is scaled so many times what it was: `scaler.get_scale()` after `scaler.update()`, by that before."""
+        """The loss scale was multiplied by `factor`: `scaler.get_scale()` after `scaler.update()` divided by that before."""
         for _, compressor in self.known.values():
             if compressor is not None:
                 compressor.feedback.rescale(factor)
 
     def mean(self, index: int, flat: torch.Tensor, shapes: Shapes) -> None:
-        """`flat` becomes the mean over ranks."""
+        """Replace `flat` by its mean over ranks."""
         group = self.group or distributed.group.WORLD
         assert group is not None
         flat.div_(group.size())
-        before, compressor = self.known.get(index, ([], None))
-        if before != shapes or compressor is None:
+        known_shapes, compressor = self.known.get(index, ([], None))
+        if known_shapes != shapes or compressor is None:
             self.known[index] = shapes, self.make()
             distributed.all_reduce(flat, group=group)
             return
         layout = list(zip(accumulate((shape.numel() for shape in shapes), initial=0), shapes, strict=False))
-        running = Running(compressor.reduce(index, flat, layout, group.rank(), group.size()), group)
+        running = RunningReduction(compressor.reduce(index, flat, layout, group.rank(), group.size()), group)
         while running.wait():
             pass
 
 
-def hook(state: Compressed, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def hook(state: CompressionState, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat, shapes = bucket.buffer(), [g.shape for g in bucket.gradients()]
     if not flat.is_cuda:
         state.mean(bucket.index(), flat, shapes)
@@ -75,5 +76,5 @@ def hook(state: Compressed, bucket: distributed.GradBucket) -> torch.futures.Fut
     done = torch.futures.Future(devices=[flat.device])
     with torch.cuda.stream(state.stream):
         state.mean(bucket.index(), flat, shapes)
-        done.set_result(flat)  # whoever waits, waits for this stream
+        done.set_result(flat)  # waiting for the future waits for this stream
     return done

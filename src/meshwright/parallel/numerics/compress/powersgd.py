@@ -1,23 +1,23 @@
 """PowerSGD: a gradient matrix as the product of two thin ones, both small enough to all-reduce (Vogels et al. 2019).
 
-For a matrix M (m × n), the sum over ranks of M_w, one step of subspace iteration from where the last step ended:
+For a matrix M (m × n), the sum over ranks of M_w, each step does one subspace iteration from the last step's Q:
 
     P = Σ_w M_w Q          all-reduce of m·r numbers
     P ← orthonormal basis of P's columns
     Q = Σ_w M_wᵀ P         all-reduce of n·r numbers
-    M ≈ P Qᵀ = P Pᵀ Σ_w M_w        the best there is within the span of P
+    M ≈ P Qᵀ = P Pᵀ Σ_w M_w        the best approximation within the span of P
 
-Both are sums, so a ring carries them: (m + n)·r numbers instead of m·n, whatever the number of ranks. Q is kept for
-the next step (*warm start*): gradients change slowly, and after a few steps P spans their leading directions. What is
-outside the span, e_w = (I − P Pᵀ) M_w, is fed back into the rank's next gradient.
+Both are sums, so an all-reduce carries them: (m + n)·r numbers instead of m·n, whatever the number of ranks. Q is kept
+for the next step (*warm start*): gradients change slowly, and after a few steps P spans their leading directions. The
+part outside the span, e_w = (I − P Pᵀ) M_w, is fed back into the rank's next gradient.
 
-Under ZeRO the factors are summed for all ranks just the same, they are small, and each makes only the rows of P Qᵀ that
+Under ZeRO the factors are all-reduced as well, since they are small, and each rank computes only the rows of P Qᵀ that
 it owns: (m + n)·r numbers all-reduced instead of m·n reduce-scattered.
 
 All matrices of a message share one all-reduce for their P's and one for their Q's; vectors, and matrices that would
-not shrink, ride along whole with the P's. Messages are cut at parameters and each has its own two exchanges, issued
-in the same order on every rank: any number of messages runs on gloo and NCCL alike. A column of Q that is zero (a
-gradient that was) is drawn anew, else it would stay zero for good.
+not shrink, are sent uncompressed with the P's. Messages are cut at parameters and each has its own two all-reduces,
+issued in the same order on every rank: any number of messages runs on gloo and NCCL alike. A column of Q that is zero
+(because a gradient was) is drawn again at random, else it would stay zero for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from itertools import accumulate
 
 import torch
 
-from meshwright.parallel.numerics.compress.compressors import Exchange, Feedback, Layout, generator
+from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
 
 
 class PowerSGD:
@@ -36,11 +36,11 @@ class PowerSGD:
 
     def __init__(self, rank: int, seed: int = 0, feedback: bool = True) -> None:
         self.rank, self.seed, self.feedback = rank, seed, Feedback(feedback)
-        self.bases: dict[tuple[int, int], torch.Tensor] = {}  # Q by message and place in it
+        self.bases: dict[tuple[int, int], torch.Tensor] = {}  # Q by message and offset in it
         self.steps: dict[int, int] = {}
 
     def width(self, shape: torch.Size) -> int:
-        """Columns of the factors of a parameter; 0 where it goes whole."""
+        """Columns of the factors of a parameter; 0 where it is sent uncompressed."""
         if len(shape) < 2:
             return 0
         m, n = shape[0], math.prod(shape[1:])
@@ -50,37 +50,37 @@ class PowerSGD:
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         sums = yield from self._sum(index, message, layout)
         for (start, shape), (left, right) in zip(layout, sums, strict=True):
-            message[start : start + shape.numel()] = product(left, right).flatten()
+            message[start : start + shape.numel()] = multiply(left, right).flatten()
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
-        """Of the product each rank makes the rows it owns."""
+        """Each rank computes the rows of the product that it owns."""
         stops = [*(start for start, _ in layout[1:]), rows.shape[1]]
         whole = [
             rows[:, start:stop].flatten()[: shape.numel()] for (start, shape), stop in zip(layout, stops, strict=True)
         ]
         starts = accumulate((w.numel() for w in whole), initial=0)
-        flat = [(at, shape) for at, (_, shape) in zip(starts, layout, strict=False)]
+        flat = [(offset, shape) for offset, (_, shape) in zip(starts, layout, strict=False)]
         sums = yield from self._sum(index, torch.cat(whole), flat)
         out.zero_()
         for (start, shape), (left, right) in zip(layout, sums, strict=True):
             each = -(-shape[0] // len(rows))
-            mine = product(left[rank * each : (rank + 1) * each], right).flatten()
+            mine = multiply(left[rank * each : (rank + 1) * each], right).flatten()
             out[start : start + mine.numel()] = mine
 
     def _sum(
         self, index: int, message: torch.Tensor, layout: Layout
     ) -> Generator[Exchange, None, list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """The sum of each parameter over ranks, as its two factors, or whole."""
+        """The sum of each parameter over ranks, as its two factors, or (sum, None) where it is uncompressed."""
         x = self.feedback.corrected(index, message)
         step = self.steps[index] = self.steps.get(index, -1) + 1
         matrices = [x[start : start + shape.numel()].view(shape[0], -1) for start, shape in layout]
         thin = [i for i, (_, shape) in enumerate(layout) if self.width(shape)]
-        starts = {i: self._start(index, layout[i][0], matrices[i], step) for i in thin}
+        starts = {i: self._initial_q(index, layout[i][0], matrices[i], step) for i in thin}
 
         first = [m @ starts[i] if i in starts else m for i, m in enumerate(matrices)]
-        first = yield from summed_together(first)
+        first = yield from all_reduce_together(first)
         bases = {i: orthonormal(first[i]) for i in thin}
 
         own = [matrices[i].T @ bases[i] for i in thin]
@@ -89,27 +89,27 @@ class PowerSGD:
             start, shape = layout[i]
             error[start : start + shape.numel()] = (matrices[i] - bases[i] @ q.T).flatten()
         self.feedback.keep(index, error)
-        second = dict(zip(thin, (yield from summed_together(own)), strict=True))
+        second = dict(zip(thin, (yield from all_reduce_together(own)), strict=True))
         for i, q in second.items():
             self.bases[index, layout[i][0]] = q.clone()
         return [(bases[i], second[i]) if i in second else (whole, None) for i, whole in enumerate(first)]
 
-    def _start(self, index: int, at: int, matrix: torch.Tensor, step: int) -> torch.Tensor:
+    def _initial_q(self, index: int, offset: int, matrix: torch.Tensor, step: int) -> torch.Tensor:
         shape = matrix.shape[1], self.width(matrix.shape)
-        kept = self.bases.get((index, at))
+        kept = self.bases.get((index, offset))
         if kept is not None and bool((kept.abs().amax(0) > 0).all()):
             return kept
-        random = generator(matrix.device, self.seed, index, at, step)
+        random = generator(matrix.device, self.seed, index, offset, step)
         fresh = torch.randn(shape, generator=random, device=matrix.device, dtype=torch.float32).to(matrix.dtype)
         return fresh if kept is None else torch.where(kept.abs().amax(0) > 0, kept, fresh)
 
 
-def product(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
+def multiply(left: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor:
     return left if right is None else left @ right.T
 
 
-def summed_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list[torch.Tensor]]:
-    """All of them in one all-reduce, if there are any."""
+def all_reduce_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list[torch.Tensor]]:
+    """The sums of several tensors over ranks, in one all-reduce."""
     if not parts:
         return []
     payload = torch.cat([part.flatten() for part in parts])
@@ -118,6 +118,6 @@ def summed_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, list
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of the columns: QR, in float32 or wider. The same on all ranks, whose input is the same."""
+    """An orthonormal basis of the columns: QR, in float32 or wider. All ranks have the same input and get the same basis."""
     wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     return torch.linalg.qr(wide).Q.to(matrix.dtype)

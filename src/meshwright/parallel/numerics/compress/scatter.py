@@ -1,18 +1,18 @@
-"""Compressed reduce-scatter under ZeRO: `fully_shard` hands over a unit's gradients, and gets its rank's shard of the sum.
+"""Compressed reduce-scatter under ZeRO: takes a unit's gradients from `fully_shard` and returns this rank's shard of the sum.
 
-torch lays a unit's gradients out as one matrix [P, C]: row r is what rank r owns, the r-th ⌈rows/P⌉ rows of every
-parameter one after the other, padded with zeros; of one cut along its second dimension, the parts of that one below the
-other. `set_custom_reduce_scatter` lets us send that matrix our way: rows are
-compressed and go to their owners (`Compressor.scatter`), each of which adds up what came. The sum is wide; of several
-replicas of the shards (hybrid sharding) torch then sums it exactly.
+torch lays out a unit's gradients as one matrix [P, C]: row r is what rank r owns, the r-th ⌈rows/P⌉ rows of every
+parameter one after the other, padded with zeros; a parameter cut along its second dimension is laid out as its P parts,
+one below the other. `set_custom_reduce_scatter` lets us send that matrix: rows are compressed and go to their owners
+(`Compressor.scatter`), each of which adds up what it received, in full precision. Under hybrid sharding torch then sums
+the shards over replicas uncompressed.
 
-Errors are fed back whole: each rank keeps what it did not send of all C·P numbers, as large as the gradients that ZeRO
-saved. Compression under ZeRO trades that memory for bytes on the link.
+Every rank keeps the error of all C·P numbers, as much memory as the gradients that ZeRO saved. Compression under ZeRO
+trades that memory for bytes on the link.
 
-Two kinds of gradients go exactly, in a reduce-scatter of their own, and so they do without ZeRO: partial sums over
-another axis (a norm's under sequence parallelism), since compressed before they are whole they would lose what cancels;
-and those of parameters that all ranks of a tensor-parallel group hold alike, since each of those ranks has other
-neighbours in its messages, would lose something else, and the copies would drift apart.
+Two kinds of gradients are not compressed (with or without ZeRO) and have a reduce-scatter of their own: partial sums
+over another axis (a norm's under sequence parallelism), because compressing them before they are complete would lose
+what cancels; and parameters that all ranks of a tensor-parallel group hold whole, because each of those ranks would
+lose something else, and the copies would drift apart.
 """
 
 from __future__ import annotations
@@ -26,49 +26,33 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from meshwright.describe.sharding import padding, shape_in_transit, shard_dim
+from meshwright.describe.sharding import padding, shape_in_transit
 from meshwright.parallel import exchange
-from meshwright.parallel.numerics.compress.compressors import Compressor, Layout, Running
-
-
-def chunked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[rows, …] → [ranks, ⌈rows/ranks⌉ · …], padded with zeros."""
-    if shard_dim(whole.shape, ranks):
-        whole = torch.cat(whole.chunk(ranks, 1))
-    each = -(-whole.shape[0] // ranks)
-    padded = whole.new_zeros(each * ranks, *whole.shape[1:])
-    padded[: whole.shape[0]] = whole
-    return padded.reshape(ranks, -1)
-
-
-def put_together(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """What `chunked` took apart."""
-    whole = rows.flatten()[: math.prod(shape)].view(shape_in_transit(shape, len(rows)))
-    return torch.cat(whole.chunk(len(rows)), 1) if shard_dim(shape, len(rows)) else whole
+from meshwright.parallel.numerics.compress.base import Compressor, Layout, RunningReduction
 
 
 def width_of(shape: Sequence[int], ranks: int) -> int:
-    """Numbers of one parameter in a row."""
+    """Elements of one parameter in a row."""
     return (math.prod(shape) + padding(shape, ranks)) // ranks
 
 
 def columns_of(shapes: Sequence[Sequence[int]], ranks: int) -> Layout:
-    """Where each parameter's numbers start in a row, and its shape before its rows were cut."""
+    """Where each parameter starts in a row, and its shape before its rows were cut."""
     starts = accumulate((width_of(shape, ranks) for shape in shapes), initial=0)
     return [(start, torch.Size(shape_in_transit(shape, ranks))) for start, shape in zip(starts, shapes, strict=False)]
 
 
-def managed(unit: nn.Module) -> list[nn.Parameter]:
-    """A unit's own parameters in torch's order: a module's after those of the modules in it; no inner unit's."""
+def unit_parameters(unit: nn.Module) -> list[nn.Parameter]:
+    """The parameters of one unit in torch's order: those of child modules before a module's own, without inner units."""
     out: dict[nn.Parameter, None] = {}
     for child in unit.children():
         if not hasattr(child, "set_custom_reduce_scatter"):
-            out |= dict.fromkeys(managed(child))
+            out |= dict.fromkeys(unit_parameters(child))
     return [*out, *(p for p in unit.parameters(recurse=False) if p.requires_grad and p not in out)]
 
 
 class CompressedScatter:
-    """In the place of torch's reduce-scatter of one unit. `exact` parameters are not compressed."""
+    """Replaces torch's reduce-scatter of one unit. `exact` parameters are not compressed."""
 
     def __init__(
         self,
@@ -105,7 +89,7 @@ class CompressedScatter:
         if len(lossy):
             out = output_tensor.new_empty(len(lossy)) if len(exact) else output_tensor
             given = rows[:, lossy] if len(exact) else rows
-            running = Running(self.compressor.scatter(0, given, self.layout, group.rank(), out), group)
+            running = RunningReduction(self.compressor.scatter(0, given, self.layout, group.rank(), out), group)
             while running.wait():
                 pass
             if len(exact):

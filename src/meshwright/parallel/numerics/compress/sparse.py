@@ -1,11 +1,11 @@
-"""Sparse gradients: the values that matter, or some of them, with where they stand.
+"""Sparse gradients: some of the values, with their indices.
 
-    top-k       k = r·n of largest size, and their places        every rank hears every other's: (P−1)·k pairs
-    random-k    k = r·n at places drawn from (seed, step)        the same places everywhere: summed like any other
-    threshold   all above τ·√(mean x²)                           as many as there are: counts are told first
+    top-k       the k = r·n largest values and their indices     every rank receives every other's: (P−1)·k pairs
+    random-k    k = r·n at indices drawn from (seed, step)       the same indices on all ranks: summed like any tensor
+    threshold   all values above τ·√(mean x²)                    a varying number: counts are exchanged first
 
-To owners (`scatter`) each rank sends P short lists, one to each owner, of the same length: k = r·n/P values of what that
-owner keeps, or as many as the longest list of any rank has.
+Under ZeRO (`scatter`) each rank sends P short lists of equal length, one to each owner: k = r·n/P values of what that
+owner keeps, or, with a threshold, as many as the longest list of any rank has.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.parallel.numerics.compress.compressors import Exchange, Feedback, Layout, generator
+from meshwright.parallel.numerics.compress.base import Exchange, Feedback, Layout, generator
 
 
 class TopK:
-    """The `ratio` of largest values, with 4-byte indices, told to every rank."""
+    """The largest values, a share `ratio` of all, with 4-byte indices; every rank receives them."""
 
     aligned = False
 
@@ -27,35 +27,35 @@ class TopK:
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
-        places = x.abs().topk(kept(x.numel(), self.ratio), sorted=False).indices
-        yield from tell_sparse(self.feedback, index, message, x, places, ranks)
+        indices = x.abs().topk(count_kept(x.numel(), self.ratio), sorted=False).indices
+        yield from send_to_all(self.feedback, index, message, x, indices, ranks)
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
-        places = x.abs().topk(kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
-        yield from tell_owners(self.feedback, index, out, x, list(places))
+        indices = x.abs().topk(count_kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
+        yield from send_to_owners(self.feedback, index, out, x, list(indices))
 
 
 class Threshold:
-    """Values above `factor` times the message's root mean square: as many as there are, so counts are told first."""
+    """Values above `factor` times the message's root mean square: a varying number, so counts are exchanged first."""
 
     aligned = False
 
     def __init__(self, factor: float, feedback: bool = True) -> None:
         self.factor, self.feedback = factor, Feedback(feedback)
-        self.told: dict[int, list[int]] = {}  # by message: how many values were told, time by time
+        self.sent_counts: dict[int, list[int]] = {}  # by message: how many values were sent, in each reduction
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
-        places = self.above(x).nonzero()[:, 0]
-        count = torch.tensor([places.numel()], dtype=torch.int64, device=x.device)
+        indices = self.above(x).nonzero()[:, 0]
+        count = torch.tensor([indices.numel()], dtype=torch.int64, device=x.device)
         counts = count.new_empty(ranks)
         yield Exchange("all_gather", counts, count)
-        most = self._told(index, counts)
-        # A rank with fewer pads with its own first place and value 0: nothing is added there.
-        yield from tell_sparse(self.feedback, index, message, x, places, ranks, most)
+        most = self._longest(index, counts)
+        # A rank with fewer values pads with value 0 at index 0, which adds nothing.
+        yield from send_to_all(self.feedback, index, message, x, indices, ranks, most)
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
@@ -65,70 +65,73 @@ class Threshold:
         count = above.sum(1).max()[None]
         counts = count.new_empty(len(rows))
         yield Exchange("all_gather", counts, count)
-        most = self._told(index, counts)
-        yield from tell_owners(self.feedback, index, out, x, [row.nonzero()[:, 0] for row in above], most)
+        most = self._longest(index, counts)
+        yield from send_to_owners(self.feedback, index, out, x, [row.nonzero()[:, 0] for row in above], most)
 
     def above(self, x: torch.Tensor) -> torch.Tensor:
-        """What is not below: a number that is undefined is not, and is told."""
+        """Where values are not below the threshold: NaN is not below, so it is sent."""
         return ~(x.abs() < self.factor * x.square().mean().sqrt())
 
-    def _told(self, index: int, counts: torch.Tensor) -> int:
+    def _longest(self, index: int, counts: torch.Tensor) -> int:
+        """The length of the longest list of any rank, at least 1; it is recorded for the traffic check."""
         most = max(1, int(counts.max()))
-        self.told[index] = [*self.told.get(index, [])[-99:], most]
+        self.sent_counts[index] = [*self.sent_counts.get(index, [])[-99:], most]
         return most
 
 
-def tell_sparse(
+def send_to_all(
     feedback: Feedback,
     index: int,
     message: torch.Tensor,
     x: torch.Tensor,
-    places: torch.Tensor,
+    indices: torch.Tensor,
     ranks: int,
     length: int | None = None,
 ) -> Iterator[Exchange]:
-    """All ranks hear all ranks' (value, place) pairs; each adds them up in the order of ranks."""
-    length = places.numel() if length is None else length
-    values, at = x.new_zeros(length), torch.zeros(length, dtype=torch.int32, device=x.device)
-    values[: places.numel()], at[: places.numel()] = x[places], places.to(torch.int32)
-    feedback.keep(index, x.index_fill(0, places, 0.0))
-    mine = torch.cat((values.view(torch.uint8), at.view(torch.uint8)))
+    """All ranks receive all ranks' (value, index) pairs; each adds them up in the order of ranks."""
+    length = indices.numel() if length is None else length
+    values, positions = x.new_zeros(length), torch.zeros(length, dtype=torch.int32, device=x.device)
+    values[: indices.numel()], positions[: indices.numel()] = x[indices], indices.to(torch.int32)
+    feedback.keep(index, x.index_fill(0, indices, 0.0))
+    mine = torch.cat((values.view(torch.uint8), positions.view(torch.uint8)))
     whole = mine.new_empty(ranks, mine.numel())
     yield Exchange("all_gather", whole, mine)
     message.zero_()
-    cut = length * x.element_size()
+    values_bytes = length * x.element_size()
     for row in whole:
-        message.index_add_(0, row[cut:].clone().view(torch.int32), row[:cut].clone().view(x.dtype))
+        message.index_add_(0, row[values_bytes:].clone().view(torch.int32), row[:values_bytes].clone().view(x.dtype))
 
 
-def tell_owners(
+def send_to_owners(
     feedback: Feedback,
     index: int,
     out: torch.Tensor,
     x: torch.Tensor,
-    places: list[torch.Tensor],
+    indices: list[torch.Tensor],
     length: int | None = None,
 ) -> Iterator[Exchange]:
-    """Each owner hears all ranks' (value, place) pairs of what it owns, and adds them up in the order of ranks."""
-    length = len(places[0]) if length is None else length
+    """Each owner receives all ranks' (value, index) pairs of its own rows, and adds them up in the order of ranks."""
+    length = len(indices[0]) if length is None else length
     values = x.new_zeros(len(x), length)
-    at = torch.zeros(len(x), length, dtype=torch.int32, device=x.device)
-    kept_back = x.clone()
-    for row, here in enumerate(places):
-        values[row, : len(here)], at[row, : len(here)] = x[row, here], here.to(torch.int32)
-        kept_back[row, here] = 0.0
-    feedback.keep(index, kept_back)
-    given = torch.cat((values.view(torch.uint8), at.view(torch.uint8)), 1)
+    positions = torch.zeros(len(x), length, dtype=torch.int32, device=x.device)
+    error = x.clone()
+    for row, chosen in enumerate(indices):
+        values[row, : len(chosen)], positions[row, : len(chosen)] = x[row, chosen], chosen.to(torch.int32)
+        error[row, chosen] = 0.0
+    feedback.keep(index, error)
+    given = torch.cat((values.view(torch.uint8), positions.view(torch.uint8)), 1)
     arrived = torch.empty_like(given)
     yield Exchange("all_to_all", arrived, given)
     out.zero_()
-    cut = length * x.element_size()
+    values_bytes = length * x.element_size()
     for row in arrived:
-        out.index_add_(0, row[cut:].clone().view(torch.int32), row[:cut].clone().view(x.dtype).to(out.dtype))
+        out.index_add_(
+            0, row[values_bytes:].clone().view(torch.int32), row[:values_bytes].clone().view(x.dtype).to(out.dtype)
+        )
 
 
 class RandomK:
-    """Values at places drawn from (seed, message, step), the same on all ranks, so that they can be summed."""
+    """Values at indices drawn from (seed, message, step), the same on all ranks, so that they can be summed."""
 
     aligned = False
 
@@ -138,33 +141,34 @@ class RandomK:
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
-        places = self.places(index, x.numel(), x.device)
-        payload = x[places] + overflow(x)
-        self.feedback.keep(index, x.index_fill(0, places, 0.0))
+        indices = self.indices(index, x.numel(), x.device)
+        payload = x[indices] + overflow(x)
+        self.feedback.keep(index, x.index_fill(0, indices, 0.0))
         yield Exchange("all_reduce", payload, payload)
-        message.zero_().index_copy_(0, places, payload)
+        message.zero_().index_copy_(0, indices, payload)
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
-        places = self.places(index, x.shape[1], x.device)
-        payload = x[:, places].contiguous() + overflow(x)
-        self.feedback.keep(index, x.index_fill(1, places, 0.0))
-        mine = payload.new_empty(len(places))
+        indices = self.indices(index, x.shape[1], x.device)
+        payload = x[:, indices].contiguous() + overflow(x)
+        self.feedback.keep(index, x.index_fill(1, indices, 0.0))
+        mine = payload.new_empty(len(indices))
         yield Exchange("reduce_scatter", mine, payload)
-        out.zero_().index_copy_(0, places, mine.to(out.dtype))
+        out.zero_().index_copy_(0, indices, mine.to(out.dtype))
 
-    def places(self, index: int, length: int, device: torch.device) -> torch.Tensor:
+    def indices(self, index: int, length: int, device: torch.device) -> torch.Tensor:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
-        return torch.randperm(length, generator=random, device=device)[: kept(length, self.ratio)]
+        return torch.randperm(length, generator=random, device=device)[: count_kept(length, self.ratio)]
 
 
 def overflow(x: torch.Tensor) -> torch.Tensor:
-    """Zero, or undefined if any number is not finite: one that is not drawn spoils those that are."""
+    """Zero, or NaN if any value is not finite: added to the values that are sent, it makes an overflow visible to all ranks."""
     return torch.linalg.vector_norm(x, torch.inf) * 0.0
 
 
-def kept(elements: int, ratio: float) -> int:
+def count_kept(elements: int, ratio: float) -> int:
+    """⌈elements · ratio⌉, at least 1."""
     return max(1, min(elements, -(-int(elements * ratio * 1e6) // 1_000_000)))

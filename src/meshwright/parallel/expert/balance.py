@@ -1,0 +1,79 @@
+"""Load balancing of routed experts: once per step, over all tokens of the step.
+
+A router counts how many copies each expert got and how many were dropped. After the update the counts of all layers are
+summed over the ranks of a stage in one small all-reduce; balancing biases move by the load, and its metrics are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import distributed, nn
+
+from meshwright.models.moe import MixtureOfExperts
+from meshwright.models.router import load_metrics
+from meshwright.parallel.expert.dispatch import ParallelPlacement
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pieces import Piece
+
+
+@torch.no_grad()
+def balance(
+    modules: Iterable[nn.Module], pieces: list[Piece], mesh: Mesh, masters: Sequence[Piece] = ()
+) -> dict[str, float]:
+    """Sum the load of every layer over all tokens, in one small all-reduce, and move the balancing biases by it: first their
+    wide `masters` where there are any. Returns the metrics of the worst layer of all stages."""
+    layers = {
+        f"{name}.router": part
+        for module in modules
+        for name, part in module.named_modules()
+        if isinstance(part, MixtureOfExperts) and part.router.load is not None
+    }
+    if not layers:
+        return worst([], mesh)
+    loads = torch.stack([part.router.load for part in layers.values() if part.router.load is not None])
+    group = mesh.group("stage")
+    if group is not None:
+        distributed.all_reduce(loads, group=group)
+    by_name = {piece.name: piece for piece in pieces}
+    wide = {piece.name: piece for piece in masters}
+    metrics = []
+    for (name, part), load_2E in zip(layers.items(), loads, strict=True):
+        bias = by_name.get(f"{name}.balance_bias")
+        if bias is not None:
+            master = wide.get(bias.name, bias)
+            master.local.add_(bias.part_of(part.router.balance(load_2E[0])).to(master.local.device))
+            bias.local.copy_(master.local)
+        metrics.append(load_metrics(load_2E))
+        part.router.load = None
+        if isinstance(part.placement, ParallelPlacement):
+            part.placement.end_step()
+    return worst(metrics, mesh)
+
+
+def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
+    """The metrics of the worst layer, over all pipeline stages: the smallest entropy, and the largest of the others."""
+    rows = [[-m["entropy"], m["peak"], m["idle"], m["dropped"]] for m in metrics]
+    most = torch.tensor(rows or [[-1.0, 0.0, 0.0, 0.0]], dtype=torch.float64, device=mesh.device).amax(0)
+    group = mesh.group("pp")
+    if group is not None:
+        distributed.all_reduce(most, distributed.ReduceOp.MAX, group)
+    entropy, *largest = most.tolist()
+    return dict(zip(("entropy", "peak", "idle", "dropped"), (-entropy, *largest), strict=True))
+
+
+def reset_load(modules: Iterable[nn.Module]) -> None:
+    """Drop the load counted in a step that was aborted."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, MixtureOfExperts):
+            part.router.load = None
+            if isinstance(part.placement, ParallelPlacement):
+                part.placement.dispatches.clear()
+
+
+def scale_losses(modules: Iterable[nn.Module], scale: float) -> None:
+    """Scale the losses that routers add like the loss of the step."""
+    for part in (part for module in modules for part in module.modules()):
+        if isinstance(part, MixtureOfExperts) and isinstance(part.placement, ParallelPlacement):
+            part.placement.share = scale * part.placement.microbatch_share
