@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +20,9 @@ def name_of(requirement: str) -> str:
     return re.split(r"[<>=\[]", requirement)[0].strip()
 
 
-DECLARED = {name_of(r) for r in (*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values()))}
+DECLARED = {
+    name_of(r) for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()) for r in group
+}
 
 
 def imported_packages() -> set[str]:

@@ -421,7 +421,7 @@ def test_a_proof_and_an_estimate_say_what_was_left_out(tmp_path):
     """Gemma-2's soft-capping is not run: a proof may not pass over it in silence."""
     from meshwright.cost.predict import predict
     from meshwright.describe.config import load as load_config
-    from meshwright.proof.fold import small_copy
+    from meshwright.proof.small import small_copy
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", **GROUPED, "head_dim": 16, "odd_key": 3}))
     (tmp_path / "plan.toml").write_text(

@@ -9,7 +9,7 @@ from meshwright.describe.plan import Plan
 from meshwright.models import build, initial_value, loss_function
 from meshwright.parallel.numerics import fp8
 from meshwright.parallel.pieces import materialise
-from meshwright.proof.emulation.per_rank import Apart, tokens_of
+from meshwright.proof.emulation.per_rank import PerRankGradients, tokens_of
 
 SHAPE = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
 MODELS = {
@@ -49,7 +49,7 @@ def test_ranks_have_their_parts_of_the_gradient(kind, plan):
     whole = network(model)
     loss(whole(x), y).backward()
     module = network(model)
-    apart = Apart(module, layout, model, SEQ)
+    apart = PerRankGradients(module, layout, model, SEQ)
     value = loss(module(x), y)
     value.backward()
     assert value.item() == pytest.approx(loss(whole(x), y).item(), rel=1e-14)
@@ -72,7 +72,7 @@ def test_a_data_parallel_ranks_part_is_the_gradient_of_its_samples():
     model, plan = MODELS["gpt"], Plan(replicate=2, microbatch=2)
     (x, y), loss = batch(model, plan), loss_function(model)
     module = network(model)
-    apart = Apart(module, Layout(plan), model, SEQ)
+    apart = PerRankGradients(module, Layout(plan), model, SEQ)
     loss(module(x), y).backward()
     taken = apart.taken()
     for rank in range(2):
@@ -100,7 +100,7 @@ def test_places_of_one_data_rank_share_the_scales_of_fp8():
     for apart in (False, True):
         module = network(model)
         fp8.enable_fp8(module.layers.values())
-        made = Apart(module, Layout(plan), model, SEQ, scaled=True) if apart else None
+        made = PerRankGradients(module, Layout(plan), model, SEQ, scaled=True) if apart else None
         loss(module(x), y).backward()
         of = "layers.1.attention.q"
         names = [f"{of}.weight", f"{of}.bias", "layers.0.ffn.up.weight", "layers.0.attention_norm.weight"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_process import emulate, run_together
 
 import ranks
 from meshwright.describe.config import Config
@@ -13,7 +14,7 @@ from meshwright.parallel.numerics.compress.powersgd import PowerSGD, orthonormal
 from meshwright.parallel.numerics.compress.quantised import dequantise, quantise
 from meshwright.parallel.numerics.compress.scatter import columns_of
 from meshwright.parallel.numerics.compress.sparse import count_kept
-from meshwright.proof.emulation.lossy_sum import emulate, run_together, to_rows
+from meshwright.proof.emulation.lossy_sum import to_rows
 from meshwright.proof.prove import prove
 
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")

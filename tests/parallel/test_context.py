@@ -16,9 +16,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.context.blocks import AttentionPattern, position_ids, rectangles
 from meshwright.parallel.context.sequence import is_zigzag, runs_of
 from meshwright.proof.compare import compare
-from meshwright.proof.fold import small_copy
 from meshwright.proof.prove import prove
 from meshwright.proof.records import Job
+from meshwright.proof.small import small_copy
 from meshwright.proof.trace import record
 
 SEQ = 24

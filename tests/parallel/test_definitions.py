@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_process import perform, run_together
 from torch import nn
 
 from meshwright.describe.plan import Plan
@@ -12,7 +13,7 @@ from meshwright.parallel.numerics.compress.powersgd import PowerSGD
 from meshwright.parallel.numerics.compress.quantised import Cast, Quantised
 from meshwright.parallel.numerics.compress.scatter import CompressedScatter, columns_of, unit_parameters
 from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, count_kept
-from meshwright.proof.emulation.lossy_sum import from_rows, perform, run_together, to_rows
+from meshwright.proof.emulation.lossy_sum import from_rows, to_rows
 
 RANKS = 3
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")

@@ -29,8 +29,8 @@ from meshwright.lower.step import step_program
 from meshwright.models import build
 from meshwright.parallel.recompute import memory_of, recompute, recompute_plan
 from meshwright.planner.advice.lint import check as lint
-from meshwright.proof.fold import small_copy
 from meshwright.proof.prove import prove
+from meshwright.proof.small import small_copy
 
 MODEL = Model(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=50)
 WORKLOAD = Workload(batch=2, seq=8, precision="fp32")

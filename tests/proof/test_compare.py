@@ -9,10 +9,10 @@ from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.proof.compare import FLOOR, MARGIN, bounds_from_rounding, compare
-from meshwright.proof.fold import small_copy
 from meshwright.proof.page import page
-from meshwright.proof.prove import Proof
 from meshwright.proof.records import PieceTrace, Row, Trace
+from meshwright.proof.result import CopyProof, Proof
+from meshwright.proof.small import small_copy
 
 NAMES = ("embedding", "layer.0", "layer.1", "zero")
 
@@ -126,7 +126,7 @@ def test_a_proof_fits_a_terminal_of_80_columns():
         Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4, "precision": "fp8"}, {"replicate": 2}), 2
     )
     with (out := Console(width=80)).capture() as text:
-        out.print(page(Proof(small, 1, [compare(trace(), [trace()])], [watched])))
+        out.print(page(Proof("dp 2", [CopyProof(small, 1, [compare(trace(), [trace()])], [watched])])))
     lines = [line.split() for line in text.get().splitlines()]
     assert ["shard", "reduce-scatter", "0", "64,", "1", "GB", "64,", "1", "GB", "equal"] in lines
     assert ["expert_dp", "all-to-all", "0", "120,", "1", "GB", "120,", "1", "GB", "equal", "¹"] in lines
@@ -138,7 +138,7 @@ def test_a_proof_that_broke_on_no_number_can_be_told_as_json():
     one, many = trace(), trace()
     many.pieces[1].gradients[0][:] = np.nan
     small = small_copy(Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4}, {"replicate": 2}), 2)
-    told = Proof(small, 2, [compare(one, [many])], [], "replicate").as_dict()
+    told = Proof("dp 2", [CopyProof(small, 2, [compare(one, [many])], [], "replicate")]).as_dict()
     assert not json.loads(json.dumps(told, allow_nan=False))["passed"]
     assert told["first_break"]["name"] == "layer.0"
     assert told["errors"]["fp64"]["gradient"] is None

@@ -9,7 +9,8 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.proof.fold import AXES, fold, shrink, small_copy
+from meshwright.proof.fold import AXES, axis_sizes, folds
+from meshwright.proof.small import shrink, small_copies, small_copy
 
 FLAGS = (
     "kind",
@@ -67,22 +68,54 @@ def test_a_small_copy_is_legal_and_faithful(name, tp, pp, dp, zero, sp, accumula
     assert (small.plan.virtual > 1) == (config.plan.virtual > 1)
     assert small.model.total < 1_000_000
     if pp == 1:
-        accumulates = config.plan.microbatches(config.workload) > 1
-        assert (small.plan.microbatches(small.workload) > 1) == accumulates
+        assert small.plan.microbatches(small.workload) == min(3, config.plan.microbatches(config.workload))
 
 
-def test_what_fits_is_kept_as_it_is():
+def sizes(plan, ranks):
+    return [axis_sizes(folded) for folded in folds(Plan(**plan), ranks)]
+
+
+def test_a_plan_that_fits_is_not_folded():
     plan = Plan(tp=4, replicate=2)
-    folded, changes = fold(plan, 8)
-    assert (folded.tp, folded.replicate, changes) == (4, 2, [])
+    assert folds(plan, 8) == [plan]
 
 
 def test_too_many_axes_ask_for_more_ranks():
     plan = Plan(replicate=2, shard=4, zero=3, tp=8, pp=4)
     with pytest.raises(MeshwrightError, match="MW-VERIFY-001") as error:
-        fold(plan, 8)
+        folds(plan, 8)
     assert error.value.fix == "--ranks 16"
-    assert fold(plan, 16)[0].world == 16
+    assert folds(plan, 16)[0].world == 16
+
+
+def test_each_axis_is_folded_to_four_by_itself():
+    assert sizes({"cp": 16}, 8) == [{"cp": 4}]
+    assert sizes({"cp": 16, "replicate": 2}, 8) == [{"replicate": 2, "cp": 4}]
+    assert sizes({"tp": 8, "pp": 16}, 8) == [{"tp": 4, "pp": 2}, {"tp": 2, "pp": 4}]
+    assert sizes({"tp": 8, "pp": 16}, 4) == [{"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 4}]
+    assert sizes({"tp": 8, "pp": 4, "replicate": 16}, 8) == [
+        {"replicate": 2, "tp": 2, "pp": 2},  # all axes together
+        {"replicate": 4, "tp": 2},
+        {"tp": 4, "pp": 2},
+        {"replicate": 2, "pp": 4},
+    ]
+    assert sizes({"replicate": 3, "tp": 4}, 8) == [{"replicate": 3, "tp": 2}, {"replicate": 2, "tp": 4}]
+
+
+def test_experts_are_spread_over_four_and_copied():
+    assert sizes({"shard": 64, "zero": 3, "ep": 8}, 8) == [{"shard": 4, "ep": 2}, {"shard": 4, "ep": 4}]
+    assert sizes({"shard": 8, "zero": 3, "ep": 8, "tp": 2, "expert_tp": 2}, 8) == [{"shard": 4, "tp": 2, "ep": 4}]
+
+
+def test_copies_say_what_was_folded_and_how_many_micro_batches_run():
+    plan = {"cp": 4, "replicate": 4, "microbatch": 1}
+    config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 32, "seq": 64}, plan=plan)
+    first, second = small_copies(config, 8)
+    assert first.folded == {"cp": (4, 2)}
+    assert second.folded == {"replicate": (4, 2)}
+    assert first.changes[0] == "folded: cp 4 → 2"
+    assert first.microbatches == (8, 3)
+    assert "3 micro-batches instead of 8" in first.changes
 
 
 @pytest.mark.parametrize(("asked", "folded", "kv_heads"), [(16, 2, 1), (16, 4, 2), (64, 4, 1), (8, 2, 4)])
@@ -91,7 +124,7 @@ def test_fewer_kv_heads_than_ranks_stay_fewer(asked, folded, kv_heads):
     assert shrink(model, Plan(tp=folded), Plan(tp=asked)).kv_heads == kv_heads
 
 
-def test_what_is_uneven_stays_uneven():
+def test_uneven_sizes_stay_uneven():
     model = Model(hidden=64, layers=5, heads=8, ffn=100, vocab=51)
     plan = Plan(pp=2, tp=2)
     tiny = shrink(model, plan, plan)
@@ -99,7 +132,7 @@ def test_what_is_uneven_stays_uneven():
     assert tiny.padded_vocab % 2 == 1
 
 
-def test_said_layers_per_stage_shrink_with_their_shape():
+def test_layers_per_stage_shrink_and_stay_uneven():
     plan = {"pp": 2, "layers_per_stage": (20, 60)}
     config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 8, "seq": 64}, plan=plan)
     small = small_copy(config, 8)
@@ -107,9 +140,9 @@ def test_said_layers_per_stage_shrink_with_their_shape():
     assert small.model.layers == 3
 
 
-def test_what_automatic_recompute_comes_to_is_told():
+def test_the_choice_of_automatic_recompute_is_shown():
     made = Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4}, {"tp": 2, "recompute": "auto"})
-    assert any(change.startswith("recompute auto comes to none") for change in small_copy(made, 2).changes)
+    assert any(change.startswith("recompute auto is none") for change in small_copy(made, 2).changes)
 
 
 def test_recompute_and_offload_are_exercised():

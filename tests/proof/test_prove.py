@@ -10,9 +10,9 @@ import pytest
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
-from meshwright.proof.fold import small_copy
 from meshwright.proof.page import page
 from meshwright.proof.prove import prove
+from meshwright.proof.small import small_copy
 from meshwright.view.tables import console
 
 PLAN = """
@@ -44,16 +44,19 @@ def test_a_large_plan_is_folded_and_proved():
     config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 1024}, plan=plan)
     proof = prove(config, ranks=8, steps=2)
     assert proof.passed
-    assert proof.small.plan.world == 8
+    assert [copy.small.plan.world for copy in proof.copies] == [8, 8, 8, 8]
     assert proof.communication
-    assert all(error < 1e-11 for error in proof.agreements[0].errors.values())
-    assert proof.agreements[1].dtype == "fp32"
+    for copy in proof.copies:
+        assert all(error < 1e-11 for error in copy.agreements[0].errors.values())
+    assert [a.dtype for a in proof.agreements] == ["fp64", "fp32", "bf16"]
     assert 1e-9 < proof.agreements[1].errors["gradient"] < 1e-4
-    assert any("folded" in change for change in proof.small.changes)
-    told = proof.as_dict()
-    json.dumps(told, allow_nan=False)
-    assert told["first_break"] is None
-    assert len(told["memory"]) == 8
+    assert 1e-4 < proof.agreements[2].errors["gradient"] < 0.5
+    found = proof.as_dict()
+    json.dumps(found, allow_nan=False)
+    assert found["plan"] == config.plan.title()
+    assert found["first_break"] is None
+    assert len(found["memory"]) == 8
+    assert [copy["folded"]["tp"]["proved"] for copy in found["copies"]] == [2, 2, 4, 1]
     with (out := console()).capture() as text:
         out.print(page(proof))
     for words in ("trains what one device trains", "folded", "reduce-scatter", "equal", "predicted"):
@@ -84,8 +87,8 @@ def test_fp8_stays_where_kv_heads_are_copied():
     assert small.workload.precision == "fp8"
     assert small.plan.tp > small.model.kv_groups
     other = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload={**fp8, "precision": "mxfp8"}, plan=plan), 8)
-    assert any("products in mxfp8 not exercised" in change for change in other.changes)
-    assert not any("not exercised" in change for change in small.changes)
+    assert any("products in mxfp8 are not proved" in change for change in other.changes)
+    assert not any("not proved" in change for change in small.changes)
 
 
 def test_the_command(tmp_path):

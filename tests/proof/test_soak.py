@@ -25,8 +25,8 @@ from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.planner.search.space import Space
-from meshwright.proof.fold import small_copy
 from meshwright.proof.prove import prove
+from meshwright.proof.small import small_copy
 
 PROBLEMS = [  # model, GPUs of dgx-h100, batch, sequence
     ("llama3-8b", 16, 32, 2048), ("llama3-70b", 64, 128, 8192), ("qwen2.5-7b", 8, 16, 2048), ("gemma2-9b", 32, 64, 4096),

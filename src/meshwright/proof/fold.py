@@ -1,119 +1,134 @@
-"""A faithful small copy: the same flags and axes at the smallest sizes that still show every kind of division.
+"""Fold a plan to at most 8 ranks without hiding what its axes do.
 
-Folding a plan: each axis above 1 becomes 2, virtual stages at most 2, and the batch keeps whether gradients
-accumulate. Wrong communication along an axis shows at 2 ranks as well as at 64. Shrinking a model: heads, KV heads
-and FFN become small multiples of tp; grouped queries stay grouped, an uneven vocabulary stays uneven, uneven stages
-stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is.
+A plan that fits is proved as it is. Of a larger one several folded plans are proved:
+
+    all axes       every axis above 1 at 2: how the axes work together
+    one axis       that axis at 4, others at 2 as far as ranks allow: what two ranks cannot show. A ring that takes its block from
+                   the wrong neighbour, a group of the first two stages instead of the first and the last, an all-to-all
+                   that swaps two peers are all correct with 2 ranks and wrong with 4
+    experts        ep at 4 on a data axis of 4
+
+A plan already covered by another one is left out: `tp 4 · dp 2` shows all that `tp 2 · dp 2` would. Virtual stages are at most 2.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from meshwright.cost.recompute import resolve_recompute
-from meshwright.describe.config import Config
 from meshwright.describe.layout import Layout
-from meshwright.describe.model import Model, Published
 from meshwright.describe.plan import Plan
-from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
 AXES = ("replicate", "shard", "tp", "cp", "pp")
-HEAD = 8
-MOST_BUCKETS = 8
-NOT_RUN = ("mxfp8", "fp4")  # precisions of products
+DATA_AXES = ("shard", "replicate", "cp")  # expert parallelism lies on these, the first that is long enough
+SMALL, LARGE = 2, 4
+Sizes = dict[str, int]
 
 
-@dataclass(frozen=True)
-class Small:
-    """What is proved in place of a configuration, and what was changed to get there, in words."""
-
-    model: Model
-    plan: Plan
-    workload: Workload
-    order: tuple[str, ...]
-    changes: tuple[str, ...]
+def axis_sizes(plan: Plan) -> Sizes:
+    """Sizes of the axes above 1, ep included."""
+    return {axis: getattr(plan, axis) for axis in (*AXES, "ep") if getattr(plan, axis) > 1}
 
 
-def small_copy(config: Config, ranks: int) -> Small:
-    memory = config.cluster.accelerator.memory
-    settled = resolve_recompute(config.model, config.plan, config.workload, config.stack, memory)
-    plan, changes = fold(settled, ranks)
-    if config.plan.recompute != settled.recompute:
-        changes.append(f"recompute {config.plan.recompute} comes to {settled.recompute} in the memory there is")
-    if not plan.lossy:
-        plan = plan.but(compression="none", comm_dtype=None)
-    tiny = shrink(config.model, plan, config.plan)
-    workload = shrink_workload(config, plan)
-    if tiny != config.model:
-        changes.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
-    if config.workload.precision in NOT_RUN:
-        changes.append(f"products in {config.workload.precision} not exercised: they are planned and costed only")
-    changes += [f"not exercised: {part}" for part in config.model.not_run]
-    if config.model.dropout:
-        changes.append("no dropout masks are kept: what is dropped is computed again")
-    tiny = tiny.but(dropout=False)
-    plan = plan.but(bucket=small_bucket(config, tiny, plan))
-    order = config.plan.order or config.stack.order
-    return Small(tiny, plan.check(tiny, workload), workload, order, tuple(changes))
-
-
-def fold(plan: Plan, ranks: int) -> tuple[Plan, list[str]]:
-    # A dtype of communication stays where it is a loss of its own, narrower than the gradients.
-    wire = plan.comm_dtype if plan.wire == plan.comm_dtype else None
-    plain = {
-        "param_dtype": "fp32",
-        "grad_dtype": "fp32",
-        "state_dtype": "fp32",
-        "comm_dtype": wire,
-        "master": False,
-        "recompute_layers": min(plan.recompute_layers, 1),
-        "average_every": min(plan.average_every, 2),
-    }
+def folds(plan: Plan, ranks: int) -> list[Plan]:
+    """The plans to prove in place of this one, each on at most this many ranks; the first keeps every axis."""
     if plan.world <= ranks:
-        uneven = tuple(1 + (n > min(plan.layers_per_stage)) for n in plan.layers_per_stage) if plan.virtual <= 2 else ()
-        return plan.but(
-            **plain, microbatch=min(plan.microbatch, 2), virtual=min(plan.virtual, 2), layers_per_stage=uneven
-        ), []
-    sizes: dict[str, int] = {axis: min(getattr(plan, axis), 2) for axis in AXES}
-    sizes |= fold_experts(plan, sizes, ranks)
-    folded = plan.but(
-        **plain,
-        **sizes,
-        virtual=min(plan.virtual, 2),
-        layers_per_stage=(),
-        order=plan.order,
-        microbatch=min(plan.microbatch, 2),
-    )
-    if folded.world > ranks:
-        above = [axis for axis in AXES if sizes[axis] > 1]
+        return [plan if plan.virtual <= 2 else plan.but(virtual=2, layers_per_stage=())]
+    used = [axis for axis in AXES if getattr(plan, axis) > 1]
+    smallest = dict.fromkeys(used, SMALL)
+    if math.prod(smallest.values()) > ranks:
         raise MeshwrightError(
             "MW-VERIFY-001",
-            f"{' × '.join(above)} at 2 each needs {folded.world} ranks, more than {ranks}",
+            f"{' × '.join(used)} at 2 each needs {2 ** len(used)} ranks, more than {ranks}",
             why="Every axis of the plan must stay above 1 for its communication to be proved",
-            fix=f"--ranks {folded.world}",
+            fix=f"--ranks {2 ** len(used)}",
         )
-    return folded, [f"plan of {plan.world} ranks folded to {folded.world}: {plan.title()} → {folded.title()}"]
+    all_axes = resized(plan, smallest | fold_experts(plan, smallest, ranks))
+    single = [with_one_large(plan, axis, used, ranks) for axis in used if getattr(plan, axis) > SMALL]
+    candidates = [all_axes, *(p for p in (*single, with_large_ep(plan, used, ranks)) if p is not None)]
+    kept = [p for p in candidates if not any(covers(other, p) for other in candidates if other != p)]
+    kept.sort(key=lambda p: -sum(size > 1 for size in axis_sizes(p).values()))  # stable: most axes first
+    return list(dict.fromkeys(kept))
 
 
-def fold_experts(plan: Plan, sizes: dict[str, int], ranks: int) -> dict[str, int]:
-    """Experts divide the folded ranks: ep at most 2, and where copies of an expert were on several ranks, on two still,
-    if a data axis twice as long fits."""
+def covers(plan: Plan, other: Plan) -> bool:
+    """Whether every axis is at least as large as the other plan's, and experts that are copied there are copied here."""
+    sizes = axis_sizes(other) | {"expert_tp": other.expert_tp}
+    return all(getattr(plan, axis) >= size for axis, size in sizes.items()) and has_copies(plan) >= has_copies(other)
+
+
+def has_copies(plan: Plan) -> bool:
+    """Whether each expert is on several ranks."""
+    return plan.ep > 1 and plan.tp * plan.cp * plan.dp > plan.etp * plan.ep
+
+
+def with_one_large(plan: Plan, axis: str, used: list[str], ranks: int) -> Plan | None:
+    """One axis at 4, or at its size if that is less, and the axes after it, in turn, at 2 while there are ranks."""
+    sizes = {axis: min(LARGE, getattr(plan, axis))}
+    if sizes[axis] > ranks:
+        return None
+    at = used.index(axis)
+    for other in (*used[at + 1 :], *used[:at]):
+        if math.prod(sizes.values()) * SMALL <= ranks:
+            sizes[other] = SMALL
+    room = math.prod(sizes.get(data, 1) for data in DATA_AXES)
+    spare = 2 if has_copies(plan) and room > SMALL else 1  # ranks for copies of an expert
+    ep = min(plan.ep, LARGE, room // spare)
+    return resized(plan, sizes | {"ep": 1 if room % ep else ep})
+
+
+def with_large_ep(plan: Plan, used: list[str], ranks: int) -> Plan | None:
+    """ep at 4, on the first data axis of at least 4 ranks; None where ep is smaller or no axis is long enough."""
+    long = [axis for axis in DATA_AXES if getattr(plan, axis) >= LARGE]
+    if plan.ep < LARGE or not long or ranks < LARGE:
+        return None
+    sizes = {long[0]: LARGE}
+    for other in (axis for axis in used if axis != long[0]):
+        if math.prod(sizes.values()) * SMALL <= ranks:
+            sizes[other] = SMALL
+    return resized(plan, sizes | {"ep": LARGE})
+
+
+def fold_experts(plan: Plan, sizes: Sizes, ranks: int) -> Sizes:
+    """Sizes of expert parallelism on axes of 2: ep at most 2. Where each expert was on several ranks, it still is on two if
+    a data axis of 4 fits."""
     if plan.ep == 1 and not plan.expert_tp:
         return {}
-    out = {"ep": min(plan.ep, 2), "expert_tp": min(plan.expert_tp, sizes["tp"])}
-    others = sizes["tp"] * sizes["cp"] // (out["expert_tp"] or sizes["tp"])
-    room = others * sizes["replicate"] * sizes["shard"]
-    if room % out["ep"]:  # ep lies on tensor-parallel ranks alone: four show experts split and spread, two only spread
+    tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
+    out = {"ep": min(plan.ep, SMALL), "expert_tp": min(plan.expert_tp, tp)}
+    room = tp * cp // (out["expert_tp"] or tp) * sizes.get("replicate", 1) * sizes.get("shard", 1)
+    if room % out["ep"]:  # ep lies on tensor-parallel ranks only: four of them show experts both split and spread
         both = 2 * math.prod(sizes.values()) <= ranks
         return out | ({"tp": 4, "expert_tp": 2} if both else {"expert_tp": 1})
-    copied = plan.tp * plan.cp * plan.dp > plan.etp * plan.ep
-    long = [axis for axis in ("shard", "replicate") if getattr(plan, axis) >= 4]
-    if copied and room == out["ep"] and long and 2 * math.prod(sizes.values()) <= ranks:
+    long = [axis for axis in ("shard", "replicate") if getattr(plan, axis) >= LARGE]
+    if has_copies(plan) and room == out["ep"] and long and 2 * math.prod(sizes.values()) <= ranks:
         out[long[0]] = 2 * sizes[long[0]]
     return out
+
+
+def resized(plan: Plan, sizes: Sizes) -> Plan:
+    """The plan with these sizes, and 1 for every other axis. Settings that need an axis above 1 go with it."""
+    full = dict.fromkeys(AXES, 1) | {"ep": 1} | sizes
+    changed: dict[str, Any] = {
+        **full,
+        "expert_tp": min(sizes.get("expert_tp", plan.expert_tp), full["tp"]),
+        "sp": plan.sp and full["tp"] > 1,
+        "zero": plan.zero if full["shard"] > 1 or (plan.shard == 1 and full["cp"] > 1) else 0,
+        "average_every": plan.average_every if full["replicate"] > 1 else 0,
+        "virtual": min(plan.virtual, 2) if full["pp"] > 1 else 1,
+        "layers_per_stage": plan.layers_per_stage if full["pp"] == plan.pp and plan.virtual <= 2 else (),
+    }
+    if full["pp"] == 1:
+        changed["schedule"] = "1f1b"
+    return plan.but(**changed)
+
+
+def single_axis(plan: Plan, axis: str) -> Plan:
+    """The plan with every axis but one at 1; ep adds no ranks, so data parallelism of its size carries it."""
+    if axis == "ep":
+        return resized(plan, {"ep": plan.ep, "replicate": plan.ep, "expert_tp": 0})
+    return resized(plan, {axis: getattr(plan, axis), "expert_tp": 0} if axis else {"expert_tp": 0})
 
 
 def order_matters(plan: Plan) -> bool:
@@ -124,98 +139,3 @@ def order_matters(plan: Plan) -> bool:
     copied = sharded and layout.size("expert_shard") > 1
     axes = "shard_cp" if sharded else "dp_cp", "expert_shard" if copied else "expert_dp"
     return max(layout.size(axis) for axis in axes) > 2
-
-
-def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
-    layers = small_layers(model, plan, asked)
-    if model.kind != "transformer":
-        return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
-    tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more
-    kv = tp * min(max(1, model.kv_groups // tp), max(2, whole))
-    if asked.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
-        kv = max(1, tp * model.kv_groups // asked.tp)
-    heads = kv * min(model.heads // model.kv_groups, 2)
-    heads = math.lcm(heads, kv, tp * whole)
-    own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
-    hidden = heads * HEAD + (HEAD if own_width else 0)
-    uneven = 1 if model.padded_vocab % tp else 0
-    return model.but(
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv if model.kv_heads else 0,
-        head_dim=HEAD if own_width else 0,
-        ffn=tp * max(1, round(min(model.ffn / model.hidden, 4) * hidden / tp)) if model.ffn else 0,
-        layers=layers,
-        vocab=32 * tp + uneven,
-        vocab_multiple=1,
-        max_positions=small_seq(plan),
-        window=3 if model.window else 0,
-        published=Published(),
-        **small_experts(model, plan),
-        **small_latents(model),
-    )
-
-
-def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
-    """Few experts, yet more than a token visits; two or more a rank where there are as many. Groups of them become two,
-    each with as many as a token visits."""
-    if not model.experts:
-        return {}
-    k, router = min(model.top_k, 2), model.router
-    each = min(model.experts // plan.ep, max(2, -(-(k + 1) // plan.ep)))
-    if router.groups > 1:
-        each = max(each, -(-2 * k // plan.ep))
-        each += plan.ep * each % 2
-        router = router.but(groups=2, groups_kept=min(router.groups_kept, 1))
-    width = plan.tp * max(1, 12 // plan.tp)
-    return {
-        "experts": plan.ep * each,
-        "top_k": min(k, plan.ep * each),
-        "expert_ffn": width if model.expert_ffn else 0,
-        "shared_experts": min(model.shared_experts, 2),
-        "shared_ffn": width if model.shared_ffn else 0,
-        "dense_layers": min(model.dense_layers, 1),
-        "moe_every": min(model.moe_every, 2),
-        "router": router,
-    }
-
-
-def small_latents(model: Model) -> dict[str, int]:
-    if model.attention != "mla":
-        return {}
-    small = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
-    return {field: min(size, getattr(model, field)) for field, size in small.items()}
-
-
-def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
-    if plan.layers_per_stage:
-        return sum(plan.layers_per_stage)
-    chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
-    per_stage = 2 if plan.stages == 1 or chosen else 1
-    uneven = 1 if model.layers % asked.stages else 0
-    both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
-    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))
-
-
-def small_seq(plan: Plan) -> int:
-    """Eight tokens a rank or more: what every axis, and both runs of a zigzag, divide."""
-    unit = plan.tp * plan.cp * (2 if plan.cp > 1 else 1)
-    return -(-8 * max(1, plan.tp * plan.cp // 4) // unit) * unit
-
-
-def shrink_workload(config: Config, plan: Plan) -> Workload:
-    """Enough micro-batches for the schedule to reach its steady state, or to accumulate if the plan does."""
-    if plan.pp > 1:
-        count = 2 * plan.pp * max(1, plan.virtual // 2)
-    else:
-        count = 2 if config.plan.microbatches(config.workload) > 1 else 1
-    precision = "fp8" if config.workload.precision == "fp8" else "fp32"
-    return config.workload.but(
-        batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
-    )
-
-
-def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:
-    """As many buckets as the plan has, up to a few: a message that spans parameters must be proved too."""
-    buckets = min(MOST_BUCKETS, max(1.0, config.model.total * 4 / config.plan.world / config.plan.bucket))
-    return max(256.0, tiny.total * 4 / (plan.tp * plan.pp) / buckets)

@@ -1,45 +1,43 @@
-"""A proof as a page: the verdict first, then what was proved, how far apart the two were, and what was said on the
-wire."""
+"""A proof as a page: the verdict, what was proved in place of the plan, the differences, the collectives and the memory."""
 
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.proof.prove import Proof
 from meshwright.proof.records import Row
+from meshwright.proof.result import CopyProof, Proof
 from meshwright.units import format_bytes, format_decimal_bytes
 from meshwright.view.tables import filled, heading
 
 SHOWN_BREAKS = 5
 MARKS = "¹²³⁴⁵⁶⁷⁸⁹"
+KINDS = ("loss", "norm", "gradient", "parameter")
 
 
 def page(proof: Proof) -> RenderableType:
+    """The copy that failed is shown in full, or else the first; of the others their differences."""
+    shown = proof.decisive
     parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
-        parts.append(breaks(proof))
-    return Group(*parts, collectives(proof), memory(proof))
+        parts.append(breaks(shown))
+    return Group(*parts, collectives(proof, shown), memory(shown))
 
 
 def verdict(proof: Proof) -> Text:
-    world = proof.small.plan.world
     if proof.passed:
-        words = f"trains what one device trains: {counted(proof.steps, 'step')} on {counted(world, 'rank')}"
-        return Text.assemble(
-            ("✓ ", "bold green"), (proof.small.plan.title(), "bold"), f"  {words}", (f"  {proof.seconds:.1f} s", "dim")
+        sizes = sorted({copy.small.plan.world for copy in proof.copies})
+        on = f"on {' and '.join(map(str, sizes))} {'rank' if sizes == [1] else 'ranks'}"
+        words = f"  trains what one device trains: {counted(proof.copies[0].steps, 'step')} {on}"
+        mark, style = ("✓ ", "bold green"), ""
+    else:
+        words = (
+            "  does not train what one device trains"
+            if not proof.parity
+            else "  issues collectives that were not lowered"
         )
-    what = (
-        "does not train what one device trains"
-        if not proof.parity
-        else "communicates what the step program does not say"
-    )
-    return Text.assemble(
-        ("✗ ", "bold red"),
-        (proof.small.plan.title(), "bold"),
-        (f"  {what}", "bold red"),
-        (f"  {proof.seconds:.1f} s", "dim"),
-    )
+        mark, style = ("✗ ", "bold red"), "bold red"
+    return Text.assemble(mark, (proof.title, "bold"), (words, style), (f"  {proof.seconds:.1f} s", "dim"))
 
 
 def counted(number: int, what: str) -> str:
@@ -47,49 +45,57 @@ def counted(number: int, what: str) -> str:
 
 
 def notes(proof: Proof) -> list[Text]:
-    alike = ["products in fp8, on one device too"] if proof.small.workload.precision == "fp8" else []
-    return [Text(f"  {note}", "dim") for note in (*proof.small.changes, *alike)]
+    """What was changed; with several copies, what is common to all of them once."""
+    several = len(proof.copies) > 1
+    common = [c for c in proof.small.changes if all(c in copy.small.changes for copy in proof.copies)]
+    lines = list(common)
+    if proof.small.workload.precision == "fp8":
+        lines.append("products in fp8, on one device too")
+    for i, copy in enumerate(proof.copies):
+        own = [change for change in copy.small.changes if change not in common]
+        if own:
+            lines.append((f"copy {i + 1}: {copy.small.plan.title()}; " if several else "") + "; ".join(own))
+    return [Text(f"  {line}", "dim") for line in lines]
 
 
 def agreement(proof: Proof) -> RenderableType:
     rows = []
-    for a in proof.agreements:
-        bad = {b.what for b in a.breaks}
-        cells = [
-            Text(f"{a.errors[k]:.1e}", "bold red" if k in bad else "")
-            for k in ("loss", "norm", "gradient", "parameter")
-        ]
-        rows.append([a.dtype, *cells])
-    columns = ("dtype", ">loss", ">gradient norm", ">gradients", ">parameters")
+    for i, copy in enumerate(proof.copies):
+        for a in copy.agreements:
+            bad = {b.what for b in a.breaks}
+            cells = [Text(f"{a.errors[k]:.1e}", "bold red" if k in bad else "") for k in KINDS]
+            rows.append([*([str(i + 1)] if len(proof.copies) > 1 else []), a.dtype, *cells])
+    columns = ["dtype", ">loss", ">gradient norm", ">gradients", ">parameters"]
+    columns = ["copy", *columns] if len(proof.copies) > 1 else columns
     return filled(columns, rows, title="Largest relative difference from one device in float64")
 
 
 def convergence(proof: Proof) -> list[Text]:
-    """What the plan's own loss costs, which both sides of the comparison have."""
-    told = proof.convergence
-    if not told:
+    """What the plan's loss of precision costs, which both sides of the comparison have."""
+    found = proof.convergence
+    if not found:
         return []
     line = (
-        f"  Loss of step {proof.steps}: {told['loss']:.6g} as the plan trains, {told['exact_loss']:.6g} exactly "
-        f"({told['difference']:+.2e})"
+        f"  Loss of step {proof.copies[0].steps}: {found['loss']:.6g} as the plan trains, {found['exact_loss']:.6g} exactly "
+        f"({found['difference']:+.2e})"
     )
     return [Text(line)]
 
 
-def breaks(proof: Proof) -> RenderableType:
-    found = [b for a in proof.agreements for b in a.breaks]
-    lines = [heading("What broke first", f"axis {proof.blamed}")]
+def breaks(copy: CopyProof) -> RenderableType:
+    found = [b for a in copy.agreements for b in a.breaks]
+    lines = [heading("First difference", f"axis {copy.blamed}; {copy.small.plan.title()}")]
     lines += [Text(f"  {b}", "red" if i == 0 else "dim") for i, b in enumerate(found[:SHOWN_BREAKS])]
     if len(found) > SHOWN_BREAKS:
         lines.append(Text(f"  … and {len(found) - SHOWN_BREAKS} more", "dim"))
     return Group(*lines)
 
 
-def collectives(proof: Proof) -> RenderableType:
-    """Ranks that say the same are told once; what only the step's own data explain is told below."""
+def collectives(proof: Proof, copy: CopyProof) -> RenderableType:
+    """One row for ranks with equal amounts; reasons that lie in the step's data below the table."""
     same: dict[tuple, list[int]] = {}
     first: dict[tuple, Row] = {}
-    for rank, row in proof.rows:
+    for rank, row in copy.rows:
         key = (row.axis, row.operation, row.lowered, row.observed, tuple(row.explained), row.unexplained)
         same.setdefault(key, []).append(rank)
         first[key] = row
@@ -98,33 +104,31 @@ def collectives(proof: Proof) -> RenderableType:
     for key, ranks in sorted(same.items(), key=lambda item: (item[0][:2], item[1])):
         row = first[key]
         mark = f" {MARKS[reasons.index('; '.join(row.explained)) % len(MARKS)]}" if row.explained else ""
-        verdict = Text("unexplained", "bold red") if row.unexplained else Text(f"equal{mark}", "dim")
-        said = amount(row.lowered), amount(row.observed)
-        rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *said, verdict])
+        result = Text("unexplained", "bold red") if row.unexplained else Text(f"equal{mark}", "dim")
+        amounts = amount(row.lowered), amount(row.observed)
+        rows.append([row.axis, row.operation.replace("_", "-"), joined(ranks), *amounts, result])
     n = proof.collectives
-    counted = f"{n['equal']} equal" + (f", {n['explained']} of them by the step's own data" if n["explained"] else "")
-    counted += f", {n['unexplained']} unexplained" if n["unexplained"] else ""
-    title = f"Collectives of one step, lowered against issued: {counted}"
+    counts = f"{n['equal']} equal" + (f", {n['explained']} of them data-dependent" if n["explained"] else "")
+    counts += f", {n['unexplained']} unexplained" if n["unexplained"] else ""
+    several = f" (of {len(proof.copies)} copies)" if len(proof.copies) > 1 else ""
+    title = f"Collectives of one step, lowered against issued: {counts}{several}"
     table = filled(("axis", "collective", "ranks", ">lowered", ">issued", ""), rows, title=title)
     return Group(table, *(Text(f"  {mark} {reason}", "dim") for mark, reason in zip(MARKS, reasons, strict=False)))
 
 
 def joined(ranks: list[int]) -> str:
-    return (
-        f"{ranks[0]}–{ranks[-1]}"
-        if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
-        else ",".join(map(str, ranks))
-    )
+    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}–{ranks[-1]}" if whole else ",".join(map(str, ranks))
 
 
-def amount(said: tuple[float, float]) -> str:
+def amount(count_and_bytes: tuple[float, float]) -> str:
     """How many, and their bytes in all."""
-    return f"{said[0]:g}, {format_decimal_bytes(said[1])}"
+    return f"{count_and_bytes[0]:g}, {format_decimal_bytes(count_and_bytes[1])}"
 
 
-def memory(proof: Proof) -> RenderableType:
+def memory(copy: CopyProof) -> RenderableType:
     same: dict[tuple[float, float], list[int]] = {}
-    for trace in proof.traces:
+    for trace in copy.traces:
         if trace.observed is not None:
             same.setdefault((trace.predicted_bytes, trace.observed.peak_bytes), []).append(trace.rank)
     rows = [

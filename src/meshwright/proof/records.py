@@ -32,6 +32,20 @@ class Job:
     summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
     backwards: bool = False  # those sums in the other order
     kv_copies: int = 1  # how often it makes each KV head, as many ranks of the plan do, where parts are rounded
+    updates: bool = False  # record every update, for its replay
+
+
+@dataclass
+class Update:
+    """One step's update of one piece: the value the optimizer works on (the master where there is one) before and after, the
+    gradient it was given, and the master at the end of the step; `dtype` is the value's, `model_dtype` the model's parameter's."""
+
+    dtype: str
+    model_dtype: str
+    before: np.ndarray
+    gradient: np.ndarray
+    after: np.ndarray
+    master: np.ndarray | None = None
 
 
 @dataclass
@@ -42,6 +56,8 @@ class PieceTrace:
     start: tuple[int, ...]
     gradients: list[np.ndarray] = field(default_factory=list)
     parameters: list[np.ndarray] = field(default_factory=list)
+    decays: bool = True  # whether weight decay applies: to matrices that are not biases
+    updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
 
 
 @dataclass

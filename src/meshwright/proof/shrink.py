@@ -1,6 +1,6 @@
 """A small copy of a configuration that trains on this machine: `train --shrink`.
 
-The copy is the one that `verify` proves (`fold`): the same flags and axes at the smallest sizes that still divide. To
+The copy is the one that `verify` proves (`small`): the same flags and axes at the smallest sizes that still divide. To
 train on text it needs a vocabulary for all byte values, and on CPU processes a cluster and a stack that describe them,
 so that its prediction is for the machine it runs on.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
-from meshwright.proof.fold import small_copy
+from meshwright.proof.small import small_copy
 from meshwright.training.machine import resolve_device
 from meshwright.training.records import BYTE_VALUES
 

@@ -17,9 +17,9 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.numerics.precision import at_least_single
-from meshwright.proof.emulation.lossy_sum import Emulated, told
+from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
-from meshwright.proof.records import Job, PieceTrace, Trace
+from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data import RandomSamples
 from meshwright.training.loop import Trainer
@@ -27,6 +27,7 @@ from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext, resolve
 from meshwright.training.records import StepRecord
 
+LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the scale that large ones start with
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -50,8 +51,10 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
             emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
             parallel.reductions = [emulated]  # type: ignore[list-item]
     trace = recorded(trainer, context.rank, dtype)
+    if job.updates:
+        record_updates(trainer, trace)
     if job.plan.lossy:
-        trace.summed = told(parallel)
+        trace.summed = lossy_sums(parallel)
     watch = job.watch and dtype == job.dtypes[-1]
     trainer.train(max(job.steps - watch, 1))
     if watch:
@@ -85,7 +88,12 @@ def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     """A trace that the trainer's coming steps will fill."""
     parallel = trainer.parallel
-    pieces = [PieceTrace(p.name, p.start) for p in parallel.pieces]
+    if trainer.scale.dynamic:
+        trainer.scale.value = LOSS_SCALE
+    pieces = [
+        PieceTrace(p.name, p.start, decays=p.parameter.ndim > 1 and not p.name.endswith("bias"))
+        for p in parallel.pieces
+    ]
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
 
     def take_gradients(step: int) -> None:
@@ -101,6 +109,38 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     trainer.after_gradients.append(take_gradients)
     trainer.after_step.append(take_parameters)
     return trace
+
+
+def record_updates(trainer: Trainer, trace: Trace) -> None:
+    """Let the trainer's coming steps leave every update in the trace: what the optimizer was given, and what it made of it."""
+    masters = trainer.masters.pieces if trainer.masters is not None else None
+    updated = masters or trainer.parallel.pieces
+    trained = [(i, piece) for i, piece in enumerate(updated) if piece.parameter.requires_grad]
+    name_of = {dtype: name for name, dtype in DTYPES.items()}
+
+    def before(*_: object) -> None:
+        for i, piece in trained:
+            dtypes = name_of[piece.local.dtype], name_of[trainer.parallel.pieces[i].local.dtype]
+            kept = Update(*dtypes, as_array(piece.local), as_array(piece.gradient), np.empty(0))
+            trace.pieces[i].updates.append(kept)
+
+    def after(*_: object) -> None:
+        for i, piece in trained:
+            made = trace.pieces[i].updates[-1]
+            assert made is not None
+            made.after = as_array(piece.local)
+
+    def finish(step: StepRecord) -> None:
+        for i, piece in enumerate(updated):
+            updates = trace.pieces[i].updates
+            if len(updates) <= step.step:
+                updates.append(None)
+            elif masters is not None and (made := updates[-1]) is not None:
+                made.master = as_array(piece.local)
+
+    trainer.optimizer.register_step_pre_hook(before)
+    trainer.optimizer.register_step_post_hook(after)
+    trainer.after_step.append(finish)
 
 
 def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> Trace:

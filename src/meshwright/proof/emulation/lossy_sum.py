@@ -1,19 +1,19 @@
-"""One device in the place of many: the proof of a lossy sum is that ranks and their emulation agree.
+"""Lossy sums of many ranks, emulated on one device: the proof of a lossy sum is that ranks and emulation agree.
 
-Every rank loses other parts of its gradient, so one device must have each rank's gradient by itself (`apart`), cut it as
-that rank cuts it, and lose the same. The ranks tell who sums what with whom (`told`), as names, boxes and whose tokens
-each has the gradient of; what they leave out of that is summed exactly. The steps of one device are then
+Every rank loses other parts of its gradient, so one device needs each rank's gradient by itself (`per_rank`), cut as that rank cuts
+it, and loses the same (`compressors`, which shares no code with the ranks'). The ranks report who sums what with whom
+(`lossy_sums`): names, boxes, and whose tokens each gradient is of. Everything else is summed exactly. One device then runs
 
     one backward of all ranks' tokens       a gradient for each rank's
-    for each group that sums lossily        the boxes its ranks hold, put together as they do
-        compress, exchange, decompress      one compressor for each rank, as there
+    for each group that sums with loss      the boxes its ranks hold, laid out as they lay them out
+        the compressed sum of all ranks     their errors kept for the next step
     put the boxes back
 
-Ranks that sum 16-bit numbers on the wire round after every addition, in an order that is the library's: of two it does not
-matter, of more one device shows by summing `backwards` how much it does.
+Ranks that sum 16-bit numbers on the wire round after every addition, in an order that is the library's. With two ranks it does not
+matter; with more, one device sums `backwards` as well to show how much it does.
 
-So a rank of dp or cp compresses the gradient of its own tokens; a rank that holds experts that of its block's; and each
-of two stages that share an embedding that of its own use of it.
+A rank of dp or cp compresses the gradient of its own tokens, a rank that holds experts that of its block's tokens, and each of two
+stages that share an embedding that of its own use of it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from meshwright.describe.layout import Layout as RankLayout
-from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import shape_in_transit, shard_dim
 from meshwright.parallel.apply import Parallel, program_of
 from meshwright.parallel.data.buckets import Buckets
 from meshwright.parallel.data.reduction import reductions_in
 from meshwright.parallel.data.zero import ShardedGradients
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.numerics.compress.base import Compressor, Exchange, Layout
-from meshwright.parallel.numerics.compress.compressors import compressor_of
-from meshwright.parallel.numerics.compress.scatter import columns_of
-from meshwright.proof.emulation.per_rank import Apart, Source, source
+from meshwright.proof.emulation.compressors import CompressedSum, PowerSum, Shapes, compressed_sum, sum_of
+from meshwright.proof.emulation.per_rank import PerRankGradients, Source, source
 
 Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
 
@@ -64,19 +61,19 @@ class Summed:
     rounds: tuple[int, ...]
     edges: tuple[int, ...] = ()
 
-    def layouts(self) -> list[Layout]:
-        out: list[Layout] = [[] for _ in self.edges[1:]]
+    def shapes(self) -> list[Shapes]:
+        """Of each message: where its parameters start, and their shapes."""
+        out: list[Shapes] = [[] for _ in self.edges[1:]]
         at = 0
         for portion in self.portions:
-            shape = torch.Size(portion.shape)
             i = max(k for k, edge in enumerate(self.edges[:-1]) if edge <= at)
-            out[i].append((at - self.edges[i], shape))
-            at += shape.numel()
+            out[i].append((at - self.edges[i], portion.shape))
+            at += math.prod(portion.shape)
         return out
 
 
-def told(parallel: Parallel) -> list[Summed]:
-    """What this rank sums lossily with others, of whom it is the first."""
+def lossy_sums(parallel: Parallel) -> list[Summed]:
+    """What the groups of which this rank is the first sum with loss."""
     plan, mesh = parallel.plan, parallel.mesh
     by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in parallel.pieces}
     experts = {p.parameter for p in parallel.pieces if p.box.expert}
@@ -120,21 +117,23 @@ def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
 
 
 class Emulated:
-    """A `Reduction` of one device that stands for the ranks of a plan, which told what they sum lossily."""
+    """A `Reduction` of one device that emulates the ranks of a plan, given what they sum with loss."""
 
     def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed], backwards: bool = False) -> None:
         (module,) = parallel.stages.values()
         self.parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
         work = parallel.workload
-        self.apart = Apart(module, layout, parallel.model, work.seq, parallel.mesh.device, work.precision == "fp8")
-        self.summed, self.backwards = summed, backwards
-        self.compressors = [[one_of(layout.plan) for _ in s.members] for s in summed]
+        self.per_rank = PerRankGradients(
+            module, layout, parallel.model, work.seq, parallel.mesh.device, work.precision == "fp8"
+        )
+        self.summed = summed
+        self.sums = [compressed_sum(layout.plan, backwards) for _ in summed]
         self.taken: list[Gradients] = []  # of every micro-batch
         self.begun = False
 
     def begin(self, last: bool) -> None:
         if self.begun:
-            self.taken.append(self.apart.taken())
+            self.taken.append(self.per_rank.taken())
         self.begun = True
 
     def start(self) -> None:
@@ -142,16 +141,16 @@ class Emulated:
 
     @torch.no_grad()
     def finish(self) -> None:
-        self.taken.append(self.apart.taken())
+        self.taken.append(self.per_rank.taken())
         whole = added(self.taken)
         total = {name: sum_of([mine[name] for mine in whole.values() if name in mine]) for name in self.parameters}
         for summed in self.summed:
             for portion in summed.portions:
                 for use in portion.uses:
                     portion.of(total[use]).zero_()
-        for summed, compressors in zip(self.summed, self.compressors, strict=True):
+        for summed, sum_up in zip(self.summed, self.sums, strict=True):
             for gradients in [self.taken[i] for i in summed.rounds] or [whole]:
-                for portion, values in emulate_sum(summed, compressors, gradients, self.backwards):
+                for portion, values in emulate_sum(summed, sum_up, gradients):
                     portion.of(total[portion.uses[0]]).add_(values)
         for p in self.parameters.values():
             p.grad = None
@@ -164,57 +163,49 @@ class Emulated:
             p.grad = None
 
 
-def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(tensors).sum(0)
-
-
 def added(several: list[Gradients]) -> Gradients:
     """The sum of several micro-batches."""
     return {s: {name: sum_of([one[s][name] for one in several]) for name in mine} for s, mine in several[0].items()}
 
 
-def one_of(plan: Plan) -> Compressor:
-    made = compressor_of(plan)
-    assert made is not None
-    return made
-
-
-def emulate_sum(
-    summed: Summed, compressors: list[Compressor], gradients: Gradients, backwards: bool
-) -> Iterator[tuple[Portion, torch.Tensor]]:
+def emulate_sum(summed: Summed, sum_up: CompressedSum, gradients: Gradients) -> Iterator[tuple[Portion, torch.Tensor]]:
     """What each portion becomes in the sum of all members."""
 
     def portion_of(portion: Portion, sources: tuple[Source, ...]) -> torch.Tensor:
         return sum_of([portion.of(gradients[s][use]) for s in sources for use in portion.uses])
 
     parts = [[portion_of(portion, sources) for portion in summed.portions] for sources in summed.members]
-    lossy = emulate_messages if summed.edges else emulate_owners
-    yield from zip(summed.portions, lossy(summed, compressors, parts, backwards), strict=True)
+    lossy = sum_messages if summed.edges else sum_owners
+    yield from zip(summed.portions, lossy(summed, sum_up, parts), strict=True)
 
 
-def emulate_messages(
-    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]], backwards: bool
-) -> Iterator[torch.Tensor]:
+def sum_messages(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """All parameters of a group one after the other, cut into messages."""
     flats = [torch.cat([g.flatten() for g in mine]) for mine in parts]
-    cut = [
-        emulate(compressors, i, [flat[a:b] for flat in flats], layout, backwards)[0]
-        for i, ((a, b), layout) in enumerate(zip(pairwise(summed.edges), summed.layouts(), strict=True))
+    totals = [
+        sum_up(i, [flat[a:b] for flat in flats], shapes)
+        for i, ((a, b), shapes) in enumerate(zip(pairwise(summed.edges), summed.shapes(), strict=True))
     ]
     sizes = [g.numel() for g in parts[0]]
-    for portion, values in zip(summed.portions, torch.cat(cut).split(sizes), strict=True):
+    for portion, values in zip(summed.portions, torch.cat(totals).split(sizes), strict=True):
         yield values.view(portion.shape)
 
 
-def emulate_owners(
-    summed: Summed, compressors: list[Compressor], parts: list[list[torch.Tensor]], backwards: bool
-) -> Iterator[torch.Tensor]:
-    size = len(parts)
-    rows = [torch.cat([to_rows(g, size) for g in mine], 1) for mine in parts]
-    out = torch.stack([row[0] for row in rows])
-    layout = columns_of([portion.shape for portion in summed.portions], size)
-    run_together([c.scatter(0, rows[r], layout, r, out[r]) for r, c in enumerate(compressors)], backwards)
-    widths = [to_rows(g, size).shape[1] for g in parts[0]]
-    for portion, columns in zip(summed.portions, out.split(widths, 1), strict=True):
+def sum_owners(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """A row for each owner, in which its part of every parameter stands; PowerSGD has no such form and sums whole matrices."""
+    ranks = len(parts)
+    shapes = [shape_in_transit(portion.shape, ranks) for portion in summed.portions]
+    if isinstance(sum_up, PowerSum):
+        sizes = [math.prod(shape) for shape in shapes]
+        flats = [
+            torch.cat([to_rows(g, ranks).flatten()[:n] for g, n in zip(mine, sizes, strict=True)]) for mine in parts
+        ]
+        total = sum_up(0, flats, list(zip(accumulate(sizes, initial=0), shapes, strict=False)))
+        rows_of_sum = [to_rows(part.view(shape), ranks) for part, shape in zip(total.split(sizes), shapes, strict=True)]
+    else:
+        rows = [torch.cat([to_rows(g, ranks) for g in mine], 1) for mine in parts]
+        rows_of_sum = list(sum_up(0, rows, []).split([to_rows(g, ranks).shape[1] for g in parts[0]], 1))
+    for portion, columns in zip(summed.portions, rows_of_sum, strict=True):
         yield from_rows(columns, portion.shape)
 
 
@@ -232,43 +223,3 @@ def from_rows(rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor of this shape that `to_rows` cut."""
     whole = rows.flatten()[: math.prod(shape)].view(shape_in_transit(shape, len(rows)))
     return torch.cat(whole.chunk(len(rows)), 1) if shard_dim(shape, len(rows)) else whole
-
-
-def emulate(
-    compressors: list[Compressor], index: int, messages: list[torch.Tensor], layout: Layout, backwards: bool = False
-) -> list[torch.Tensor]:
-    """What each rank would hold, computed on one device: `messages` and `compressors` are all ranks', in order."""
-    ranks = len(messages)
-    messages = [m.clone() for m in messages]
-    run_together(
-        [c.reduce(index, m, layout, r, ranks) for r, (c, m) in enumerate(zip(compressors, messages, strict=True))],
-        backwards,
-    )
-    return messages
-
-
-def run_together(steps: list[Iterator[Exchange]], backwards: bool = False) -> None:
-    """All ranks' reductions side by side, to their ends."""
-    while requests := [asked for step in steps if (asked := next(step, None)) is not None]:
-        perform(requests, backwards)
-
-
-def perform(asked: list[Exchange], backwards: bool = False) -> None:
-    """One exchange of all ranks, in this process's memory; sums begin with the first rank, or with the last."""
-    given = [a.given.clone() for a in asked]
-    first, *others = given[::-1] if backwards else given
-    for rank, a in enumerate(asked):
-        if a.operation == "all_reduce":
-            total = first.clone()
-            for other in others:
-                total += other
-            a.out.copy_(total)
-        elif a.operation == "reduce_scatter":
-            total = first[rank].clone()
-            for other in others:
-                total += other[rank]
-            a.out.copy_(total)
-        elif a.operation == "all_gather":
-            a.out.view(-1).copy_(torch.cat([g.flatten() for g in given]))
-        else:
-            a.out.copy_(torch.cat([g.chunk(len(asked))[rank] for g in given]))

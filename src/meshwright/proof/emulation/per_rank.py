@@ -53,7 +53,7 @@ def tokens_of(layout: Layout, model: Model, seq: int) -> Rows:
     return {source(layout, rank, tp=True): rows for rank, rows in zip(ranks, order, strict=True)}
 
 
-class Apart:
+class PerRankGradients:
     """A network whose parameters each rank's tokens use copies of: `copies[source][name]`, by their owner's name."""
 
     def __init__(

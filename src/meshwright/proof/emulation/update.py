@@ -1,0 +1,107 @@
+"""Replay of 16-bit updates: what the optimizer, masters and rounding must have made of the gradients a rank had.
+
+Everything after the gradients are complete works element by element, so one device can repeat it exactly, whatever shard of a
+tensor a rank holds. Of each step a rank records the complete gradient g, what the optimizer was given, the value it updated before
+and after, and what stood in the model at the end:
+
+    given      g / S · min(1, c / (‖g‖ + 10⁻⁶))             the loss scale S undone, and clipped
+    after      AdamW(before, given)                         on the fp32 master; without masters in 16 bits, rounded after each operation
+    model      round(master)                                bit by bit
+
+This finds what a comparison of whole trainings cannot: Adam divides a gradient by its own size, so a loss scale left in the
+gradient of a vector moves nothing, and a bf16 weight near 1 that never gets its master's value stays within a rounding of it.
+
+Nothing here is shared with `parallel.numerics` or `training.optimizer`: numpy, and rounding written out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.proof.compare import Break, tensor_error
+from meshwright.proof.records import PieceTrace, Trace, Update
+from meshwright.training.records import Settings
+
+BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
+SMALLEST = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}  # below it steps are of equal size
+# How far a replay may be off, in roundings of the dtype: fp32 sums of a few terms, 16-bit ones after each of six operations.
+ROUNDINGS = 8
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Each number to the nearest one of the dtype, ties to an even last bit; beyond the largest to infinity."""
+    wide = np.asarray(x, np.float64)
+    _, exponent = np.frexp(np.maximum(np.abs(wide), SMALLEST[dtype]))
+    step = np.ldexp(1.0, exponent - 1 - BITS[dtype])
+    out = np.rint(wide / step) * step
+    return np.where(np.abs(out) > 65504.0, np.copysign(np.inf, wide), out) if dtype == "fp16" else out
+
+
+def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
+    """What is not as replayed, the earliest step first."""
+    found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
+    return sorted(found, key=lambda b: (b.step, b.rank))
+
+
+def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload) -> list[Break]:
+    settings, found = Settings(), list[Break]()
+    optimizer = Optimizer(workload.optimizer, settings, piece.decays)
+    for step, update in enumerate(piece.updates):
+        if update is None:  # frozen, or a step that overflowed
+            continue
+        rate = settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup))
+        factor = min(1.0, settings.clip / (trace.norms[step] + 1e-6)) if workload.clip else 1.0
+        given = piece.gradients[step].astype(np.float64) * factor
+        after = optimizer.step(update.before, update.gradient, rate, update.dtype)
+        narrowest = narrower(plan.grad_dtype, update.dtype)
+        moved = ROUNDINGS * 2.0 ** -BITS[update.dtype] * (1 if update.dtype == "fp32" else 2)
+        for what, got, expected, bound in (
+            ("gradient given to the optimizer", update.gradient, given, ROUNDINGS * 2.0 ** -BITS[narrowest]),
+            ("updated parameter", update.after, after, moved),
+            *model_values(piece, step, update),
+        ):
+            scale = SMALLEST[narrowest] if what.startswith("gradient") else 0.0
+            error, ratio = tensor_error(got, expected, expected, scale)
+            if not error <= bound:
+                found.append(Break(step, what, piece.name, trace.rank, error, bound, trace.dtype, ratio))
+    return found
+
+
+def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
+    """The parameter in the model must be its master, rounded: no difference at all."""
+    if update.master is None:
+        return []
+    expected = rounded(update.master, update.model_dtype)
+    return [("parameter (its master, rounded)", piece.parameters[step], expected, 0.0)]
+
+
+def narrower(*dtypes: str) -> str:
+    return min((d for d in dtypes if d in BITS), key=lambda d: BITS[d])
+
+
+class Optimizer:
+    """AdamW, Adam, momentum or SGD on one tensor, rounding after each operation where the tensor is of 16 bits."""
+
+    def __init__(self, kind: str, settings: Settings, decays: bool) -> None:
+        self.kind, self.settings = kind, settings
+        self.decay = settings.weight_decay if kind == "adamw" and decays else 0.0
+        self.steps, self.first, self.second = 0, np.zeros(()), np.zeros(())
+
+    def step(self, value: np.ndarray, gradient: np.ndarray, rate: float, dtype: str) -> np.ndarray:
+        def r(x: np.ndarray) -> np.ndarray:
+            return x if dtype == "fp32" else rounded(x, dtype)
+
+        w, g = value.astype(np.float64), gradient.astype(np.float64)
+        self.steps += 1
+        if self.kind not in ("adamw", "adam"):
+            momentum = self.settings.momentum if self.kind == "momentum" else 0.0
+            self.first = r(g if self.steps == 1 else r(momentum * self.first) + g)
+            return r(w - rate * self.first)
+        (b1, b2), t = self.settings.betas, self.steps
+        w = r(w * (1 - rate * self.decay))
+        self.first = r(self.first + (1 - b1) * (g - self.first))
+        self.second = r(r(b2 * self.second) + (1 - b2) * g * g)
+        size = r(r(r(np.sqrt(self.second)) / np.sqrt(1 - b2**t)) + self.settings.epsilon)
+        return r(w - rate / (1 - b1**t) * self.first / size)

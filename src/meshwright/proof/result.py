@@ -1,0 +1,172 @@
+"""What a proof found: one part for each small copy of the plan, and the whole as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from meshwright.proof.compare import Agreement
+from meshwright.proof.records import Row, Trace
+from meshwright.proof.small import SmallCopy
+
+
+@dataclass
+class CopyProof:
+    """The proof of one small copy."""
+
+    small: SmallCopy
+    steps: int
+    agreements: list[Agreement]
+    traces: list[Trace]  # of the ranks, in the dtype that was watched
+    blamed: str = ""
+    exact_losses: tuple[float, ...] = ()  # of one device without the plan's loss of precision, where it has one
+
+    @property
+    def parity(self) -> bool:
+        return not any(agreement.breaks for agreement in self.agreements)
+
+    @property
+    def communication(self) -> bool:
+        return not any(row.unexplained for _, row in self.rows) and not self.unknown
+
+    @property
+    def passed(self) -> bool:
+        return self.parity and self.communication
+
+    @property
+    def rows(self) -> list[tuple[int, Row]]:
+        return [(trace.rank, row) for trace in self.traces for row in trace.traffic]
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        """How many rows (one for each rank, axis and collective) are equal, how many of these depend on the step's data, and
+        how many differ."""
+        rows = [row for _, row in self.rows]
+        return {
+            "equal": sum(row.equal for row in rows),
+            "explained": sum(bool(row.explained) for row in rows),
+            "unexplained": sum(row.unexplained for row in rows),
+        }
+
+    @property
+    def convergence(self) -> dict[str, float]:
+        """The loss of the last step as this plan trains, as one device trains exactly, and their relative difference."""
+        if not self.exact_losses:
+            return {}
+        lossy, exact = self.agreements[0].losses[-1], self.exact_losses[-1]
+        return {"loss": lossy, "exact_loss": exact, "difference": (lossy - exact) / exact}
+
+    @property
+    def unknown(self) -> list[str]:
+        return sorted({name for trace in self.traces if trace.observed for name in trace.observed.unknown})
+
+    @property
+    def first_break(self) -> dict[str, Any] | None:
+        first = next((b for a in self.agreements for b in a.breaks), None)
+        return None if first is None else finite(asdict(first)) | {"axis": self.blamed}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "plan": self.small.plan.title(),
+            "ranks": self.small.plan.world,
+            "folded": {axis: {"plan": a, "proved": b} for axis, (a, b) in self.small.folded.items()},
+            "microbatches": dict(zip(("plan", "proved"), self.small.microbatches, strict=True)),
+            "changes": list(self.small.changes),
+            "steps": self.steps,
+            "errors": {a.dtype: finite(a.errors) for a in self.agreements},
+            "first_break": self.first_break,
+            "convergence": finite(self.convergence),
+            "collectives_compared": self.collectives,
+            "collectives": [{"rank": rank, **asdict(row)} for rank, row in self.rows],
+            "memory": [
+                {"rank": t.rank, "peak_bytes": t.observed.peak_bytes, "predicted_bytes": t.predicted_bytes}
+                for t in self.traces
+                if t.observed
+            ],
+        }
+
+
+@dataclass
+class Proof:
+    """The proof of a plan: of all its copies, until one fails. The first copy has every axis and every dtype."""
+
+    title: str  # the plan that was asked for
+    copies: list[CopyProof]
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return all(copy.passed for copy in self.copies)
+
+    @property
+    def parity(self) -> bool:
+        return all(copy.parity for copy in self.copies)
+
+    @property
+    def communication(self) -> bool:
+        return all(copy.communication for copy in self.copies)
+
+    @property
+    def decisive(self) -> CopyProof:
+        """The copy that failed, or the first."""
+        return next((copy for copy in self.copies if not copy.passed), self.copies[0])
+
+    @property
+    def small(self) -> SmallCopy:
+        return self.copies[0].small
+
+    @property
+    def agreements(self) -> list[Agreement]:
+        return self.decisive.agreements
+
+    @property
+    def rows(self) -> list[tuple[int, Row]]:
+        return [row for copy in self.copies for row in copy.rows]
+
+    @property
+    def traces(self) -> list[Trace]:
+        return self.copies[0].traces
+
+    @property
+    def unknown(self) -> list[str]:
+        return sorted({name for copy in self.copies for name in copy.unknown})
+
+    @property
+    def blamed(self) -> str:
+        return self.decisive.blamed
+
+    @property
+    def convergence(self) -> dict[str, float]:
+        return self.copies[0].convergence
+
+    @property
+    def collectives(self) -> dict[str, int]:
+        counts = [copy.collectives for copy in self.copies]
+        return {key: sum(count[key] for count in counts) for key in counts[0]}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The first copy's numbers, the worst differences of all copies, and each copy's own under `copies`."""
+        errors: dict[str, dict[str, float]] = {}
+        for agreement in (a for copy in self.copies for a in copy.agreements):
+            worst = errors.setdefault(agreement.dtype, dict.fromkeys(agreement.errors, 0.0))
+            errors[agreement.dtype] = {what: max(worst[what], error) for what, error in agreement.errors.items()}
+        copies = [copy.as_dict() for copy in self.copies]
+        return {
+            **copies[0],
+            "passed": self.passed,
+            "plan": self.title,
+            "ranks": max(copy["ranks"] for copy in copies),
+            "errors": {dtype: finite(worst) for dtype, worst in errors.items()},
+            "first_break": self.decisive.first_break,
+            "collectives_compared": self.collectives,
+            "copies": copies,
+            "seconds": self.seconds,
+        }
+
+
+def finite(numbers: Mapping[str, object]) -> dict[str, Any]:
+    """Values that JSON can hold: null where a number is infinite or undefined, as a broken plan may make it."""
+    return {name: None if isinstance(x, float) and not isfinite(x) else x for name, x in numbers.items()}

@@ -1,0 +1,213 @@
+"""A small copy of a configuration: the same flags and axes at the smallest sizes that still show every kind of division.
+
+Heads, KV heads and FFN become small multiples of tp; grouped queries stay grouped, an uneven vocabulary stays uneven, uneven
+stages stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is. Without a pipeline three micro-batches
+run where the plan has as many: a first, a middle and a last one. A pipeline of P stages has 2P, enough for its steady state.
+
+Each copy says in words what was changed (`changes`), and in numbers what was folded (`folded`) and how many micro-batches run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost.recompute import resolve_recompute
+from meshwright.describe import legality
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model, Published
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.proof.fold import axis_sizes, folds
+
+HEAD = 8
+MOST_BUCKETS = 8
+MOST_MICROBATCHES = 3  # without a pipeline
+NARROW = ("bf16", "fp16")
+NOT_RUN = ("mxfp8", "fp4")  # precisions of products
+
+
+@dataclass(frozen=True)
+class SmallCopy:
+    """What is proved in place of a configuration. `plan` computes in float32 and float64; `narrow` is the same plan in its own
+    16-bit dtypes, None where it has none."""
+
+    model: Model
+    plan: Plan
+    workload: Workload
+    order: tuple[str, ...]
+    changes: tuple[str, ...]
+    folded: dict[str, tuple[int, int]]  # axis: its size in the plan and in the copy
+    microbatches: tuple[int, int]  # of the plan, and of the copy
+    narrow: Plan | None = None
+
+
+def small_copy(config: Config, ranks: int) -> SmallCopy:
+    """The copy that keeps every axis of the plan."""
+    return small_copies(config, ranks)[0]
+
+
+def small_copies(config: Config, ranks: int) -> list[SmallCopy]:
+    """A copy for each folded plan. One whose sizes this model cannot have is left out; the first must be legal."""
+    memory = config.cluster.accelerator.memory
+    plan = resolve_recompute(config.model, config.plan, config.workload, config.stack, memory)
+    first, *others = folds(plan, ranks)
+    out = [copy_of(config, plan, first)]
+    for folded in others:
+        try:
+            out.append(copy_of(config, plan, folded))
+        except MeshwrightError:
+            continue
+    return out
+
+
+def copy_of(config: Config, asked: Plan, folded: Plan) -> SmallCopy:
+    own = folded.but(
+        microbatch=min(folded.microbatch, 2),
+        recompute_layers=min(folded.recompute_layers, 1),
+        average_every=min(folded.average_every, 2),
+        layers_per_stage=tuple(1 + (n > min(folded.layers_per_stage)) for n in folded.layers_per_stage),
+    )
+    if not own.lossy:
+        own = own.but(compression="none", comm_dtype=own.comm_dtype if own.comm_dtype == own.grad_dtype else None)
+    tiny, workload = shrink(config.model, own, asked), shrink_workload(config, own)
+    own = own.but(bucket=small_bucket(config, tiny, own))
+    plan = widened(own)
+    legality.check(plan, tiny, workload, trainer=True)
+    sizes, before = axis_sizes(plan), axis_sizes(asked)
+    asked_count, count = asked.microbatches(config.workload), plan.microbatches(workload)
+    changed = {axis: (size, sizes.get(axis, 1)) for axis, size in before.items() if sizes.get(axis, 1) != size}
+    return SmallCopy(
+        tiny.but(dropout=False),
+        plan,
+        workload,
+        config.plan.order or config.stack.order,
+        tuple(changes_of(config, asked, tiny, changed, (asked_count, count))),
+        changed,
+        (asked_count, count),
+        own if own.param_dtype in NARROW else None,
+    )
+
+
+def changes_of(
+    config: Config, asked: Plan, tiny: Model, folded: dict[str, tuple[int, int]], microbatches: tuple[int, int]
+) -> list[str]:
+    out = []
+    if folded:
+        out.append("folded: " + ", ".join(f"{axis} {before} → {now}" for axis, (before, now) in folded.items()))
+    if microbatches[0] != microbatches[1]:
+        out.append(f"{microbatches[1]} micro-batches instead of {microbatches[0]}")
+    if config.plan.recompute != asked.recompute:
+        out.append(f"recompute {config.plan.recompute} is {asked.recompute} in the memory available")
+    if tiny != config.model:
+        out.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
+    if config.workload.precision in NOT_RUN:
+        out.append(f"products in {config.workload.precision} are not proved: they can be planned, but not run")
+    out += [f"not exercised: {part}" for part in config.model.not_run]
+    if config.model.dropout:
+        out.append("dropout masks are not kept: they are computed again")
+    return out
+
+
+def widened(plan: Plan) -> Plan:
+    """The plan as float32 and float64 run it: no masters; a dtype of communication stays where it is a loss by itself."""
+    wire = plan.comm_dtype if plan.wire == plan.comm_dtype else None
+    return plan.but(param_dtype="fp32", grad_dtype="fp32", state_dtype="fp32", comm_dtype=wire, master=False)
+
+
+def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
+    layers = small_layers(model, plan, asked)
+    if model.kind != "transformer":
+        return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
+    tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more
+    most = max(2 if tp < 4 else 1, whole)  # KV heads of a rank: two while that keeps the copy small
+    kv = tp * min(max(1, model.kv_groups // tp), most)
+    if asked.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
+        kv = max(1, tp * model.kv_groups // asked.tp)
+    heads = kv * min(model.heads // model.kv_groups, 2)
+    heads = math.lcm(heads, kv, tp * whole)
+    own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
+    hidden = heads * HEAD + (HEAD if own_width else 0)
+    uneven = 1 if model.padded_vocab % tp else 0
+    return model.but(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv if model.kv_heads else 0,
+        head_dim=HEAD if own_width else 0,
+        ffn=tp * max(1, round(min(model.ffn / model.hidden, 4) * hidden / tp)) if model.ffn else 0,
+        layers=layers,
+        vocab=32 * tp + uneven,
+        vocab_multiple=1,
+        max_positions=small_seq(plan),
+        window=3 if model.window else 0,
+        published=Published(),
+        **small_experts(model, plan),
+        **small_latents(model),
+    )
+
+
+def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
+    """Few experts, yet more than a token visits; two or more a rank where there are as many. Groups of them become two,
+    each with as many as a token visits."""
+    if not model.experts:
+        return {}
+    k, router = min(model.top_k, 2), model.router
+    each = min(model.experts // plan.ep, max(2, -(-(k + 1) // plan.ep)))
+    if router.groups > 1:
+        each = max(each, -(-2 * k // plan.ep))
+        each += plan.ep * each % 2
+        router = router.but(groups=2, groups_kept=min(router.groups_kept, 1))
+    width = plan.tp * max(1, 12 // plan.tp)
+    return {
+        "experts": plan.ep * each,
+        "top_k": min(k, plan.ep * each),
+        "expert_ffn": width if model.expert_ffn else 0,
+        "shared_experts": min(model.shared_experts, 2),
+        "shared_ffn": width if model.shared_ffn else 0,
+        "dense_layers": min(model.dense_layers, 1),
+        "moe_every": min(model.moe_every, 2),
+        "router": router,
+    }
+
+
+def small_latents(model: Model) -> dict[str, int]:
+    if model.attention != "mla":
+        return {}
+    small = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+    return {field: min(size, getattr(model, field)) for field, size in small.items()}
+
+
+def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
+    if plan.layers_per_stage:
+        return sum(plan.layers_per_stage)
+    chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
+    per_stage = 2 if plan.stages == 1 or chosen else 1
+    uneven = 1 if model.layers % asked.stages else 0
+    both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
+    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))
+
+
+def small_seq(plan: Plan) -> int:
+    """Eight tokens a rank or more: what every axis, and both runs of a zigzag, divide."""
+    unit = plan.tp * plan.cp * (2 if plan.cp > 1 else 1)
+    return -(-8 * max(1, plan.tp * plan.cp // 4) // unit) * unit
+
+
+def shrink_workload(config: Config, plan: Plan) -> Workload:
+    """Enough micro-batches for a schedule to reach its steady state; without one as many as the plan has, at most three."""
+    if plan.pp > 1:
+        count = 2 * plan.pp * max(1, plan.virtual // 2)
+    else:
+        count = min(config.plan.microbatches(config.workload), MOST_MICROBATCHES)
+    precision = "fp8" if config.workload.precision == "fp8" else "fp32"
+    return config.workload.but(
+        batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
+    )
+
+
+def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:
+    """As many buckets as the plan has, up to a few: a message that spans parameters must be proved too."""
+    buckets = min(MOST_BUCKETS, max(1.0, config.model.total * 4 / config.plan.world / config.plan.bucket))
+    return max(256.0, tiny.total * 4 / (plan.tp * plan.pp) / buckets)

@@ -1,0 +1,69 @@
+"""The emulation's compressors, written independently, sum what the ranks' own do, step after step."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.describe.plan import Plan
+from meshwright.parallel.numerics.compress.compressors import compressor_of
+from meshwright.proof.emulation.compressors import compressed_sum, to_e4m3
+from meshwright.proof.emulation.update import rounded
+
+KINDS = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
+OPTIONS = {"compression_ratio": 0.1, "compression_rank": 2, "compression_threshold": 1.5}
+SHAPES = [(0, (6, 5)), (30, (7,)), (37, (4, 3, 2))]
+LENGTH = 61
+
+
+def exchanged(requests):
+    """All ranks' exchange of one kind, in this process."""
+    given = [request.given.clone() for request in requests]
+    for rank, request in enumerate(requests):
+        if request.operation == "all_reduce":
+            request.out.copy_(sum(given[1:], given[0]))
+        elif request.operation == "reduce_scatter":
+            request.out.copy_(sum((g[rank] for g in given[1:]), given[0][rank]))
+        elif request.operation == "all_gather":
+            request.out.view(-1).copy_(torch.cat([g.flatten() for g in given]))
+        else:
+            request.out.copy_(torch.cat([g.chunk(len(given))[rank] for g in given]))
+
+
+def run(generators):
+    while requests := [request for g in generators if (request := next(g, None)) is not None]:
+        exchanged(requests)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_all_reduce_is_what_the_ranks_compute(kind, ranks):
+    plan = Plan(replicate=ranks, compression=kind, **OPTIONS)
+    sum_up, compressors = compressed_sum(plan), [compressor_of(plan) for _ in range(ranks)]
+    layout = [(start, torch.Size(shape)) for start, shape in SHAPES]
+    random = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        given = [torch.randn(LENGTH, dtype=torch.float64, generator=random) for _ in range(ranks)]
+        messages = [g.clone() for g in given]
+        run([c.reduce(0, m, layout, r, ranks) for r, (c, m) in enumerate(zip(compressors, messages, strict=True))])
+        torch.testing.assert_close(sum_up(0, given, SHAPES), messages[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "powersgd"])
+def test_owners_get_what_the_ranks_compute(kind):
+    plan = Plan(replicate=2, compression=kind, **OPTIONS)
+    sum_up, compressors = compressed_sum(plan), [compressor_of(plan) for _ in range(2)]
+    random = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        given = [torch.randn(2, 15, dtype=torch.float64, generator=random) for _ in range(2)]
+        out = torch.zeros(2, 15, dtype=torch.float64)
+        run([c.scatter(0, given[r], [], r, out[r]) for r, c in enumerate(compressors)])
+        torch.testing.assert_close(sum_up(0, given, []), out, rtol=1e-12, atol=1e-12)
+
+
+def test_numbers_are_rounded_as_torch_rounds_them():
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 4000)
+    x = torch.cat((x, torch.tensor([0.0, 1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, 2.0**-24, 2.0**-25, 3 * 2.0**-10])))
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        np.testing.assert_array_equal(rounded(x.numpy(), name), x.to(dtype).double().numpy())
+    small = x.clamp(-448, 448)
+    assert torch.equal(to_e4m3(small), small.to(torch.float8_e4m3fn).float())

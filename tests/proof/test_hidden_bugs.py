@@ -1,0 +1,150 @@
+"""Bugs that a poorer proof would miss: `verify` finds each of them on the plan a user would give it.
+
+folded to 2      with two ranks the neighbour before is the neighbour after, and the first two stages are the first and the last
+two micro-batches  a total of the last two is the total
+float32          has neither masters nor a loss scale
+shared code      an emulation that runs the ranks' own compressor repeats its mistakes
+"""
+
+from dataclasses import replace
+from functools import cached_property
+
+import pytest
+import torch
+from torch import distributed
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.parallel import apply
+from meshwright.parallel.context import ring
+from meshwright.parallel.data import local_sgd
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics import precision
+from meshwright.parallel.numerics.compress import compressors
+from meshwright.proof import prove as proofs
+from meshwright.training import loop
+
+
+def ring_takes_blocks_from_the_wrong_rank():
+    """Block `me + step` instead of `me − step`."""
+    plain = ring.travelling
+
+    def wrong(block, group):
+        for step, (_, travelled) in enumerate(plain(block, group)):
+            yield (group.rank() + step) % group.size(), travelled
+
+    ring.travelling = wrong
+
+
+def tied_embedding_summed_over_the_first_two_stages():
+    ends = cached_property(lambda self: self._new_groups([list(map(int, row[:2])) for row in self.layout.groups("pp")]))
+    ends.__set_name__(Mesh, "ends")
+    Mesh.ends = ends
+
+    def sum_tied(self):
+        shared = [piece.gradient for piece in self.pieces if piece.tied]
+        if self.mesh.ends is not None:
+            zeros = torch.zeros(self.model.padded_vocab, self.model.hidden, dtype=self.dtype)
+            distributed.all_reduce(shared[0] if shared else zeros, group=self.mesh.ends)
+
+    apply.Parallel._sum_tied = sum_tied
+
+
+def loss_of_the_last_two_microbatches():
+    run, scaled, losses = apply.Parallel.forward_backward, apply.Parallel.scaled_loss, []
+
+    def recorded(self, output, target):
+        losses.append(scaled(self, output, target))
+        return losses[-1]
+
+    def short(self, inputs, targets):
+        losses.clear()
+        return run(self, inputs, targets) * 0 + sum(loss.detach().double() for loss in losses[-2:])
+
+    apply.Parallel.scaled_loss, apply.Parallel.forward_backward = recorded, short
+
+
+def masters_give_back_matrices_only():
+    @torch.no_grad()
+    def give(self):
+        for source, master in zip(self.sources, self.pieces, strict=True):
+            if source.local.ndim > 1:
+                source.local.copy_(master.local)
+
+    precision.Masters.give_parameters = give
+
+
+def loss_scale_left_in_vectors():
+    plain = loop.unscale
+    loop.unscale = lambda pieces, scale: plain([p for p in pieces if p.local.ndim > 1], scale)
+
+
+def rounding_not_fed_back():
+    compressors.Feedback.keep = lambda self, index, error: None
+
+
+def averages_weigh_replicas_alike():
+    """Local SGD that forgets how many tokens each replica has seen."""
+    after = local_sgd.Average.after_update
+    local_sgd.Average.after_update = lambda self, tokens: after(self, tokens * 0 + 1.0)
+
+
+def proof_of(bug, model, workload, plan, steps=2, most=8):
+    config = Config.from_parts(model, "dgx-h100", workload=workload, plan=plan)
+    return proofs.prove(config, ranks=most, steps=steps, prepare=f"test_hidden_bugs:{bug}")
+
+
+TINY = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 24, "vocab": 32, "out_bias": True, "ffn_bias": True}
+
+
+def test_a_ring_of_sixteen_is_proved_with_four_ranks():
+    proof = proof_of("ring_takes_blocks_from_the_wrong_rank", "llama3-8b", {"batch": 1, "seq": 64}, {"cp": 16})
+    assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "cp", "loss")
+
+
+def test_a_pipeline_of_sixteen_stages_is_proved_with_four():
+    bug, plan = "tied_embedding_summed_over_the_first_two_stages", {"pp": 16}
+    proof = proof_of(bug, "llama3.2-1b", {"batch": 32, "seq": 64}, plan, steps=1)
+    assert (proof.passed, proof.blamed) == (False, "pp")
+    assert proof.agreements[0].breaks[0].name == "embedding.tokens.weight"
+
+
+def test_eight_micro_batches_are_proved_with_three():
+    workload = {"batch": 16, "seq": 8, "precision": "fp32"}
+    proof = proof_of("loss_of_the_last_two_microbatches", TINY, workload, {"replicate": 2}, steps=1)
+    assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "micro-batches", "loss")
+    assert proof.small.microbatches == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("bug", "dtype", "what"),
+    [
+        ("masters_give_back_matrices_only", "bf16", "parameter (its master, rounded)"),
+        ("loss_scale_left_in_vectors", "fp16", "gradient given to the optimizer"),
+    ],
+)
+def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, what):
+    workload = {"batch": 4, "seq": 8, "precision": dtype}
+    proof = proof_of(bug, TINY, workload, {"replicate": 2, "param_dtype": dtype}, most=2)
+    assert not proof.passed
+    assert [bool(a.breaks) for a in proof.agreements] == [False, False, True]
+    first = proof.agreements[-1].breaks[0]
+    assert (first.dtype, first.what) == (dtype, what)
+    assert "norm" in first.name or "bias" in first.name
+
+
+def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
+    """The bug is in both processes, as it would be in the source."""
+    plain = proofs.one_device
+    monkeypatch.setattr(proofs, "one_device", lambda job, many=(): replace(plain(job, many), prepare=job.prepare))
+    workload = {"batch": 4, "seq": 8, "precision": "fp32"}
+    proof = proof_of("rounding_not_fed_back", TINY, workload, {"replicate": 2, "compression": "int8"}, most=2)
+    assert not proof.passed
+    assert (proof.agreements[0].breaks[0].what, proof.agreements[0].breaks[0].step) == ("gradient", 1)
+
+
+def test_a_failed_proof_of_local_sgd_shows_the_difference():
+    workload = {"batch": 8, "seq": 8, "precision": "fp32", "optimizer": "sgd"}
+    plan = {"replicate": 2, "tp": 2, "average_every": 2}
+    proof = proof_of("averages_weigh_replicas_alike", TINY, workload, plan, most=4)
+    assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "replicate", "parameter")
