@@ -20,20 +20,20 @@ from meshwright.parallel.context import ring
 from meshwright.parallel.data import local_sgd
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics import precision
-from meshwright.parallel.numerics.compress import compressors
+from meshwright.parallel.numerics.compress import base
 from meshwright.proof import prove as proofs
 from meshwright.training import loop
 
 
 def ring_takes_blocks_from_the_wrong_rank():
     """Block `me + step` instead of `me − step`."""
-    plain = ring.travelling
+    plain = ring.ring_blocks
 
     def wrong(block, group):
         for step, (_, travelled) in enumerate(plain(block, group)):
             yield (group.rank() + step) % group.size(), travelled
 
-    ring.travelling = wrong
+    ring.ring_blocks = wrong
 
 
 def tied_embedding_summed_over_the_first_two_stages():
@@ -42,7 +42,7 @@ def tied_embedding_summed_over_the_first_two_stages():
     Mesh.ends = ends
 
     def sum_tied(self):
-        shared = [piece.gradient for piece in self.pieces if piece.tied]
+        shared = [piece.gradient for piece in self.pieces if piece.box.tied]
         if self.mesh.ends is not None:
             zeros = torch.zeros(self.model.padded_vocab, self.model.hidden, dtype=self.dtype)
             distributed.all_reduce(shared[0] if shared else zeros, group=self.mesh.ends)
@@ -80,7 +80,7 @@ def loss_scale_left_in_vectors():
 
 
 def rounding_not_fed_back():
-    compressors.Feedback.keep = lambda self, index, error: None
+    base.Feedback.keep = lambda self, index, error: None
 
 
 def averages_weigh_replicas_alike():
