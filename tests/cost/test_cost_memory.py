@@ -276,10 +276,8 @@ def test_rows_that_zero_pads_are_held_by_the_fullest_rank():
     flat, rows = (lowered(MOE, work, shard=6, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
     held = [one(state_memory(p, bounding_ranks(p.batch)[0])["optimizer"]) for p in (flat, rows)]
     experts = one(rows.parameters["moe"]["expert"]) * MOE.layers
-    dense = one(rows.sums["moe"].get("dense_padding", 0.0)) * MOE.layers + one(
-        rows.sums["embedding"].get("dense_padding", 0.0)
-    )
-    dense += one(rows.sums["head"].get("dense_padding", 0.0))
+    added = {block: one(rows.loads[block]["dense"].held) - one(rows.parameters[block]["dense"]) for block in rows.loads}
+    dense = added["moe"] * MOE.layers + added["embedding"] + added["head"]
     assert held[1] - held[0] == pytest.approx(
         12 * (experts / 6 + dense / 6)
     )  # 2/4 − 1/3 of what an expert's ranks share

@@ -11,7 +11,6 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import reduced
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 
@@ -45,7 +44,7 @@ def numbers(program, i):
     out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
     for h in bounding_ranks(program.batch)[:1]:
         out |= {("elements", group): at(count) for group, count in elements(program, h).items()}
-        add(("step",), sync.step_ops(program.batch, reduced(program, h)))
+        add(("step",), sync.step_ops(program, h))
     return {key: value for key, value in out.items() if value}
 
 

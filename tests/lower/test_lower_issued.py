@@ -8,7 +8,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.sharding import parameters
 from meshwright.describe.workload import Workload
 from meshwright.lower.compressed import exchanges
-from meshwright.lower.issued import Given, Routed, issued
+from meshwright.lower.rank import Given, Routed, traffic_of_rank
 
 ODD = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
 WORK = Workload(batch=16, seq=32)
@@ -16,7 +16,9 @@ LAYER = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the
 
 
 def said(plan, rank=0, model=ODD, work=WORK, **more):
-    found = issued(model, Plan(param_dtype="fp32", master=False, **plan).check(model, work), work, rank, **more)
+    found = traffic_of_rank(
+        model, Plan(param_dtype="fp32", master=False, **plan).check(model, work), work, rank, **more
+    )
     return {(r.axis, r.collective): (r.count, r.bytes) for r in found}
 
 

@@ -7,23 +7,20 @@ from lower.cases import COUNTS, GPT, MOE, WORK, bytes_sent, lowered, one
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
-from meshwright.lower.footprint import elements, reduced
+from meshwright.lower.footprint import elements
+from meshwright.lower.gradients import Load, Message, cut, data_parallel_ops
 from meshwright.lower.stages import bounding_ranks
 
 P = 8
 ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" and "per micro-batch" agree
 
 
-def data_parallel_ops(program, rank=0):
+def data_parallel(program, rank=0):
     """Every data-parallel operation of a rank with how often a step has it: once a step, or block by block under ZeRO-3."""
     b = program.batch
     holding = bounding_ranks(b, every_rank=True)[rank]
-    counts = reduced(program, holding)
-    out = [
-        (1.0, op)
-        for group in ("dense", "expert")
-        for op in (*sync.gradient_reduction(b, counts, group), *sync.parameter_gather(b, counts, group))
-    ]
+    names = ("reduce-gradients", "reduce-shards", "gather-parameters")
+    out = [(1.0, op) for op in sync.step_ops(program, holding) if op.name in names]
     for block, times in holding.counts.items():
         if block in program.parameters:
             found = [op for _, op in program.ops(block) if op.axis in ("shard_cp", "expert_shard", "replicate")]
@@ -31,11 +28,17 @@ def data_parallel_ops(program, rank=0):
     return [(times, op) for times, op in out if op.collective and one(op.count)]
 
 
+def buckets(program, elements):
+    """A flat buffer of so many gradients, in messages."""
+    count, _ = cut(program.batch, np.array([elements]))
+    return Message(count, Load(sent=elements / count, first=elements / count))
+
+
 def volume(program, rank=0):
     """Elements of data-parallel traffic one rank sends in one step, over the parameters it holds."""
     b = program.batch
     total = 0.0
-    for times, op in data_parallel_ops(program, rank):
+    for times, op in data_parallel(program, rank):
         width = one(b.param_bytes if op.name in ("gather-weights", "gather-parameters") else b.comm_bytes)
         total += times * bytes_sent(program, [op]) / width
     return total / one(sum(elements(program, bounding_ranks(b, every_rank=True)[rank]).values()))
@@ -61,9 +64,9 @@ def test_hybrid_sharding_reduces_shards_between_replicas():
     """Inside the group of 4: two gathers and a scatter; between 2 replicas: an all-reduce of a quarter."""
     program = lowered(GPT, ONCE, zero=3, shard=4, replicate=2)
     assert volume(program) == pytest.approx(3 * 3 / 4 + 2 * (1 / 2) / 4)
-    assert {(op.name, op.collective, op.axis) for _, op in data_parallel_ops(program)} == {
+    assert {(op.name, op.collective, op.axis) for _, op in data_parallel(program)} == {
         ("gather-weights", "all_gather", "shard_cp"),
-        ("scatter-gradients", "reduce_scatter", "shard_cp"),
+        ("reduce-gradients", "reduce_scatter", "shard_cp"),
         ("reduce-shards", "all_reduce", "replicate"),
     }
 
@@ -81,10 +84,10 @@ def test_context_parallel_ranks_reduce_and_shard_too():
 
 def test_experts_reduce_over_their_own_replicas():
     program = lowered(MOE, replicate=8, ep=4)
-    ops = sync.gradient_reduction(program.batch, {"expert": np.array([1e6])}, "expert")
+    ops = data_parallel_ops(program.batch, "expert", [buckets(program, 1e6)])
     assert [(op.axis, one(program.batch.size(op.axis))) for op in ops if one(op.count)] == [("expert_dp", 2)]
     alone = lowered(MOE, replicate=8, ep=8)
-    assert not any(one(op.count) for op in sync.gradient_reduction(alone.batch, {"expert": np.array([1e6])}, "expert"))
+    assert not data_parallel_ops(alone.batch, "expert", [buckets(alone, 1e6)])
 
 
 @pytest.mark.parametrize(
@@ -100,9 +103,10 @@ def test_experts_reduce_over_their_own_replicas():
 def test_how_often_gradients_are_reduced(plan, rounds):
     """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
     program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)
-    reductions = {"reduce-gradients", "scatter-gradients"}
     bytes_ = sum(
-        times * one(op.count * op.message_bytes) for times, op in data_parallel_ops(program) if op.name in reductions
+        times * one(op.count * op.message_bytes)
+        for times, op in data_parallel(program)
+        if op.name == "reduce-gradients"
     )
     held = one(sum(elements(program, bounding_ranks(program.batch)[0]).values())) * one(program.batch.comm_bytes)
     assert bytes_ / held == pytest.approx(rounds)
@@ -120,16 +124,14 @@ def test_weights_kept_whole_are_gathered_once_a_step():
 def test_buckets_cut_the_calls_not_the_bytes():
     for bucket, calls in ((25e6, 16), (100e6, 4), (1e9, 1)):
         program = lowered(replicate=2, bucket=bucket)
-        (op,) = [
-            op for op in sync.gradient_reduction(program.batch, {"dense": np.array([100e6])}, "dense") if one(op.count)
-        ]
+        (op,) = data_parallel_ops(program.batch, "dense", [buckets(program, 100e6)])
         assert one(op.count) == calls
         assert one(op.count * op.message_bytes) == 400e6
 
 
 def reduced_bytes(ranks, **plan):
     program = lowered(GPT, Workload(batch=ranks, seq=512), replicate=ranks, **plan)
-    return bytes_sent(program, sync.gradient_reduction(program.batch, {"dense": np.array([1e8])}, "dense"))
+    return bytes_sent(program, data_parallel_ops(program.batch, "dense", [buckets(program, 1e8)]))
 
 
 @pytest.mark.parametrize(("compression", "times"), [("fp16", 2), ("bf16", 2), ("int8", 4), ("int4", 8)])
@@ -150,8 +152,10 @@ def test_powersgd_sends_two_factors():
     """m × n at rank 4: 4·(m + n) elements; vectors go whole."""
     program = lowered(replicate=8, compression="powersgd", compression_rank=4)
     h, wide = GPT.hidden, GPT.ffn
-    assert one(program.sums["dense"]["dense_factors"]) == 4 * (4 * 2 * h + 2 * (h + wide)) + 4 * h
-    experts = lowered(MOE, replicate=8, ep=2, compression="powersgd", compression_rank=4).sums["moe"]["expert_factors"]
+    assert one(sum(program.loads["dense"]["dense"][-2:])) == 4 * (4 * 2 * h + 2 * (h + wide)) + 4 * h
+    experts = sum(
+        lowered(MOE, replicate=8, ep=2, compression="powersgd", compression_rank=4).loads["moe"]["expert"][-2:]
+    )
     rows, each = MOE.experts // 2, MOE.hidden * MOE.expert_width
     assert one(experts) == 3 * min(4, rows) * (rows + each) if 4 * (rows + each) < rows * each else 3 * rows * each
 
@@ -161,7 +165,8 @@ def test_messages_are_units_of_zero_or_buckets_of_each_stage():
 
     def messages(rank=0, stack=None, model=GPT, **plan):
         program = lowered(model, stack=stack, **plan)
-        return one(reduced(program, bounding_ranks(program.batch, every_rank=True)[rank])["dense_messages"])
+        ops = [op for times, op in data_parallel(program, rank) if op.name == "reduce-gradients"]
+        return one(sum(op.count for op in ops))
 
     assert messages(shard=2, zero=1) == 8 + 2
     assert messages(shard=2, zero=2, pp=2, rank=1) == 4 + 1
@@ -180,7 +185,7 @@ def test_few_experts_over_many_ranks_are_cut_inside_or_padded(model, more):
     empty, and sent."""
     flat, rows = (lowered(model, shard=16, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
     ops = [
-        next(op for op in sync.parameter_gather(p.batch, reduced(p, bounding_ranks(p.batch)[0]), "expert"))
+        next(op for _, op in data_parallel(p) if op.name == "gather-parameters" and op.axis == "expert_shard")
         for p in (flat, rows)
     ]
     sent = [one(op.count * op.message_bytes) for op in ops]
@@ -188,10 +193,11 @@ def test_few_experts_over_many_ranks_are_cut_inside_or_padded(model, more):
 
 
 def test_compression_costs_memory_passes():
-    batch = lowered(replicate=8).batch
-    assert not [op for op in sync.gradient_reduction(batch, {"dense": np.array([1e8])}, "dense") if op.kind == "memory"]
+    plain = lowered(replicate=8)
+    assert all(op.kind != "memory" for op in data_parallel_ops(plain.batch, "dense", [buckets(plain, 1e8)]))
     for name in ("fp16", "int8", "int4", "top-k", "powersgd"):
-        ops = sync.gradient_reduction(lowered(replicate=8, compression=name).batch, {"dense": np.array([1e8])}, "dense")
+        program = lowered(replicate=8, compression=name)
+        ops = data_parallel_ops(program.batch, "dense", [buckets(program, 1e8)])
         (extra,) = [op for op in ops if op.kind == "memory"]
         assert one(extra.bytes) >= 1e8 * 4
 
@@ -216,7 +222,7 @@ def small(model=GPT, work=ONCE, rank=0, **plan):
     """What a rank sums once a step beside its gradients: (name, axis) → bytes."""
     program = lowered(model, work, **plan)
     held = bounding_ranks(program.batch, every_rank=True)[rank]
-    ops = sync.small_sums(program.batch, reduced(program, held))
+    ops = sync.small_sums(program.batch, sync.summed(program, held))
     return {(op.name, op.axis): one(op.message_bytes) for op in ops if one(op.count)}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower import tiles
 from meshwright.lower.batch import COMPRESSIONS
-from meshwright.lower.footprint import elements, paddings
+from meshwright.lower.footprint import elements, padded_elements
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, in_flight
 
@@ -40,10 +40,10 @@ def state_memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]
     )
     # What compression did not send yet stays beside the gradients, whole even under ZeRO; casts forget it.
     late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
-    added = paddings(program, holding) if b.pads else {}
+    padded = padded_elements(program, holding)
     for group, count in elements(program, holding).items():
         shard = b.size(DATA_AXES[group].shard)
-        share = (count + added.get(group, 0.0)) / shard  # the fullest rank's
+        share = padded[group] / shard  # the fullest rank's
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # Reduced after each micro-batch, whole gradients need a second buffer for those that were summed before.

@@ -31,16 +31,17 @@ from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import reduced
+from meshwright.lower.footprint import padded_elements
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
-from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
+from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks, rank_blocks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
            "expert_dp": "dp", "replicate": "dp", "expert_replicate": "dp", "stage": "ep", "world": "dp", "pp": "pp",
            "ends": "pp", "kv_copies": "tp"}  # fmt: skip
 TOLD_AS = {"stage": "dp"}  # bytes between the ranks of a stage; their time is the experts' own
-RUNS = {"F": "F", "I": "I", "S": "I", "W": "W", "R": "R"}  # phases that run as one
+RUNS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that run as one
+SPLIT_ONLY = ("S", "G")  # phases of a split backward
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
@@ -117,9 +118,12 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     b = program.batch
     network = Network(cluster, b)
     times: dict[tuple[str, str], PhaseTime] = {}
+    latest: dict[str, str] = {}  # of each block, the phase whose compute is left to hide behind
     for (block, phase), ops in program.blocks.items():
-        beside = times[block, "I"] if phase == "S" else None
+        beside = times[block, latest[block]] if phase in SPLIT_ONLY else None
         times[block, phase] = phase_time(program, cluster, network, ops, beside)
+        if RUNS[phase] == "I":
+            latest[block] = phase
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
     held = bounding_ranks(b, every_rank)
@@ -134,7 +138,10 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
-    others = {"R": b.some_recomputed, "S": b.splits_twice}  # phases that not all of a rank's blocks have
+    others = {
+        "R": b.some_recomputed,
+        **dict.fromkeys(SPLIT_ONLY, b.splits_twice),
+    }  # phases that not all of a rank's blocks have
     some = {
         phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
         for phase, on in others.items()
@@ -159,7 +166,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["bubble"] = ramp(b, f, i, w, np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
     fullest = _fullest(program, held)
-    syncs = sync.step_ops(b, fullest)
+    syncs = sync.step_ops(program, fullest)
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
     closing = _closing(program, cluster, network, syncs, slow)
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
@@ -264,12 +271,14 @@ def _mean(
     return [sum(w * getattr(r, name) for w, r in zip(weights, ranks, strict=True)) / b.pp for name in ("f", "i", "w")]
 
 
-def _fullest(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
-    """Elements on the rank that has most to reduce and update: it finishes last."""
-    counts = [reduced(program, h) for h in held]
-    return {
-        group: np.maximum.reduce([np.broadcast_to(c[group], program.batch.n) for c in counts]) for group in counts[0]
-    }
+def _fullest(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
+    """The rank of each plan that has most to reduce and update: it finishes last."""
+    if len(held) == 1:
+        return held[0]
+    b = program.batch
+    sizes = [np.broadcast_to(sum(padded_elements(program, h).values()), b.n) for h in held]
+    ranks = np.stack([np.broadcast_to(h.rank, b.n) for h in held])
+    return rank_blocks(b, np.take_along_axis(ranks, np.stack(sizes).argmax(axis=0)[None, :], 0)[0])
 
 
 def _closing(

@@ -51,8 +51,8 @@ class Batch:
         self.some_recomputed: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
         self.average_every: np.ndarray | float = 0.0
         self.compression_threshold: np.ndarray | float = 2.0
-        self.wrap: np.ndarray | float = 1.0  # layers of a unit of ZeRO, at most a stage's
-        self.one_unit: np.ndarray | bool = False  # all of a stage, its ends too
+        self.wrap: Any = 1.0  # layers of a unit of ZeRO, at most a stage's
+        self.one_unit: Any = False  # all of a stage, its ends too
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
@@ -86,6 +86,8 @@ class Batch:
         # Gradients sent narrower than they are kept, and what then is summed as it is.
         self.lossy = (self.compression > 0) | (self.comm_bytes < self.grad_bytes)
         self.compresses = bool(np.any(self.lossy))
+        self.compressions = [(code, COMPRESSIONS[code]) for code in np.unique(self.compression)]
+        self.wires = self._wires()
         self.units = not stack.flat_shards and model.kind != "counts"  # of which no layers are known
         # Sharded by rows, a tensor is padded to a multiple of the ranks.
         self.pads = bool(np.any((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
@@ -164,6 +166,18 @@ class Batch:
         fields["one_unit"] = np.array([p.wrap == 0 for p in plans])
         fields["some_recomputed"] = {i: p for i, p in enumerate(plans) if p.recompute_every > 1 or p.recompute_layers}
         return cls(fields, model, workload, stack)
+
+    def _wires(self) -> list[tuple[str, Any]]:
+        """The ways in which gradients are sent, and where: a compression, or 16 bits where communication is narrower than gradients."""
+        if not self.compresses:
+            return [("none", np.True_)]
+        found = [(name, self.compression == code) for code, name in self.compressions if name != "none"]
+        narrow = self.lossy & (self.compression == 0)
+        return [(name, on) for name, on in (("none", ~self.lossy), ("bf16", narrow), *found) if on.any()]
+
+    def sends(self, wire: str) -> Any:
+        """Where gradients are sent in this way."""
+        return sum((on for name, on in self.wires if name == wire), np.False_)
 
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""

@@ -1,179 +1,294 @@
-"""The messages of data parallelism, one by one, as one rank sends them: buckets, and the units of ZeRO.
+"""The messages of data parallelism: how gradients are reduced and sharded parameters gathered.
 
-`sync` has the closed form: how many there are, and the bytes of the mean one. A real rank sends
+    zero 0   all-reduce of the gradients over dp·cp, in buckets
+    zero 1   reduce-scatter, the optimizer on one shard, all-gather of the parameters: the same bytes as an all-reduce, apart from
+             rows padded to a multiple of the ranks; unit by unit, or in buckets where a stack shards flat buffers (`flat_shards`)
+    zero 2   the same; gradients are kept only as shards, so each micro-batch reduces (unless the plan accumulates them whole)
+    zero 3   parameters live as shards: each unit gathers them forward and (if freed) backward, 1.5× the bytes of zero 0
+    hybrid   shard inside a group, then all-reduce the shard over the replicas
 
-    buckets   of each of its stages by itself, ⌈elements / ⌈n/bucket⌉⌉ long: one flat buffer for what dp·cp sums, one for
-              experts, and one for what must not be compressed where the rest is
-    units     under ZeRO: so many layers (`plan.wrap`), each end by itself, both together where they share a weight, and the
-              experts of each layer; every parameter's rows padded to a multiple of the ranks
+A *message* is one of two things:
 
-and nothing of what is not trained.
+    bucket   each pipeline stage has one flat buffer of the gradients that dp·cp sums and one of experts', cut into
+             ⌈bytes / bucket⌉ messages of equal length; gradients that must not be compressed have a buffer of their own.
+             PowerSGD's messages end between parameters
+    unit     under ZeRO: `plan.wrap` layers, each end of the model (both together if they share a weight), each layer's experts
+
+One description serves two evaluations. `reduce_once` says which collectives one message needs, and `data_parallel_ops` how often a step
+sends it. What they are given is a list of messages: `batch_messages` lists those of the fullest rank of a pipeline stage for a batch of
+plans, with a count for messages that are equal; `lower.rank` lists those of any one rank, parameter by parameter.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from operator import or_
+from typing import NamedTuple
 
-from meshwright.describe.cluster import DTYPE_BYTES
-from meshwright.describe.layout import Layout
-from meshwright.describe.model import Model
-from meshwright.describe.plan import Plan
-from meshwright.describe.sharding import DATA_AXES, Box
-from meshwright.lower.compressed import exchanges
+import numpy as np
 
-Sent = tuple[str, str, str, float]  # name, axis, collective, bytes of the full buffer
-Told = Iterator[Sequence[int]]  # of each compressed message what a threshold let pass, round by round
+from meshwright.describe.sharding import DATA_AXES
+from meshwright.lower.batch import Batch
+from meshwright.lower.compressed import LINEAR, PASSES, on_the_wire
+from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
+
+LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
 
 
-@dataclass(frozen=True)
-class DataParallel:
-    """How one rank of a plan sums gradients and gathers parameters."""
+class Load(NamedTuple):
+    """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
+    compresses them, those sent exactly, and PowerSGD's two sums."""
 
-    model: Model
-    plan: Plan
-    layout: Layout
-    microbatches: int
+    held: Array = 0.0
+    sent: Array = 0.0
+    exact: Array = 0.0
+    first: Array = 0.0
+    second: Array = 0.0
 
-    @property
-    def sharded(self) -> bool:
-        return self.plan.zero > 0 and self.layout.size("shard_cp") > 1
 
-    @property
-    def gradient_bytes(self) -> int:
-        return int(DTYPE_BYTES[self.plan.grad_dtype])
+class Message(NamedTuple):
+    """`count` equal messages. A unit of ZeRO is gathered too, forward and (`regathered`) backward."""
 
-    @property
-    def kept_bytes(self) -> int:
-        """Of a parameter as it is updated: its wide master's, where it has one."""
-        narrow = int(DTYPE_BYTES[self.plan.param_dtype])
-        return max(4, narrow) if self.plan.master else narrow
+    count: Array
+    load: Load
+    unit: bool = False
+    regathered: Array = 1.0
+    passed: float | None = None  # values above a threshold on the fullest rank, if measured
 
-    def messages(self, layers: range, held: list[Box], told: Told | None) -> Iterator[Sent]:
-        """Of one stage in one step."""
-        if self.sharded:
-            yield from self._units(layers, [s for s in held if s.zero], told)
-        elif self.plan.average_every:
-            return
-        yield from self._buckets([s for s in held if not s.zero], told)
 
-    # Buckets
+class Exchange(NamedTuple):
+    """One collective of a message: how often the message issues it, and the bytes of the full buffer."""
 
-    def _buckets(self, held: list[Box], told: Told | None) -> Iterator[Sent]:
-        lossy = self.plan.wire != "none"
-        for axis, kind in (("dp_cp", [s for s in held if not s.expert]), ("expert_dp", [s for s in held if s.expert])):
-            exact = [s for s in kind if lossy and not s.compressible]
-            if kind:
-                yield from self._flat(axis, [s for s in kind if s not in exact], lossy, told)
-            if exact:
-                yield from self._flat(axis, exact, False, told)
+    name: str
+    axis: str
+    collective: str
+    count: Array
+    bytes: Array
 
-    def _flat(self, axis: str, held: list[Box], lossy: bool, told: Told | None) -> Iterator[Sent]:
-        ranks, plan = self.layout.size(axis), self.plan
-        if ranks == 1:
-            return
-        rounds = self.microbatches if plan.reduce == "microbatch" else 1
-        for shapes, elements in self._cut([s for s in held if s.learns][::-1], lossy and plan.wire == "powersgd"):
-            for count in self._passed(told, lossy, rounds):
-                said = (
-                    exchanges(plan, elements, self.gradient_bytes, shapes, ranks, told=count)
-                    if lossy
-                    else [("all_reduce", elements * self.gradient_bytes)]
-                )
-                yield from (("reduce-gradients", axis, operation, n) for operation, n in said)
 
-    def _passed(self, told: Told | None, lossy: bool, rounds: int) -> Sequence[int | None]:
-        """Of one message's reductions what a threshold lets pass, where that was told."""
-        return next(told) if told is not None and lossy and self.plan.wire == "threshold" else [None] * rounds
+def combined(parts: Iterable[tuple[Array, Load]]) -> Load:
+    """The sum of loads, each taken a number of times."""
+    out = list(Load())
+    for times, load in parts:
+        out = [total + times * x if present(x) else total for total, x in zip(out, load, strict=True)]
+    return Load(*out)
 
-    def _cut(self, held: list[Box], aligned: bool) -> Iterator[tuple[list[tuple[int, ...]], int]]:
-        """Messages of one flat buffer, in the order backward fills it: the parameters that begin in each, and its elements."""
-        width = self.gradient_bytes
-        starts = [0, *accumulate(s.size for s in held)]
-        total = starts[-1]
-        count = max(1, -(-total * width // max(int(self.plan.bucket), width)))
-        edges = [*range(0, max(total, 1), max(1, -(-total // count))), total]
-        if aligned:
-            edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
-        for start, stop in pairwise(edges):
-            here = [s.shape for s, at in zip(held, starts, strict=False) if start <= at < stop]
-            yield here, stop - start
 
-    # Units of ZeRO
+def sharded(b: Batch, group: str) -> Array:
+    """Where ZeRO shards parameters of a group: experts only where a shard group holds several copies of one."""
+    return (b.zero >= 1) & (b.size(DATA_AXES[group].shard) > 1)
 
-    def _units(self, layers: range, held: list[Box], told: Told | None) -> Iterator[Sent]:
-        plan, m = self.plan, self.microbatches if self.plan.pp == 1 else 1
-        frees = plan.zero == 3 and plan.reshard and plan.pp == 1
-        reductions = m if plan.reduces_each else 1
-        parts = list(self._parted(layers, held))
-        for unit, again in zip(parts, self._gathered_again(parts), strict=True):
-            gathers = m * (1 + again) if frees else 1
-            _, over, copied = DATA_AXES[unit[0].group]
-            ranks = self.layout.size(over)
-            n = sum(s.padded_size for s in unit) * int(DTYPE_BYTES[plan.param_dtype])
-            yield from [("gather-weights", over, "all_gather", n)] * gathers
-            learns = [s for s in unit if s.learns]
-            if not learns:
+
+def reduce_once(b: Batch, group: str, load: Load, scattered: bool, passed: float | None = None) -> Iterator[Exchange]:
+    """The collectives that reduce one message once."""
+    whole, shard, replicas = DATA_AXES[group]
+    axis, width = (shard, b.summed_bytes) if scattered else (whole, b.grad_bytes)
+    if present(load.sent):
+        for wire, chosen in b.wires:
+            factors = (load.first, load.second)
+            for kind, n in on_the_wire(b, wire, load.sent, width, b.size(axis), scattered, factors, passed):
+                yield Exchange("reduce-gradients", axis, kind, chosen & (np.asarray(load.sent) > 0) & (n > 0), n)
+    if present(load.exact):
+        kind = "reduce_scatter" if scattered else "all_reduce"
+        yield Exchange("reduce-gradients", axis, kind, np.asarray(load.exact) > 0, load.exact * b.grad_bytes)
+    if scattered and present(b.size(replicas) > 1):
+        n = (load.sent + load.exact) * b.summed_bytes / b.size(shard)
+        yield Exchange("reduce-shards", replicas, "all_reduce", (n > 0) & (b.size(replicas) > 1), n)
+
+
+def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3: bool = False) -> list[Op]:
+    """What one rank does with these messages in a step. The messages of ZeRO-3 belong to the blocks they overlap with (`unit_ops`), and
+    are listed here only if asked for (`zero_3`)."""
+    whole, shard, _ = DATA_AXES[group]
+    scattered, m = sharded(b, group), np.maximum(b.microbatches, 1.0)
+    on = (b.size(whole) > 1) & np.equal(b.average_every, 0) & (zero_3 | ~(scattered & (b.zero == 3)))
+    in_units, rounds = scattered & b.units, {True: b.reduce_each, False: b.reduce_whole}
+    total: dict[tuple[str, str, str], list[Array]] = {}
+    extra: Array = 0.0
+
+    def add(e: Exchange, times: Array) -> None:
+        count = times * e.count
+        amounts = total.setdefault((e.name, e.axis, e.collective), [0.0, 0.0])
+        amounts[0], amounts[1] = amounts[0] + count, amounts[1] + count * e.bytes
+
+    for message in messages:
+        mine = on & (in_units if message.unit else ~in_units)
+        for kind, here in ((False, mine & ~scattered), (True, mine & scattered)):
+            if not here.any():
                 continue
-            sums = sum(s.padded_size for s in learns) // ranks * self._reduced_bytes
-            lossy = any(s.compressible for s in learns)
-            for count in self._passed(told, lossy, reductions):
-                yield from (
-                    ("scatter-gradients", over, operation, n) for operation, n in self._scatter(learns, ranks, count)
-                )
-                if self.layout.size(copied) > 1:
-                    yield "reduce-shards", copied, "all_reduce", sums
-
-    def _gathered_again(self, parts: list[list[Box]]) -> list[bool]:
-        """The units that backward gathers: those that a gradient reaches, with something trained in them or before; and the one
-        before these, where each asks for the next. (A unit of experts always does.)"""
-        order = sorted(range(len(parts)), key=lambda i: done_with(parts[i]))
-        reached = dict(zip(order, accumulate((any(s.learns for s in parts[i]) for i in order), or_), strict=True))
-        asks = {i: reached[i] and (self.plan.prefetch or parts[i][0].expert) for i in order}
-        after = dict(pairwise(order))
-        return [reached[i] or (i in after and asks[after[i]]) for i in range(len(parts))]
-
-    @property
-    def _reduced_bytes(self) -> int:
-        """What is sent narrower than gradients are is narrowed by the compression, not before."""
-        plan = self.plan
-        return int(DTYPE_BYTES[plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype])
-
-    def _scatter(self, learns: list[Box], ranks: int, told: int | None) -> list[tuple[str, float]]:
-        width, plan = self._reduced_bytes, self.plan
-        if plan.wire == "none":
-            return [("reduce_scatter", sum(s.padded_size for s in learns) * width)]
-        exact = sum(s.padded_size for s in learns if not s.compressible)
-        lossy = sum(s.padded_size for s in learns) - exact
-        shapes = [s.shape_in_transit for s in learns if s.compressible]
-        said = exchanges(plan, lossy, width, shapes, ranks, True, told) if lossy else []
-        return said + ([("reduce_scatter", exact * width)] if exact else [])
-
-    def _parted(self, layers: range, held: list[Box]) -> Iterator[list[Box]]:
-        """The units of one stage: what is gathered and reduced together."""
-        dense = [s for s in held if not s.expert]
-        if not self.plan.wrap:
-            groups = [dense]
-        else:
-            at = range(0, len(layers), self.plan.wrap)
-            of_layer = {f"{layer}": i for i, layer in enumerate(layers)}
-            first = [s for s in dense if s.name.startswith("embedding.")]
-            last = [s for s in dense if s.name.startswith("head.")]
-            ends = [first + last, []] if self.model.tied and first and last else [first, last]
-            runs: list[list[Box]] = [[] for _ in at]
-            for s in dense:
-                if s.name.startswith("layers."):
-                    runs[of_layer[s.name.split(".")[1]] // self.plan.wrap].append(s)
-            groups = [ends[0], *runs, ends[1]]
-        groups += [[s for s in held if s.expert and s.name.split(".")[1] == f"{layer}"] for layer in layers]
-        yield from (group for group in groups if group)
+            times = here * message.count * np.where(rounds[kind], m, 1.0)
+            for e in reduce_once(b, group, message.load, kind, message.passed):
+                add(e, times)
+            if b.compresses:
+                extra = extra + times * message.load.sent * _passes(b)
+        if message.unit and mine.any():
+            n = message.load.held * b.param_bytes
+            freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
+            for name, when, times in (("gather-parameters", b.zero < 3, 1.0), ("gather-weights", b.zero == 3, freed)):
+                add(Exchange(name, shard, "all_gather", when & (n > 0), n), mine * message.count * times)
+    ops = [_op(name, group, *key, *amounts) for (name, *key), amounts in total.items() if present(amounts[0])]
+    if present(extra):
+        ops.append(Op("compress", group, "memory", (np.asarray(extra) > 0) * 1.0, bytes=extra, launches=4.0))
+    return ops
 
 
-def done_with(unit: list[Box]) -> tuple[float, bool]:
-    """When forward is: a layer's experts before the layer, both ends that share a weight with the last of them."""
-    layers = [float(s.name.split(".")[1]) if s.name.startswith("layers.") else -1.0 for s in unit]
-    last = float("inf") if any(s.name.startswith("head.") for s in unit) else max(layers)
-    return last, not unit[0].expert
+def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
+    """ZeRO-1 and 2 of a stack that shards flat buffers: updated parameters are gathered in buckets."""
+    n = held * b.param_bytes * (sharded(b, group) & (b.zero < 3))
+    count = np.ceil(n / b.bucket)
+    return [_op("gather-parameters", group, DATA_AXES[group].shard, "all_gather", count, n)] if present(count) else []
+
+
+def _op(name: str, group: str, axis: str, collective: str, count: Array, total: Array) -> Op:
+    """Messages of the mean length: their time and bytes add up to those of the real ones."""
+    each = total / np.where(count > 0, count, 1.0)
+    return Op(name, group, "collective", count, collective=collective, axis=axis, message_bytes=each, stream="comm:dp")
+
+
+def _passes(b: Batch) -> Array:
+    """Bytes of memory traffic that compressing costs for each element."""
+    return sum(PASSES[wire] * (b.compression == code) for code, wire in b.compressions) * b.comm_bytes
+
+
+def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
+    """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
+    a unit, or several units like it."""
+    shard = DATA_AXES[group].shard
+    unit = load if share is None else Load(*(x / np.where(share > 0, share, 1.0) for x in load))
+    times = 1.0 if share is None else share
+    on = (b.zero == 3) & (b.size(shard) > 1) & (np.asarray(load.held) > 0) & np.True_
+    once = 1.0 / np.maximum(b.microbatches, 1)
+    reduces = on * np.where(b.reduce_each, 1.0, once) * times
+
+    def op(e: Exchange, count: Array) -> Op:
+        return Op(e.name, group, "collective", count * e.count, collective=e.collective, axis=e.axis, message_bytes=e.bytes,
+                  stream="comm:dp")  # fmt: skip
+
+    scatter = [op(e, reduces) for e in reduce_once(b, group, unit, True)]
+    if b.compresses:
+        passes = unit.sent * _passes(b)
+        scatter.append(Op("compress", "optimizer", "memory", reduces * (passes > 0), bytes=passes, launches=4.0))
+    gather = Exchange("gather-weights", shard, "all_gather", 1.0, unit.held * b.param_bytes)
+    # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
+    return {
+        "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],
+        "I": [op(gather, on * b.reshard * times)],
+        "W": scatter,
+    }
+
+
+# The messages of a batch of plans
+
+
+def batch_messages(program: StepProgram, held: StageBlocks, group: str) -> list[Message]:
+    """The messages of the ranks that hold these blocks, of each plan of the batch."""
+    units = sharded(program.batch, group) & program.batch.units
+    out = list(_units(program, held, group)) if units.any() else []
+    return out if units.all() else [*out, *_buckets(program, held, group)]
+
+
+def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
+    b, counts = program.batch, held.counts
+    loads = {block: groups[group] for block, groups in program.loads.items()}
+    if group == "expert":
+        yield Message(counts["moe"], loads["moe"], unit=True)
+        return
+    yield from _ends(program, held, loads)
+    by_layer = b.wrap == 1.0 if b.wraps else np.True_
+    for block in LAYERS:
+        if block in loads and present(counts[block]):
+            yield Message(counts[block] * by_layer, loads[block], unit=True)
+    for i in np.flatnonzero(~by_layer).tolist() if b.wraps else ():  # rare: unit by unit
+        kinds: Counter[tuple[int, ...]] = Counter()
+        for layers in stage_ranges(b, held.rank, i):
+            run = len(layers) if b.one_unit[i] else int(b.wrap[i])
+            for start in range(layers.start, layers.stop, run):
+                inside = b.model.layer_kinds[start : min(start + run, layers.stop)]
+                ends = (layers.start == 0, layers.stop == b.model.layers) if b.one_unit[i] else (0, 0)
+                kinds[*(inside.count(block) for block in LAYERS), *ends] += 1
+        at = np.arange(b.n) == i
+        for numbers, count in kinds.items():
+            parts = [(n, loads[block]) for n, block in zip(numbers, (*LAYERS, *ENDS), strict=True) if n]
+            yield Message(at * float(count), combined(parts), unit=True)
+
+
+def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> Iterator[Message]:
+    """Each end of the model is a unit; both together where they share a weight and a stage; none where a stage is one unit."""
+    b, (first, last) = program.batch, (held.counts[end] * np.logical_not(program.batch.one_unit) for end in ENDS)
+    together = b.pp == 1 if b.model.tied else np.False_
+    both = combined([(1.0, loads["embedding"]), (1.0 * together, loads["head"])])
+    yield Message(first, both, unit=True)
+    yield Message(last * ~together, loads["head"], unit=True)
+
+
+def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
+    b = program.batch
+    aligned = b.sends("powersgd") if b.model.kind != "counts" else np.False_
+    linear = all(wire in LINEAR for wire, _ in b.wires)
+    for often, counts in blocks_by_stage(b, held):
+        load = combined((counts[block], groups[group]) for block, groups in program.loads.items())
+        for field in ("sent", "exact") if b.compresses else ("sent",):
+            elements = getattr(load, field)
+            times = often * ~aligned if field == "sent" and present(aligned) else often
+            count, each = cut(b, elements)
+            if linear:
+                yield Message(times * count, _plain(field, elements / np.maximum(count, 1.0)))
+                continue
+            yield Message(times * np.maximum(count - 1.0, 0.0), _plain(field, each))
+            yield Message(times * (count > 0), _plain(field, elements - np.maximum(count - 1.0, 0.0) * each))
+    for i in np.flatnonzero(aligned & np.ones(b.n, bool)).tolist():
+        for layers in stage_ranges(b, held.rank, i):
+            for elements, first, second in flat_messages(
+                _in_order(program, group, layers, i), b.bucket[i], b.grad_bytes[i], True
+            ):
+                yield Message((np.arange(b.n) == i) * 1.0, Load(sent=elements, first=first, second=second))
+
+
+def _plain(field: str, elements: Array) -> Load:
+    """Gradients of unknown shapes: PowerSGD would send them whole."""
+    return Load(sent=elements, first=elements) if field == "sent" else Load(exact=elements)
+
+
+def cut(b: Batch, elements: Array) -> tuple[Array, Array]:
+    """How many messages a flat buffer of gradients is cut into, and the elements of all but the last: ⌈bytes/bucket⌉ equal ones."""
+    width = b.grad_bytes
+    count = np.ceil(elements * width / np.maximum(np.floor(b.bucket), width))
+    each = np.ceil(elements / np.maximum(count, 1.0))
+    return np.ceil(elements / np.maximum(each, 1.0)), each
+
+
+def flat_messages(
+    parts: Sequence[tuple[float, float, float]], bucket: float, width: float, aligned: bool
+) -> list[tuple[float, float, float]]:
+    """The messages of one flat buffer, of `parts` (elements, and PowerSGD's two sums) in the order backward fills it; `aligned` ones
+    end between parameters. A parameter belongs to the message it begins in."""
+    starts = [0, *accumulate(int(size) for size, *_ in parts)]
+    total = starts[-1]
+    count = max(1, -(-total * int(width) // max(int(bucket), int(width))))
+    edges = [*range(0, total, max(1, -(-total // count))), total]
+    if aligned:
+        edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
+    out = []
+    for start, stop in pairwise(edges):
+        here = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
+        out.append((float(stop - start), sum(first for _, first, _ in here), sum(second for *_, second in here)))
+    return out
+
+
+def _in_order(program: StepProgram, group: str, layers: range, i: int) -> list[tuple[float, float, float]]:
+    """The compressed parameters of a stage of plan i, in the order backward fills their buffer."""
+    model = program.batch.model
+    blocks = (
+        [ENDS[0]] * (layers.start == 0)
+        + [model.layer_kinds[k] for k in layers]
+        + [ENDS[1]] * (layers.stop == model.layers)
+    )
+    columns: dict[str, list[tuple[float, float, float]]] = {}
+    for block in dict.fromkeys(blocks):
+        rows = program.compressed[block][group]
+        at = [tuple(float(np.broadcast_to(x, program.batch.n)[i]) for x in row) for row in rows]
+        columns[block] = [(size, first, second) for size, first, second in at if size]
+    return [part for block in reversed(blocks) for part in reversed(columns[block])]

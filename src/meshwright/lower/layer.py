@@ -43,12 +43,6 @@ class LayerLowering:
         self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
         self.with_tp = (batch.tp > 1).astype(float)
         self.with_sp = self.with_tp * batch.sp
-        made_again = batch.recompute == 2 if block.kind in ("dense", "moe") else np.False_
-        if batch.some_recomputed:
-            made_again = made_again & ~np.isin(
-                np.arange(batch.n), list(batch.some_recomputed)
-            )  # those are counted one by one
-        self.asks_twice = self.with_sp * batch.splits * ~made_again
         self.gather_form = self.with_tp * batch.gather_form
         self.reduce_form = self.with_tp * ~batch.sp * ~batch.gather_form  # all-reduces, Megatron without sp
 
@@ -115,7 +109,7 @@ class LayerLowering:
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
         self.collective("W", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp)
         if self.b.splits_twice:
-            self.collective("S", f"{part}-in-again", part, "all_gather", "tp", n, self.asks_twice)
+            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp * self.b.splits)
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
 
     def leave_rows(self, part: str, width: Array, inner: Array) -> None:

@@ -4,8 +4,8 @@
     sync     {name: [Op]}             once a step: gradient reduction, clipping, optimizer, parameter gathering
     stages   which blocks each pipeline rank holds
 
-Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward computes again, S what
-backward does once more where I and W are apart.
+Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward recomputes, and where I and W run
+apart S what backward does once more, G what layers that are not recomputed gather once more.
 
 Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan
 does not have it). Traffic, memory, time, traces and verification are all read off these operations.
@@ -24,7 +24,7 @@ import numpy as np
 from meshwright.lower.batch import Batch
 
 Array = Any  # a numpy array over the batch, or a scalar that broadcasts against it
-PHASES = ("F", "I", "W", "R", "S")
+PHASES = ("F", "I", "W", "R", "S", "G")
 NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in which activations are kept
 
 
@@ -56,9 +56,14 @@ class StepProgram:
     parameters: dict[str, dict[str, Array]] = field(
         default_factory=dict
     )  # block → dense|expert → elements on this rank
-    sums: dict[str, dict[str, Array]] = field(
+    loads: dict[str, dict[str, Any]] = field(default_factory=dict)  # block → dense|expert → `gradients.Load`
+    compressed: dict[str, dict[str, list[tuple[Array, ...]]]] = field(
         default_factory=dict
-    )  # block → what else is summed once a step → elements
+    )  # block → dense|expert → (elements, PowerSGD's two sums) of each compressed parameter in order
+    partial: dict[str, dict[str, Array]] = field(
+        default_factory=dict
+    )  # block → axis over which gradients are partial sums → elements of one rank, after ZeRO
+    tied: Array = 0.0  # elements of one rank, after ZeRO, of a tied embedding that two stages hold
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
     recompute_savings: dict[str, Array] = field(
         default_factory=dict

@@ -28,6 +28,7 @@ from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
 V_SHAPED = tuple(SCHEDULES.index(name) for name in V_SHAPED_NAMES)
+LAYERS = ("dense", "moe")
 DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
@@ -38,12 +39,17 @@ class StageBlocks:
     rank: Array
     counts: dict[str, Array]
     recomputed: dict[str, Array] | None = None  # of these, recomputed in backward; None: all, where the plan recomputes
-    split: dict[str, Array] | None = None  # of these, in a micro-batch, where I and W are apart; unsaid: none
+    split: dict[str, Array] | None = None  # of these, how many per micro-batch run I and W apart; None: none
+    regathered: dict[str, Array] | None = (
+        None  # of the split ones, those that are not recomputed; None: as the plan recomputes
+    )
 
     def times(self, block: str, phase: str) -> Array:
         """How often a phase of a block runs here, for each micro-batch."""
         if phase == "S":
             return 0.0 if self.split is None else self.split[block]
+        if phase == "G":
+            return 0.0 if self.regathered is None else self.regathered[block]
         return self.counts[block] if phase != "R" or self.recomputed is None else self.recomputed[block]
 
 
@@ -83,7 +89,7 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
         first = split_share(batch, rank)
         others = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
         held.split = {kind: first * down[kind] + others * (n - down[kind]) for kind, n in held.counts.items()}
-    return _with_again(batch, held, stages_of_rank)
+    return _with_recompute(batch, held, stages_of_rank)
 
 
 def _alike(batch: Batch) -> bool:
@@ -142,10 +148,23 @@ def stages_of_rank(plan: Plan, rank: int) -> list[int]:
     return placement.stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank)
 
 
-def _with_again(
+def stage_ranges(batch: Batch, rank: Array, i: int) -> list[range]:
+    """The layers of each stage that this rank of plan i holds."""
+    if batch.pp[i] == 1:
+        return [range(batch.model.layers)]
+    stage = _stages_of(batch, rank)
+    start, end = bounds(batch, np.maximum(stage, 0).astype(int), batch.pp * batch.virtual)
+    return [range(start[v, i], end[v, i]) for v in range(len(stage)) if stage[v, i] >= 0]
+
+
+def _with_recompute(
     batch: Batch, held: StageBlocks, stages: Callable[[Plan, int], Sequence[int]], where: Array = None
 ) -> StageBlocks:
-    """Count the layers made again in `stages` of (plan, where), for the few plans that choose some of them."""
+    """Count the recomputed layers in `stages` of (plan, where), for the few plans that recompute some of their layers. A recomputed
+    layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
+    if held.split is not None:
+        kept = batch.recompute != 2
+        held.regathered = {kind: n * kept if kind in LAYERS else n for kind, n in held.split.items()}
     if not batch.some_recomputed:
         return held
     held.recomputed = {
@@ -155,17 +174,19 @@ def _with_again(
     for i, plan in batch.some_recomputed.items():
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
-        layers = [layer for s in here for layer in plan.recomputed_layers(range(edges[s], edges[s + 1]))]
-        for kind in ("dense", "moe"):
-            held.recomputed[kind][i] = sum(batch.model.layer_kinds[layer] == kind for layer in layers)
-            if held.split is not None:  # a layer made again gathers its inputs once, and keeps them
-                held.split[kind][i] = sum(
-                    share
-                    for s in here
-                    for share in [split_share(batch, np.full(batch.n, float(s)))[i]]
-                    for layer in range(edges[s], edges[s + 1])
-                    if layer not in layers and batch.model.layer_kinds[layer] == kind
-                )
+        for kind in LAYERS:
+            held.recomputed[kind][i] = 0.0
+            if held.regathered is not None:
+                held.regathered[kind][i] = 0.0
+        for s in here:
+            layers = range(edges[s], edges[s + 1])
+            chosen = set(plan.recomputed_layers(layers))
+            share = split_share(batch, np.full(batch.n, float(s)))[i]
+            for layer in layers:
+                kind = batch.model.layer_kinds[layer]
+                held.recomputed[kind][i] += layer in chosen
+                if held.regathered is not None:
+                    held.regathered[kind][i] += share * (layer not in chosen)
     return held
 
 
@@ -193,13 +214,13 @@ def average_blocks(batch: Batch) -> StageBlocks:
     held = StageBlocks(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
     if batch.splits_twice:
         held.split = _mean_split(batch, held)
-    held = _with_again(batch, held, lambda plan, _: range(plan.stages))
+    held = _with_recompute(batch, held, lambda plan, _: range(plan.stages))
     if held.recomputed is not None:
         here = list(batch.some_recomputed)
         for kind in layers:
             held.recomputed[kind][here] /= batch.pp[here]
-            if held.split is not None:
-                held.split[kind][here] /= batch.pp[here]
+            if held.regathered is not None:
+                held.regathered[kind][here] /= batch.pp[here]
     return held
 
 
@@ -223,7 +244,7 @@ def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
     if batch.splits_twice:
         share = split_share(batch, stage)
         held.split = {kind: share * count for kind, count in held.counts.items()}
-    return _with_again(batch, held, lambda _, s: [s], stage)
+    return _with_recompute(batch, held, lambda _, s: [s], stage)
 
 
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import ends, footprint, sync
+from meshwright.lower import ends, footprint, gradients
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
@@ -53,54 +53,60 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
             program.transient = np.maximum(program.transient, whole)
             program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
         program.parameters[kind] = footprint.parameters(batch, held)
-        loads = 2.0 * model.experts if kind == "moe" else 0.0  # sent to, and kept
-        sums = {"loads": loads, **footprint.summed(batch, held)}
-        program.sums[kind] = {name: count for name, count in sums.items() if present(count)}
+        program.loads[kind] = footprint.loads(batch, held)
+        program.partial[kind] = footprint.partial_sums(batch, held)
+        if present(batch.sends("powersgd")):
+            groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
+            program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
         _add_boundary(program, kind, element)
+    if model.tied and np.any(batch.pp > 1):
+        program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
     _add_weight_gathers(program)
     _drop_impossible(program)
     return program
 
 
 def _add_weight_gathers(program: StepProgram) -> None:
-    """ZeRO-3 gathers and scatters unit by unit: a layer or several, each end by itself or both that share a weight, a layer's
+    """ZeRO-3 gathers and reduces unit by unit: one layer or several, each end by itself or both that share a weight, a layer's
     experts; or all of a stage but those."""
-    batch, parameters = program.batch, program.parameters
+    batch = program.batch
     if not np.any(batch.zero == 3):
-        program.gathered = {kind: np.zeros(batch.n) for kind in parameters}
+        program.gathered = {kind: np.zeros(batch.n) for kind in program.loads}
         return
-    for kind, groups in parameters.items():
-        counts = {**groups, **program.sums.get(kind, {})}
-        if batch.model.tied and kind in ENDS:
-            counts = _with_other_end(program, kind, counts)
-        units = _units(program, kind, counts)
-        program.gathered[kind] = np.where(batch.zero == 3, sum(units.values()) * batch.param_bytes, 0.0)
-        for group, unit in units.items():
-            for phase, ops in sync.sharded_weights(batch, counts, group, unit).items():
+    loads = {kind: _with_other_end(program, kind) for kind in program.loads}
+    for kind, groups in loads.items():
+        program.gathered[kind] = np.zeros(batch.n)
+        for group, load in groups.items():
+            share = _share_of_unit(program, kind, load) if group == "dense" and batch.wraps else None
+            unit = load.held if share is None else load.held / np.where(share > 0, share, 1.0)
+            program.gathered[kind] = program.gathered[kind] + np.where(batch.zero == 3, unit * batch.param_bytes, 0.0)
+            for phase, ops in gradients.unit_ops(batch, group, load, share).items():
                 program.blocks[kind, phase] = ops + program.blocks[kind, phase]
 
 
-def _with_other_end(program: StepProgram, kind: str, counts: dict[str, Array]) -> dict[str, Array]:
+def _with_other_end(program: StepProgram, kind: str) -> dict[str, gradients.Load]:
     """Two ends that share a weight on one stage are one unit: the embedding's."""
-    apart, (first, last) = program.batch.pp > 1, ({**program.parameters[k], **program.sums[k]} for k in ENDS)
-    if kind == ENDS[1]:
-        return {name: count * apart for name, count in counts.items()}
-    return {name: first.get(name, 0.0) + last.get(name, 0.0) * ~apart for name in {**first, **last}}
+    loads, (first, last) = program.loads, ENDS
+    if not program.batch.model.tied or kind not in ENDS:
+        return loads[kind]
+    apart = program.batch.pp > 1
+    if kind == last:
+        return {group: gradients.combined([(apart, load)]) for group, load in loads[kind].items()}
+    return {g: gradients.combined([(1.0, load), (~apart, loads[last][g])]) for g, load in loads[first].items()}
 
 
-def _units(program: StepProgram, kind: str, counts: dict[str, Array]) -> dict[str, Array]:
-    """Elements of the unit of ZeRO that a block is part of. Of stages of unequal lengths the mean."""
-    batch, model, parameters = program.batch, program.batch.model, program.parameters
-    out = {group: sync.padded(counts, group) if batch.pads else counts[group] for group in parameters[kind]}
-    if batch.wraps and model.kind != "counts":
-        stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
-        length = model.layers / stages
-        together = 1.0 if kind in ENDS else length / np.ceil(length / batch.wrap)
-        many = {block: 1.0 if block in ENDS else model.layer_count(block) for block in parameters}
-        dense = {block: sync.padded({**groups, **program.sums[block]}, "dense") for block, groups in parameters.items()}
-        whole = sum(many[block] * count for block, count in dense.items()) / stages
-        out["dense"] = np.where(batch.one_unit, whole, out["dense"] * together)
-    return out
+def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Array:
+    """What a block is of its ZeRO unit of several layers, or of its whole stage, in the longest stage: it bounds the step."""
+    batch, model = program.batch, program.batch.model
+    stages = np.where(batch.pp > 1, batch.pp * batch.virtual, 1.0)
+    longest = np.ceil(model.layers / stages)
+    for i in batch.uneven:
+        longest[i] = max(batch.layers_per_stage[i])
+    units = 1.0 if kind in ENDS else np.ceil(longest / batch.wrap) / longest
+    layers = [(model.layer_count(block) / stages, block) for block in ("dense", "moe") if block in program.loads]
+    ends = [(1.0 / stages, end) for end in ENDS]
+    stage = gradients.combined((count, program.loads[block]["dense"]) for count, block in (*layers, *ends)).held
+    return np.where(batch.one_unit, load.held / stage, units)
 
 
 def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
@@ -126,10 +132,9 @@ def _counts_only(program: StepProgram, element: float) -> None:
         program.blocks["dense", phase] = [Op(name, "all", "gemm", 1.0, flops, 0.0, launches=60.0)]
     program.blocks["dense", "R"] = []
     program.saved["dense"] = {"all": batch.model.given_activations * batch.microbatch}
-    program.parameters["dense"] = {
-        "dense": batch.model.given_parameters * np.ones(batch.n),
-        "expert": np.zeros(batch.n),
-    }
+    n = batch.model.given_parameters * np.ones(batch.n)
+    program.parameters["dense"] = {"dense": n, "expert": np.zeros(batch.n)}
+    program.loads["dense"] = {"dense": gradients.Load(held=n, sent=n, first=n), "expert": gradients.Load()}
     _add_weight_gathers(program)
 
 

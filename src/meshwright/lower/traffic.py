@@ -1,16 +1,13 @@
-"""What a step sends, collective by collective, as the step program says it of a pipeline rank: the closed form.
+"""What a step sends, by axis and collective: how often, and the bytes of the full, unsharded buffers in all.
 
-One record for every axis and collective of one pipeline rank of one plan: how often a step issues it, and the bytes of the full, unsharded
-buffers in all. A tensor-parallel layer without sequence parallelism, for instance, has four all-reduces of T·h a micro-batch.
+The step program is one description, read in two ways:
 
-This is what costs are made of, of thousands of plans at once; `issued` follows one rank to the byte, and a test holds the two
-together, bytes and messages, over all strategies. What is left between them, by design:
+    batch_traffic   arrays over a batch of plans, for one pipeline rank of each: the first of its tensor-parallel and ZeRO groups, which
+                    holds the most of whatever does not divide evenly. This is what costs are made of
+    rank.traffic_of_rank   integers, for any one rank, with what only a run knows: frozen parameters, real routing, the step's number
 
-    bytes      ranks of one stage have the mean of what cannot be shared evenly: a vocabulary, rows of a shard, routing; compressed
-               messages are all as long as the mean one; everything is trained; replicas average 1/n in every step
-    messages   PowerSGD's buckets end between tensors, and those of vectors alone are one sum; ZeRO-3 units of several layers are
-               the mean over stages; where some layers are made again, fp8 scales of a split backward are of the others
-    schedule   `auto` is taken for ZB-H2: what it finds is not known before
+Tests compare the two on that rank, and the second with what the runtime issues. A tensor-parallel layer without sequence parallelism,
+for instance, has four all-reduces of T·h per micro-batch.
 """
 
 from __future__ import annotations
@@ -22,14 +19,16 @@ import numpy as np
 
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
-from meshwright.lower.footprint import reduced
 from meshwright.lower.op import Array, Op, StepProgram
-from meshwright.lower.stages import V_SHAPED, rank_blocks
+from meshwright.lower.stages import V_SHAPED, StageBlocks, rank_blocks
+
+Key = tuple[str, str]  # axis, collective
+DATA_PARALLEL = ("dense", "expert")  # parts of ZeRO-3's operations in the blocks: counted unit by unit instead
 
 
 @dataclass(frozen=True)
 class Record:
-    """One kind of message of one rank: `count` a step, `bytes` of full buffers in all, by operation name in `names`."""
+    """One kind of message of one rank: `count` per step, `bytes` of full buffers in all, and the operations that send it."""
 
     axis: str
     collective: str
@@ -38,49 +37,62 @@ class Record:
     names: tuple[str, ...]
 
 
-def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
-    """Everything one pipeline rank of one plan issues in a step."""
+def batch_traffic(program: StepProgram, held: StageBlocks) -> dict[Key, tuple[Array, Array]]:
+    """(messages, bytes) of the pipeline rank of each plan that holds these blocks."""
     b = program.batch
-    m = max(1.0, float(b.microbatches[0]))
-    held = rank_blocks(b, np.array([float(rank)]))
-    found: list[tuple[str, str, str, float, float]] = []
+    out: dict[Key, tuple[Array, Array]] = {}
+    for op, times in _operations(program, held):
+        count = times * op.count * (b.size(op.axis) > 1)
+        messages, total = out.get((op.axis, op.collective), (0.0, 0.0))
+        out[op.axis, op.collective] = messages + count, total + count * op.message_bytes
+    return out
 
-    def add(op: Op, times: float) -> None:
-        count = times * float(np.broadcast_to(op.count, 1)[0])
-        if count:
-            n = float(np.broadcast_to(op.message_bytes, 1)[0])
-            found.append((op.name, op.axis, op.collective, count, count * n))
 
+def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
+    """Everything one pipeline rank of a program of one plan issues in a step."""
+    held = rank_blocks(program.batch, np.full(program.batch.n, float(rank)))
+    found = [
+        (op.name, op.axis, op.collective, number(times * op.count), number(times * op.count * op.message_bytes))
+        for op, times in _operations(program, held)
+    ]
+    return records(row for row in found if row[3])
+
+
+def _operations(program: StepProgram, held: StageBlocks) -> list[tuple[Op, Array]]:
+    """Every operation that sends something, and how often the step runs it."""
+    b = program.batch
+    m = np.maximum(b.microbatches, 1.0)
+    out: list[tuple[Op, Array]] = []
     for key, ops in program.blocks.items():
-        for op in ops:
-            if op.axis:
-                add(op, m * float(held.times(*key)[0]))
-    for op in sync.step_ops(b, reduced(program, held)):
-        if op.axis:
-            add(op, 1.0)
-    for (_, op), messages in zip(boundary_ops(program), boundary_messages(b, held.rank), strict=False):
-        add(op, m * float(messages[0]))
-    return recorded(found)
+        out += [(op, m * held.times(*key)) for op in ops if op.axis and op.part not in DATA_PARALLEL]
+    out += [(op, 1.0) for op in sync.step_ops(program, held, zero_3=True) if op.axis]
+    messages = boundary_messages(b, held.rank)
+    return out + [(op, m * count) for (_, op), count in zip(boundary_ops(program), messages, strict=False)]
 
 
-def recorded(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
-    """One record an axis and collective of many (name, axis, collective, count, bytes)."""
-    by: dict[tuple[str, str], list[tuple[str, float, float]]] = {}
+def records(found: Iterable[tuple[str, str, str, float, float]]) -> list[Record]:
+    """One record for each axis and collective of many (name, axis, collective, count, bytes)."""
+    by: dict[Key, list[tuple[str, float, float]]] = {}
     for name, axis, kind, count, n in found:
         by.setdefault((axis, kind), []).append((name, count, n))
     return [
         Record(
-            axis, kind, sum(c for _, c, _ in rows), sum(x for *_, x in rows), tuple(dict.fromkeys(n for n, *_ in rows))
+            axis, kind, sum(c for _, c, _ in rows), sum(n for *_, n in rows), tuple(dict.fromkeys(n for n, *_ in rows))
         )
         for (axis, kind), rows in by.items()
     ]
 
 
+def number(value: object) -> float:
+    """The number of a program of one plan."""
+    return float(np.broadcast_to(value, 1)[0])  # type: ignore[call-overload]
+
+
 def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
     """Messages a rank sends per micro-batch: activations on, gradients back.
 
-    All its stages send on but the model's last, and back but the model's first. In a V the two ends of the model are on rank 0
-    and the turn is on the last rank, which passes to itself.
+    All its stages send on, except the model's last, and back, except the model's first. In a V-shaped pipeline both ends of the model
+    are on rank 0 and the turn is on the last rank, which passes to itself.
     """
     first, last = (rank == 0) * 1.0, (rank == batch.pp - 1) * 1.0
     several, v_shaped = (batch.pp > 1) * 1.0, np.isin(batch.schedule, V_SHAPED)

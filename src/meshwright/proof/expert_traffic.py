@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.lower.issued import Routed
+from meshwright.lower.rank import Routed
 from meshwright.models.moe import MixtureOfExperts
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.expert.dispatch import ParallelPlacement

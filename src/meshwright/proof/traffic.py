@@ -1,6 +1,6 @@
 """Collectives the witness saw against the lowered ones: equal, or the proof fails.
 
-Both are told by (axis, operation) as how many a step and how many bytes of n. The lowered ones are `lower.issued`'s, of (model,
+Both are told by (axis, operation) as how many a step and how many bytes of n. The lowered ones are `lower.rank`'s, of (model,
 plan, workload, rank) alone; nothing of the run is asked for sizes or messages. What a run decides is handed over as it was:
 
     the step       its number: replicas that train alone average in some
@@ -22,7 +22,7 @@ import torch
 from meshwright.cost.memory import memory
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
-from meshwright.lower.issued import Given, issued
+from meshwright.lower.rank import Given, traffic_of_rank
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.parallel.apply import Parallel, program_of
@@ -45,7 +45,7 @@ def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
     given = given_of(parallel)
     low, rows = lowered(parallel, given), []
     reasons = {ROUTED: replace(given, routed=None)} if given.routed is not None else {}
-    reasons |= {PASSED: replace(given, told=None)} if given.told is not None else {}
+    reasons |= {PASSED: replace(given, passed=None)} if given.passed is not None else {}
     without = {reason: lowered(parallel, less) for reason, less in reasons.items()}
     for key in sorted({*low, *observed.collectives}):
         expected, seen = low.get(key, (0.0, 0.0)), observed.collectives.get(key, (0, 0))
@@ -66,7 +66,7 @@ def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
     """By axis and operation; axes of the same ranks are one."""
     mesh, out = parallel.mesh, dict[Key, Amount]()
     element = WIDE[parallel.dtype][1] if parallel.dtype in WIDE else 0.0
-    for record in issued(
+    for record in traffic_of_rank(
         parallel.model, as_run(parallel), parallel.workload, mesh.rank, mesh.layout.order, given, element=element
     ):
         key = canonical(mesh, {"ends": "pp", "kv_copies": "tp"}.get(record.axis, record.axis)), record.collective

@@ -24,7 +24,7 @@ from meshwright.view.trace import Span
 
 DETAILS = ("operations", "layers", "actions")
 MOST_SPANS = 120_000
-PHASES_OF = {"F": ("F",), "B": ("R", "I", "W"), "I": ("R", "S", "I"), "W": ("W",)}
+PHASES_OF = {"F": ("F",), "B": ("R", "I", "W"), "I": ("R", "S", "G", "I"), "W": ("W",)}
 ORDER = ("embedding", "dense", "moe", "head")
 
 
@@ -66,13 +66,13 @@ class Filler:
         out: list[Piece] = []
         free: dict[str, float] = {}  # when each communication stream is idle again
         again = {block: round(one(held.times(block, "R"))) for block in held.counts}
-        twice = {block: one(held.times(block, "S")) > 0 for block in held.counts}
+        twice = {(block, phase): one(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")}
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
             inner: list[Piece] = []
             for phase in PHASES_OF[kind]:
-                if {"R": again[block] > 0, "S": twice[block]}.get(phase, True):
+                if {"R": again[block] > 0}.get(phase, twice.get((block, phase), True)):
                     at = self._phase(block, phase, at, free, inner)
                 again[block] -= phase == "R"
             out += (

@@ -1,0 +1,302 @@
+"""What one rank issues in one step, to the byte: the step program evaluated in integers.
+
+The operations of each block, the collectives of each message and the sums of a step are those of the step program of this one plan.
+Here they are followed on one rank: its stages as the pipeline's program places them, layer by layer, and its box of each parameter
+(`describe.sharding`), from which its ZeRO units and buckets are listed one by one. To what a batch of plans knows this adds
+
+    frozen parameters   no reduction of their gradients, and nothing of the part of backward that is not needed (`frozen`)
+    other ranks         their rows of what does not divide evenly
+    the step            replicas that train alone average in some steps only
+
+What neither model, plan nor workload knows is `Given`: which parameters the user froze, the number of the step, how many copies of
+tokens the routers sent, how many values a threshold let pass. Without it routing is even and values are normally distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import or_
+from typing import NamedTuple
+
+from meshwright.describe.cluster import DTYPE_BYTES
+from meshwright.describe.layout import Layout
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.sharding import Box, boxes
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.lower import sync
+from meshwright.lower.compressed import factor_size
+from meshwright.lower.frozen import Flow
+from meshwright.lower.gradients import Load, Message, data_parallel_ops, flat_messages
+from meshwright.lower.op import Op, StepProgram
+from meshwright.lower.recompute import resolve_recompute_budget
+from meshwright.lower.step import step_program
+from meshwright.lower.traffic import DATA_PARALLEL, Record, boundary_ops, number, records
+from meshwright.programs.pipelines import SCHEDULES
+from meshwright.programs.pipelines.program import PipelineProgram
+
+OURS = Stack(shared_scales=True)  # what `parallel` does
+# Operations whose bytes routing decides, by the count of rows that they move.
+ROUTED_ROWS = {
+    "dispatch": "sent",
+    "dispatch-grad": "received",
+    "combine": "received",
+    "combine-grad": "sent",
+    "expert-gather": "fullest",
+    "expert-scatter": "fullest",
+}
+ROW_SCALES = "fp8-expert-rows"  # scales of the rows that `down` reads
+
+
+class Routed(NamedTuple):
+    """Rows of one layer's tokens in one micro-batch: sent by this rank, received by it, those of its whole expert_tp group, and of
+    the fullest rank of that group."""
+
+    sent: int
+    received: int
+    rows: int
+    fullest: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a step's data and its user decide."""
+
+    step: int = 0  # counted from 1; 0: one in which replicas average
+    frozen: frozenset[str] = frozenset()
+    routed: Mapping[int, Sequence[Routed]] | None = None  # by layer, one for each micro-batch
+    passed: Sequence[Sequence[int]] | None = None  # by compressed message, values above the threshold in each reduction
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of a rank's stages, and in how many micro-batches its backward is split."""
+
+    index: int
+    layers: range
+    split: int
+
+
+Sent = tuple[str, str, str, float, float]  # name, axis, collective, count, bytes in all
+
+
+def traffic_of_rank(
+    model: Model,
+    plan: Plan,
+    workload: Workload,
+    rank: int,
+    order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
+    given: Given | None = None,
+    stack: Stack | None = None,
+    element: float = 0.0,
+) -> list[Record]:
+    """Everything this rank issues in the step; activations have `element` bytes, by default those of the workload's precision."""
+    given, plan = given or Given(), resolve_recompute_budget(model, plan, workload, stack)
+    layout, m = Layout(plan, order), plan.microbatches(workload)
+    program = step_program(model, plan, workload, stack or OURS, element)
+    pipeline = SCHEDULES[plan.schedule](plan.pp, m, plan.virtual) if plan.pp > 1 else None
+    at = layout.coordinates(rank)["pp"]
+    stages = stages_of(model, plan, pipeline, at)
+    held = [boxes(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]
+    found = list(boundaries(program, pipeline, at, m))
+    for stage, mine in zip(stages, held, strict=True):
+        found += in_blocks(program, plan, stage, mine, m, given)
+    ops = [
+        *reductions(program, plan, stages, held, given),
+        *other_sums(program, plan, [b for s in held for b in s], given),
+    ]
+    found += [
+        (op.name, op.axis, op.collective, number(op.count), number(op.count * op.message_bytes))
+        for op in ops
+        if op.axis
+    ]
+    sizes = {axis: number(program.batch.size(axis)) for _, axis, *_ in found}
+    return records(row for row in found if row[3] and sizes[row[1]] > 1)
+
+
+def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: int) -> list[Stage]:
+    """The stages of a pipeline rank."""
+    if pipeline is None:
+        return [Stage(0, range(model.layers), 0)]
+    out, start = [], 0
+    split = [a.stage for a in pipeline.actions(at) if a.kind == "I"]
+    for index, count in enumerate(plan.stage_layers(model.layers)):
+        if pipeline.rank_of[index] == at:
+            out.append(Stage(index, range(start, start + count), split.count(index) if index else 0))
+        start += count
+    return out
+
+
+# Blocks
+
+
+def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m: int, given: Given) -> Iterator[Sent]:
+    """What the step program says of every block of a stage, in each micro-batch."""
+    model, recomputed = program.batch.model, set(plan.recomputed_layers(stage.layers))
+    blocks = [("embedding", -1)] * (stage.layers.start == 0)
+    blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
+    blocks += [("head", -1)] * (stage.layers.stop == model.layers)
+    flow = Flow.of(model, stage.layers, held, later=stage.index > 0)
+    for block, layer in blocks:
+        reruns = layer in recomputed or (plan.recompute == "selective" and layer >= 0)
+        for phase, op in program.ops(block):
+            if not op.axis or op.part in DATA_PARALLEL or (phase == "R" and not reruns):
+                continue
+            times = number(op.count) * rounds(op, phase, block, layer, stage, flow, layer in recomputed, m)
+            n = times * number(op.message_bytes)
+            if times and given.routed is not None and data_decides(op, model):
+                n = routed_bytes(program, op, given.routed[layer])
+            yield op.name, op.axis, op.collective, times, n
+
+
+def rounds(op: Op, phase: str, block: str, layer: int, stage: Stage, flow: Flow, recomputed: bool, m: int) -> float:
+    """In how many micro-batches, or how often in them, an operation happens."""
+    if phase == "F":
+        return m
+    if phase == "R":
+        return m * flow.reaches(layer, block)
+    often = stage.split if phase in ("S", "G") else m
+    if op.name == "fp8-gradients":
+        return often * flow.products(layer)
+    if op.name.endswith("-in-again"):
+        if recomputed:  # gathered once for the recomputation, and kept
+            return m * flow.reaches(layer, block) if phase == "W" else 0
+        return often * flow.region(op.name.removesuffix("-in-again"), layer)
+    return m * flow.happens(op.name, layer, block)
+
+
+def data_decides(op: Op, model: Model) -> bool:
+    """Whether routing decides the bytes of an operation. Where no copy is dropped, a rank sends t·k copies wherever they go."""
+    name = op.name.removesuffix("-again")
+    return name == ROW_SCALES or (name in ROUTED_ROWS and (ROUTED_ROWS[name] != "sent" or model.router.compares))
+
+
+def routed_bytes(program: StepProgram, op: Op, journeys: Sequence[Routed]) -> float:
+    """Of all micro-batches: an all-to-all of the rows that leave, a gather or a scatter padded to the fullest rank."""
+    batch, name = program.batch, op.name.removesuffix("-again")
+    if name == ROW_SCALES:
+        return 4.0 * sum(journey.rows + batch.model.experts / number(batch.ep) for journey in journeys)
+    kind = ROUTED_ROWS[name]
+    ranks = number(batch.etp) if kind == "fullest" else 1.0
+    return sum(getattr(journey, kind) for journey in journeys) * ranks * batch.model.hidden * program.element
+
+
+def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, m: int) -> Iterator[Sent]:
+    """Activations on, gradients back, wherever the next stage is on another rank."""
+    if pipeline is None:
+        return
+    pairs = [(a, b) for a, b in pairwise(pipeline.rank_of.tolist()) if a != b]
+    for (_, op), senders in zip(boundary_ops(program), ([a for a, _ in pairs], [b for _, b in pairs]), strict=True):
+        count = float(m * senders.count(at))
+        yield op.name, op.axis, op.collective, count, count * number(op.message_bytes)
+
+
+# Once a step
+
+
+def reductions(
+    program: StepProgram, plan: Plan, stages: list[Stage], held: list[list[Box]], given: Given
+) -> Iterator[Op]:
+    """The messages of data parallelism, of all stages of the rank."""
+    passed = iter(given.passed) if given.passed is not None else None
+    messages: dict[str, list[Message]] = {"dense": [], "expert": []}
+    for stage, mine in zip(stages, held, strict=True):
+        for group, message in stage_messages(program.batch.model, plan, stage.layers, mine, passed):
+            messages[group].append(message)
+    for group, found in messages.items():
+        yield from data_parallel_ops(program.batch, group, found, zero_3=True)
+
+
+def stage_messages(
+    model: Model, plan: Plan, layers: range, held: list[Box], passed: Iterator[Sequence[int]] | None
+) -> Iterator[tuple[str, Message]]:
+    """The units of ZeRO of one stage, then its buckets: dense parameters before experts, compressed gradients before exact ones."""
+    lossy = plan.wire != "none"
+
+    def measured(compressed: bool) -> float | None:
+        """The mean over a message's reductions of the values that a threshold let pass."""
+        if passed is None or not compressed or plan.wire != "threshold":
+            return None
+        values = next(passed)
+        return sum(values) / len(values)
+
+    units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
+    for unit, again in zip(units, gathered_again(units, plan.prefetch), strict=True):
+        load = load_of(unit, plan)
+        yield unit[0].group, Message(1.0, load, True, float(again), measured(load.sent > 0))
+    for group in ("dense", "expert"):
+        learns = [box for box in held if box.group == group and box.learns and not box.zero][::-1]
+        sent = [box for box in learns if not lossy or box.compressible]
+        parts = [(box.size, *factor_size(box.shape, plan.compression_rank)) for box in sent]
+        width = DTYPE_BYTES[plan.grad_dtype]
+        for elements, first, second in flat_messages(parts, plan.bucket, width, plan.wire == "powersgd"):
+            yield group, Message(1.0, Load(sent=elements, first=first, second=second), passed=measured(lossy))
+        exact = [(box.size, 0, 0) for box in learns if lossy and not box.compressible]
+        for elements, *_ in flat_messages(exact, plan.bucket, width, False):
+            yield group, Message(1.0, Load(exact=elements))
+
+
+def load_of(unit: list[Box], plan: Plan) -> Load:
+    """What data parallelism gathers and reduces of a unit of ZeRO."""
+    learns = [box for box in unit if box.learns]
+    sent = [box for box in learns if plan.wire == "none" or box.compressible]
+    factors = [factor_size(box.shape_in_transit, plan.compression_rank) for box in sent]
+    total = sum(box.padded_size for box in learns)
+    compressed = sum(box.padded_size for box in sent)
+    first, second = (float(sum(pair[k] for pair in factors)) for k in (0, 1))
+    return Load(
+        float(sum(box.padded_size for box in unit)), float(compressed), float(total - compressed), first, second
+    )
+
+
+def zero_units(model: Model, plan: Plan, layers: range, held: list[Box]) -> Iterator[list[Box]]:
+    """The units of one stage: what ZeRO gathers and reduces together."""
+    dense = [box for box in held if not box.expert]
+    if not plan.wrap:
+        groups = [dense]
+    else:
+        first = [box for box in dense if box.parameter.block == "embedding"]
+        last = [box for box in dense if box.parameter.block == "head"]
+        ends = [first + last, []] if model.tied and first and last else [first, last]
+        runs: list[list[Box]] = [[] for _ in range(0, len(layers), plan.wrap)]
+        for box in dense:
+            if box.parameter.layer >= 0:
+                runs[(box.parameter.layer - layers.start) // plan.wrap].append(box)
+        groups = [ends[0], *runs, ends[1]]
+    groups += [[box for box in held if box.expert and box.parameter.layer == layer] for layer in layers]
+    yield from (group for group in groups if group)
+
+
+def gathered_again(units: list[list[Box]], prefetch: bool) -> list[bool]:
+    """The units that backward gathers: those that a gradient reaches, with something trained in them or before; and the one before
+    these, where each unit prefetches the next. (A unit of experts always does.)"""
+    order = sorted(range(len(units)), key=lambda i: forward_end(units[i]))
+    reached = dict(zip(order, accumulate((any(box.learns for box in units[i]) for i in order), or_), strict=True))
+    asks = {i: reached[i] and (prefetch or units[i][0].expert) for i in order}
+    after = dict(pairwise(order))
+    return [reached[i] or (i in after and asks[after[i]]) for i in range(len(units))]
+
+
+def forward_end(unit: list[Box]) -> tuple[float, bool]:
+    """When forward has used a unit: a layer's experts before the layer, both ends that share a weight with the last of them."""
+    last = max(float("inf") if box.parameter.block == "head" else float(box.parameter.layer) for box in unit)
+    return last, not unit[0].expert
+
+
+def other_sums(program: StepProgram, plan: Plan, held: list[Box], given: Given) -> list[Op]:
+    """After the gradients: partial sums, what two stages share, loads, three numbers, and averages of replicas."""
+    elements: dict[str, float] = {}
+    for box in held:
+        if box.partial:
+            elements[box.partial] = elements.get(box.partial, 0.0) + box.local_size
+    tied = [box for box in held if box.tied]
+    if len(tied) == 1:
+        elements["ends"] = float(tied[0].local_size)
+    routers = sum(box.name.endswith(".router.weight") for box in held)
+    elements["stage"] = sync.ROUTER_LOADS * program.batch.model.experts * routers
+    averages = plan.average_every > 0 and given.step % plan.average_every == 0
+    own = float(sum(box.local_size for box in held))
+    return [*sync.small_sums(program.batch, elements), *sync.parameter_average(program.batch, own, float(averages))]
