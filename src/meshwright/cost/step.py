@@ -166,7 +166,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     exposed["bubble"] = ramp(b, f, i, w, np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
 
     fullest = _fullest(program, held)
-    syncs = sync.step_ops(program, fullest)
+    syncs = sync.step_ops(program, fullest, sums=_largest_sums(program, held))
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
     closing = _closing(program, cluster, network, syncs, slow)
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
@@ -279,6 +279,13 @@ def _fullest(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
     sizes = [np.broadcast_to(sum(padded_elements(program, h).values()), b.n) for h in held]
     ranks = np.stack([np.broadcast_to(h.rank, b.n) for h in held])
     return rank_blocks(b, np.take_along_axis(ranks, np.stack(sizes).argmax(axis=0)[None, :], 0)[0])
+
+
+def _largest_sums(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
+    """What is summed after the gradients, on the rank that has most of it: the norm of the gradients, and with it the update of every
+    rank, waits for all of them."""
+    sums, n = [sync.summed(program, h) for h in held], program.batch.n
+    return {axis: np.maximum.reduce([np.broadcast_to(found[axis], n) for found in sums]) for axis in sums[0]}
 
 
 def _closing(

@@ -25,9 +25,11 @@ ROUTER_LOADS = 2.0  # numbers per expert that a layer sums: copies sent to it, c
 UPDATE_LAUNCHES = 12.0  # kernels that an unfused optimizer launches for each parameter
 
 
-def step_ops(program: StepProgram, held: StageBlocks, zero_3: bool = False) -> list[Op]:
+def step_ops(
+    program: StepProgram, held: StageBlocks, zero_3: bool = False, sums: Mapping[str, Array] | None = None
+) -> list[Op]:
     """Everything the ranks that hold these blocks do once a step, in order: reduce, clip, update, gather. `zero_3` adds the messages of
-    ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`)."""
+    ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`); `sums` replaces what `summed` says of the rank."""
     b = program.batch
     elements = padded_elements(program, held)
     groups = ["dense", "expert"] if b.model.experts else ["dense"]
@@ -42,7 +44,12 @@ def step_ops(program: StepProgram, held: StageBlocks, zero_3: bool = False) -> l
     if not b.units:
         gathers += [op for group in groups for op in flat_gather(b, group, elements[group])]
     owned = sum(elements[g] / np.where(b.zero >= 1, b.size(DATA_AXES[g].shard), 1.0) for g in groups)
-    ops = [*reductions, *small_sums(b, summed(program, held)), *optimizer(b, owned, parameter_count(b)), *gathers]
+    ops = [
+        *reductions,
+        *small_sums(b, summed(program, held) if sums is None else sums),
+        *optimizer(b, owned, parameter_count(b)),
+        *gathers,
+    ]
     return [op for op in (*ops, *parameter_average(b, elements["dense"])) if present(op.count)]
 
 
