@@ -55,20 +55,7 @@ PARALLEL_HEIGHT = {part: -depth for depth, parts in enumerate(PARALLEL) for part
 # Circles that are still to be cut: this list only shrinks.
 CIRCLES: list[set[str]] = [
     {"cli.show", "cli.show.listing"},
-    {
-        "describe.anatomy",
-        "describe.hf",
-        "describe.hf.families",
-        "describe.hf.parts",
-        "describe.hf.reader",
-        "describe.model",
-    },
-    {"describe.catalog", "describe.cluster"},
-    {"describe.legal", "describe.plan"},
     {"lower.footprint", "lower.layer", "lower.tiles"},
-    {"planner.advice.guides", "planner.advice.guides_axes", "planner.advice.textbook"},
-    {"planner.advice.lint.legal", "planner.advice.lint.lint", "planner.advice.lint.rules"},
-    {"planner.search.buckets", "planner.search.leaders"},
 ]
 
 

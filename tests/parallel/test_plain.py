@@ -108,5 +108,5 @@ def test_what_is_trained_only_after_the_split_is_summed_too():
 def test_ranks_that_would_drop_other_places_are_told():
     ranks.run(2, pair, [1, 1], 0.5, False)
     ranks.run(2, pair, [1, 2], 0.0, False)
-    with pytest.raises(MeshwrightError, match="MW-TP-007: '2' drops"):
+    with pytest.raises(MeshwrightError, match="MW-TP-007: '2' has dropout"):
         ranks.run(2, pair, [1, 2], 0.5, False)

@@ -106,7 +106,7 @@ def region(context, again, changed=False):
     from torch import distributed, nn
 
     from meshwright.parallel import exchange
-    from meshwright.parallel.tensor.regather import gather_again
+    from meshwright.parallel.tensor.regather import regather
 
     group = distributed.group.WORLD
     linears = nn.ModuleList(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(3))
@@ -116,7 +116,7 @@ def region(context, again, changed=False):
     calls = []
     gather, exchange.all_gather = exchange.all_gather, lambda *a: calls.append(1) or gather(*a)
     whole = exchange.gather_in(x, group, 1)
-    with gather_again(whole, x, group) if again else nullcontext():
+    with regather(whole, x, group) if again else nullcontext():
         if changed:
             whole.mul_(3.0)
         y = sum(linear(whole) for linear in linears)

@@ -177,7 +177,7 @@ def other(pattern, style):
         ),
         (LLAMA[1:], 2, 8, r"MW-TP-001: 'model\.embed_tokens' holds weight"),
         (other("model.norm", "column"), 2, 8, "MW-TP-004: 'model.norm' is a LlamaRMSNorm, not a Linear"),
-        (other("model.norm", "whole"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'whole'"),
+        (other("model.norm", "whole"), 2, 8, "MW-TP-004: the table gives 'model.norm' the style 'whole'"),
         (
             other("model.layers.*.self_attn.[kv]_proj", "keys"),
             2,
@@ -188,13 +188,13 @@ def other(pattern, style):
             other("model.layers.*.mlp.up_proj", "column:1,x"),
             2,
             8,
-            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns",
+            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' has 48 columns",
         ),
         (
             other("model.layers.*.mlp.up_proj", "column:1,4"),
             2,
             8,
-            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' of 48 columns",
+            "MW-TP-005: 'model.layers.0.mlp.up_proj.weight' has 48 columns",
         ),
         (
             other("model.layers.*.self_attn.q_proj", "heads:2,1,1"),
@@ -208,7 +208,7 @@ def other(pattern, style):
             8,
             "MW-TP-002: a part of 31 columns of 'model.layers.0.self_attn",
         ),
-        (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: 'model.norm' is said to be 'parts:1,1'"),
+        (other("model.norm", "parts:1,1"), 2, 8, "MW-TP-004: the table gives 'model.norm' the style 'parts:1,1'"),
         (
             (*LLAMA, ("model.layers.*.mlp", "counts:width")),
             2,
@@ -262,5 +262,5 @@ def test_a_module_without_a_table_says_how_to_write_one():
         families.table_for(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(MeshwrightError, match="MW-TP-003: pattern 'x' of the table matches no parameter"):
         split(nn.Sequential(nn.Linear(2, 2)), (("0", "column"), ("x", "cut:1")), Ranks(2))
-    with pytest.raises(MeshwrightError, match=r"MW-TP-005: '0\.weight' of 2 dimensions is said to be 'cut:2'"):
+    with pytest.raises(MeshwrightError, match=r"MW-TP-005: 'cut:2' does not fit '0\.weight', which has 2 dimensions"):
         split(nn.Sequential(nn.Linear(2, 2)), (("0.*", "cut:2"),), Ranks(2))

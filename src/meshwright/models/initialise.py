@@ -1,16 +1,15 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter is drawn from a generator of its own, seeded by a hash of (seed, name), with the full tensor's shape. A
-rank that holds a part of it draws the whole and keeps its box, so the same seed gives the same weights under every
-plan, at the price of drawing what others keep: one parameter at a time, never a whole model.
+Each parameter has its own generator, seeded by a hash of (seed, name), and is drawn with the shape of the full tensor. A
+rank that holds a part of it draws the whole tensor and keeps its box (`describe.sharding`), so the same seed gives the
+same weights under every plan. The price: every rank draws every parameter of its stage in full, one at a time.
 
     matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
-    into the residual         σ / √(2·layers)              (attention output, down projections of FFN and experts)
+    outputs of a block        σ / √(2·layers)              (attention output, down projections of FFN and experts)
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
     norm weights 1, biases 0
 
-`scatter` adds N(0, 0.1²) to norm weights and biases as well: a proof of parity must not start where a wrong bias is
-zero.
+`scatter` adds N(0, 0.1²) to norm weights and biases: a proof of parity must not start where a wrong bias would be zero.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 
 from meshwright.describe.model import Model
 
-INTO_RESIDUAL = ("attention.o.weight", "heads.o.weight", "down.weight")
+BLOCK_OUTPUTS = ("attention.o.weight", "heads.o.weight", "down.weight")
 SCATTER = 0.1
 
 
@@ -32,7 +31,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter: bool = False) -> torch.Tensor:
-    """The full float32 tensor a parameter starts from."""
+    """The initial value of a parameter: the full tensor, in float32."""
     draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
     if len(shape) == 1 or name.endswith("bias"):
         centre = 0.0 if name.endswith("bias") else 1.0
@@ -40,6 +39,6 @@ def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter
     if model.kind == "mlp":
         return draw.mul_(math.sqrt(2 / model.hidden))
     deviation = math.sqrt(2 / (5 * model.hidden))
-    if name.endswith(INTO_RESIDUAL):
+    if name.endswith(BLOCK_OUTPUTS):
         deviation /= math.sqrt(2 * model.layers)
     return draw.mul_(deviation)

@@ -31,7 +31,7 @@ from meshwright.describe import legality
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.sharding import KV_COPIES, Box, boxes, even_range
+from meshwright.describe.sharding import KV_COPIES, Box, boxes, degrees_of, even_range
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -195,7 +195,7 @@ def apply(
         check_split_products(plan, program)
     # Under ZeRO the shards are the masters: they are kept in at least float32, and torch narrows what it gathers.
     kept = at_least_single(dtype) if mesh.sharded and plan.master else dtype
-    copies = mesh.add_copies(plan.tp // model.kv_groups) if model.kind == "transformer" else None
+    copies = mesh.add_copies(degrees_of(model, plan).kv_copies)
 
     stages: dict[int, nn.Module] = {}
     pieces: list[Piece] = []

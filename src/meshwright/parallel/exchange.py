@@ -4,17 +4,16 @@
     reduce_out  all-reduce    forward, identity       backward      leave a row-split product           Megatron's g
     gather_in   all-gather    forward, reduce-scatter backward      f where the sequence is sharded
     scatter_out reduce-scatter forward, all-gather    backward      g where the sequence is sharded
-    join        all-gather    forward, own slice      backward      a whole tensor every rank then treats alike
-    divide      own slice     forward, all-gather     backward      the inverse of join: each rank goes on with its share
+    join        all-gather    forward, own slice      backward      a whole tensor that every rank then uses in the same way
+    divide      own slice     forward, all-gather     backward      the inverse of join: each rank continues with its share
 
 One `copy_in` feeds q, k and v together, so backward sums their three input gradients before the one all-reduce: four
 all-reduces a layer, where a plan that treats each product by itself makes seven. An all-reduce is a reduce-scatter
 and an all-gather, so the sequence-sharded pair moves the same bytes.
 
-Each is differentiated once: a gradient of a gradient would have to cross ranks by pairs of its own, and is refused.
+Each can be differentiated once: a gradient of a gradient would need further pairs of collectives, and raises.
 
-Collectives along a dimension d > 0 are transposed to the front and back: ranks are concatenated along the first
-dimension.
+torch concatenates ranks along the first dimension: for a dimension d > 0 tensors are transposed to the front and back.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _reduce_scatter = getattr(distributed, "reduce_scatter_single", None) or distrib
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """In place where memory allows; the sum over the group."""
+    """The sum over the group, in place if the tensor is contiguous."""
     tensor = tensor.contiguous()
     distributed.all_reduce(tensor, group=group)
     return tensor
 
 
 def sum_together(tensors: list[torch.Tensor], group: ProcessGroup) -> None:
-    """Each of several tensors summed over the group, in place and in one message."""
+    """Sum each of several tensors over the group, in place, with one all-reduce."""
     together = all_reduce(torch.cat([t.flatten() for t in tensors]), group)
     for tensor, summed in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(summed.view_as(tensor))
@@ -75,13 +74,13 @@ def check_divides(tensor: torch.Tensor, group: ProcessGroup, dim: int) -> None:
 
 
 def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Contiguous with `dim` first: nothing moves where all dimensions before it are 1, as with one sequence a batch."""
+    """Contiguous with `dim` first: nothing is copied where all dimensions before it are 1, as with a batch of one sequence."""
     return tensor.movedim(dim, 0).contiguous()
 
 
 def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The way back, as good as a fresh tensor: torch compares the strides of pipeline messages, size 1 or not, and a split
-    backward detaches a stage's output in place, which autograd refuses for a view."""
+    """The inverse of `to_front`, with the strides of a new tensor: torch compares the strides of pipeline messages even of
+    size 1, and a split backward detaches a stage's output in place, which autograd refuses for a view."""
     back = tensor.movedim(0, dim)
     return back.reshape(-1).view(back.shape).detach()
 
@@ -102,7 +101,7 @@ class _ReduceOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         distributed.all_reduce(x, group=group)
-        return x.detach()  # no view: a module may go on in place
+        return x.detach()  # not a view: a module may change it in place
 
     @staticmethod
     @once_differentiable

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.tensor.regather import keep_whole
+from meshwright.parallel.tensor.regather import keep_gathered
 
 _recomputing: ContextVar[bool] = ContextVar("recomputing", default=False)
 
@@ -116,7 +116,7 @@ class _Call:
         return self.values[handle]
 
     def forward(self, args: tuple) -> Any:
-        with saved_tensors_hooks(self.pack, self.unpack), keep_whole():
+        with saved_tensors_hooks(self.pack, self.unpack), keep_gathered():
             return self.function(*args)
 
     def rerun(self) -> None:
@@ -145,7 +145,7 @@ class _Call:
         buffers = [(b, b.clone()) for b in self.module.buffers()] if self.module is not None else []
         cuda = [self.device] if self.device.type == "cuda" else []
         token = _recomputing.set(True)
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_whole():
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), keep_gathered():
             torch.set_rng_state(self.random[0])
             if self.random[1] is not None:
                 torch.cuda.set_rng_state(self.random[1], self.device)

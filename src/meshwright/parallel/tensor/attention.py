@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import exchange
 from meshwright.parallel.tensor.cuts import Split, cut_out, fused_cuts
-from meshwright.parallel.tensor.regather import gather_again
+from meshwright.parallel.tensor.regather import regather
 
 PACKED = {"in_proj_weight": "1,1,1", "in_proj_bias": "1,1,1"}
 SEPARATE = {"q_proj_weight": "1", "k_proj_weight": "1", "v_proj_weight": "1", "in_proj_bias": "1,1,1"}
@@ -89,7 +89,7 @@ class _Forward:
         given = {id(x): x for x in (query, key, value)}
         whole = {i: done.enter(x) for i, x in given.items()}
         one = len(given) == 1 and done.sequence
-        around = gather_again(whole[id(query)], query, done.group, done.sequence_dim) if one else nullcontext()
+        around = regather(whole[id(query)], query, done.group, done.sequence_dim) if one else nullcontext()
         with around:
             q, k, v = self.projected(*(whole[id(x)] for x in (query, key, value)))
         mask = self.mask(key_padding_mask, attn_mask, q)

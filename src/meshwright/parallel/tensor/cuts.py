@@ -1,13 +1,13 @@
-"""Which part of a parameter a tensor-parallel rank holds: one range of a dimension, or of a fused one several.
+"""Which part of a parameter a tensor-parallel rank holds: one range of a dimension, or several of a fused one.
 
-Many models make queries, keys and values, or gate and up, in one product, whose weight is theirs one below the other:
+Many models compute queries, keys and values, or gate and up, in one product, whose weight is theirs stacked:
 
-    [ q | k | v ]  cut in two as it stands:   [ q, half of k ] and [ half of k, v ]        no rank can attend
+    [ q | k | v ]  cut in two halves:         [ q, half of k ] and [ half of k, v ]        no rank can attend
     each part cut by itself:                  [ q₀ | k₀ | v₀ ] and [ q₁ | k₁ | v₁ ]        each has some heads
 
-A table says the parts, "column:1,1" in proportion, or "heads:32,8,8" in heads, which are never cut: where there are
-fewer of them than ranks, neighbours hold copies, as `tensor` tells of keys. Parts that alternate head by head (GPT-NeoX's
-q₀k₀v₀q₁k₁v₁…, Falcon's groups) are whole heads one after the other: plain "column" cuts them right.
+The table gives the parts, "column:1,1" in proportion, or "heads:32,8,8" in heads, which are never cut: where there are
+fewer heads than ranks, neighbours hold copies, as with "keys". Parts that alternate head by head (GPT-NeoX's
+q₀k₀v₀q₁k₁v₁…, Falcon's groups) are whole heads one after the other: plain "column" cuts them correctly.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ class Cut:
     copies: int = 1
 
 
-def fused_cuts(name: str, dim: int, full: int, kind: str, said: str, ranks: int, rank: int) -> tuple[Cut, ...]:
-    """This rank's ranges of a dimension that holds several parts, `said` as "32,8,8"."""
-    counts = [int(word) for word in said.split(",") if word.isdecimal() and int(word)]
-    if len(counts) != said.count(",") + 1 or full % sum(counts):
+def fused_cuts(name: str, dim: int, full: int, kind: str, parts: str, ranks: int, rank: int) -> tuple[Cut, ...]:
+    """This rank's ranges of a dimension that holds several `parts`, such as "32,8,8"."""
+    counts = [int(word) for word in parts.split(",") if word.isdecimal() and int(word)]
+    if len(counts) != parts.count(",") + 1 or full % sum(counts):
         raise MeshwrightError(
             "MW-TP-005",
-            f"'{name}' of {full} columns is said to be '{kind}:{said}'",
-            why="Its parts are counted in whole numbers, in proportion or in heads, and fill it",
+            f"'{name}' has {full} columns, which '{kind}:{parts}' does not divide",
+            why="The parts are whole numbers, in proportion or in heads, whose sum divides the columns",
             valid=["column:1,1", "heads:32,8,8"],
         )
     width, cuts, begin = full // sum(counts), [], 0
     for count in counts:
-        pieces = count if kind == "heads" else count * width  # of which none is cut
-        if pieces % ranks and (kind != "heads" or ranks % pieces or count == max(counts)):
+        units = count if kind == "heads" else count * width  # heads or columns, none of which is cut
+        if units % ranks and (kind != "heads" or ranks % units or count == max(counts)):
             raise MeshwrightError(
                 "MW-TP-002",
-                f"a part of {pieces} {'heads' if kind == 'heads' else 'columns'} of '{name}' does "
+                f"a part of {units} {'heads' if kind == 'heads' else 'columns'} of '{name}' does "
                 f"not divide over tp={ranks}",
                 why="Each rank holds whole heads or columns",
             )
-        copies = max(1, ranks // pieces)
+        copies = max(1, ranks // units)
         start, stop = even_range(count * width, ranks // copies, rank // copies)
         cuts.append(Cut(dim, begin + start, stop - start, full, copies))
         begin += count * width
@@ -63,19 +63,19 @@ def fused_cuts(name: str, dim: int, full: int, kind: str, said: str, ranks: int,
 
 
 def parts_of(cuts: tuple[Cut, ...], local: torch.Tensor) -> list[torch.Tensor]:
-    """Views of what a rank holds, one for each cut."""
+    """Views of a rank's part, one for each cut."""
     return list(local.split([cut.length for cut in cuts], dim=cuts[0].dim))
 
 
 def cut_out(cuts: tuple[Cut, ...], full: torch.Tensor) -> torch.Tensor:
-    """What a rank holds of a full tensor."""
+    """A rank's part of a full tensor."""
     return torch.cat([full.narrow(cut.dim, cut.start, cut.length) for cut in cuts], dim=cuts[0].dim)
 
 
 @dataclass
 class Split:
-    """What `split` did: the cuts by parameter name, and the parameters whose gradient is a partial sum: whole ones over
-    tp, copied ones over `copies`."""
+    """How `split` divided a module: the cuts by parameter name, and the parameters whose gradient is a partial sum, over tp
+    (`partial`) or over the ranks that hold the same KV head (`copied`)."""
 
     group: ProcessGroup
     sequence: bool = False
@@ -88,7 +88,7 @@ class Split:
     partial: set[str] = field(default_factory=set)
     copied: set[str] = field(default_factory=set)
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # a weight shared by two modules stays shared
-    configs: list[Any] = field(default_factory=list)  # copies made for modules that count by them
+    configs: list[Any] = field(default_factory=list)  # copied configs of modules that read their counts from one
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """The input of column-split products: gathered along the sequence where that is divided."""
@@ -104,33 +104,34 @@ class Split:
         return exchange.reduce_out(partial_sum, self.group)
 
     def sum_gradients(self, module: nn.Module) -> None:
-        """After the backward of a step's last micro-batch: complete the gradients that are partial sums."""
-        slopes = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        """Complete the gradients that are partial sums; call it after the backward of a step's last micro-batch."""
+        gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
         copied = [
             part
-            for n in slopes
+            for n in gradients
             if n in self.copied
-            for cut, part in zip(self.cuts_of(n), self.parts(n, slopes[n]), strict=True)
+            for cut, part in zip(self.cuts_of(n), self.parts(n, gradients[n]), strict=True)
             if cut.copies > 1
         ]
-        for gradients, group in (([slopes[n] for n in slopes if n in self.partial], self.group), (copied, self.copies)):
-            if gradients and group is not None:
-                exchange.sum_together(gradients, group)
+        partial = [gradients[n] for n in gradients if n in self.partial]
+        for tensors, group in ((partial, self.group), (copied, self.copies)):
+            if tensors and group is not None:
+                exchange.sum_together(tensors, group)
 
     def norm(self, module: nn.Module) -> torch.Tensor:
-        """Of the whole model's gradient: each rank's own columns and rows, and of what several hold one copy."""
+        """The norm of the whole model's gradient: each rank counts its own part, and one rank of several that hold copies."""
         squares = torch.zeros((), dtype=torch.float64, device=next(module.parameters()).device)
         for name, parameter in module.named_parameters():
             copies = [cut.copies for cut in self.cuts_of(name)] or [self.group.size()]
-            for held, count in (
+            for local, count in (
                 zip(self.parts(name, parameter.grad), copies, strict=True) if parameter.grad is not None else ()
             ):
                 if self.group.rank() % count == 0:
-                    squares += held.double().square().sum()
+                    squares += local.double().square().sum()
         return exchange.all_reduce(squares, self.group).sqrt()
 
     def cuts_of(self, name: str) -> tuple[Cut, ...]:
-        """One, of a fused parameter several, of a whole one none."""
+        """One cut, several of a fused parameter, none of a whole one."""
         return self.fused.get(name) or ((self.cuts[name],) if name in self.cuts else ())
 
     def parts(self, name: str, local: torch.Tensor) -> list[torch.Tensor]:
@@ -139,12 +140,12 @@ class Split:
 
     @torch.no_grad()
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The full tensor, on every rank, of which `part` is this rank's: of a parameter, its gradient or a moment."""
+        """The full tensor, on every rank, of which `part` is this rank's part: a parameter, its gradient or a moment."""
         cuts = self.cuts_of(name)
         if not cuts:
             return part.detach().clone()
         full = part.new_zeros([cuts[0].full if dim == cuts[0].dim else n for dim, n in enumerate(part.shape)])
-        for cut, held in zip(cuts, parts_of(cuts, part), strict=True):
+        for cut, local in zip(cuts, parts_of(cuts, part), strict=True):
             if self.group.rank() % cut.copies == 0:
-                full.narrow(cut.dim, cut.start, cut.length).copy_(held)
+                full.narrow(cut.dim, cut.start, cut.length).copy_(local)
         return exchange.all_reduce(full, self.group)

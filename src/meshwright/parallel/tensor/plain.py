@@ -1,13 +1,13 @@
-"""What must be known of a module before it is cut: how a weight lies, that a layer does no more than its product, and that the
-ranks draw alike what they drop.
+"""Checks before a module is cut: the layout of its weight, that a layer computes only its product, and that ranks draw the same
+dropout masks.
 
-A row-split product and an embedding split by vocabulary are computed anew, with a sum over ranks in the middle. A layer that
-does something else besides, as an embedding that scales what it looks up, would silently lose it. So a class with a `forward` of
-its own is tried: it must give what its weight and bias alone give.
+The forward of a row-split linear layer and of an embedding split by vocabulary is replaced by one with a sum over ranks. A layer that
+computes more, such as an embedding that scales its output, would silently lose it. So a subclass with its own `forward` is tried: its
+output must be that of its weight and bias alone.
 
-Between the split layers all ranks of a group hold the same activations. `nn.Dropout` draws from each rank's own generator: seeded
-apart, ranks would go on with different ones, in silence. Seeded alike they stay together (and in each rank's heads drop the same
-places, which is another draw than one device's, not a wrong one).
+Between the split layers all ranks of a group hold the same activations. `nn.Dropout` draws from each rank's generator: with different
+seeds the ranks would silently continue with different activations. With equal seeds they stay equal (and drop the same positions of
+each rank's heads, which is another draw than one device's, but a valid one).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from meshwright.errors import MeshwrightError
 
-TRIED = 3  # rows
+TRIED = 3  # rows in the trial
 
 
 def is_transposed(part: Any) -> bool:
@@ -31,7 +31,7 @@ def is_transposed(part: Any) -> bool:
 
 
 def output_dim(part: Any) -> int:
-    """Of a linear layer's weight."""
+    """The output dimension of a linear layer's weight."""
     return int(is_transposed(part))
 
 
@@ -41,7 +41,7 @@ def product(part: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> tor
 
 @torch.no_grad()
 def check_plain(name: str, part: Any) -> None:
-    """Refuse a linear layer or an embedding that computes something else than its product."""
+    """Raise for a linear layer or an embedding that computes more than its product."""
     known = type(part).forward in (nn.Linear.forward, nn.Embedding.forward) or is_transposed(part)
     if known and "forward" not in vars(part):
         return
@@ -49,9 +49,9 @@ def check_plain(name: str, part: Any) -> None:
     if weight.is_meta:
         raise MeshwrightError(
             "MW-TP-004",
-            f"'{name}' is a {type(part).__name__} with a forward of its own, on the meta device",
-            why="Whether it does more than its product cannot be tried",
-            fix="split it with its weights",
+            f"'{name}' is a {type(part).__name__} with its own forward, on the meta device",
+            why="Without weights it cannot be checked whether it computes more than its product",
+            fix="load its weights before splitting",
         )
     if isinstance(part, nn.Embedding):
         given = torch.arange(min(TRIED, len(weight)), device=weight.device)
@@ -67,14 +67,14 @@ def check_plain(name: str, part: Any) -> None:
     ):
         raise MeshwrightError(
             "MW-TP-004",
-            f"'{name}', a {type(part).__name__}, does more than its product",
-            why="Split, it is its product summed over ranks: what else it does would be lost",
-            fix="do that in a module around it",
+            f"'{name}', a {type(part).__name__}, computes more than its product",
+            why="Split, it is replaced by its product summed over ranks: anything else would be lost",
+            fix="compute the additional part in a module around it",
         )
 
 
-def check_drawn_alike(module: nn.Module, group: ProcessGroup) -> None:
-    """Refuse a module that drops on ranks whose generators differ."""
+def check_dropout_seeds(module: nn.Module, group: ProcessGroup) -> None:
+    """Raise for a module with dropout on ranks whose random states differ."""
     drops = next((name for name, part in module.named_modules() if drop_rate(part) > 0), None)
     if drops is None:
         return
@@ -86,9 +86,9 @@ def check_drawn_alike(module: nn.Module, group: ProcessGroup) -> None:
     if float(ends.sum()) != 0:
         raise MeshwrightError(
             "MW-TP-007",
-            f"'{drops}' drops, and the ranks of the group would draw other places",
-            why="Between split layers they hold the same activations, and must drop the same of them",
-            fix="torch.manual_seed(…), the same on all ranks of a tensor-parallel group",
+            f"'{drops}' has dropout, and the random states of the ranks differ",
+            why="Between split layers all ranks hold the same activations and must draw the same dropout masks",
+            fix="call torch.manual_seed with the same number on all ranks of a tensor-parallel group",
         )
 
 

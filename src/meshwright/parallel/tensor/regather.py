@@ -1,13 +1,13 @@
-"""Keep this rank's share of a gathered tensor for backward, and gather the whole again when backward asks for it.
+"""Save this rank's share of a gathered tensor for backward instead of the whole, and gather it again in backward.
 
 Sequence parallelism gathers the input of every region. Autograd would keep the gathered tensor (T·h elements on each
-rank) for the gradients of the region's weights; this keeps the T·h/tp the rank had before (Korthikanti et al. 2022),
-for one more all-gather in backward. Several products save the same input (q, k and v): the first to ask gathers for
-all of them.
+rank) for the gradients of the region's weights; this keeps the T·h/tp that the rank had before (Korthikanti et al. 2022),
+at the price of one more all-gather in backward. Several products save the same input (q, k and v): it is gathered once
+for all of them.
 
-Where a whole layer is made again in backward (`recompute`), its gathered input is made again with it and kept for the
-moment it is needed: `keep_whole` says so. Hooks around the layer (`offload`) get the share, and all else the region
-saves.
+Where a whole layer is recomputed in backward (`recompute`), the recomputed forward gathers the input and it is still
+there when it is needed: `keep_gathered` switches the regathering off. Hooks around the layer (`offload`) receive the
+share, and everything else the region saves.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch.distributed import ProcessGroup
 from meshwright.parallel import exchange
 from meshwright.parallel.saved_tensors import outside
 
-_whole_is_kept: ContextVar[bool] = ContextVar("whole_is_kept", default=False)
+_keeps_gathered: ContextVar[bool] = ContextVar("keeps_gathered", default=False)
 
 
 @contextlib.contextmanager
-def keep_whole() -> Iterator[None]:
-    """Within it, `gather_again` leaves saved tensors as they are: whoever made this scope looks after them."""
-    token = _whole_is_kept.set(True)
+def keep_gathered() -> Iterator[None]:
+    """A context in which `regather` leaves saved tensors as they are: a recomputed forward needs no second gather."""
+    token = _keeps_gathered.set(True)
     try:
         yield
     finally:
-        _whole_is_kept.reset(token)
+        _keeps_gathered.reset(token)
 
 
-class Again:
-    """A gathered tensor that can be made again from this rank's share, wherever that is kept."""
+class GatheredInput:
+    """A gathered tensor that is gathered again from this rank's share, wherever the outer hooks keep it."""
 
     def __init__(self, share: torch.Tensor, group: ProcessGroup, dim: int) -> None:
         pack, self.unpack = outside()
@@ -58,35 +58,35 @@ class Again:
 
 
 class _View(NamedTuple):
-    """Of a gathered tensor."""
+    """A saved view of a gathered tensor."""
 
-    of: Again
+    of: GatheredInput
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 @contextlib.contextmanager
-def gather_again(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
-    """Within it, whoever saves `whole` (or a view of it) for backward saves the share instead."""
-    if _whole_is_kept.get():
+def regather(whole: torch.Tensor, share: torch.Tensor, group: ProcessGroup, dim: int = 1) -> Iterator[None]:
+    """A context in which saving `whole` (or a view of it) for backward saves the share instead."""
+    if _keeps_gathered.get():
         yield
         return
-    again = Again(share, group, dim)
+    gathered = GatheredInput(share, group, dim)
     address, version = whole.untyped_storage().data_ptr(), whole._version
-    keep, give = outside()
+    outer_pack, outer_unpack = outside()
 
     def pack(tensor: torch.Tensor) -> Any:
-        # What a module changed in place is no longer what was gathered.
+        # A tensor that a module changed in place is no longer the gathered one.
         if tensor.untyped_storage().data_ptr() != address or tensor._version != version:
-            return keep(tensor)
-        again.savers += 1
-        return _View(again, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return outer_pack(tensor)
+        gathered.savers += 1
+        return _View(gathered, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, _View):
             return saved.of.get().as_strided(saved.size, saved.stride, saved.offset)
-        return give(saved)
+        return outer_unpack(saved)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

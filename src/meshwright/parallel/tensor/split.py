@@ -1,24 +1,23 @@
-"""Tensor parallelism: Megatron's column and row splits, with four all-reduces a layer and no more.
+"""Tensor parallelism: Megatron's column and row splits, with no more than four all-reduces a layer.
 
-A pair of products Y = σ(X A), Z = Y B is divided by giving each of the P ranks a block of A's columns and of B's rows:
+A pair of products Y = σ(X A), Z = Y B is split by giving each of the P ranks a block of A's columns and of B's rows:
 
     Z = Σ_p σ(X A_p) B_p        one all-reduce forward (of Z), one backward (of X's gradient)
 
 Attention is the same pair, with whole heads as the blocks. The bias of B is added **after** the sum, on **every** rank:
-before it, it would count P times; on one rank only, as the lecture's code has it, ranks would go on with different
-outputs. A bias of A is split with A's columns. With K KV heads for more than K ranks
-each of them is on P/K neighbours: every copy sees the queries of its own rank only, so its gradient is a part, and the
-sum over the copies, once a step, is the head's (`copied`); the global norm counts one of them.
+before the sum it would count P times; on one rank only, the ranks would continue with different outputs. A bias of A is
+split with A's columns. With fewer KV heads K than ranks, each head is on P/K neighbours: every copy sees only the queries
+of its own rank, so its gradient is a partial sum, completed once a step by a sum over the copies (`copied`); the global
+norm counts one of them.
 
-Sequence parallelism shards what stands between the pairs (norms, residuals) along the sequence: the all-reduce
-becomes a reduce-scatter after a pair and an all-gather before the next, the same bytes. The gathered input is *not*
-kept for backward: only this rank's share is, and the gradient of the weights gathers it again, as saved-tensor hooks
-ask for it.
+Sequence parallelism shards the layers between the pairs (norms, residuals) along the sequence: the all-reduce becomes a
+reduce-scatter after a pair and an all-gather before the next, the same bytes. The gathered input is *not* kept for
+backward: only this rank's share is, and it is gathered again for the gradient of the weights (`regather`).
 
-The lecture's all-gather form splits B by columns as well: Y is gathered whole, then Z. One kind of collective forward,
-and more bytes: of Y's width too, and backward still sums, Y's gradient by a reduce-scatter and X's by an all-reduce.
+The all-gather form splits B by columns as well: Y is gathered, then Z. Forward has one kind of collective, but sends more
+bytes: of Y's width too, and backward still sums, Y's gradient by a reduce-scatter and X's by an all-reduce.
 
-Compared with splitting each product by itself (DTensor's default), which also sums the gradients of q, k and v apart.
+Splitting each product by itself (DTensor's default) would sum the gradients of q, k and v separately.
 
 On a module of another library (`parallel.user_module` builds on this):
 
@@ -43,15 +42,16 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.moe import GroupedLinear
 from meshwright.parallel.tensor.attention import switch_off_fast_paths
 from meshwright.parallel.tensor.cuts import Split
-from meshwright.parallel.tensor.plain import check_drawn_alike, is_transposed
-from meshwright.parallel.tensor.styles import CUT, DIVIDE_SEQUENCE, FUSED, HOLD_NOTHING, KINDS, STYLES, cut_row
+from meshwright.parallel.tensor.cutting import cut_row
+from meshwright.parallel.tensor.plain import check_dropout_seeds, is_transposed
+from meshwright.parallel.tensor.styles import CUT, DIVIDE_SEQUENCE, FUSED, HOLD_NOTHING, KINDS, STYLES
 from meshwright.parallel.tensor.tables import Table
 
 GROUPS = "num_key_value_groups"  # where Hugging Face keeps how many query heads share a KV head
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Part by part of the dotted name."""
+    """Whether a dotted name matches a pattern, part by part."""
     names, patterns = name.split("."), pattern.split(".")
     return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
 
@@ -68,32 +68,32 @@ def split(
     strict: bool = True,
     sequence_dim: int = 1,
 ) -> Split:
-    """Divide a module in place, as its table says; parameters keep their values, on the meta device or not.
+    """Split a module in place, by its table; parameters keep their values, on the meta device or not.
 
-    `head` is the width of a head that "keys" never cut. `copies` is the group of this rank's copies of a KV head, made
-    here where none is given. `strict`: each pattern must match something, as it need not on one stage of a pipeline.
+    `head` is the width of a head that "keys" never cut. `copies` is the group of ranks that hold the same KV head,
+    created here if None. With `strict` every pattern must match something; on a pipeline stage it need not.
     """
     done = Split(group, sequence, form, head, copies, sequence_dim)
     parts = [(name, part, _styles_of(name, part, table)) for name, part in module.named_modules()]
     if strict:
         check_rows(module, table)
     check_sequence(table, sequence)
-    check_drawn_alike(module, group)
+    check_dropout_seeds(module, group)
     for name, part, styles in parts:
-        for field_name, said in _cuts_of(name, part, table).items():
-            cut_row(done, part, name, field_name, said)
-        for style, _, said in (style.partition(":") for style in styles):
-            if said:
-                FUSED[style](done, name, part, style, said)
+        for field_name, argument in _cuts_of(name, part, table).items():
+            cut_row(done, part, name, field_name, argument)
+        for style, _, argument in (style.partition(":") for style in styles):
+            if argument:
+                FUSED[style](done, name, part, style, argument)
             else:
                 STYLES[style](done, name, part)
-    _tell_groups(module, done)
+    _set_query_groups(module, done)
     switch_off_fast_paths(module)
     return done
 
 
 def check_rows(module: nn.Module, table: Table) -> None:
-    """Raise for a row that matches nothing: it would divide nothing, and nobody would notice."""
+    """Raise for a row that matches nothing: it would silently split nothing."""
     modules, parameters = ([n for n, _ in found] for found in (module.named_modules(), module.named_parameters()))
     for pattern, style in table:
         cut = style.startswith(CUT)
@@ -101,14 +101,14 @@ def check_rows(module: nn.Module, table: Table) -> None:
             raise MeshwrightError(
                 "MW-TP-003",
                 f"pattern '{pattern}' of the table matches no {'parameter' if cut else 'module'}",
-                why="It would divide nothing",
+                why="The row would split nothing",
                 valid=[name for name in (parameters if cut else modules) if name][:20],
             )
 
 
 def check_sequence(table: Table, sequence: bool) -> None:
-    """Raise for sequence parallelism that no row begins: each rank would go on with all tokens, and gradients that are summed over
-    the ranks would count every token once a rank."""
+    """Raise for sequence parallelism where no row splits the sequence: each rank would keep all tokens, and gradients that are summed
+    over the ranks would count every token once per rank."""
     styles = {style for _, style in table}
     if sequence and not styles & DIVIDE_SEQUENCE:
         raise MeshwrightError(
@@ -120,8 +120,8 @@ def check_sequence(table: Table, sequence: bool) -> None:
         )
 
 
-def _tell_groups(module: nn.Module, done: Split) -> None:
-    """Attention that was told how many of its query heads share a KV head: a copy serves those of its own rank only."""
+def _set_query_groups(module: nn.Module, done: Split) -> None:
+    """Adjust attention that stores how many query heads share a KV head: a copy serves only those of its own rank."""
     copies = {
         name.rpartition(".")[0].rpartition(".")[0]: max(cut.copies for cut in done.cuts_of(name))
         for name in done.copied
@@ -165,21 +165,21 @@ def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
     unknown = next(
         (
             style
-            for style, (word, _, said) in zip(styles, words, strict=True)
-            if word not in (FUSED if said else STYLES)
+            for style, (word, _, argument) in zip(styles, words, strict=True)
+            if word not in (FUSED if argument else STYLES)
         ),
         "",
     )
     if unknown:
         raise MeshwrightError(
             "MW-TP-004",
-            f"'{name}' is said to be '{unknown}'",
+            f"the table gives '{name}' the style '{unknown}', which does not exist",
             valid=sorted([*STYLES, *(f"{style}:…" for style in FUSED), f"{CUT}…"]),
         )
-    wanted = KINDS.get(next((word for word, *_ in words if word in KINDS), ""), nn.Module)
-    if not isinstance(part, wanted) and not (wanted is nn.Linear and is_transposed(part)):
+    expected = KINDS.get(next((word for word, *_ in words if word in KINDS), ""), nn.Module)
+    if not isinstance(part, expected) and not (expected is nn.Linear and is_transposed(part)):
         raise MeshwrightError(
             "MW-TP-004",
-            f"'{name}' is a {type(part).__name__}, not a {wanted.__name__}",
-            why="How its weight lies is not known; another layout would be cut along the wrong side",
+            f"'{name}' is a {type(part).__name__}, not a {expected.__name__}",
+            why="The layout of its weight is unknown: it might be cut along the wrong dimension",
         )

@@ -14,26 +14,26 @@
                 each rank keeps its share of the sequence
     embedding   the same, and the output stays whole
     logits      column over the vocabulary, which need not divide: for a loss that knows where each rank begins
-    join        its output, columns of this rank, is gathered, and all ranks go on with the whole
+    join        its output, columns of this rank, is gathered, and all ranks continue with the whole
     reduce      its output is a partial sum, since rows of the table cut its parameters so
     replicated  whole, and every rank gives it the same input
     between     whole, and outside the regions: with sequence parallelism it sees a share of the tokens, so its gradient is a partial sum
                 over the tp ranks
     inside      whole, and inside a region: it sees this rank's heads or columns only, so its gradient is always a partial sum
     split_sequence  with sequence parallelism its first argument is divided along the sequence
-    join_sequence   with sequence parallelism its output is gathered along the sequence, and all ranks go on with the whole
+    join_sequence   with sequence parallelism its output is gathered along the sequence, and all ranks continue with the whole
     divided     with sequence parallelism its input is this rank's share already: the caller divides it
     positions   whole; with sequence parallelism a rank keeps its share of the output
     dropout     holds nothing; with sequence parallelism it drops of its share of the tokens
     probabilities   holds nothing; drops of this rank's heads
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
-    experts     divided by `expert`, over groups of its own; of a module that is not ours, "cut" rows say how tensor parallelism divides it
+    experts     divided over ep and expert_tp (`expert`); in a module that is not ours, "cut" rows give how tensor parallelism divides it
 
 A row may also name a parameter: "cut:1" splits dimension 1, "cut:1:1,1" a dimension of two parts, each by itself.
 `*` stands for one part of a dotted name. Rows of one module apply in their order; what wraps it later is outside.
 
-A module that holds parameters and matches no row raises, and so does a row that matches nothing: either would train something else in
-silence. Tables of known classes of other libraries are in `families`.
+A module that holds parameters and matches no row raises, and so does a row that matches nothing: either would silently train
+something else. Tables of known classes of other libraries are in `families`.
 """
 
 from __future__ import annotations

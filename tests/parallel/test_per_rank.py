@@ -53,7 +53,7 @@ def test_ranks_have_their_parts_of_the_gradient(kind, plan):
     value = loss(module(x), y)
     value.backward()
     assert value.item() == pytest.approx(loss(whole(x), y).item(), rel=1e-14)
-    taken = apart.taken()
+    taken = apart.take_gradients()
     assert all(p.grad is None for p in module.parameters())  # every use is some rank's
     assert {s[:3] for s in taken} == {
         (0, d, c) if plan.shard > 1 else (d, 0, c) for d in range(2) for c in range(plan.cp)
@@ -65,7 +65,7 @@ def test_ranks_have_their_parts_of_the_gradient(kind, plan):
         if p.requires_grad:
             torch.testing.assert_close(sum(parts), p.grad, rtol=1e-12, atol=1e-12)
             assert len(parts) in (len(uses) * plan.dp * plan.cp, plan.world)
-    assert apart.taken() == {s: {} for s in taken}
+    assert apart.take_gradients() == {s: {} for s in taken}
 
 
 def test_a_data_parallel_ranks_part_is_the_gradient_of_its_samples():
@@ -74,7 +74,7 @@ def test_a_data_parallel_ranks_part_is_the_gradient_of_its_samples():
     module = network(model)
     apart = PerRankGradients(module, Layout(plan), model, SEQ)
     loss(module(x), y).backward()
-    taken = apart.taken()
+    taken = apart.take_gradients()
     for rank in range(2):
         alone, mine = network(model), slice(2 * rank, 2 * rank + 2)
         loss(alone(x[mine]), y[mine]).backward()
@@ -104,7 +104,7 @@ def test_places_of_one_data_rank_share_the_scales_of_fp8():
         loss(module(x), y).backward()
         of = "layers.1.attention.q"
         names = [f"{of}.weight", f"{of}.bias", "layers.0.ffn.up.weight", "layers.0.attention_norm.weight"]
-        parts = made.taken().values() if made else [{name: module.get_parameter(name).grad for name in names}]
+        parts = made.take_gradients().values() if made else [{name: module.get_parameter(name).grad for name in names}]
         assert len(parts) == 1 + apart
         gradients.append([sum(mine[name] for mine in parts) for name in names])
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
