@@ -11,12 +11,17 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lower.cases import GPT, WORK, lowered
 from meshwright.cli.show import LESSONS, command
 from meshwright.cli.show.formats import FORMATS
 from meshwright.cli.show.matrices import column_parallel, row_parallel
+from meshwright.cost.collective import Network
+from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
+from meshwright.lower.op import Op
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.pipelines import RULES
+from meshwright.units import format_seconds
 
 app = typer.Typer()
 app.callback()(lambda: None)
@@ -71,16 +76,51 @@ def test_the_numbers_of_the_lecture():
 
 
 def test_times_and_traffic_as_data():
-    told = json.loads(show("all-reduce", "--ranks", "8", "--size", "64MiB", "--cluster", "dgx-h100", "--json"))
+    words = ["all-reduce", "--ranks", "8", "--size", "64MiB", "--cluster", "dgx-h100", "--json"]
+    told = json.loads(show(*words, "--algorithm", "ring"))
     assert told["walk"]["time_s"] > 0
     assert told["walk"]["sent_bytes"] == [2 * 7 / 8 * 2**26] * 8
     assert len(told["moves"]) == 2 * 7 * 8
     assert told["walk"]["step_end_s"][-1] == told["walk"]["time_s"]
 
 
+def test_the_time_shown_is_the_time_that_the_cost_model_charges():
+    """`show` on a cluster takes what a library runs there, and prints the price that a training step pays for it."""
+    plan = lowered(GPT, WORK, replicate=16)
+    network = Network(catalog.load("clusters", "dgx-h100").with_gpus(16), plan.batch)
+    op = Op("x", "x", "collective", collective="all_reduce", axis="dp", message_bytes=np.array([2.0**26]))
+    charged = float(network.time(op)[0])
+    text = show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16")
+    assert f"{format_seconds(charged)} for 64 MiB on dgx-h100" in text
+    told = json.loads(show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16", "--json"))
+    assert told["time_s"] == pytest.approx(charged, rel=1e-12)
+    assert told["algorithm"] == network.algorithm(op) == "nvls"
+    assert told["walk"]["time_s"] < charged
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["1f1b", "--ranks", "8"],
+        ["all-reduce", "--trace", "x"],
+        ["all-reduce", "--stages", "4"],
+        ["strategies", "--html", "x.html"],
+        ["formats", "ring"],
+        ["all-reduce", "--algorithm", "ring", "--node", "4"],
+        ["all-reduce", "--compare", "--values"],
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MeshwrightError) as refused:
+        show(*words)
+    assert refused.value.code == "MW-SHOW-003"
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_comparison_names_a_leader_for_every_size():
     told = json.loads(show("all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100", "--json"))
-    assert set(told["time_s"]) == set(ALGORITHMS["all-reduce"])
+    assert set(told["time_s"]) == set(ALGORITHMS["all-reduce"]) - {"sharp"}  # its fabric does not reduce
     for k, best in enumerate(told["best"]):
         assert told["time_s"][best][k] == min(times[k] for times in told["time_s"].values())
     sizes = [c["size_bytes"] for c in told["crossovers"]]
@@ -98,7 +138,7 @@ def data_in(page: str) -> dict:
 
 def test_figures_stand_alone(tmp_path):
     figure, chart = tmp_path / "ring.html", tmp_path / "compare.html"
-    show("all-reduce", "--ranks", "4", "--html", str(figure), "--size", "1MiB")
+    show("all-reduce", "--algorithm", "ring", "--ranks", "4", "--html", str(figure), "--size", "1MiB")
     show("all-reduce", "--compare", "ring,tree", "--html", str(chart))
     for path in (figure, chart):
         page = path.read_text("utf-8")

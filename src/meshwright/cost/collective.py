@@ -1,60 +1,224 @@
-"""How long a collective takes: the algorithm to pick for a size on a topology, and the library's curve that a training run meets.
+"""The time of a collective: the closed formula of the program that a library runs, on the rates it reaches.
 
-The closed costs of every algorithm stand in `programs.collectives.formulas`; `best_algorithm` picks by them. Few bytes want few messages
-(halving-doubling, trees), many bytes want each byte moved once (rings), and groups that span nodes want the two-level forms, which send
-through each network card only its share.
+    t = call + formula(n; hop, reached rates) + 2√(ℓ·w)        w: the formula's bytes alone, without latency
 
-**Library** (NCCL and its kin): a base cost per call, hops along the cheaper of ring and tree, and the slower of what passes
-inside nodes and what passes between them, since the levels are pipelined. A group with p members in each of N nodes runs p rings, one
-through each network card of a node; a ring moves in lockstep, so each of its P−1 steps takes the slowest hop:
-
-    t = base + hops + 2√(ℓ·t_wire) + t_wire,   t_wire = max( m(n,P)/B₀ , m(n,P)/(p·B₁) )
-
-The square root is what remains of α when a message is cut into the best number of chunks. Bandwidths are the *reached* ones of the
-cluster's links. Where switches reduce (NVLink SHARP) an all-reduce inside a node moves each byte once instead of twice.
+`programs.collectives.formulas` has the formulas, each equal to the walk of its program; `cost.library` says which programs a library has, which of
+them it runs, and the measured shares on top. So the price of an all-reduce is the smallest over ring, tree and in-switch reduction, each on
+the group's own shape: P ranks as N nodes of g. Everything is an array over a batch of plans.
 """
 
 from __future__ import annotations
 
+from copy import copy
+from functools import cached_property
+from typing import NamedTuple
+
 import numpy as np
 
+from meshwright.cost import library
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
-from meshwright.programs.collectives import formulas
+from meshwright.programs.collectives.formulas import FORMULAS, Rates, Shape, switch_segments, switch_wire
 
-BASE = 8e-6  # one call: kernel start and its synchronisation
-BASE_ACROSS = 30e-6  # the same when network cards take part
-CHUNK = 2.5e-6  # ℓ
-PAIR_LOSS = 0.45  # a group of P reaches (1 − 0.45/P) / (1 − 0.45/8) of what eight do, where links are measured
+OPERATIONS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
+              "all_to_all": "all-to-all", "send": "point-to-point"}  # fmt: skip
 
 
-def log2ceil(p: Array) -> Array:
-    return np.ceil(np.log2(np.maximum(p, 1)))
+MOST_IN_NODE = 128  # ranks of one node in the table of shapes; beyond it shapes are found by sorting
 
 
-def best_algorithm(operation: str, n: float, ranks: int, cluster: Cluster) -> tuple[str, float]:
-    """The fastest algorithm for n bytes over the first `ranks` devices of a cluster, and its seconds.
+class Group(NamedTuple):
+    """The different shapes of an axis's groups: P ranks as N nodes of g, the bytes/s that a device has between nodes, and which shape
+    each plan of the batch has."""
 
-    An algorithm that knows no nodes pays the slowest link it meets in every step; node-aware ones need equal nodes.
-    """
+    ranks: Array
+    per_node: Array
+    nodes: Array
+    outside: Array
+    of_plan: Array
+
+    @classmethod
+    def of(cls, ranks: Array, per_node: Array, level: Array, rates: list[float]) -> Group:
+        """Plans have few shapes among them, so constants are worked out by shape and looked up by plan.
+
+        `level` is the highest level that each plan's groups span, of those above the node; `rates` the bytes/s of a device there.
+        """
+        key = (ranks * (MOST_IN_NODE + 1) + per_node) * len(rates) + level
+        whole = key.astype(np.int64)
+        if whole.max() < 2**22 and per_node.max() <= MOST_IN_NODE and (whole == key).all():
+            seen = np.zeros(int(whole.max()) + 1, dtype=np.int32)
+            seen[whole] = 1
+            seen = np.cumsum(seen, dtype=np.int32) - 1
+            of_plan = seen[whole]
+            first = np.empty(int(of_plan.max()) + 1, dtype=np.int64)
+            first[of_plan] = np.arange(len(whole))
+        else:
+            columns = np.stack(np.broadcast_arrays(ranks, per_node, level))
+            _, first, of_plan = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+            of_plan = of_plan.ravel()
+        ranks, per_node = ranks[first], per_node[first]
+        outside = np.array(rates)[np.broadcast_to(level, whole.shape)[first]]
+        return cls(ranks, per_node, ranks / per_node, outside, of_plan)
+
+
+class Choice(NamedTuple):
+    """What a library runs for one call: the program, its seconds on the links, and with everything that is measured on top."""
+
+    algorithm: str
+    segments: int
+    walked: float
+    seconds: float
+
+
+class Curve:
+    """One program of constant terms on the groups of an axis: seconds as a function of the buffer's bytes."""
+
+    def __init__(self, cluster: Cluster, operation: str, algorithm: str, group: Group) -> None:
+        self.operation, self.algorithm, self.group = operation, algorithm, group
+        self.across = group.nodes > 1
+        self.crosses = bool(np.any(self.across))
+        self.rates = rates_of(cluster, operation, algorithm, group)
+        self.call = np.where(self.across, library.CALL_ACROSS, library.CALL)
+        if operation == "all-to-all":
+            self.call = self.call + library.PEER * group.ranks
+        self.fit()
+
+    def fit(self) -> None:
+        """Fold the rates, and the call, into the formula's terms."""
+        terms = FORMULAS[self.operation, self.algorithm][1](shape_of(self.group))
+        start, byte = terms.alpha * self.rates.alpha, terms.beta * self.rates.beta
+        self.start, self.byte, self.wire = start, byte, byte
+        self.outer: tuple[Array, Array] | None = None
+        if self.crosses:
+            outer = terms.outer_alpha * self.rates.outer_alpha, terms.outer_beta * self.rates.outer_beta
+            if terms.together:
+                self.outer, self.wire = outer, np.maximum(byte, outer[1])
+            else:
+                self.start, self.byte = start + outer[0], byte + outer[1]
+                self.wire = self.byte
+        # 2√(ℓ·n·wire) as a multiple of √n; a send is not cut
+        self.chunks = library.chunking(self.wire) if self.operation != "point-to-point" else None
+        # by plan: seconds before the first byte and a byte, inside nodes and between them, and of √n
+        at = self.group.of_plan
+        self.begin, self.per_byte = (self.start + self.call)[at], np.broadcast_to(self.byte, self.call.shape)[at]
+        self.outer_begin: Array = None
+        if self.outer is not None:
+            self.outer_begin, self.outer_per_byte = (self.outer[0] + self.call)[at], self.outer[1][at]
+        self.per_root = None if self.chunks is None else self.chunks[at]
+
+    def walked(self, n: Array) -> Array:
+        """Seconds of the program on the library's links."""
+        inside = self.start + n * self.byte
+        return inside if self.outer is None else np.maximum(inside, self.outer[0] + n * self.outer[1])
+
+    def time(self, n: Array, root: Array) -> Array:
+        """Seconds of one call of n bytes, whose square root is `root`."""
+        seconds = self.begin + n * self.per_byte
+        if self.outer_begin is not None:
+            seconds = np.maximum(seconds, self.outer_begin + n * self.outer_per_byte)
+        return seconds if self.per_root is None else seconds + self.per_root * root
+
+    @cached_property
+    def available(self) -> Array:
+        """Where the library would consider the program; `True` for everywhere."""
+        return self.across if self.algorithm == "rail-tree" else True
+
+    def improve(self, n: Array, root: Array, best: Array) -> Array:
+        """The smaller of `best` and this program, where the library would consider it."""
+        seconds = self.time(n, root)
+        if self.available is not True:
+            seconds = np.where(self.available[self.group.of_plan], seconds, np.inf)
+        return np.minimum(best, seconds)
+
+
+class SwitchCurve(Curve):
+    """A program whose switches reduce: the number of its segments, and with it its terms, depend on the size."""
+
+    def fit(self) -> None:
+        self.fabric = self.algorithm == "sharp"
+        self.wire = switch_wire(1.0, shape_of(self.group), self.rates, self.fabric)
+
+    def at(self, shapes: Array) -> SwitchCurve:
+        """The same with a row for each of `shapes`."""
+        part = copy(self)
+        part.group = Group(*(x[shapes] for x in self.group[:4]), self.group.of_plan)
+        part.rates = Rates(*(x[shapes] if np.ndim(x) else x for x in self.rates))
+        part.call, part.wire = self.call[shapes], self.wire[shapes]
+        return part
+
+    def segments(self, n: Array) -> Array:
+        return switch_segments(n, shape_of(self.group), self.rates, self.fabric)
+
+    def walked(self, n: Array) -> Array:
+        shape = shape_of(self.group, self.segments(n))
+        return FORMULAS[self.operation, self.algorithm][1](shape).seconds(n, self.rates)
+
+    def time(self, n: Array, root: Array) -> Array:
+        """Of one size for each shape."""
+        return self.call + self.walked(n) + library.chunking(self.wire) * root
+
+    @cached_property
+    def available(self) -> Array:
+        node = self.group.per_node > 2
+        if self.fabric:
+            return node & self.across
+        rounds = np.log2(self.group.nodes)
+        return node & (rounds == np.floor(rounds))
+
+    @cached_property
+    def least(self) -> tuple[Array, Array]:
+        """By plan: the seconds that a call takes at least, and a byte."""
+        at = self.group.of_plan
+        return np.where(self.available, self.call, np.inf)[at], self.wire[at]
+
+    def improve(self, n: Array, root: Array, best: Array) -> Array:
+        """Only where the bytes alone, without any latency, would be faster: elsewhere the formula need not be worked out."""
+        of_plan = self.group.of_plan
+        if np.ndim(n) == 0:  # one size: once for each shape
+            return np.minimum(best, np.where(self.available, self.time(n, root), np.inf)[of_plan])
+        rows = np.flatnonzero(self.least[0] + n * self.least[1] < best)
+        if len(rows) == 0:
+            return best
+        best = best.copy()
+        best[rows] = np.minimum(best[rows], self.at(of_plan[rows]).time(n[rows], root[rows]))
+        return best
+
+
+def shape_of(group: Group, segments: Array = 1.0) -> Shape:
+    return Shape(group.ranks, segments, group.nodes, group.per_node)
+
+
+def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> Rates:
+    """Hops and seconds a byte inside nodes and between them, as the library reaches them."""
+    share = library.in_switch(cluster, algorithm)
+    inside = cluster.device_bandwidth(0) * share[0]
+    if operation != "point-to-point":
+        inside = inside * library.small_group(group.per_node)
+    hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop for k in (0, 1)]
+    return Rates(hops[0], 1 / inside, hops[1], 1 / (group.outside * share[1]))
+
+
+def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
+    """Every program that the cluster's library might run for an operation on these groups."""
+    names = library.algorithms(cluster, operation)
+    if not names:
+        raise unknown("MW-PROG-005", "collective of a library", operation, sorted(library.RINGS | {"all-reduce": ()}))
+    found = [(SwitchCurve if name in library.SWITCHED else Curve)(cluster, operation, name, group) for name in names]
+    return [curve for curve in found if np.any(curve.available)]
+
+
+def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
+    """What the library runs for n bytes over the first `ranks` devices of a cluster: see `cost.library` for the rule."""
     nodes = -(-ranks // cluster.node_size)
-    inner = cluster.levels[0].link
-    outer = cluster.levels[min(1, len(cluster.levels) - 1)].link if nodes > 1 else inner
-    gamma = cluster.accelerator.gamma
-    times = {}
-    for kind, algorithm in formulas.FORMULAS:
-        if kind != operation:
-            continue
-        cost = formulas.terms(operation, algorithm, ranks, nodes=nodes)
-        aware = bool(cost.outer_alpha or cost.outer_beta)
-        if aware and ranks % nodes:
-            continue
-        times[algorithm] = cost.time(n, inner if aware else outer, gamma, outer)
-    if not times:
-        raise unknown("MW-PROG-005", "collective", operation, sorted({o for o, _ in formulas.FORMULAS}))
-    return min(times.items(), key=lambda item: item[1])
+    outside = cluster.device_bandwidth(cluster.level_between(0, ranks - 1))
+    group = Group.of(np.array([float(ranks)]), np.array([ranks / nodes]), np.zeros(1, dtype=np.int64), [outside])
+    size, root = np.array([float(n)]), np.sqrt([float(n)])
+    found = curves(cluster, operation, group)
+    best = min(found, key=lambda curve: float(curve.time(size, root)[0]))
+    segments = int(best.segments(size)[0]) if isinstance(best, SwitchCurve) else 1
+    return Choice(best.algorithm, segments, float(best.walked(size)[0]), float(best.time(size, root)[0]))
 
 
 class Network:
@@ -62,27 +226,24 @@ class Network:
 
     def __init__(self, cluster: Cluster, batch: Batch) -> None:
         self.cluster, self.batch = cluster, batch
-        self._axes: dict[str, tuple[Array, ...]] = {}
+        self._groups: dict[str, Group] = {}
+        self._several: dict[str, Array] = {}
+        self._curves: dict[tuple[str, str], list[Curve]] = {}
         self._times: dict[tuple[str, str, int], tuple[Array, Array]] = {}
-        self._curves: dict[tuple[str, str], tuple[Array, ...]] = {}
         top = len(cluster.levels) - 1
-        self.inside = cluster.device_bandwidth(0)
-        self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [self.inside]
-        self.hop_in = cluster.levels[0].link.library_hop
-        self.hop_out = cluster.levels[min(1, top)].link.library_hop
+        self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [cluster.device_bandwidth(0)]
 
-    def geometry(self, axis: str) -> tuple[Array, ...]:
-        """Group size P, members p in a node, nodes N, and the device bandwidth of the highest level spanned."""
-        if axis not in self._axes:
+    def group(self, axis: str) -> Group:
+        """The shape of an axis's groups; the bandwidth between nodes is that of the highest level they span."""
+        if axis not in self._groups:
             size = self.batch.size(axis)
             inner = np.minimum(self.batch.members(axis, self.cluster.node_size), size)
-            nodes = size / inner
-            outside = np.full(self.batch.n, self.outside[0])
+            level: Array = np.zeros(1, dtype=np.int64)
             for k in range(1, len(self.cluster.levels) - 1):
-                crosses = self.batch.members(axis, self.cluster.spans[k]) < size
-                outside = np.where(crosses, self.outside[k], outside)
-            self._axes[axis] = (size, inner, nodes, outside)
-        return self._axes[axis]
+                level = np.maximum(level, k * (self.batch.members(axis, self.cluster.spans[k]) < size))
+            self._groups[axis] = Group.of(size, inner, level, self.outside)
+            self._several[axis] = size > 1
+        return self._groups[axis]
 
     def time(self, op: Op) -> Array:
         """Seconds of one occurrence of a collective or a send. Operations that share their message array are timed once."""
@@ -91,49 +252,29 @@ class Network:
             self._times[key] = (self._time(op), op.message_bytes)  # holding the array keeps its id from being reused
         return self._times[key][0]
 
-    def _time(self, op: Op) -> Array:
-        several, start, byte, tree, tree_byte = self._curve(op.collective, op.axis)
-        wire = op.message_bytes * byte
-        if op.collective == "send":
-            return np.where(several, start + wire, 0.0)
-        # A tree carries every byte twice through its inner ranks: it wins only while latency rules.
-        ways = start + wire if tree is None else np.minimum(start + wire, tree + op.message_bytes * tree_byte)
-        return np.where(several, ways + 2 * np.sqrt(CHUNK * wire), 0.0)
+    def algorithm(self, op: Op, at: int = 0) -> str:
+        """The program that the library runs for a collective, of one plan of the batch."""
+        none = np.full(self.batch.n, np.inf)
+        n = op.message_bytes
+        times = [curve.improve(n, np.sqrt(n), none)[at] for curve in self._of(op)]
+        name = self._of(op)[int(np.argmin(times))].algorithm
+        return "ring" if name == "multi-ring" and self.nodes(op.axis)[at] == 1 else name
 
-    def _curve(self, collective: str, axis: str) -> tuple[Array, ...]:
-        """Of an axis: whether there is anybody, seconds to start and of a byte around a ring, and along a tree where there is one."""
-        key = (collective, axis)
+    def nodes(self, axis: str) -> Array:
+        """Nodes that a group of an axis spans."""
+        group = self.group(axis)
+        return group.nodes[group.of_plan]
+
+    def _of(self, op: Op) -> list[Curve]:
+        key = (op.collective, op.axis)
         if key not in self._curves:
-            self._curves[key] = self._make_curve(collective, axis)
+            self._curves[key] = curves(self.cluster, OPERATIONS[op.collective], self.group(op.axis))
         return self._curves[key]
 
-    def _make_curve(self, collective: str, axis: str) -> tuple[Array, ...]:
-        size, inner, nodes, outside = self.geometry(axis)
-        across = nodes > 1
-        base = np.where(across, BASE_ACROSS, BASE)
-        if collective == "send":
-            start = base + np.where(across, self.hop_out, self.hop_in)
-            return size > 1, start, 1 / np.where(across, outside, self.inside), None, None
-        factor = 2.0 if collective == "all_reduce" else 1.0
-        inside_rate = self.inside * (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
-        # A ring moves in lockstep: each of its P−1 steps takes as long as its slowest hop.
-        ring = (size - 1) * np.where(across, max(self.hop_in, self.hop_out), self.hop_in)
-        if collective == "all_to_all":
-            byte = np.maximum((inner - 1) / size / inside_rate, (size - inner) / size / outside)
-            return (
-                size > 1,
-                base + np.minimum(ring, size * 1e-6 + np.where(across, self.hop_out, self.hop_in)),
-                byte,
-                None,
-                None,
-            )
-        in_switch = factor == 2.0 and self.cluster.levels[0].reduces
-        moved = np.where(~across & (inner >= 8), 1.45, 2.0) if in_switch else factor
-        byte = np.maximum(
-            moved * (size - 1) / size / inside_rate,
-            np.where(across, factor * (size - 1) / size / (inner * outside), 0.0),
-        )
-        if collective != "all_reduce":
-            return size > 1, base + ring, byte, None, None
-        tree = 2 * (log2ceil(inner) * self.hop_in + log2ceil(nodes) * self.hop_out)
-        return size > 1, base + 2 * ring, byte, base + tree, 2 * byte
+    def _time(self, op: Op) -> Array:
+        first, *others = self._of(op)
+        n, root = op.message_bytes, np.sqrt(op.message_bytes)
+        best = first.time(n, root) * self._several[op.axis]
+        for curve in others:
+            best = curve.improve(n, root, best)
+        return best

@@ -96,6 +96,9 @@ class Link(Described):
     bandwidth: Rate
     efficiency: float = Field(default=1.0, gt=0, le=1)
     hop: Seconds = Field(default=0.0, description="latency a library pays per ring or tree hop; 0: alpha")
+    in_switch: float = Field(
+        default=0.85, gt=0, le=1, description="share of the rate of rings that reduction in the switch sustains"
+    )
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
@@ -33,7 +33,17 @@ LEGEND = "→ 1  3: sends chunk 3 to rank 1     ← 3  2: receives chunk 2 from 
 SIGN = {"send": ("→", "cyan"), "receive": ("←", "green"), "reduce": ("←", "yellow"), "copy": ("⟳", "magenta")}
 
 
-def page(program: Program, walked: Walk | None = None, on: str = "", width: int = 120) -> Group:
+class Charge(NamedTuple):
+    """What the cost model charges for the program: the library that runs it, its walk, and the whole call."""
+
+    library: str
+    walked: float
+    seconds: float
+
+
+def page(
+    program: Program, walked: Walk | None = None, on: str = "", width: int = 120, charge: Charge | None = None
+) -> Group:
     """The steps of a program, and what there is to know of it; rank by rank where that fits the width."""
     title = f"{program.algorithm} {program.operation}"
     check(program)
@@ -46,7 +56,7 @@ def page(program: Program, walked: Walk | None = None, on: str = "", width: int 
         Text(OPERATIONS[program.operation], "dim"),
         body,
         Text(legend, "dim"),
-        summary(program, walked, on),
+        summary(program, walked, on, charge),
     )
 
 
@@ -54,13 +64,14 @@ def by_rank(program: Program, walked: Walk | None) -> Table:
     """A row a step, a column a rank."""
     own = [
         {step: list(told) for step, told in groupby(instructions(program, rank), key=lambda i: i.step)}
-        for rank in range(program.ranks)
+        for rank in range(program.endpoints)
     ]
-    grid = table(">step", *(f"rank {rank}" for rank in range(program.ranks)), *([">done"] if walked else []))
+    names = [f"rank {rank}" for rank in range(program.ranks)] + [f"switch {k}" for k in range(len(program.switches))]
+    grid = table(">step", *names, *([">done"] if walked else []))
     adds = np.zeros(program.steps + 1, dtype=bool)
     adds[program.moves.step[program.moves.reduce]] = True
     for step in range(min(program.steps, MOST_STEPS)):
-        cells = [cell(mine.get(step, [])) for mine in own]
+        cells = [cell(mine.get(step, []), program.ranks) for mine in own]
         done = [Text(format_seconds(float(walked.step_end[step])), "dim")] if walked else []
         grid.add_row(Text(str(step), "dim"), *cells, *done, end_section=bool(adds[step] and not adds[step + 1]))
     if program.steps > MOST_STEPS:
@@ -73,15 +84,17 @@ def wide(grid: Table) -> int:
     return grid.__rich_measure__(Console(), Console(width=10_000).options).maximum
 
 
-def cell(told: Sequence[Instruction]) -> Text:
-    """What a rank does in a step, a line a message."""
+def cell(told: Sequence[Instruction], ranks: int) -> Text:
+    """What a rank or a switch does in a step, a line a message; switches are written s0, s1, …"""
     lines = []
     for (kind, peer), group in groupby(told, key=lambda i: (i.kind, i.peer)):
         sign, style = SIGN[kind]
         chunks = runs([c for i in group for c in range(i.chunk, i.chunk + i.width)])
         lines.append(
             Text.assemble(
-                (f"{sign} {peer}", style), (" +" if kind == "reduce" else "  ", f"bold {style}"), f" {chunks}"
+                (f"{sign} {peer if peer < ranks else f's{peer - ranks}'}", style),
+                (" +" if kind == "reduce" else "  ", f"bold {style}"),
+                f" {chunks}",
             )
         )
     return Text("\n").join(lines)
@@ -96,7 +109,7 @@ def by_step(program: Program, walked: Walk | None) -> Table:
         low, high = int(bounds[step]), int(bounds[step + 1])
         if low == high:
             continue
-        pair = moves.source[low:high].astype(np.int64) * program.ranks + moves.target[low:high]
+        pair = moves.source[low:high].astype(np.int64) * program.endpoints + moves.target[low:high]
         chunks = [
             int(moves.chunk[k]) + w for k in range(low, high) if pair[k - low] == pair[0] for w in range(moves.width[k])
         ]
@@ -110,9 +123,9 @@ def by_step(program: Program, walked: Walk | None) -> Table:
     return grid
 
 
-def summary(program: Program, walked: Walk | None, on: str) -> Table:
+def summary(program: Program, walked: Walk | None, on: str, charge: Charge | None = None) -> Table:
     """Formula, traffic, time."""
-    sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.ranks)
+    sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.endpoints)[: program.ranks]
     most = float(sent.max(initial=0.0))
     share = f" = {most / program.elements:.4g}·n" if program.elements else ""
     rows: list[tuple[str, object]] = [
@@ -124,13 +137,23 @@ def summary(program: Program, walked: Walk | None, on: str) -> Table:
         ("formula", f"{formula(program.operation, program.algorithm)}   where no link is shared; n the full buffer"),
     ]
     if walked:
-        rows.append(("time", f"{format_seconds(walked.makespan)} {on}"))
+        if charge:
+            extra = format_seconds(charge.seconds - charge.walked)
+            rows.append(("time", f"{format_seconds(charge.seconds)} {on}: what `meshwright estimate` charges for it"))
+            rows.append(
+                (
+                    "",
+                    f"{format_seconds(charge.walked)} on the links as {charge.library} reaches them + {extra} of call and chunks",
+                )
+            )
+        else:
+            rows.append(("time", f"{format_seconds(walked.makespan)} {on}"))
         port, size = max(walked.bytes_by_port.items(), key=lambda item: item[1], default=((), 0.0))
         if port:
             rows.append(("busiest port", f"{' '.join(str(word) for word in port)}: {format_decimal_bytes(size)}"))
-        rows.append(
-            ("", Text("walked with the catalog's α, β, γ: uncalibrated, and our algorithm, not a library's", "dim"))
-        )
+        if charge is None:
+            note = "walked with the catalog's α, β, γ, uncalibrated; without --algorithm: what a library runs there"
+            rows.append(("", Text(note, "dim")))
     return facts(rows)
 
 
@@ -143,7 +166,7 @@ def values_page(program: Program, inputs: Sequence[Any]) -> Group:
     grid = table("", *(f"rank {rank}" for rank in range(program.ranks)))
     for name, frame, written in film:
         grid.add_row(Text(name, "dim"), *held(program, frame, written, width))
-    ends = np.zeros(program.ranks * program.chunks, dtype=bool)
+    ends = np.zeros(program.endpoints * program.chunks, dtype=bool)
     ends[program.ends] = True
     promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
     grid.add_section()
@@ -210,7 +233,7 @@ def leads(comparison: Comparison) -> Table:
     return facts(rows)
 
 
-def as_dict(program: Program, walked: Walk | None = None) -> dict[str, Any]:
+def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None = None) -> dict[str, Any]:
     """A program as data: chunks, promise, moves, and the walk where there is one."""
     names = ("step", "source", "target", "chunk", "width", "reduce")
     moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
@@ -219,7 +242,10 @@ def as_dict(program: Program, walked: Walk | None = None) -> dict[str, Any]:
         "root": program.root, "groups": [list(group) for group in program.groups], "chunk_sizes": program.sizes.tolist(),
         "starts": slots_of(program, program.starts), "ends": slots_of(program, program.ends), "steps": program.steps,
         "moves": moves, "formula": formula(program.operation, program.algorithm),
+        "switches": [list(switch) for switch in program.switches],
     }  # fmt: skip
+    if charge:
+        told |= {"library": charge.library, "time_s": charge.seconds}
     if walked:
         sent = walked.messages
         columns = (sent.step, sent.source, sent.target, sent.bytes, walked.start, walked.end)
@@ -232,7 +258,13 @@ def as_dict(program: Program, walked: Walk | None = None) -> dict[str, Any]:
     return told
 
 
-def html(program: Program, walked: Walk | None = None, on: str = "", inputs: Sequence[Any] | None = None) -> str:
+def html(
+    program: Program,
+    walked: Walk | None = None,
+    on: str = "",
+    inputs: Sequence[Any] | None = None,
+    charge: Charge | None = None,
+) -> str:
     """An animated figure in one file that needs no network: chunks moving, step by step, and the walked timeline."""
     check(program)
     if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 8:
@@ -242,8 +274,16 @@ def html(program: Program, walked: Walk | None = None, on: str = "", inputs: Seq
             why=f"It draws up to {MOST_DRAWN} ranks",
             fix="--ranks 8",
         )
-    told = as_dict(program, walked) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
-    sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.ranks).max(initial=0.0)
+    if program.switches:
+        raise MeshwrightError(
+            "MW-SHOW-002",
+            f"a figure of {program.name} is not drawn",
+            why="It draws ranks, and this program has switches that reduce",
+            fix="--algorithm ring",
+        )
+    told = as_dict(program, walked, charge) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
+    by_endpoint = np.bincount(program.moves.source, weights=program.moved, minlength=program.endpoints)
+    sent = by_endpoint[: program.ranks].max(initial=0.0)
     told["facts"] = [
         ("steps", str(program.steps)),
         ("moves", f"{len(program.moves.step):,}"),
@@ -257,7 +297,8 @@ def html(program: Program, walked: Walk | None = None, on: str = "", inputs: Seq
             "label": took,
             "text": f"The same program walked {on}: {took}. A row a rank, a bar a message it sends.",
         }
-        told["facts"].append(("time", f"{took} {on} (uncalibrated)"))
+        price = f"{format_seconds(charge.seconds)} {on}, as charged" if charge else f"{took} {on} (uncalibrated)"
+        told["facts"].append(("time", price))
     if inputs is not None:
         slots = loaded(program, inputs)
         told["values"] = [

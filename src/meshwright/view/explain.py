@@ -8,19 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cost import compute
-from meshwright.cost.collective import Network
+from meshwright.cost.collective import OPERATIONS, Network
 from meshwright.cost.estimate import Estimate
+from meshwright.cost.library import library_of
 from meshwright.cost.step import AXIS_OF
 from meshwright.errors import unknown
 from meshwright.lower.op import PHASES, Op
+from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_decimal_bytes, format_flops, format_seconds
 
 FORMULAS = {
     "gemm": "t = floor + max(a, m) + c·min(a, m)    a = 2·products·m·n·k / (e·peak), m = bytes / bandwidth",
     "attention": "t = floor + flops / (e · s/(s+700) · peak) + bytes / bandwidth",
     "memory": "t = floor·launches + bytes / (share · bandwidth)",
-    "collective": "t = base + hops + 2√(ℓ·w) + w    w = max(bytes inside nodes / B₀, bytes between nodes / B₁)",
-    "p2p": "t = base + hop + n / bandwidth",
+    "collective": "t = call + formula of the program that the library runs (hop, reached rates) + 2√(ℓ·w)    w: its bytes alone",
+    "p2p": "t = call + hop + n / bandwidth",
 }
 
 
@@ -57,6 +59,7 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     kinds, total = set(), 0.0
+    programs: set[tuple[str, str]] = set()
     for block in e.program.kinds():
         for phase in PHASES:
             times = one(holding.times(block, phase))
@@ -64,6 +67,8 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
                 if not times or belongs(op, phase) != part:
                     continue
                 kinds.add(op.kind)
+                if op.collective:
+                    programs.add((OPERATIONS[op.collective], network.algorithm(op)))
                 seconds = one(
                     network.time(op)
                     if op.axis
@@ -74,7 +79,7 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
                     f"{block} × {times:.0f}",
                     phase,
                     f"{op.name} × {one(op.count):g}",
-                    shape_of(op),
+                    shape_of(op, network),
                     format_seconds(seconds),
                     format_seconds(times * one(op.count) * seconds),
                 )
@@ -83,6 +88,8 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         Text(f"{part}: {format_seconds(e.prediction.exposed_s[part])} of the step", style="bold")
     ]
     lines += [Text(FORMULAS[kind], style="cyan") for kind in FORMULAS if kind in kinds]
+    runs = library_of(e.cluster)
+    lines += [Text(f"{runs} runs {a} for {o}: {formula(o, a)}", style="cyan") for o, a in sorted(programs)]
     eff = e.cluster.accelerator.efficiency
     peak = e.cluster.accelerator.peak_for(e.workload.precision)
     lines.append(
@@ -97,11 +104,25 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         if abs(total * m - exposed) > 1e-3 * exposed:
             words += f"; exposed {format_seconds(exposed)} after overlap and what happens once a step"
         lines += [table, Text(words)]
-    else:
-        lines.append(
-            Text("once a step: gradient reduction, optimizer and overhead are not micro-batch operations", style="dim")
-        )
+    once = once_a_step(e, part, network)
+    if once.row_count:
+        lines += [Text("once a step:"), once]
+    elif not table.row_count:
+        lines.append(Text("once a step: optimizer and overhead are not micro-batch operations", style="dim"))
     return Group(*lines)
+
+
+def once_a_step(e: Estimate, part: str, network: Network) -> Table:
+    """Collectives of a part that happen once a step: gradient reduction, gathers, sums; with the algorithm of each."""
+    table = Table(box=None, pad_edge=False)
+    for name, side in (("operation", "left"), ("shape", "left"), ("once", "right"), ("per step", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for op in e.cost.syncs:
+        if op.axis and one(op.count) and AXIS_OF[op.axis] == part and one(e.program.batch.size(op.axis)) > 1:
+            seconds, count = one(network.time(op)), one(op.count)
+            shape = shape_of(op, network)
+            table.add_row(f"{op.name} × {count:g}", shape, format_seconds(seconds), format_seconds(count * seconds))
+    return table
 
 
 def belongs(op: Op, phase: str) -> str:
@@ -110,9 +131,10 @@ def belongs(op: Op, phase: str) -> str:
     return "recompute" if phase == "R" else op.part
 
 
-def shape_of(op: Op) -> str:
+def shape_of(op: Op, network: Network) -> str:
     if op.collective:
-        return f"{op.collective} of {format_decimal_bytes(one(op.message_bytes))} over {op.axis}"
+        size = format_decimal_bytes(one(op.message_bytes))
+        return f"{OPERATIONS[op.collective]} of {size} over {op.axis}, {network.algorithm(op)}"
     if op.shape:
         return " × ".join(f"{one(x):,.0f}" for x in op.shape)
     return format_decimal_bytes(one(op.bytes))

@@ -16,7 +16,7 @@ from meshwright.programs.collectives.lists import assemble, rank_lists
 from meshwright.programs.collectives.program import joined, moves, rows, split, take
 
 # these hand ranks what their last broadcast hands them again, so a move more or less may do no harm
-WASTEFUL = {("all-reduce", "hierarchical"), ("all-gather", "tree")}
+WASTEFUL = {("all-reduce", "hierarchical"), ("all-gather", "tree"), ("all-reduce", "nvls"), ("all-reduce", "sharp")}
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
@@ -92,6 +92,7 @@ def test_a_broken_list_is_refused(operation, algorithm):
                     sizes=program.sizes,
                     root=program.root,
                     target=options.get("target", 0),
+                    switches=program.switches,
                 )
             )
         assert refused.value.code.startswith("MW-PROG-01")

@@ -32,7 +32,13 @@ def test_lists_make_the_program_again(operation, algorithm):
         program, _ = data.draw(drawn(operation, algorithm, most=9))
         target = int(program.ends[0]) // program.chunks if operation == "point-to-point" else 0
         again = assemble(
-            operation, rank_lists(program), program.elements, sizes=program.sizes, root=program.root, target=target
+            operation,
+            rank_lists(program),
+            program.elements,
+            sizes=program.sizes,
+            root=program.root,
+            target=target,
+            switches=program.switches,
         )
         assert again == program
 
@@ -52,7 +58,7 @@ def test_steps_numbered_apart_are_lined_up(data):
         gaps = data.draw(st.lists(st.integers(1, 5), min_size=len(steps), max_size=len(steps)))
         renamed = {step: sum(gaps[: k + 1]) for k, step in enumerate(steps)}
         lists.append([i._replace(step=renamed[i.step]) for i in own])
-    again = assemble("all-reduce", lists, program.elements, sizes=program.sizes)
+    again = assemble("all-reduce", lists, program.elements, sizes=program.sizes, switches=program.switches)
     check(again)
     cluster = uniform(program.ranks, 1e-6, 1e9)
     assert walk(again, cluster).makespan == walk(program, cluster).makespan

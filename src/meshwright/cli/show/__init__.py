@@ -12,58 +12,91 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.show.options import COLLECTIVES, LESSON, PIPELINES
+
 LESSONS = {
     "strategies": "what each parallelism splits, which collective it needs, when, how many bytes, and when to use it",
     "column-parallel": "a matrix product split by columns over two GPUs, with the numbers",
     "row-parallel": "the same product split by rows, with the numbers",
     "formats": "number formats from fp32 to fp4: bits, range, precision, use",
 }
-COLLECTIVES, PIPELINES, LESSON = "Collectives", "Pipeline schedules", "Lessons"
+COLLECTIVE_PANEL, PIPELINE_PANEL = "Collectives", "Pipeline schedules"
 
 
 def command(
-    topic: str = typer.Argument("", help="What to show. Unsaid: the list of everything."),
-    names: str = typer.Argument("", help="With --compare: which, such as ring,tree or gpipe,zbv.", show_default=False),
+    context: typer.Context,
+    topic: str = typer.Argument("", help="What to show. Default: the list of all topics."),
+    names: str = typer.Argument(
+        "", help="With --compare: names to compare, such as ring,tree or gpipe,zbv.", show_default=False
+    ),
     compare: bool = typer.Option(False, "--compare", help="Put algorithms or schedules side by side."),
     algorithm: str = typer.Option(
-        "", "--algorithm", "-a", help="Of a collective; see `meshwright show`.", rich_help_panel=COLLECTIVES
+        "",
+        "--algorithm",
+        "-a",
+        help="Algorithm. Default: what a library runs on --cluster, else the simplest.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     ranks: int = typer.Option(
-        0, "--ranks", "-r", show_default=False, help="Unsaid: 4, or 8 where nodes matter.", rich_help_panel=COLLECTIVES
+        0,
+        "--ranks",
+        "-r",
+        show_default=False,
+        help="Default: 4, or 8 where nodes matter.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     size: str = typer.Option(
-        "", "--size", help="Bytes of the full buffer, such as 64MiB: adds times.", rich_help_panel=COLLECTIVES
+        "", "--size", help="Bytes of the full buffer, such as 64MiB: adds times.", rich_help_panel=COLLECTIVE_PANEL
     ),
     cluster: str = typer.Option(
-        "", "--cluster", "-c", help="A catalog name or a TOML file: whose links to walk.", rich_help_panel=COLLECTIVES
+        "",
+        "--cluster",
+        "-c",
+        help="A catalog name or a TOML file: whose links to walk.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     elements: int = typer.Option(
-        -1, "--elements", show_default=False, help="Of the buffer. Unsaid: one a rank.", rich_help_panel=COLLECTIVES
+        -1,
+        "--elements",
+        show_default=False,
+        help="Elements of the buffer. Default: one per rank.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     root: int = typer.Option(
-        -1, "--root", show_default=False, help="Of broadcast, reduce, scatter, gather.", rich_help_panel=COLLECTIVES
+        -1,
+        "--root",
+        show_default=False,
+        help="Root rank of broadcast, reduce, scatter, gather.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     segments: int = typer.Option(
-        0, "--segments", show_default=False, help="Of pipelined algorithms.", rich_help_panel=COLLECTIVES
+        0, "--segments", show_default=False, help="Segments of pipelined algorithms.", rich_help_panel=COLLECTIVE_PANEL
     ),
     node: int = typer.Option(
-        0, "--node", show_default=False, help="Ranks a node. Unsaid: the cluster's.", rich_help_panel=COLLECTIVES
+        0,
+        "--node",
+        show_default=False,
+        help="Ranks per node. Default: the cluster's.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
     values: bool = typer.Option(
-        False, "--values", help="The numbers of every rank before and after each step.", rich_help_panel=COLLECTIVES
+        False,
+        "--values",
+        help="The numbers of every rank before and after each step.",
+        rich_help_panel=COLLECTIVE_PANEL,
     ),
-    stages: int = typer.Option(4, "--stages", help="Ranks of the pipeline.", rich_help_panel=PIPELINES),
+    stages: int = typer.Option(4, "--stages", help="Ranks of the pipeline.", rich_help_panel=PIPELINE_PANEL),
     microbatches: int = typer.Option(
-        8, "--microbatches", "-m", help="Micro-batches of a step.", rich_help_panel=PIPELINES
+        8, "--microbatches", "-m", help="Micro-batches of a step.", rich_help_panel=PIPELINE_PANEL
     ),
     virtual: int = typer.Option(
         0,
         "--virtual",
         show_default=False,
         help="Stages a rank, where the schedule has several.",
-        rich_help_panel=PIPELINES,
+        rich_help_panel=PIPELINE_PANEL,
     ),
-    trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINES),
+    trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINE_PANEL),
     html: str = typer.Option("", "--html", help="Write a figure to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
 ) -> None:
@@ -71,12 +104,14 @@ def command(
     if not topic:
         from meshwright.cli.show.listing import list_topics
 
-        return list_topics(as_json)
+        return list_topics(LESSONS, as_json)
     from meshwright.cli.output import writable
+    from meshwright.cli.show.options import refuse_unused
 
     writable(html, trace)
     topic, names, compare = in_order(topic.lower(), names, compare)
     kind = kind_of(topic)
+    refuse_unused(topic, kind, given(context))
     if kind == LESSON:
         import importlib
 
@@ -115,6 +150,12 @@ def command(
             as_json,
         )
     )
+
+
+def given(context: typer.Context) -> list[str]:
+    """Names of the options on the command line, in order, but for those that every topic has."""
+    named = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    return [name for name in context.params if name in named - {"topic", "as_json"}]
 
 
 def in_order(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:

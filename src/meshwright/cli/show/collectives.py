@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.cli.show.options import unused
+from meshwright.cost.collective import OPERATIONS as PRICED_AS
+from meshwright.cost.collective import Choice, choose
+from meshwright.cost.library import library_links, library_of
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, Program, accepts, build, check, groups_of, walk
-from meshwright.programs.collectives.comparison import SIZES, compare, options_for
+from meshwright.programs.collectives.comparison import SIZES, SWITCHED, compare, options_for
 from meshwright.programs.collectives.registry import algorithms_of, as_groups, builder
 from meshwright.units import format_bytes, parse_bytes
 from meshwright.view import collectives as view
@@ -22,6 +26,7 @@ from meshwright.view.tables import show_json
 USUAL = {"all-to-all": "pairwise", "point-to-point": "direct", "barrier": "dissemination"}  # else ring or binomial
 DEFAULT_CLUSTER, DEFAULT_SIZE, ELEMENT_BYTES = "dgx-h100", "64MiB", 4
 MOST_VALUES, MOST_COMPARED = 256, 1024
+PRICED = set(PRICED_AS.values())  # operations that a training step has and the cost model prices
 
 
 class Asked(NamedTuple):
@@ -47,34 +52,31 @@ def show(asked: Asked) -> None:
     """Answer."""
     if asked.compare:
         return show_comparison(asked)
-    algorithm = (
-        asked.algorithm
-        or USUAL.get(asked.operation)
-        or ("ring" if "ring" in ALGORITHMS[asked.operation] else "binomial")
-    )
-    builder(asked.operation, algorithm)  # a wrong name is refused before anything else
-    aware = "groups" in accepts(asked.operation, algorithm)
-    ranks = asked.ranks or (8 if aware else 4)
     timed = bool(asked.size or asked.cluster)
     size = parse_bytes(asked.size or DEFAULT_SIZE)
+    algorithm, choice = chosen(asked, size if timed else 0.0)
+    builder(asked.operation, algorithm)  # a wrong name is refused before anything else
+    ranks = asked.ranks or (8 if choice or "groups" in accepts(asked.operation, algorithm) else 4)
     cluster = cluster_of(asked.cluster or DEFAULT_CLUSTER, ranks) if timed else None
     elements = (
         asked.elements if asked.elements >= 0 else int(size // ELEMENT_BYTES) if timed and not asked.values else ranks
     )
     program = check(
-        build(asked.operation, algorithm, ranks, elements, **options(asked, algorithm, ranks, size, cluster))
+        build(asked.operation, algorithm, ranks, elements, **options(asked, algorithm, ranks, size, cluster, choice))
     )
-    walked = walk(program, cluster, element_bytes=size / elements if elements else 0) if cluster else None
+    links = library_links(cluster, asked.operation, algorithm, ranks) if cluster and choice else cluster
+    walked = walk(program, links, element_bytes=size / elements if elements else 0) if links else None
     on = f"for {format_bytes(size)} on {cluster.name}" if cluster else ""
+    charge = view.Charge(library_of(cluster), choice.walked, choice.seconds) if cluster and choice else None
     inputs = lecture_inputs(program) if elements <= MOST_VALUES else None
     if asked.html:
-        written(asked.html, view.html(program, walked, on, inputs))
+        written(asked.html, view.html(program, walked, on, inputs, charge))
     if asked.as_json:
-        return show_json(view.as_dict(program, walked))
+        return show_json(view.as_dict(program, walked, charge))
     if asked.values:
         return print_out(view.values_page(program, few_enough(inputs, elements)))
     others = [name for name in ALGORITHMS[asked.operation] if name != algorithm]
-    print_out(view.page(program, walked, on))
+    print_out(view.page(program, walked, on, charge=charge))
     if others:
         from rich.text import Text
 
@@ -82,28 +84,49 @@ def show(asked: Asked) -> None:
     return None
 
 
-def options(asked: Asked, algorithm: str, ranks: int, size: float, cluster: Cluster | None) -> dict[str, Any]:
-    """What the builder takes, from the words, the cluster, or its own defaults."""
+def chosen(asked: Asked, size: float) -> tuple[str, Choice | None]:
+    """The algorithm to show: the one named; on a cluster what its library runs there, with its price; else the usual one to learn."""
+    usual = USUAL.get(asked.operation) or ("ring" if "ring" in ALGORITHMS[asked.operation] else "binomial")
+    ranks = asked.ranks or 8
+    if asked.algorithm or not size or asked.operation not in PRICED or ranks < 2:
+        return asked.algorithm or usual, None
+    cluster = cluster_of(asked.cluster or DEFAULT_CLUSTER, ranks)
+    choice = choose(cluster, asked.operation, size, ranks)
+    one_node = ranks <= cluster.node_size
+    return "ring" if choice.algorithm == "multi-ring" and one_node else choice.algorithm, choice
+
+
+def options(
+    asked: Asked, algorithm: str, ranks: int, size: float, cluster: Cluster | None, choice: Choice | None
+) -> dict[str, Any]:
+    """The builder's options: from the command line, from the cluster, or defaults that suit a drawing."""
     accepted = accepts(asked.operation, algorithm)
-    chosen = options_for(asked.operation, algorithm, cluster, ranks, size) if cluster else {}
-    if asked.node > 0 and "groups" in accepted:
-        chosen["groups"] = [range(a, min(a + asked.node, ranks)) for a in range(0, ranks, asked.node)]
+    found = options_for(asked.operation, algorithm, cluster, ranks, size) if cluster else {}
+    if asked.node > 0:
+        if "groups" not in accepted:
+            raise unused("--node", f"{algorithm} {asked.operation} does not know of nodes", "--algorithm multi-ring")
+        found["groups"] = [range(a, min(a + asked.node, ranks)) for a in range(0, ranks, asked.node)]
+    elif "groups" in accepted and algorithm not in SWITCHED and not (cluster and ranks > cluster.node_size):
+        found["groups"] = as_groups(None, ranks)  # two halves: one node would have nothing to show
     elif "groups" in accepted:
-        chosen["groups"] = (
-            groups_of(cluster, ranks) if cluster and ranks > cluster.node_size else as_groups(None, ranks)
-        )
+        found["groups"] = groups_of(cluster, ranks) if cluster else [range(ranks)]
     if asked.root >= 0:
-        chosen["root"] = asked.root
+        found["root"] = asked.root
     if asked.segments > 0:
-        chosen["segments"] = asked.segments
+        found["segments"] = asked.segments
+    elif choice and "segments" in accepted:
+        found["segments"] = choice.segments
     elif "segments" in accepted:
-        chosen.setdefault("segments", 3)
-        chosen["segments"] = min(chosen["segments"], 64)
-    return chosen
+        found["segments"] = min(found.get("segments", 3), 64)
+    return found
 
 
 def show_comparison(asked: Asked) -> None:
     """All algorithms, or those named, over message sizes."""
+    for option, given in (("--values", asked.values), ("--elements", asked.elements >= 0), ("--root", asked.root >= 0),
+                          ("--segments", asked.segments > 0), ("--node", asked.node > 0)):  # fmt: skip
+        if given:
+            raise unused(option, "a comparison builds each algorithm for every size", "--size 64MiB")
     algorithms_of(asked.operation)
     ranks = asked.ranks or 8
     if ranks > MOST_COMPARED:

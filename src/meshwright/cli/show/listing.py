@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from meshwright.cli.show import LESSONS
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.programs.pipelines import RULES
 from meshwright.view.tables import filled, heading, show, show_json
 
 
-def list_topics(as_json: bool = False) -> None:
+def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
     """Collectives with their algorithms and costs, schedules, lessons."""
     if as_json:
-        told = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
+        found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
         show_json(
-            {"collectives": told, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": LESSONS}
+            {"collectives": found, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": lessons}
         )
         return
     rows = []
@@ -28,7 +27,7 @@ def list_topics(as_json: bool = False) -> None:
     schedules = filled(
         ["schedule", "what"], [(Text(name, "bold"), Text(rule.about, "dim")) for name, rule in RULES.items()]
     )
-    lessons = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in LESSONS.items()])
+    table = filled(["lesson", "what"], [(Text(name, "bold"), Text(about, "dim")) for name, about in lessons.items()])
     show(
         heading(
             "Collectives", "meshwright show all-reduce --algorithm ring --ranks 4 [--values] [--html F] [--compare]"
@@ -43,5 +42,5 @@ def list_topics(as_json: bool = False) -> None:
         ),
         schedules,
         heading("Lessons", "meshwright show strategies"),
-        lessons,
+        table,
     )

@@ -9,7 +9,17 @@ Read `program` for the form, then `ring` for the most used algorithm; `formulas`
 """
 
 # the simplest first: algorithms are listed in the order of these imports
-from meshwright.programs.collectives import trees, ring, recursive, exchange, bruck, double_tree, nodes  # noqa: I001
+from meshwright.programs.collectives import (  # noqa: I001
+    trees,
+    ring,
+    recursive,
+    exchange,
+    bruck,
+    double_tree,
+    nodes,
+    rails,
+    switches,
+)
 from meshwright.programs.collectives.checker import check
 from meshwright.programs.collectives.compose import reverse, then
 from meshwright.programs.collectives.contract import OPERATIONS
@@ -19,5 +29,5 @@ from meshwright.programs.collectives.walker import Walk, walk
 
 __all__ = [
     "ALGORITHMS", "OPERATIONS", "Program", "Walk", "accepts", "bruck", "build", "check", "double_tree", "exchange", "groups_of",
-    "nodes", "recursive", "reverse", "ring", "then", "trees", "walk",
+    "nodes", "rails", "recursive", "reverse", "ring", "switches", "then", "trees", "walk",
 ]  # fmt: skip

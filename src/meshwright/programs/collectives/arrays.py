@@ -53,8 +53,11 @@ def states(program: Program, slots: Slots) -> Iterator[dict[tuple[int, int], boo
         posted = []
         for _, source, target, chunk, width, adds, into in zip(*(c[low:high] for c in columns), strict=True):
             posted += [(target, into + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
+        arrived: set[tuple[int, int]] = set()  # at switches, which add up what arrives in one step and nothing else
         for target, into, adds, data in posted:
-            slots[target, into] = slots[target, into] + data if adds else data
+            fresh = target >= program.ranks and (target, into) not in arrived
+            slots[target, into] = slots[target, into] + data if adds and not fresh else data
+            arrived.add((target, into))
         yield {(target, into): adds for target, into, adds, _ in posted}
 
 

@@ -50,14 +50,15 @@ def check(program: Program) -> Program:
     singles = apart(program)
     if not program.moves.in_place:
         copies_fit(program, singles)
-    slots = program.ranks * program.chunks
+    slots = program.endpoints * program.chunks
     source, target, starts, ends = singles.source, singles.target, program.starts, program.ends
+    first_switch = program.ranks * program.chunks
     if slots > DENSE_SLOTS:
         touched = np.unique(np.concatenate([source, target, starts, ends]))
         source, target, starts, ends = (np.searchsorted(touched, s) for s in (source, target, starts, ends))
-        slots = len(touched)
+        slots, first_switch = len(touched), int(np.searchsorted(touched, first_switch))
     singles = singles._replace(source=source, target=target)
-    state = State(program, singles, slots, starts)
+    state = State(program, singles, slots, starts, first_switch)
     for step in range(program.steps):
         low, high = singles.bounds[step], singles.bounds[step + 1]
         if high > low:
@@ -98,7 +99,7 @@ def apart(program: Program) -> Single:
         step, source, target, reduce = (column[index] for column in (step, source, target, reduce))
         chunk = chunk[index] + within.astype(np.int32)
         into = chunk if table.in_place else table.into[index] + within.astype(np.int32)
-    number: type = np.int32 if program.ranks * chunks < 2**31 else np.int64
+    number: type = np.int32 if program.endpoints * chunks < 2**31 else np.int64
     read: Array = source.astype(number)
     written: Array = target.astype(number)
     read *= chunks
@@ -125,8 +126,9 @@ def copies_fit(program: Program, singles: Single) -> None:
 class State:
     """What every slot holds, step after step."""
 
-    def __init__(self, program: Program, singles: Single, slots: int, starts: Array) -> None:
+    def __init__(self, program: Program, singles: Single, slots: int, starts: Array, first_switch: int) -> None:
         self.program, self.singles = program, singles
+        self.first_switch = first_switch  # slots from here on are those of switches that reduce
         self.leaves, self.reductions = len(starts), int(singles.reduce.sum())
         self.held = np.full(slots, -1, dtype=np.int32)  # the number of a value, or nothing
         self.held[starts] = np.arange(self.leaves)
@@ -152,8 +154,12 @@ class State:
         added = self.added[rows.stop] - self.added[rows.start]
         if added < len(sent) and (sent == there).any():
             self.find_repeats(rows, source, target, (sent == there) & ~reduce)
-        self.find_races(rows, source, target, reduce)
-        if added:
+        in_switch = reduce & (target >= self.first_switch) if self.program.switches else None
+        self.find_races(rows, source, target, reduce, in_switch)
+        if in_switch is not None and in_switch.any():
+            self.combine(rows, target, sent, there, np.flatnonzero(in_switch))
+            self.unite(rows, sent, there, np.flatnonzero(reduce & ~in_switch))
+        elif added:
             which = np.arange(len(sent)) if added == len(sent) else np.flatnonzero(reduce)
             self.unite(rows, sent, there, which)
         if added < len(sent):
@@ -164,6 +170,8 @@ class State:
 
     def unite(self, rows: slice, sent: Array, there: Array, which: Array) -> None:
         """Where `reduce`, `sent` becomes a new value of what came and what was there."""
+        if len(which) == 0:
+            return
         a, b = sent[which], there[which]
         if b.min() < 0:
             self.refuse(
@@ -179,16 +187,32 @@ class State:
         self.size[self.leaves + first : self.leaves + self.made] = self.size[a] + self.size[b]
         sent[which] = np.arange(self.leaves + first, self.leaves + self.made, dtype=np.int32)
 
-    def find_races(self, rows: slice, source: Array, target: Array, reduce: Array) -> None:
-        """No slot is written twice in a step, nor overwritten in the step that sends it."""
+    def combine(self, rows: slice, target: Array, sent: Array, there: Array, which: Array) -> None:
+        """What arrives at one slot of a switch in one step becomes one value, whatever the switch passed on before."""
+        which = which[np.argsort(target[which], kind="stable")]
+        first = np.flatnonzero(np.append(True, target[which][1:] != target[which][:-1]))
+        turn = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
+        for k in range(1, int(turn.max()) + 1):
+            here = np.flatnonzero(turn == k)
+            there[which[here]] = sent[which[here - 1]]
+            self.unite(rows, sent, there, which[here])
+
+    def find_races(
+        self, rows: slice, source: Array, target: Array, reduce: Array, in_switch: Array | None = None
+    ) -> None:
+        """No slot is written twice in a step (but a switch adds up all that arrives), nor overwritten in the step that sends it."""
         ticket = np.arange(rows.start + 1, rows.stop + 1, dtype=np.int32)
         self.writer[target] = ticket
         last = self.writer[target]
-        if (last != ticket).any():
-            self.refuse(rows, last != ticket, "MW-PROG-014", "has chunk {into} written twice in one step", at="target")
+        twice, keeps = last != ticket, reduce
+        if in_switch is not None:
+            twice = twice & ~(in_switch & in_switch[last - rows.start - 1])
+            keeps = reduce & ~in_switch
+        if twice.any():
+            self.refuse(rows, twice, "MW-PROG-014", "has chunk {into} written twice in one step", at="target")
         last = self.writer[source]
         if last.max() > rows.start:
-            lost = (last > rows.start) & ~reduce[np.maximum(last - rows.start - 1, 0)]
+            lost = (last > rows.start) & ~keeps[np.maximum(last - rows.start - 1, 0)]
             if lost.any():
                 self.refuse(rows, lost, "MW-PROG-014", "has chunk {chunk} overwritten in the step that sends it")
 

@@ -14,10 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 from meshwright.describe.cluster import Cluster
-from meshwright.programs.collectives.formulas import best_segments
+from meshwright.programs.collectives.formulas import Rates, Shape, best_segments, switch_segments
 from meshwright.programs.collectives.registry import accepts, algorithms_of, build, groups_of, place
 from meshwright.programs.collectives.walker import walk
 
+SWITCHED = ("nvls", "sharp")
 SIZES = tuple(4.0**k * 1024 for k in range(11))  # 1 KiB to 1 GiB
 
 
@@ -78,10 +79,25 @@ def options_for(
     devices = place(cluster, ranks, placement)
     if "groups" in accepted:
         options["groups"] = groups_of(cluster, ranks, devices)
-    if "segments" in accepted and ranks > 1:
+    if algorithm in SWITCHED and ranks > 1:
+        options["segments"] = segments_for(algorithm, cluster, ranks, len(options["groups"]), size)
+    elif "segments" in accepted and ranks > 1:
         level = cluster.level_between(min(devices), max(devices))
         options["segments"] = best_segments(algorithm, ranks, size, cluster.levels[level].link)
     return options
+
+
+def segments_for(algorithm: str, cluster: Cluster, ranks: int, nodes: int, size: float) -> int:
+    """Segments of a program whose switches reduce, as `formulas.switch_segments` has them for equal nodes."""
+    inner, outer = (cluster.levels[min(k, len(cluster.levels) - 1)].link for k in (0, 1))
+    rates = Rates(inner.alpha, inner.beta, outer.alpha, outer.beta)
+    return int(switch_segments(size, Shape(ranks, 1, nodes, ranks / nodes), rates, algorithm == "sharp"))
+
+
+def runs_on(cluster: Cluster, algorithm: str) -> bool:
+    """Whether the cluster has the switches that an algorithm needs: ones that reduce inside nodes, and in the fabric."""
+    needed = {"nvls": 1, "sharp": 2}.get(algorithm, 0)
+    return len(cluster.levels) >= needed and all(level.reduces for level in cluster.levels[:needed])
 
 
 def compare(
@@ -95,7 +111,7 @@ def compare(
 ) -> Comparison:
     """Walk every algorithm (or those named) at every size, in bytes."""
     times: dict[str, tuple[float, ...]] = {}
-    for name in algorithms or algorithms_of(operation):
+    for name in algorithms or [a for a in algorithms_of(operation) if runs_on(cluster, a)]:
         row = []
         for size in sizes:
             options = options_for(operation, name, cluster, ranks, size, placement)

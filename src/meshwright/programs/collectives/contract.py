@@ -3,11 +3,11 @@
     operation        chunks   starts                       ends
     broadcast        any      all at the root              all on every rank
     reduce           any      all on every rank            all at the root
-    scatter          P        all at the root              chunk r at rank r
-    gather           P        chunk r at rank r            all at the root
+    scatter          P·c      all at the root              shard r at rank r: chunks r·c to r·c + c − 1
+    gather           P·c      shard r at rank r            all at the root
     all-reduce       any      all on every rank            all on every rank
-    all-gather       P        chunk r at rank r            all on every rank
-    reduce-scatter   P        all on every rank            chunk r at rank r
+    all-gather       P·c      shard r at rank r            all on every rank
+    reduce-scatter   P·c      all on every rank            shard r at rank r
     all-to-all       P·P      chunk i·P + j at rank i      chunk i·P + j at rank j
     point-to-point   any      all at the sender            all at one other rank
     barrier          P        chunk r (empty) at rank r    all on every rank: each knows that all arrived
@@ -47,7 +47,9 @@ def contract(operation: str, ranks: int, chunks: int, root: int = 0, target: int
     """The slots (rank·chunks + chunk) in which data starts and must end, ascending."""
     everywhere = all_slots(ranks * chunks) if operation not in ("all-to-all", "point-to-point") else np.zeros(0)
     at_root = root * chunks + np.arange(chunks, dtype=np.int64)
-    shards = np.arange(ranks, dtype=np.int64) * (chunks + 1)
+    shards = np.arange(chunks, dtype=np.int64)
+    if operation in SHARDED:  # c chunks a shard: chunk r·c + j belongs to rank r
+        shards = shards // (chunks // ranks) * chunks + shards
     match operation:
         case "broadcast":
             return at_root, everywhere
@@ -83,6 +85,8 @@ def chunk_sizes(operation: str, ranks: int, elements: int, chunks: int) -> Array
     """Whole elements of each chunk; an all-to-all block from any rank to rank j is as large as shard j."""
     if operation == "all-to-all":
         return np.tile(split(elements, ranks), ranks)
+    if operation in SHARDED and chunks > ranks:
+        return np.concatenate([split(int(shard), chunks // ranks) for shard in split(elements, ranks)])
     return split(elements, chunks)
 
 
@@ -97,14 +101,18 @@ def collective(
     root: int = 0,
     target: int = 0,
     groups: tuple[tuple[int, ...], ...] = (),
+    switches: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """A program of `operation` with its promise filled in; an algorithm is only its table of moves."""
-    chunks = len(sizes) if sizes is not None else ranks if operation in SHARDED else chunks
+    """A program of `operation` with its promise filled in; an algorithm is only its table of moves.
+
+    `chunks` counts the chunks of the buffer, or, where every rank has a shard, those of one shard.
+    """
+    chunks = len(sizes) if sizes is not None else ranks * chunks if operation in SHARDED else chunks
     if operation == "all-to-all":
         chunks = ranks * ranks
     sizes = chunk_sizes(operation, ranks, elements, chunks) if sizes is None else sizes
     starts, ends = contract(operation, ranks, chunks, root, target)
-    return Program(operation, "", ranks, elements, sizes, starts, ends, table, root, groups)
+    return Program(operation, "", ranks, elements, sizes, starts, ends, table, root, groups, switches)
 
 
 __all__ = ["DUAL", "OPERATIONS", "ROOTED", "SHARDED", "chunk_sizes", "collective", "contract"]

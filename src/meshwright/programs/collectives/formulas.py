@@ -24,14 +24,18 @@ cost P times as much by the same letter.) L = ⌈log₂P⌉.
 
 They hold for equal chunks, one kind of link, and no link shared; there the walk agrees to rounding (a test). A
 reduction's c is its part of b. Node-aware algorithms have terms for the links inside (α, β) and between nodes (α', β')
-of g ranks each.
+of g ranks each. Where both kinds of link work in the same step (`together`), the step takes as long as the slower of them; those formulas
+leave γ out, since a library adds while it receives. Ranks, nodes and segments may be arrays: the cost model prices a batch of
+plans at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from meshwright.describe.cluster import Link
 from meshwright.errors import unknown
@@ -40,40 +44,71 @@ from meshwright.programs.collectives.recursive import core_of
 from meshwright.programs.collectives.trees import SEGMENTS
 from meshwright.programs.collectives.trees import rounds as log
 
+Number = Any  # a number, or an array over a batch of plans
+NONE = 0.0  # of terms that an algorithm does not have
+
+
+class Rates(NamedTuple):
+    """α and β inside nodes, and between them."""
+
+    alpha: Number
+    beta: Number
+    outer_alpha: Number
+    outer_beta: Number
+
 
 class Terms(NamedTuple):
-    """Multiples of α, nβ, nγ, and of α' and nβ' between nodes."""
+    """Multiples of α, nβ, nγ, and of α' and nβ' between nodes; `together`: both levels work at once and the slower counts."""
 
-    alpha: float
-    beta: float
-    gamma: float = 0.0
-    outer_alpha: float = 0.0
-    outer_beta: float = 0.0
+    alpha: Number
+    beta: Number
+    gamma: Number = 0.0
+    outer_alpha: Number = NONE
+    outer_beta: Number = NONE
+    together: bool = False
 
     def time(self, size: float, link: Link, gamma: float = 0.0, outer: Link | None = None) -> float:
         """Seconds for a buffer of `size` bytes."""
         outer = outer or link
-        inside = self.alpha * link.alpha + self.beta * size * link.beta
-        return inside + self.outer_alpha * outer.alpha + self.outer_beta * size * outer.beta + self.gamma * size * gamma
+        return self.seconds(size, Rates(link.alpha, link.beta, outer.alpha, outer.beta)) + self.gamma * size * gamma
+
+    def seconds(self, size: Number, rates: Rates) -> Number:
+        """The same without γ, for arrays."""
+        inside = self.alpha * rates.alpha + self.beta * (size * rates.beta)
+        if self.outer_alpha is NONE:
+            return inside
+        outside = self.outer_alpha * rates.outer_alpha + self.outer_beta * size * rates.outer_beta
+        return np.maximum(inside, outside) if self.together else inside + outside
 
     def __add__(self, other: tuple) -> Terms:
-        return Terms(*(a + b for a, b in zip(self, other, strict=True)))
+        assert not self.together
+        return Terms(*(a + b for a, b in zip(self[:5], other[:5], strict=True)))
+
+
+class Steps(tuple):
+    """Terms of steps that follow one another, each `together`."""
+
+    def time(self, size: float, link: Link, gamma: float = 0.0, outer: Link | None = None) -> float:
+        return sum(step.time(size, link, gamma, outer) for step in self)
+
+    def seconds(self, size: Number, rates: Rates) -> Number:
+        return sum(step.seconds(size, rates) for step in self)
 
 
 class Shape(NamedTuple):
     """P ranks as `nodes` nodes of `per_node`, and k segments."""
 
-    ranks: int
-    segments: int
-    nodes: int
-    per_node: int
+    ranks: Number
+    segments: Number
+    nodes: Number
+    per_node: Number
 
     @property
-    def share(self) -> float:
+    def share(self) -> Number:
         return (self.ranks - 1) / self.ranks
 
 
-def terms(operation: str, algorithm: str, ranks: int, *, nodes: int = 1, segments: int = SEGMENTS) -> Terms:
+def terms(operation: str, algorithm: str, ranks: int, *, nodes: int = 1, segments: int = SEGMENTS) -> Terms | Steps:
     """The terms of an algorithm; `nodes` equal nodes matter to node-aware ones only."""
     if (operation, algorithm) not in FORMULAS:
         known = [a for o, a in FORMULAS if o == operation] or sorted({o for o, _ in FORMULAS})
@@ -119,6 +154,71 @@ def _two_level(s: Shape) -> Terms:
     return Terms(s.per_node - 1, (s.per_node - 1) / s.per_node, 0, s.nodes - 1, (s.nodes - 1) / s.ranks)
 
 
+def _direct(s: Shape) -> Terms:
+    """All blocks at once: those of the node on its links, the others through the cards."""
+    alone, across = s.per_node > 1, s.nodes > 1
+    return Terms(1.0 * alone, (s.per_node - 1) / s.ranks, 0.0, 1.0 * across, (s.ranks - s.per_node) / s.ranks, True)
+
+
+def _multi_ring(s: Shape) -> Terms:
+    """P−1 steps; g−1 of g rings stay inside a node in each, one leaves it. In one node a plain ring."""
+    across = s.nodes > 1
+    inside = np.where(across, (s.per_node - 1) / s.per_node, 1.0)
+    steps = s.ranks - 1
+    return Terms(steps * (inside > 0), s.share * inside, 0.0, steps * across, s.share * across / s.per_node, True)
+
+
+def _rail_tree(s: Shape) -> Terms:
+    up, between = log2ceil(s.per_node), log2ceil(s.nodes)
+    local = (s.per_node - 1) / s.per_node
+    return Terms(2 * up, 2 * local, local + between / s.per_node, 2 * between, 2 * between / s.per_node)
+
+
+def switch_stages(nodes: Number, fabric: bool) -> Number:
+    """Steps between the first and the last of one segment: four of the node's switch, and those between nodes."""
+    return 4 + (2 * (nodes > 1) if fabric else log2ceil(nodes))
+
+
+def switch_wire(size: Number, s: Shape, rates: Rates, fabric: bool) -> Number:
+    """Seconds that the bytes of many segments take where links are busiest: (1 + 1/g)·nβ inside, or the shards between nodes."""
+    shards = 1.0 * (s.nodes > 1) if fabric else log2ceil(s.nodes)
+    return size * np.maximum((1 + 1 / s.per_node) * rates.beta, shards / s.per_node * rates.outer_beta)
+
+
+def switch_segments(size: Number, s: Shape, rates: Rates, fabric: bool) -> Number:
+    """How many segments suit a buffer: about √(3w/a), w its seconds on the wire, a the latency of one step; at least one a stage."""
+    step = np.maximum(rates.alpha / 2, (0.5 if fabric else 1.0) * (s.nodes > 1) * rates.outer_alpha)
+    best = np.rint(np.sqrt(3 / step * switch_wire(size, s, rates, fabric)))
+    return np.minimum(np.maximum(best, switch_stages(s.nodes, fabric)), 4096.0)
+
+
+def _switched(s: Shape, fabric: bool) -> Steps:
+    """k segments, one step apart, k at least `switch_stages`; the first and last of them find part of the links idle.
+
+    A step in which u segments' worth of bytes leave a rank through the node's links and x shards through its card takes
+    M(u, x) = max(α/2 + u·n/k·β, α' + x·n/(gk)·β'). With R exchanges between nodes (N a power of two)
+
+        T = (k−R−1)·M(1+1/g, R) + 4·M(1, 0) + 2·Σⱼ M(1, j), j = 1 … R
+
+    and through the fabric's switch, which takes and returns one shard at once with α'/2 each, (k−3)·M(1+1/g, 1) + 4·M(1, 0) + 4·M(1, 1).
+    """
+    k, g = s.segments, s.per_node
+    if np.max(s.nodes) == 1:
+        return Steps((Terms(0.5 * k + 1.5, (1 + 1 / g) + (3 - 1 / g) / k),))
+    switch, half = g > 1, 0.5 if fabric else 1.0
+
+    def steps(count: Number, up: Number, shards: Number) -> Terms:
+        active = count * (shards > 0)
+        return Terms(0.5 * count * switch, count * up / k * switch, 0.0, half * active, active * shards / (g * k), True)
+
+    if fabric:
+        across = 1 * (s.nodes > 1)
+        return Steps((steps(k - 1 - 2 * across, 1 + 1 / g, across), steps(4, 1, 0 * g), steps(4 * across, 1, across)))
+    rounds = log2ceil(s.nodes)
+    ramp = [steps(2 * (rounds >= j), 1, np.minimum(j, rounds)) for j in range(1, int(np.max(rounds)) + 1)]
+    return Steps((steps(k - rounds - 1, 1 + 1 / g, rounds), steps(4, 1, 0 * g), *ramp))
+
+
 def _double_tree(s: Shape) -> Terms:
     steps = 1 + max(first_use(s.ranks).values()) + 2 * (s.segments - 1)
     return Terms(steps, steps / (2 * s.segments))
@@ -155,7 +255,17 @@ def _halves(s: Shape) -> Terms:
     return Terms(log(s.ranks), s.share)
 
 
-Formula = tuple[str, Callable[[Shape], Terms]]
+def log2ceil(p: Number) -> Number:
+    """⌈log₂p⌉ of a number or an array."""
+    return np.ceil(np.log2(np.maximum(p, 1)))
+
+
+def twice(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
+    """There and back at the same cost, without γ."""
+    return lambda s: (t := one_way(s))._replace(**{name: 2 * getattr(t, name) for name in t._fields[:5]})
+
+
+Formula = tuple[str, Callable[[Shape], Any]]
 FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "naive"): ("(P−1)(α + nβ)", _naive),
     ("broadcast", "binomial"): ("⌈log₂P⌉(α + nβ)", _tree),
@@ -173,11 +283,13 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all-gather", "bruck"): ("⌈log₂P⌉α + (P−1)/P·nβ", _halves),
     ("all-gather", "recursive-doubling"): ("log₂P·α + (P−1)/P·nβ", _recursive),
     ("all-gather", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ", lambda s: _halves(s) + _tree(s)),
+    ("all-gather", "multi-ring"): ("(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", _multi_ring),
     ("all-gather", "two-level"): ("(g−1)α + (g−1)/g·nβ + (N−1)α' + (N−1)/P·nβ'", _two_level),
     ("reduce-scatter", "ring"): ("(P−1)α + (P−1)/P·n(β+γ)", added(_one_by_one)),
     ("reduce-scatter", "bruck"): ("⌈log₂P⌉α + (P−1)/P·n(β+γ)", added(_halves)),
     ("reduce-scatter", "recursive-halving"): ("log₂P·α + (P−1)/P·n(β+γ)", added(_recursive)),
     ("reduce-scatter", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ + ⌈log₂P⌉nγ", lambda s: added(_tree)(s) + _halves(s)),
+    ("reduce-scatter", "multi-ring"): ("(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", _multi_ring),
     ("reduce-scatter", "two-level"): ("(g−1)α + (g−1)/g·n(β+γ) + (N−1)α' + (N−1)/P·n(β'+γ)", added(_two_level)),
     ("all-reduce", "naive"): ("2(P−1)(α + nβ) + (P−1)nγ", both(_naive)),
     ("all-reduce", "tree"): ("2⌈log₂P⌉(α + nβ) + ⌈log₂P⌉nγ", both(_tree)),
@@ -187,13 +299,23 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("all-reduce", "hierarchical"): (
         "2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ) + ((g−1)/g + (N−1)/N)nγ", _hierarchical),
     ("all-reduce", "two-level"): ("2(g−1)(α + n/g·β) + 2(N−1)(α' + n/P·β') + (P−1)/P·nγ", both(_two_level)),
-    ("all-to-all", "direct"): ("α + (P−1)/P·nβ", lambda s: Terms(1, s.share)),
+    ("all-reduce", "multi-ring"): ("2(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", twice(_multi_ring)),
+    ("all-reduce", "rail-tree"): (
+        "2⌈log₂g⌉α + 2(g−1)/g·nβ + 2⌈log₂N⌉(α' + n/g·β') + ((g−1)/g + ⌈log₂N⌉/g)nγ", _rail_tree),
+    ("all-reduce", "nvls"): (
+        "(k−R−1)·M(1+1/g, R) + 4·M(1, 0) + 2·Σⱼ M(1, j≤R), M(u, x) = max(α/2 + u·n/k·β, α' + x·n/(gk)·β'), R = log₂N",
+        lambda s: _switched(s, False)),
+    ("all-reduce", "sharp"): (
+        "(k−3)·M(1+1/g, 1) + 4·M(1, 0) + 4·M(1, 1), M(u, x) = max(α/2 + u·n/k·β, α'/2 + x·n/(gk)·β')",
+        lambda s: _switched(s, True)),
+    ("all-to-all", "direct"): ("max(α + (g−1)/P·nβ, α' + (P−g)/P·nβ')", _direct),
     ("all-to-all", "pairwise"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),
     ("all-to-all", "bruck"): ("⌈log₂P⌉α + Σd₁(d)/P·nβ ≈ (log₂P)/2·nβ", _bruck_exchange),
     ("all-to-all", "two-level"): (
         "(g−1)(α + n/g·β) + (N−1)(α' + n/N·β')",
         lambda s: Terms(s.per_node - 1, (s.per_node - 1) / s.per_node, 0, s.nodes - 1, (s.nodes - 1) / s.nodes)),
-    ("point-to-point", "direct"): ("α + nβ", lambda s: Terms(1, 1)),
+    ("point-to-point", "direct"): (
+        "α + nβ", lambda s: Terms(1.0 * (s.nodes == 1), 1.0 * (s.nodes == 1), 0.0, 1.0 * (s.nodes > 1), 1.0 * (s.nodes > 1))),
     ("barrier", "dissemination"): ("⌈log₂P⌉α", lambda s: Terms(log(s.ranks), 0)),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ def instructions(program: Program, rank: int) -> list[Instruction]:
 
 def rank_lists(program: Program) -> list[list[Instruction]]:
     """The whole program, rank by rank."""
-    return [instructions(program, rank) for rank in range(program.ranks)]
+    return [instructions(program, rank) for rank in range(program.endpoints)]
 
 
 def assemble(
@@ -75,8 +75,9 @@ def assemble(
     chunks: int = 1,
     root: int = 0,
     target: int = 0,
+    switches: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """A program from one list a rank, steps lined up; unmatched sends and deadlocks are refused."""
+    """A program from one list a rank (and switch), steps lined up; unmatched sends and deadlocks are refused."""
     rows, visits = [], []
     for (a, send), (b, receive) in pairs(lists):
         rows.append((a, b, send.chunk, send.width, receive.kind == "reduce", receive.chunk))
@@ -94,7 +95,10 @@ def assemble(
     in_place = np.array_equal(chunk, into)
     step = np.array([number[a] for a, _ in visits], dtype=np.int64)
     table = moves(step, source, receiver, chunk, width, adds.astype(bool), None if in_place else into)
-    return collective(operation, len(lists), elements, table, sizes=sizes, chunks=chunks, root=root, target=target)
+    ranks = len(lists) - len(switches)
+    return collective(
+        operation, ranks, elements, table, sizes=sizes, chunks=chunks, root=root, target=target, switches=switches
+    )
 
 
 def pairs(lists: Sequence[Sequence[Instruction]]) -> list[tuple[tuple[int, Instruction], tuple[int, Instruction]]]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.cluster import Cluster
+from meshwright.describe.cluster import Cluster, Path
 from meshwright.programs.collectives.program import Array, Program
 
 
@@ -37,7 +37,9 @@ def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
     table = program.moves
     size = program.moved * float(element_bytes)
     work = np.zeros(len(size))
-    np.multiply(size, gamma, out=work, where=table.reduce)
+    np.multiply(
+        size, gamma, out=work, where=table.reduce & (table.target < program.ranks)
+    )  # a switch adds as bytes pass
     np.multiply(size, gamma * 2 / 3, out=work, where=(table.source == table.target) & ~table.reduce)
     step, source, target = table.step, table.source, table.target
     new = np.ones(len(step), dtype=bool)
@@ -66,9 +68,24 @@ class Routes(NamedTuple):
         return self.capacity[self.ports].min(axis=1)
 
 
-def routes(sent: Messages, cluster: Cluster, devices: Sequence[int]) -> Routes:
-    """The paths of all pairs of ranks that exchange messages."""
-    ranks = len(devices)
+def path_of(cluster: Cluster, program: Program, devices: Sequence[int], source: int, target: int) -> Path:
+    """What a message meets: between two ranks the whole path; between a rank and a switch its half, with half of α."""
+    if max(source, target) < program.ranks:
+        return cluster.path(devices[source], devices[target])
+    rank, switch = min(source, target), max(source, target)
+    here = devices[rank]
+    members = [devices[r] for r in program.switches[switch - program.ranks] if r != rank]
+    far = max(
+        members, key=lambda device: cluster.level_between(here, device)
+    )  # the switch stands at the level that joins all
+    way, whole = ("in", cluster.path(far, here)) if source == switch else ("out", cluster.path(here, far))
+    kinds = {"in": ("in", "nic-in", "down", "bus"), "out": ("out", "nic-out", "up", "bus")}[way]
+    return Path(whole.alpha / 2, tuple(port for port in whole.ports if port[0] in kinds))
+
+
+def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Program) -> Routes:
+    """The paths of all pairs of ranks and switches that exchange messages."""
+    ranks = program.endpoints
     key = sent.source * np.int32(ranks) + sent.target
     talks = np.zeros(ranks * ranks, dtype=bool)
     talks[key] = True
@@ -76,7 +93,7 @@ def routes(sent: Messages, cluster: Cluster, devices: Sequence[int]) -> Routes:
     number = np.zeros(ranks * ranks, dtype=np.int32)
     number[pairs] = np.arange(len(pairs))
     source, target = np.divmod(pairs, ranks)
-    paths = [cluster.path(devices[s], devices[t]) for s, t in zip(source.tolist(), target.tolist(), strict=True)]
+    paths = [path_of(cluster, program, devices, s, t) for s, t in zip(source.tolist(), target.tolist(), strict=True)]
     index: dict[tuple, int] = {}
     for path in paths:
         for port in path.ports:

@@ -15,6 +15,10 @@ there; a move from a rank to itself is a *copy*, from chunk to chunk `into`. The
 - Within a step all sends read what was there before the step; what a rank sends to one peer in one step is one message.
 - What arrives replaces the slot, or with `reduce` is added to it.
 
+A **switch that reduces** (NVLink SHARP, InfiniBand SHARP) takes part as a node with a number above the ranks'. It keeps nothing
+from step to step: what arrives for a chunk with `reduce` in one step is added up there, and what it sends goes to any number of
+ranks. It starts with no data and owes none.
+
 The promise is two sets of slots: a chunk **starts** in some, and must **end** in others as the sum of all the copies it
 started as, each exactly once. That one sentence is broadcast (starts at the root, ends everywhere), reduce (the
 reverse), all-gather, reduce-scatter, all-reduce and all-to-all (`contract`).
@@ -124,6 +128,9 @@ class Program:
     moves: Moves
     root: int = 0  # of broadcast, reduce, scatter, gather; the sender of point-to-point
     groups: tuple[tuple[int, ...], ...] = ()  # the nodes that a node-aware algorithm was built for
+    switches: tuple[
+        tuple[int, ...], ...
+    ] = ()  # the ranks that each reducing switch joins; switch k has the number ranks + k
 
     def __post_init__(self) -> None:
         self._validate()
@@ -139,11 +146,11 @@ class Program:
         end = max(int((place if single else place + table.width - 1).max()) for place in places)
         lowest = min(int(column.min()) for column in (table.step, table.source, table.target, *places))
         highest_rank = max(int(table.source.max()), int(table.target.max()))
-        if lowest >= 0 and int(table.width.min()) >= 1 and end < self.chunks and highest_rank < self.ranks:
+        if lowest >= 0 and int(table.width.min()) >= 1 and end < self.chunks and highest_rank < self.endpoints:
             return
         bad = np.minimum.reduce([table.step, table.source, table.target, table.chunk, table.into, table.width - 1]) < 0
         bad |= np.maximum(table.chunk, table.into) + table.width > self.chunks
-        bad |= np.maximum(table.source, table.target) >= self.ranks
+        bad |= np.maximum(table.source, table.target) >= self.endpoints
         k = int(np.argmax(bad))
         raise MeshwrightError(
             "MW-PROG-001",
@@ -154,6 +161,11 @@ class Program:
     @property
     def chunks(self) -> int:
         return len(self.sizes)
+
+    @property
+    def endpoints(self) -> int:
+        """Everything that sends or receives: the ranks, then the switches that reduce."""
+        return self.ranks + len(self.switches)
 
     @cached_property
     def steps(self) -> int:
@@ -181,7 +193,12 @@ class Program:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):
             return NotImplemented
-        same = (self.operation, self.ranks, self.root) == (other.operation, other.ranks, other.root)
+        same = (self.operation, self.ranks, self.root, self.switches) == (
+            other.operation,
+            other.ranks,
+            other.root,
+            other.switches,
+        )
         mine, theirs = ([p.sizes, p.starts, p.ends, *p.moves] for p in (self, other))
         return same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 

@@ -60,20 +60,22 @@ def walk(
     """Walk a program over a cluster; rank r stands on device placement[r], or on device r."""
     devices = place(cluster, program.ranks, placement)
     sent = messages(program, element_bytes, cluster.accelerator.gamma)
-    via = routes(sent, cluster, devices)
+    via = routes(sent, cluster, devices, program)
     private = private_pairs(sent, via)
     fast = bool(private.all()) and one_sum_a_step(sent)
     if engine == "rounds" and not fast:
         what = "the engine 'rounds' cannot walk messages that share a port or additions that queue"
         raise MeshwrightError("MW-PROG-020", what, fix="engine='events'")
     if engine != "events" and fast:
-        start, end, done = rounds(sent, via, program.ranks)
+        start, end, done = rounds(sent, via, program.endpoints)
     else:
-        start, end, done = play(sent, via, private, program.ranks)
+        start, end, done = play(sent, via, private, program.endpoints)
     step_start, step_end = by_step(sent, start, done)
-    bytes_sent = np.bincount(sent.source, weights=sent.bytes * (sent.source != sent.target), minlength=program.ranks)
+    bytes_sent = np.bincount(
+        sent.source, weights=sent.bytes * (sent.source != sent.target), minlength=program.endpoints
+    )
     makespan = float(step_end.max(initial=0.0))
-    return Walk(makespan, sent, start, end, step_start, step_end, bytes_sent, bytes_by_port(sent, via))
+    return Walk(makespan, sent, start, end, step_start, step_end, bytes_sent[: program.ranks], bytes_by_port(sent, via))
 
 
 def rounds(sent: Messages, via: Routes, ranks: int) -> tuple[Array, Array, Array]:
