@@ -143,7 +143,7 @@ class SwitchCurve(Curve):
     def at(self, shapes: Array) -> SwitchCurve:
         """The same with a row for each of `shapes`."""
         part = copy(self)
-        part.group = Group(*(x[shapes] for x in self.group[:4]), self.group.of_plan)
+        part.group = self.group._replace(**{name: getattr(self.group, name)[shapes] for name in Group._fields[:4]})
         part.rates = Rates(*(x[shapes] if np.ndim(x) else x for x in self.rates))
         part.call, part.wire = self.call[shapes], self.wire[shapes]
         return part
