@@ -21,7 +21,7 @@ from meshwright.lower import tiles
 from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.footprint import elements, padded_elements
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import StageBlocks, in_flight
+from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
@@ -52,6 +52,12 @@ def state_memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]
         states = master + b.workload.state_copies * b.state_bytes
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
     return out
+
+
+def largest_state(program: StepProgram) -> Array:
+    """Bytes of parameters, gradients and optimizer states on the rank of each plan that holds the most of them."""
+    found = [sum(state_memory(program, held).values()) for held in bounding_ranks(program.batch)]
+    return np.maximum.reduce([np.broadcast_to(total, program.batch.n) for total in found])
 
 
 def activation_memory(program: StepProgram, holding: StageBlocks) -> Array:

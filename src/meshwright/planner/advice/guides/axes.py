@@ -6,11 +6,16 @@ at hand and told with its verdict, so that the reader sees why the guide says wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from meshwright.cost.advice import inference_latency
+from meshwright.cost.memory import largest_state
+from meshwright.describe.plan import Plan
+from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import step
 from meshwright.planner.advice.guides.problem import Problem
 from meshwright.planner.advice.guides.recommendation import Recommendation
-from meshwright.units import format_decimal_bytes, format_rate, format_seconds
+from meshwright.units import format_bytes, format_rate, format_seconds
 
 GATES = {"unusable": 12.5e9, "standard": 50e9}  # bytes/s a device: 100 Gb/s and 400 Gb/s ports
 MUCH_FASTER = 4.0  # inside a node against between nodes: from here sharding inside only is worth its memory
@@ -29,11 +34,11 @@ def zero_stage(s: Problem) -> Recommendation:
         plan, name = hybrid, "HSDP"
     else:
         name = {0: "no stage: DDP fits", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}[chosen]
-    states = ", ".join(f"{name_} {format_decimal_bytes(size)}" for name_, size in stage_states(s).items())
+    states = ", ".join(f"{name_} {format_bytes(size)}" for name_, size in stage_states(s, stages).items())
     return Recommendation(
         "ZeRO stage",
         plan,
-        f"{name}; state a device over {s.world}: {states}{s.aside(plan)}",
+        f"{name}; parameters, gradients and optimizer states per device over {s.world}: {states}{s.aside(plan)}",
         "seed 000, 8.6",
         "ZeRO-1: optimizer states are too large; ZeRO-2: gradients too; ZeRO-3: the model itself; HSDP: limited "
         "bandwidth between nodes",
@@ -41,10 +46,13 @@ def zero_stage(s: Problem) -> Recommendation:
     )
 
 
-def stage_states(s: Problem) -> dict[str, float]:
-    """Bytes of state a device holds under each stage, textbook widths."""
-    n, p = s.model.total, s.world
-    return {"DDP": 16 * n, "ZeRO-1": 4 * n + 12 * n / p, "ZeRO-2": 2 * n + 14 * n / p, "ZeRO-3": 16 * n / p}
+def stage_states(s: Problem, stages: Mapping[int, Plan | None]) -> dict[str, float]:
+    """Bytes of model state on the fullest device under each ZeRO stage: the numbers of the memory table, in the plan's dtypes."""
+    plans = {("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")[stage]: plan for stage, plan in stages.items() if plan}
+    if not plans:
+        return {}
+    program = step_program(s.model, list(plans.values()), s.workload, s.stack)
+    return dict(zip(plans, largest_state(program).tolist(), strict=True))
 
 
 def judged(conditions: dict[str, bool]) -> str:
