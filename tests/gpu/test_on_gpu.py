@@ -7,6 +7,7 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from one_process import perform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MODEL = Model(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=512)
@@ -109,7 +110,6 @@ def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does(
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
 def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
     from meshwright.parallel.numerics.compress.compressors import make_compressor
-    from meshwright.proof.emulation.lossy_sum import perform
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
     message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))

@@ -4,12 +4,12 @@ from itertools import accumulate
 
 import pytest
 import torch
-from one_process import emulate
 
 import ranks
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.numerics.compress.compressors import make_compressor
 from meshwright.parallel.numerics.compress.ddp_hook import CompressionState
+from one_process import emulate
 
 NAMES = ("none", "bf16", "int8", "top-k", "random-k", "threshold", "powersgd")
 OPTIONS = {"ratio": 0.1, "rank": 2, "threshold": 1.5, "seed": 3}

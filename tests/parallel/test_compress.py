@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from one_process import emulate, run_together
 
 import ranks
 from meshwright.describe.config import Config
@@ -16,6 +15,7 @@ from meshwright.parallel.numerics.compress.scatter import columns_of
 from meshwright.parallel.numerics.compress.sparse import count_kept
 from meshwright.proof.emulation.lossy_sum import to_rows
 from meshwright.proof.prove import prove
+from one_process import emulate, run_together
 
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
 WITH_FEEDBACK = NAMES[2:]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from one_process import perform, run_together
 from torch import nn
 
 from meshwright.describe.plan import Plan
@@ -14,6 +13,7 @@ from meshwright.parallel.numerics.compress.quantised import Cast, Quantised
 from meshwright.parallel.numerics.compress.scatter import CompressedScatter, columns_of, unit_parameters
 from meshwright.parallel.numerics.compress.sparse import RandomK, Threshold, TopK, count_kept
 from meshwright.proof.emulation.lossy_sum import from_rows, to_rows
+from one_process import perform, run_together
 
 RANKS = 3
 NAMES = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
