@@ -253,6 +253,7 @@ class Layout(NamedTuple):
     kv_copies: int = 1  # how often one device makes each KV head
     batch: int = 0  # samples of a step; 0: as many as `workload_of` says
     layers: int = 0  # 0: as many as `layers_of` says
+    is_reference: bool = False  # one device, to which ranks are held
 
     @property
     def title(self) -> str:
@@ -288,13 +289,14 @@ class Layout(NamedTuple):
             emulated=self.emulated,
             kv_copies=self.kv_copies,
             watch=self.plan.world > 1,
+            reference=self.is_reference,
         )
 
     @property
     def reference(self) -> Layout:
         """The same training on one device, all of the batch at once, or what the ranks do in its place."""
         one = one_device(self.job())
-        sizes = {"batch": one.workload.batch, "layers": one.model.layers}
+        sizes = {"batch": one.workload.batch, "layers": one.model.layers, "is_reference": True}
         return self._replace(plan=one.plan, emulated=one.emulated, kv_copies=one.kv_copies, **sizes)
 
 

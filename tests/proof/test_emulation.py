@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from meshwright.describe.plan import Plan
+from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.compress.compressors import compressor_of
-from meshwright.proof.emulation.compressors import compressed_sum, to_e4m3
+from meshwright.proof.emulation import fp8_products
+from meshwright.proof.emulation.compressors import compressed_sum
 from meshwright.proof.emulation.update import rounded
 
 KINDS = ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd")
@@ -65,5 +67,27 @@ def test_numbers_are_rounded_as_torch_rounds_them():
     x = torch.cat((x, torch.tensor([0.0, 1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, 2.0**-24, 2.0**-25, 3 * 2.0**-10])))
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         np.testing.assert_array_equal(rounded(x.numpy(), name), x.to(dtype).double().numpy())
-    small = x.clamp(-448, 448)
-    assert torch.equal(to_e4m3(small), small.to(torch.float8_e4m3fn).float())
+    for form, dtype in ((fp8_products.E4M3, torch.float8_e4m3fn), (fp8_products.E5M2, torch.float8_e5m2)):
+        limit = torch.finfo(dtype).max
+        large = torch.cat((x, 1e3 * x, torch.tensor([limit, -limit])))
+        assert torch.equal(fp8_products.nearest(large, form), large.clamp(-limit, limit).to(dtype).float())
+
+
+def results(function, *inputs):
+    """The output, and the gradients of all inputs that are tensors."""
+    inputs = [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
+    y = function(*inputs)
+    (y * torch.sin(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)).sum().backward()
+    return [y.detach(), *(x.grad for x in inputs if isinstance(x, torch.Tensor))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_fp8_products_are_what_the_ranks_compute(dtype):
+    random = torch.Generator().manual_seed(2)
+    x, w = torch.randn(3, 4, 6, generator=random).to(dtype), torch.randn(5, 6, generator=random).to(dtype)
+    for got, expected in zip(results(fp8_products._Linear.apply, x, w), results(fp8.linear, x, w), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    rows, experts, counts = x.flatten(0, 1), torch.randn(3, 5, 6, generator=random).to(dtype), [7, 0, 5]
+    ours = results(fp8_products._Experts.apply, rows, experts, counts)
+    for got, expected in zip(ours, results(fp8_grouped.grouped, rows, experts, counts), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

@@ -9,15 +9,17 @@ import typer
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
-    ranks: int = typer.Option(8, "--ranks", help="Most local processes to use.", min=1, max=64),
+    ranks: int = typer.Option(8, "--ranks", help="Largest number of local processes.", min=1, max=64),
     steps: int = typer.Option(5, "--steps", help="Steps to train and compare.", min=1, max=100),
-    seed: int = typer.Option(0, "--seed", help="Of the weights and the batches.", min=0),
-    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto: GPUs where there are enough."),
-    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=4."),
+    seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
+    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    settings: list[str] = typer.Option([], "--set", help="Override a field: --set plan.tp=4."),
     out: Path | None = typer.Option(None, "--out", help="Also write the proof as JSON to this file, for `report`."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Does the plan train what one device would? Losses, gradients, parameters and collectives, compared."""
+    """Prove that a plan trains what one device would: compare losses, gradients, parameters and collectives.
+
+    A plan of more ranks than --ranks is folded: once with every axis at 2, then with each axis at 4."""
     from meshwright import api
     from meshwright.cli.output import patient, writable
     from meshwright.view.tables import show, show_json

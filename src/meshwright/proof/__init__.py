@@ -1,2 +1,1 @@
-"""The proof that a plan trains the model one device would: same losses, gradients, parameters, and the communication
-lowered."""
+"""The proof that a plan trains the model one device would: equal losses, gradients and parameters, and the collectives that were lowered."""

@@ -1,18 +1,18 @@
-"""Two trainings side by side: where do they first differ, and by more than rounding?
+"""Compare two trainings: where do they first differ by more than rounding?
 
-In float64 the two do the same arithmetic in another order, so they agree to about 1e-15; the bound is 1e-9 of each
-tensor's largest element (of the model's largest, 1e-4 times, where a tensor is all but zero: a key's bias has no true
-gradient).
+float64. Both do the same arithmetic in another order, so they agree to about 1e-15. The bound is 1e-9 of each tensor's largest
+element. A tensor that is nearly zero (a key's bias has no true gradient) is measured against 1e-4 of the model's largest instead.
 
-In float32 the bound is derived from one device itself: its own float32 run differs from its float64 run by e, for
-rounding alone, and a parallel run that rounds elsewhere may differ from float64 by a small multiple of e. AdamW
-divides a gradient by its own size, so noise δ in a gradient g moves its parameter by up to min(2, δ/|g|) of a step:
-this much more is allowed, element by element, with the δ that gradients are held to.
-16-bit runs are held in the same manner to one device's own in 16 bits: what is off by a factor shows, what is off by a
-rounding does not. So are gradients that several ranks add up in 16 bits: to what another order of the sum makes of them.
+float32. The bound comes from one device: its float32 run differs from its float64 run by e through rounding alone, and a parallel run
+that rounds elsewhere may differ from float64 by a small multiple of e. AdamW divides a gradient by its own size, so noise δ in a
+gradient g moves its parameter by up to min(2, δ/|g|) of a step; this is allowed in addition, element by element, with the δ of the
+gradients' bound.
 
-Of several differences the first is named: the earliest step; in it the loss before gradients, gradients before their
-norm and the parameters; and of gradients the last layer's first, since backward begins there.
+16 bits. The bound comes in the same way from one device's run in 16 bits: a wrong factor shows, a rounding does not (updates are
+replayed exactly, `emulation.update`). Gradients that several ranks add up in 16 bits are held to the effect of another order of the sum.
+
+The first of several differences is reported: the earliest step; in it the loss, then gradients, their norm, and parameters; of the
+gradients the last layer's, since backward begins there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.proof.records import Trace
 from meshwright.training.records import Settings
 
 FP64_BOUND = 1e-9
-# A tensor below this share of the model's largest is measured against that share: below it is rounding's noise.
+# A tensor below this share of the model's largest is measured against that share: smaller values are rounding noise.
 NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1, "fp16": 0.1, "bf16": 0.1}
 MARGIN = {"fp32": 30.0, "fp16": 6.0, "bf16": 6.0}  # how much more than one device's own rounding
 FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 4 * 2.0**-11, "bf16": 4 * 2.0**-8}
@@ -56,7 +56,7 @@ class Break:
 
 @dataclass
 class Agreement:
-    """How far the two are apart at most, by kind, and what is out of bounds, first things first."""
+    """The largest differences by kind, and those out of bounds in order."""
 
     dtype: str
     errors: dict[str, float]
@@ -67,11 +67,13 @@ class Agreement:
 def compare(
     one: Trace, many: list[Trace], bounds: dict[tuple[str, int], float] | None = None, rounded: str = ""
 ) -> Agreement:
-    """The ranks of a plan against one device, in one dtype. `bounds` by (kind, step); float64's are fixed, unless what is
-    sent is `rounded` to another dtype on the way."""
+    """Compare the ranks of a plan with one device, in one dtype. `bounds` are by (kind, step); None: float64's. `rounded` is the
+    dtype that gradients are rounded to when they are sent."""
     if one.replicas:
-        alone = [[trace for trace in many if trace.coordinates["replicate"] == i] for i in range(len(one.replicas))]
-        parts = [compare(*pair, bounds, rounded) for pair in zip(one.replicas, alone, strict=True)]
+        by_replica = [
+            [trace for trace in many if trace.coordinates["replicate"] == i] for i in range(len(one.replicas))
+        ]
+        parts = [compare(*pair, bounds, rounded) for pair in zip(one.replicas, by_replica, strict=True)]
         worst = {what: max(part.errors[what] for part in parts) for what in ORDER}
         losses = np.mean([part.losses for part in parts], axis=0).tolist()
         return Agreement(many[0].dtype, worst, [b for part in parts for b in part.breaks], losses)
@@ -116,7 +118,7 @@ def number_error(got: float, expected: float) -> tuple[float, float]:
 def moved_by_noise(
     gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]
 ) -> np.ndarray:
-    """How far each element of a parameter may have moved, after these steps, for the noise its gradients may have."""
+    """How far each element of a parameter may have moved after these steps because of noise in its gradients."""
     moved = np.zeros(gradients[0].shape)
     for step, gradient in enumerate(gradients):
         size = np.abs(gradient.astype(np.float64))
@@ -137,16 +139,15 @@ def tensor_error(got: np.ndarray, box: np.ndarray, expected: np.ndarray, floor: 
 
 
 def floor_of(one: Trace, what: str, dtype: str) -> list[float]:
-    """The least scale a tensor is measured against at each step: a share of the model's largest gradient or
-    parameter."""
+    """The smallest scale a tensor is measured against at each step: a share of the model's largest gradient or parameter."""
     lists = [piece.gradients if what == "gradient" else piece.parameters for piece in one.pieces]
     largest = [max(float(np.abs(values[step]).max()) for values in lists) for step in range(len(one.losses))]
     return [NEARLY_ZERO[dtype] * size for size in largest]
 
 
 def bounds_from_rounding(single: Trace, double: Trace, rounded: str = "") -> dict[tuple[str, int], float]:
-    """Bounds for a narrower dtype, from one device's run in it against its float64 run; or for what is `rounded` to it on
-    the way, from two runs that round in another order."""
+    """Bounds for a narrower dtype, from one device's run in it against its float64 run; or for gradients `rounded` to it when they
+    are sent, from two runs that sum in another order."""
     dtype = rounded or single.dtype
     if single.replicas:
         parts = [bounds_from_rounding(*pair, rounded) for pair in zip(single.replicas, double.replicas, strict=True)]

@@ -112,7 +112,7 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
     what no single device would, it emulates them; `many` say what they sum with loss."""
     per_rank = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
     copies = job.plan.tp // job.model.kv_groups if per_rank and job.model.kind == "transformer" else 1
-    job = replace(job, watch=False, prepare="", kv_copies=max(1, copies))
+    job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True)
     if job.plan.average_every:
         size = job.plan.microbatch if per_rank else job.workload.batch // job.plan.dp
         plan = Plan(microbatch=size, param_dtype="fp32", master=False)

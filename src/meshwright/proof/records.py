@@ -1,4 +1,4 @@
-"""What a proof is asked and what its ranks answer: plain data, so that the asking process needs no torch."""
+"""Jobs for the ranks of a proof and the traces they return: plain data, so that the parent process needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Amount = tuple[float, float]  # count, bytes
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and how often. `prepare` names a function each rank calls first: a place to inject a fault."""
+    """What to train, and for how many steps. `prepare` names a function that each rank calls first, to inject a fault."""
 
     model: Model
     plan: Plan
@@ -28,10 +28,11 @@ class Job:
     dtypes: tuple[str, ...] = ("fp64", "fp32")
     watch: bool = False
     prepare: str = ""
-    emulated: Plan | None = None  # one device in the place of this plan's data-parallel ranks, lossy sums included
-    summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: what the ranks told of those sums
+    emulated: Plan | None = None  # the plan whose data-parallel ranks one device emulates, lossy sums included
+    summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: the lossy sums that the ranks reported
     backwards: bool = False  # those sums in the other order
-    kv_copies: int = 1  # how often it makes each KV head, as many ranks of the plan do, where parts are rounded
+    kv_copies: int = 1  # how often one device computes each KV head: as often as ranks do, where parts are rounded
+    reference: bool = False  # one device, to which ranks are held: it emulates fp8 by itself
     updates: bool = False  # record every update, for its replay
 
 
@@ -62,13 +63,15 @@ class PieceTrace:
 
 @dataclass
 class Row:
-    """One (axis, operation) on one rank: what is lowered for it and what the witness saw."""
+    """One (axis, operation) on one rank: what was lowered and what was observed."""
 
     axis: str
     operation: str
     lowered: Amount
     observed: Amount
-    explained: list[str] = field(default_factory=list)  # by what of the step's data it is not what the plan alone says
+    explained: list[str] = field(
+        default_factory=list
+    )  # reasons in the step's data why it is not what the plan alone gives
     unexplained: bool = False  # the two differ
 
     @property
@@ -89,5 +92,7 @@ class Trace:
     observed: Observed | None = None
     traffic: list[Row] = field(default_factory=list)
     predicted_bytes: float = 0.0
-    summed: list[Any] = field(default_factory=list)  # what this rank sums lossily with others (`emulation.Summed`)
-    replicas: list[Trace] = field(default_factory=list)  # of one device in the place of several that train alone
+    summed: list[Any] = field(
+        default_factory=list
+    )  # what this rank's groups sum with loss (`emulation.lossy_sum.Summed`)
+    replicas: list[Trace] = field(default_factory=list)  # of one device that emulates local SGD: one for each replica

@@ -1,10 +1,8 @@
-"""What one rank records while it trains the proof's small model: every loss, norm, gradient and parameter of every
-step.
+"""Train the small model of a proof on one rank and record every loss, norm, gradient and parameter of every step.
 
-It runs `train`'s own step: nothing here trains. Gradients are taken complete and unclipped, parameters after the
-update. The last step is watched by an `Observer`, which counts collectives and memory; watching slows it, not changes
-it. Of a first step nothing would be learnt (states are made in it, pipeline neighbours greet each other), so a single
-one is followed by another for the watch.
+The step is `train`'s own. Gradients are recorded complete and before clipping, parameters after the update. An `Observer` counts
+collectives and memory of the last step; it slows the step and does not change it. A first step is not representative (optimizer
+states are allocated, pipeline neighbours connect), so a proof of one step runs a second one for the observer.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.proof.emulation.fp8_products import emulate_fp8
 from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
@@ -32,7 +31,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "
 
 
 def record(context: RankContext, job: Job) -> dict[str, Trace]:
-    """Run on every rank: one trace a dtype."""
+    """Run on every rank: one trace for each dtype."""
     if job.prepare:
         resolve(job.prepare)()
     return {dtype: record_one(context, job, dtype) for dtype in job.dtypes}
@@ -46,7 +45,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
-        if job.emulated.lossy or scaled:  # each rank loses, or scales, what its own tokens make
+        if job.emulated.lossy or scaled:  # each rank compresses, or scales, the gradient of its own tokens
             layout = Layout(job.emulated, job.order)
             emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
             parallel.reductions = [emulated]  # type: ignore[list-item]
@@ -70,10 +69,12 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 
 
 def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
+    """The plan on the model; a reference emulates fp8 products with code of its own, where the device has none."""
+    emulates = job.reference and job.workload.precision == "fp8" and context.device == "cpu"
     parallel = apply(
         job.model,
         job.plan,
-        job.workload,
+        job.workload.but(precision="fp32") if emulates else job.workload,
         context.rank,
         device=context.device,
         dtype=DTYPES[dtype],
@@ -81,12 +82,16 @@ def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
         scatter=True,
         order=job.order,
     )
+    if emulates:
+        parallel.workload = job.workload
+        for module in parallel.stages.values():
+            emulate_fp8(module)
     copy_heads(parallel.stages.values(), job.kv_copies)
     return parallel
 
 
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
-    """A trace that the trainer's coming steps will fill."""
+    """A trace that hooks of the trainer fill in the following steps."""
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
@@ -112,7 +117,7 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
 
 
 def record_updates(trainer: Trainer, trace: Trace) -> None:
-    """Let the trainer's coming steps leave every update in the trace: what the optimizer was given, and what it made of it."""
+    """Record every update of the following steps: what the optimizer was given, and its result."""
     masters = trainer.masters.pieces if trainer.masters is not None else None
     updated = masters or trainer.parallel.pieces
     trained = [(i, piece) for i, piece in enumerate(updated) if piece.parameter.requires_grad]
@@ -144,7 +149,7 @@ def record_updates(trainer: Trainer, trace: Trace) -> None:
 
 
 def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> Trace:
-    """One device in the place of replicas that train alone and average now and then: a trainer for each."""
+    """One device emulates local SGD: a trainer for each replica, and their average every few steps."""
     share = job.workload.batch // plan.replicate
     trainers = [
         Trainer(put_on(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
@@ -166,7 +171,8 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
 
 
 def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
-    """The samples of a batch, those first that the ranks have in their first micro-batches: routers count them as one."""
+    """The samples of a batch in the order of micro-batches: first those of all ranks' first micro-batch, which routers count
+    together."""
     share, size = workload.batch // plan.dp, plan.microbatch
     return [r * share + i + k for i in range(0, share, size) for r in range(plan.dp) for k in range(size)]
 

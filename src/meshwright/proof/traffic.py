@@ -1,14 +1,14 @@
-"""Collectives the witness saw against the lowered ones: equal, or the proof fails.
+"""Compare the collectives a rank issued with the lowered ones: equal, or the proof fails.
 
-Both are told by (axis, operation) as how many a step and how many bytes of n. The lowered ones are `lower.rank`'s, of (model,
-plan, workload, rank) alone; nothing of the run is asked for sizes or messages. What a run decides is handed over as it was:
+Both are given by (axis, operation): how many in a step, and how many bytes of n. The lowered ones come from `lower.rank`, a function
+of (model, plan, workload, rank); it reads no sizes or messages from the run. Only facts that a run decides are passed to it:
 
-    the step       its number: replicas that train alone average in some
+    the step       its number: replicas under local SGD average in some steps
     the user       parameters that are not trained
-    the data       how many copies of tokens the routers sent (`expert_traffic`), how many values a threshold let pass
+    the data       how many copies of tokens the routers sent (`expert_traffic`), how many values were above a threshold
 
-A row that the data moved, away from even routing or normal values, says so (`explained`); it must be equal all the same. The step
-program is lowered in the dtype of the run: a proof trains in float64 and float32 whatever the plan says.
+A row that depends on such data says so (`explained`) and must be equal nevertheless. The step program is lowered in the dtype of the
+run: a proof trains in float64 and float32 whatever the plan's dtypes are.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from meshwright.proof.records import Amount, Row
 from meshwright.training.observe import canonical
 from meshwright.training.records import Observed
 
-ROUTED, PASSED = "real routing is uneven", "a threshold lets pass what is above it"
+ROUTED, PASSED = "routing depends on the tokens", "the number of values above the threshold depends on the gradients"
 WIDE = {torch.float64: ("fp64", 8.0), torch.float32: ("fp32", 4.0)}
 Key = tuple[str, str]
 
 
 def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
-    """This rank's rows."""
+    """One row for each axis and operation of this rank."""
     given = given_of(parallel)
     low, rows = lowered(parallel, given), []
     reasons = {ROUTED: replace(given, routed=None)} if given.routed is not None else {}
@@ -58,12 +58,12 @@ def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
 
 
 def equal(one: Amount, other: Amount) -> bool:
-    """Both are whole numbers; a mean over micro-batches may be off by its rounding."""
+    """Whether counts and bytes are equal. Both are whole numbers; a mean over micro-batches has a rounding error."""
     return abs(one[0] - other[0]) < 1e-6 and abs(one[1] - other[1]) < 0.5
 
 
 def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
-    """By axis and operation; axes of the same ranks are one."""
+    """Lowered collectives by axis and operation; axes with the same ranks are merged."""
     mesh, out = parallel.mesh, dict[Key, Amount]()
     element = WIDE[parallel.dtype][1] if parallel.dtype in WIDE else 0.0
     for record in traffic_of_rank(
@@ -76,7 +76,7 @@ def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
 
 
 def as_run(parallel: Parallel) -> Plan:
-    """The plan in the dtypes of this run; where it sends gradients narrower, that stays."""
+    """The plan in the dtypes of this run; a narrower dtype of gradients on the wire stays."""
     plan = parallel.plan
     if parallel.dtype not in WIDE:
         return plan
@@ -86,14 +86,14 @@ def as_run(parallel: Parallel) -> Plan:
 
 
 def given_of(parallel: Parallel) -> Given:
-    """What the step just taken, its user and its data decided."""
+    """What the last step, its user and its data decided."""
     step = parallel.moment.step + 1 if parallel.moment is not None else 0
     frozen = frozenset(p.name for p in parallel.pieces if not p.parameter.requires_grad)
-    return Given(step, frozen, routed(parallel), told(parallel))
+    return Given(step, frozen, routed(parallel), values_sent(parallel))
 
 
-def told(parallel: Parallel) -> list[list[int]] | None:
-    """Of each message under a threshold, in the order they are lowered in, how many values passed in the step's reductions."""
+def values_sent(parallel: Parallel) -> list[list[int]] | None:
+    """For each message under a threshold, in the order of the lowering: how many values each of the step's reductions sent."""
     if parallel.plan.wire != "threshold":
         return None
     out: list[list[int]] = []
@@ -113,11 +113,11 @@ def told(parallel: Parallel) -> list[list[int]] | None:
 
 
 def predicted_memory(parallel: Parallel) -> float:
-    """Bytes the cost model expects of tensors on this rank: without driver context and allocator slack."""
+    """Bytes of tensors that the cost model predicts for this rank, without driver context and allocator slack."""
     plan, workload = as_run(parallel), parallel.workload
     found = program_of(plan, workload)
     if found is not None and plan.schedule == "auto" and plan.virtual == 2 and found.rank_of[0] == found.rank_of[-1]:
-        plan = plan.but(schedule="zbv")  # what was searched for has the placement that was found
+        plan = plan.but(schedule="zbv")  # the cost model needs the placement that the search found
     if parallel.dtype in WIDE:
         workload = workload.but(precision=WIDE[parallel.dtype][0])
     program = step_program(parallel.model, plan, workload, Stack())

@@ -24,6 +24,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from meshwright.describe.plan import Plan
+from meshwright.proof.emulation.fp8_products import E4M3, nearest
 
 Shapes = list[tuple[int, tuple[int, ...]]]  # where each parameter starts in a message, and its shape
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -151,13 +152,7 @@ def quantised(rows: torch.Tensor, kind: str) -> torch.Tensor:
     scale = (rows.abs().amax(1, keepdim=True) / LARGEST[kind]).float()
     scale = scale.masked_fill(scale == 0, 1.0)
     level = (rows / scale).clamp(-LARGEST[kind], LARGEST[kind])
-    return (to_e4m3(level.float()) if kind == "fp8" else level.round()).to(rows.dtype) * scale.to(rows.dtype)
-
-
-def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """To the nearest number with 3 bits of mantissa and exponents from −6; ties to even."""
-    step = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent.clamp(min=-5) - 4)
-    return (x / step).round() * step
+    return (nearest(level.float(), E4M3) if kind == "fp8" else level.round()).to(rows.dtype) * scale.to(rows.dtype)
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:

@@ -1,19 +1,19 @@
-"""Whose gradient is it? One device on which every token uses the parameters of the rank that holds it.
+"""Each rank's gradient on one device: every token uses a copy of the parameters that belongs to the rank that holds it.
 
-Ranks that hold the same weights have gradients of their own, of their own tokens, even where attention and routers look
-at everyone's. One device has their sum. But every parameter of our networks is used token by token, so the sum comes
-apart again once each rank's tokens use a copy of their own:
+Ranks that hold the same weights have different gradients, each of its own tokens, even where attention and routers read all tokens.
+One device has only their sum. But our networks use every parameter token by token, so the sum separates once each rank's tokens
+use a separate copy:
 
     y_t = f(x_t, w_r(t))          ∂L/∂w_r = Σ_{t of r} (∂f/∂w)ᵀ ∂L/∂y_t          Σ_r ∂L/∂w_r = ∂L/∂w
 
-Copies lie over the same memory, so an update is all copies'. What stands between the uses (attention, choices of the
-router, the loss) sees all tokens at once, as one device does: one forward and one backward make all ranks' gradients.
+Copies share memory, so an update reaches all of them. Everything between the uses (attention, the router's choices, the loss) sees
+all tokens at once: one forward and one backward compute all ranks' gradients.
 
-Copies of tokens that visit experts are of the rank that routed them: under tensor parallelism its share of the tokens
-that all else is made of by the whole tp group. A weight with two uses, a tied embedding, has copies for each.
+Tokens sent to experts belong to the rank that routed them: under tensor parallelism its share of the tokens that the whole tp
+group holds elsewhere. A weight with two uses, a tied embedding, has copies for each.
 
-fp8 products have one scale for all tokens of a data-parallel rank, those of its context-parallel places together, so these
-are one product; its weight's gradient ĝᵀx̂ comes apart by tokens all the same.
+An fp8 product has one scale for all tokens of a data-parallel rank, over its context-parallel ranks, so these run as one product; the
+gradient of its weight, ĝᵀx̂, still separates by tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.router import Router
 from meshwright.models.transformer import Attention, LearnedPositions
 from meshwright.parallel.context.token_order import token_order
-from meshwright.parallel.numerics import fp8
+from meshwright.proof.emulation import fp8_products as fp8
 
 Source = tuple[int, ...]  # a rank's place on these axes: whose tokens
 AXES = ("replicate", "shard", "cp", "tp")
