@@ -1,4 +1,4 @@
-"""The harness of every test that needs ranks: fresh processes a test, a limit on its silence, nothing left behind.
+"""Run a function of a test on several ranks: new processes for each call, a time limit, and nothing left running afterwards.
 
     def work(context, x): ...                 # in the test's own module
     results = ranks.run(4, work, x)           # what each rank returned

@@ -10,7 +10,7 @@ Not expressible here, and so not in the corpus:
 
     rotary offset under sequence parallelism  attention sees the gathered sequence; learned positions are cut, and tried
     an overflow only some ranks see           float64 has no loss scale
-    a shorter message silently accepted       every shape on the wire is told in advance
+    a shorter message silently accepted       the shape of every message is known in advance
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def hooks_miss_split_backward():
     buckets.Buckets.start = lambda self: None
 
 
-def replicas_start_apart():
+def replicas_start_differently():
     """Each rank draws from a seed of its own, and nobody broadcasts."""
     initialise = apply.initialise
     apply.initialise = lambda pieces, model, seed, scatter: initialise(
@@ -142,7 +142,7 @@ def replicas_start_apart():
 
 
 def every_rank_reads_the_same_samples():
-    """A sampler that was not told its rank."""
+    """A sampler that ignores its rank."""
     prepare = loop.Trainer.__post_init__
 
     def same(self):
@@ -261,7 +261,7 @@ CORPUS = [
     Bug("stale_bucket_views", "llama", DP, "gradient", step=1),
     Bug("last_bucket_not_sent", "llama", DP, "gradient", "embedding"),
     Bug("hooks_miss_split_backward", "llama", {**DP, "pp": 2, "schedule": "zb-h1"}, "gradient"),
-    Bug("replicas_start_apart", "llama", DP, "loss"),
+    Bug("replicas_start_differently", "llama", DP, "loss"),
     Bug("every_rank_reads_the_same_samples", "llama", DP, "loss"),
     Bug("loss_normalised_per_rank", "llama", DP, "loss"),
     Bug("microbatch_loss_not_divided", "llama", {"microbatch": 2}, "loss", ratio=3.0),
@@ -320,7 +320,7 @@ CORPUS = [
     Bug("router_not_summed", "mixtral", {"tp": 2}, "gradient", "moe.router"),
     Bug("error_feedback_forgotten", "llama", {**DP, "compression": "int4"}, "gradient", step=1),
     Bug("decoded_with_the_first_ranks_scale", "llama", {"cp": 2, "compression": "int8"}, "gradient"),
-    Bug("places_drawn_apart", "llama", {**DP, "compression": "random-k", "compression_ratio": 0.1}, "gradient"),
+    Bug("places_drawn_separately", "llama", {**DP, "compression": "random-k", "compression_ratio": 0.1}, "gradient"),
     Bug("partial_sums_compressed", "qwen", {**DP, "tp": 2, "sp": True, "compression": "int8"}, "gradient", "norm"),
     Bug("compressed_experts_summed_over_data_ranks", "mixtral", {"replicate": 4, "ep": 2, "compression": "int8"}, "gradient",
         "moe.experts"),

@@ -102,12 +102,12 @@ def tensor_parallel_ranks_read_different_samples():
     """A sampler keyed by the global rank."""
     prepare = loop.Trainer.__post_init__
 
-    def apart(self):
+    def separate(self):
         prepare(self)
         shift = self.parallel.mesh.index("tp")
         self.indices = range(self.indices.start + shift, self.indices.stop + shift)
 
-    loop.Trainer.__post_init__ = apart
+    loop.Trainer.__post_init__ = separate
 
 
 def kv_copies_not_summed():

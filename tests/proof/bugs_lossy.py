@@ -24,7 +24,7 @@ def decoded_with_the_first_ranks_scale():
     quantised.dequantise = alike
 
 
-def places_drawn_apart():
+def places_drawn_separately():
     """Each rank draws its own random places, and values of different places are added up."""
     indices = sparse.RandomK.indices
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-Said = dict[str, Any]
+Fields = dict[str, Any]
 DENSE, SPARSE = ("qwen", "gpt", "gemma", "llama"), ("mixtral", "qwen-moe", "deepseek")
 DP, Z3, SP = {"replicate": 2, "bucket": 2000}, {"shard": 2, "zero": 3}, {"tp": 2, "sp": True}
 PP, ZBV = {"pp": 2}, {"pp": 2, "schedule": "zbv", "virtual": 2}
 CP = [{"cp": 2, "cp_kind": kind} for kind in ("ring", "all-gather", "ulysses")]
 
-KINDS: dict[str, Said] = {
+KINDS: dict[str, Fields] = {
     name: {"compression": name} for name in ("fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold")
 }
 KINDS["top-k"] |= {"compression_ratio": 0.1}
@@ -22,10 +22,10 @@ KINDS["random-k"] |= {"compression_ratio": 0.1}
 KINDS["powersgd"] = {"compression": "powersgd", "compression_rank": 2}
 
 
-def beside(i: int, kind: Said) -> list[tuple[str, Said]]:
+def beside(i: int, kind: Fields) -> list[tuple[str, Fields]]:
     """The i-th compression with every strategy; models and what has several forms take turns."""
     dense = [DENSE[(i + j) % len(DENSE)] for j in range(7)]
-    plans: list[Said] = [
+    plans: list[Fields] = [
         CP[i % 3],
         {**DP, **SP, "recompute": "selective", "microbatch": 2},
         {**DP, **(ZBV if i % 2 else PP)},
@@ -35,7 +35,9 @@ def beside(i: int, kind: Said) -> list[tuple[str, Said]]:
         {**DP, "reduce": "microbatch", "offload": "activations", "microbatch": 2},
     ]
     experts = {"shard": 2, "zero": 2, "tp": 2, "ep": 2, "expert_tp": 1}
-    return [(model, {**said, **kind}) for model, said in zip([*dense, SPARSE[i % 3]], [*plans, experts], strict=True)]
+    return [
+        (model, {**fields, **kind}) for model, fields in zip([*dense, SPARSE[i % 3]], [*plans, experts], strict=True)
+    ]
 
 
 # Of kinds that are one class of compressor each strategy meets one, in turn, and strategies of four ranks every second such
@@ -64,27 +66,27 @@ COMPRESSED += [
     ("five", {**DP, "pp": 2, "schedule": "looped-bfs", "virtual": 2, "reduce": "microbatch", **KINDS["int8"]}),
 ]
 # Routers that count the tokens of all ranks.
-COUNTED: list[tuple[str, Said, Said]] = [
+COUNTED: list[tuple[str, Fields, Fields]] = [
     ("mixtral", {"replicate": 2, "tp": 2, "ep": 2, "expert_tp": 1, "microbatch": 2, **KINDS["int8"]}, {"aux": 0.1, "z": 0.01}),
     ("qwen-moe", {**Z3, "ep": 2, "microbatch": 2, **KINDS["top-k"]}, {"choice": "expert"}),
     ("qwen-moe", {**CP[0], "microbatch": 4, **KINDS["int4"]}, {"capacity": 1.0}),
 ]  # fmt: skip
 
 # What each precision is tried beside.
-PLAIN: list[tuple[str, Said]] = [
+PLAIN: list[tuple[str, Fields]] = [
     ("llama", DP), ("gpt", {"shard": 2, "zero": 1, "offload": "states"}), ("qwen", {"shard": 2, "zero": 2, "recompute": "selective"}),
     ("gemma", {**Z3, "recompute": "full"}), ("llama", {"replicate": 2, **Z3}), ("qwen", {"tp": 2, "offload": "activations"}),
     ("gpt", SP), ("gemma", CP[0]), ("llama", CP[1]), ("qwen", CP[2]), ("gpt", PP), ("qwen", ZBV),
     ("mixtral", {"replicate": 2, "ep": 2}), ("llama", {**DP, "average_every": 2}),
 ]  # fmt: skip
 # Products in fp8: one device takes the same micro-batches, and ranks that hold parts of a tensor scale it as it does.
-FP8: list[tuple[str, Said]] = [
-    *((model, {"microbatch": 2, **said}) for model, said in PLAIN),
+FP8: list[tuple[str, Fields]] = [
+    *((model, {"microbatch": 2, **fields}) for model, fields in PLAIN),
     ("llama", {"microbatch": 2}), ("mlp", {"replicate": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
     ("five", {**Z3, "pp": 2, "recompute": "full"}), ("one-kv", {**SP, "pp": 2, "recompute": "full"}),
     ("mixtral", {**Z3, "tp": 2, "ep": 2}),
 ]  # fmt: skip
-FP8_COUNTED: list[tuple[str, Said, Said]] = [
+FP8_COUNTED: list[tuple[str, Fields, Fields]] = [
     ("qwen-moe", {"replicate": 2, "ep": 2, "microbatch": 2}, {"aux": 0.1, "capacity": 1.0}),
     ("qwen-moe", {**CP[0], "replicate": 2, "ep": 2, "microbatch": 2}, {"choice": "expert"}),
 ]
@@ -94,9 +96,9 @@ FP8_COMPRESSED = [
 ]  # fmt: skip
 
 # Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
-NARROW: list[tuple[str, Said, str]] = [
-    *((model, said, "bf16") for model, said in PLAIN),
-    *((model.replace("gemma", "llama"), said, "fp16") for model, said in PLAIN),  # gemma's first fp16 step overflows
+NARROW: list[tuple[str, Fields, str]] = [
+    *((model, fields, "bf16") for model, fields in PLAIN),
+    *((model.replace("gemma", "llama"), fields, "fp16") for model, fields in PLAIN),  # gemma's first fp16 step overflows
     ("llama", {**DP, **KINDS["int8"]}, "bf16"), ("gpt", {**Z3, **KINDS["int8"]}, "fp16"),
     ("llama", {**Z3, "pp": 2}, "bf16"), ("qwen", {**Z3, "grad_dtype": "bf16"}, "bf16"), ("llama", {"replicate": 2, "master": False}, "bf16"),
     ("llama", {"shard": 2, "zero": 1, "master": False, "grad_dtype": "bf16"}, "bf16"),

@@ -1,9 +1,8 @@
 """The matrix: every strategy alone, every legal pair of them, and the triples people run, as a list of layouts.
 
-Strategies are fragments of a plan. Pairs are not chosen but made: of any two families every member meets every member
-unless the two want different values of one field, or the plan or the networks refuse it; what is refused is counted by
-a test, so that nothing leaves the matrix in silence. Ranks are dear and layouts cheap: those of one world size train
-one after the other in one set of processes, each with process groups of its own.
+Strategies are fragments of a plan. Pairs are generated: every member of a family meets every member of every other family, unless
+the combined plan is illegal; a test checks that none is, so that nothing leaves the matrix unnoticed. Starting ranks is expensive and
+training a small layout is cheap: layouts of one world size train one after the other in one set of processes, each with new groups.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ EXTRAS: list[tuple[str, dict[str, Any]]] = [
 ONE_KIND = {"tp": 2, "tp_form": "all-gather"}  # of collective forward: the lecture's form
 ULYSSES = {"cp": 2, "cp_kind": "ulysses"}
 COPIED = [
-    ("one-kv", said)
-    for said in (  # a KV head on several ranks
+    ("one-kv", fields)
+    for fields in (  # a KV head on several ranks
         {"tp": 2},
         {"tp": 4, "sp": True},
         {**Z3, **SP},
@@ -168,8 +167,8 @@ COPIED = [
 ]
 COPIED += [("qwen", {"tp": 4}), ("qwen", {"tp": 4, "sp": True, "pp": 2}), ("gemma", {"tp": 4, **Z3})]
 GATHERED = [
-    (model, {**ONE_KIND, **said})
-    for model, said in (
+    (model, {**ONE_KIND, **fields})
+    for model, fields in (
         ("llama", {}),
         ("gpt", {"replicate": 2}),
         ("qwen", Z3),
@@ -182,8 +181,8 @@ GATHERED = [
     )
 ]
 DROPPED = [
-    ("drops", said)
-    for said in (
+    ("drops", fields)
+    for fields in (
         {},
         {"replicate": 2},
         {**Z3, "recompute": "full"},
@@ -202,8 +201,8 @@ DROPPED = [
 DROPPED += [("moe-drops", {"replicate": 2, **SP, "ep": 2}), ("mlp-drops", {"tp": 2, "pp": 2}), ("mlp-drops", Z3)]
 # On the host meanwhile: states, what layers save for backward, or both.
 AWAY = [
-    (model, {**said, "offload": where})
-    for model, said, where in (
+    (model, {**fields, "offload": where})
+    for model, fields, where in (
         ("gpt", SP, "activations"),
         ("qwen", {**SP, **ZBV}, "activations"),
         ("llama", {}, "states"),
@@ -221,7 +220,7 @@ AWAY = [
         ("llama", {"recompute": "selective"}, "activations"),
     )
 ]
-EXTRAS += [(model, {"microbatch": 2, **said}) for model, said in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
+EXTRAS += [(model, {"microbatch": 2, **fields}) for model, fields in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
 FROZEN: list[tuple[str, dict[str, Any]]] = [  # of llama the embedding too: backward ends in the network's second layer
     ("qwen", {"replicate": 2, "bucket": 2000}), ("qwen", {**Z3, "microbatch": 2}), ("llama", {**Z3, "prefetch": False}),
     ("llama", {"tp": 2}), ("qwen", SP), ("llama", {**SP, "recompute": "full"}), ("qwen", {"pp": 2}), ("llama", ZBV),
@@ -260,7 +259,9 @@ class Layout(NamedTuple):
         p = self.plan
         more = [f"virtual {p.virtual}"] if p.virtual > 1 else []
         more += [f"stages {'-'.join(map(str, p.layers_per_stage))}"] if p.layers_per_stage else []
-        more += [word for word, said in (("order", p.order), ("overlap", p.overlap), ("frozen", self.prepare)) if said]
+        more += [
+            word for word, value in (("order", p.order), ("overlap", p.overlap), ("frozen", self.prepare)) if value
+        ]
         more += ["kept"] if not p.reshard else []
         more += [f"reduced each {p.reduce}"] if p.reduce != "auto" else []
         more += [f"wrapped by {p.wrap}"] if p.wrap != 1 else []
@@ -313,19 +314,19 @@ def workload_of(plan: Plan, whole: bool = False) -> Workload:
     return WORKLOAD.but(batch=plan.dp * plan.microbatch * min(plan.microbatches(WORKLOAD), most))
 
 
-def refused(model: str, said: dict[str, Any]) -> MeshwrightError | None:
+def refused(model: str, fields: dict[str, Any]) -> MeshwrightError | None:
     """Why this cannot be run, or None where it can."""
     try:
-        legality.check(Plan(**said), MODELS[model], WORKLOAD, trainer=True)
+        legality.check(Plan(**fields), MODELS[model], WORKLOAD, trainer=True)
     except MeshwrightError as error:
         return error
     return None
 
 
-def alone() -> list[tuple[str, dict[str, Any]]]:
+def single_strategies() -> list[tuple[str, dict[str, Any]]]:
     members = [m for family in FAMILIES.values() for m in family.values()]
     members += [{"pp": 2, "schedule": name, "virtual": virtual} for name, virtual in SCHEDULES]
-    return [turn(i, said) for i, said in enumerate(members)]
+    return [turn(i, fields) for i, fields in enumerate(members)]
 
 
 def pairs() -> list[tuple[str, dict[str, Any]]]:
@@ -333,19 +334,19 @@ def pairs() -> list[tuple[str, dict[str, Any]]]:
     found = []
     for one, other in combinations(FAMILIES.values(), 2):
         found += [{**a, **b} for a in one.values() for b in other.values()]
-    return [turn(i, said) for i, said in enumerate(found)]
+    return [turn(i, fields) for i, fields in enumerate(found)]
 
 
-def turn(i: int, said: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def turn(i: int, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The i-th layout with a model whose turn it is; expert parallelism adds no ranks, so alone it has two replicas."""
-    if "ep" not in said:
-        return DENSE[i % len(DENSE)], {"microbatch": 1 + i // 2 % 2, **said}
-    wide = {"replicate", "shard", "tp", "cp"} & set(said)
-    model = SPARSE[i % len(SPARSE)] if said.get("virtual", 1) == 1 else "wide"
+    if "ep" not in fields:
+        return DENSE[i % len(DENSE)], {"microbatch": 1 + i // 2 % 2, **fields}
+    wide = {"replicate", "shard", "tp", "cp"} & set(fields)
+    model = SPARSE[i % len(SPARSE)] if fields.get("virtual", 1) == 1 else "wide"
     carried = {} if wide else {"replicate": 2}
-    if set(said) >= {"tp"} and not {"replicate", "shard", "cp"} & set(said):
+    if set(fields) >= {"tp"} and not {"replicate", "shard", "cp"} & set(fields):
         carried = {"expert_tp": 1}
-    return model, {**carried, **said}
+    return model, {**carried, **fields}
 
 
 MODELS["wide"] = MODELS["mixtral"].but(layers=4)
@@ -356,8 +357,8 @@ MODELS["mlp-drops"] = MODELS["mlp"].but(dropout_rate=0.2)
 
 
 def all_layouts() -> list[Layout]:
-    said = [*alone(), *pairs(), *TRIPLES, *EXTRAS]
-    out = [Layout(model, Plan(**plan)) for model, plan in said if refused(model, plan) is None]
+    fields = [*single_strategies(), *pairs(), *TRIPLES, *EXTRAS]
+    out = [Layout(model, Plan(**plan)) for model, plan in fields if refused(model, plan) is None]
     out += [Layout(model, Plan(**plan), "layouts:freeze") for model, plan in FROZEN]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in ROUTED]
     out += [Layout(model, Plan(**plan), precision="fp8") for model, plan in inexact.FP8]
@@ -406,7 +407,7 @@ def freeze() -> None:
     apply.build = frozen
 
 
-def train_apart(context: Any, jobs: list[Job]) -> list[Any]:
+def train_separately(context: Any, jobs: list[Job]) -> list[Any]:
     """Jobs of one rank, shared out: each process trains its own as if it were alone."""
     from torch import distributed
 

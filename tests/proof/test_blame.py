@@ -51,14 +51,14 @@ def test_a_classic_bug_is_caught_and_named(bug, plan, model, axis, what):
     first = proof.agreements[0].breaks[0]
     assert (proof.blamed, first.what) == (axis, what), str(first)
     assert first.step == 0
-    told = proof.as_dict()["first_break"]
-    assert told["axis"] == axis
-    assert told["rank"] in range(4)
+    reported = proof.as_dict()["first_break"]
+    assert reported["axis"] == axis
+    assert reported["rank"] in range(4)
     if what != "loss":
-        assert told["name"]
+        assert reported["name"]
 
 
-def test_the_factor_of_a_wrong_gradient_is_told():
+def test_the_factor_of_a_wrong_gradient_is_reported():
     proof = proof_of({"replicate": 2}, "gradient_averaged_twice")
     assert proof.agreements[0].breaks[0].ratio == pytest.approx(0.5)
 

@@ -61,7 +61,7 @@ def test_a_historical_bug_is_caught_where_it_is(bug):
         assert first.ratio == pytest.approx(bug.ratio, rel=1e-6)
 
 
-def test_there_are_enough_and_each_is_taught():
+def test_the_corpus_is_complete_and_every_bug_is_tried():
     names = {bug.name for bug in bugs.CORPUS}
     assert len(names) >= 25
     written = {

@@ -116,10 +116,10 @@ def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
 
 
 def test_a_proof_fits_a_terminal_of_80_columns():
-    """Whole words, and what only the step's own data explain told once, below."""
+    """Whole words; a reason that lies in the data stands once, below the table."""
     rows = [Row("shard", "reduce_scatter", (64, 999.9e6), (64, 999.9e6)),
-            Row("replicate", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["real routing is uneven"]),
-            Row("expert_dp", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["real routing is uneven"])]  # fmt: skip
+            Row("replicate", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["routing depends on the tokens"]),
+            Row("expert_dp", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["routing depends on the tokens"])]  # fmt: skip
     watched = trace()
     watched.traffic = rows
     small = small_copy(
@@ -130,15 +130,15 @@ def test_a_proof_fits_a_terminal_of_80_columns():
     lines = [line.split() for line in text.get().splitlines()]
     assert ["shard", "reduce-scatter", "0", "64,", "1", "GB", "64,", "1", "GB", "equal"] in lines
     assert ["expert_dp", "all-to-all", "0", "120,", "1", "GB", "120,", "1", "GB", "equal", "¹"] in lines
-    assert lines.count(["¹", "real", "routing", "is", "uneven"]) == 1
+    assert lines.count(["¹", "routing", "depends", "on", "the", "tokens"]) == 1
     assert "products in fp8" in text.get()
 
 
-def test_a_proof_that_broke_on_no_number_can_be_told_as_json():
+def test_a_proof_with_nan_can_be_written_as_json():
     one, many = trace(), trace()
     many.pieces[1].gradients[0][:] = np.nan
     small = small_copy(Config.from_parts("nano", "laptop", "gloo-cpu", {"batch": 4}, {"replicate": 2}), 2)
-    told = Proof("dp 2", [CopyProof(small, 2, [compare(one, [many])], [], "replicate")]).as_dict()
-    assert not json.loads(json.dumps(told, allow_nan=False))["passed"]
-    assert told["first_break"]["name"] == "layer.0"
-    assert told["errors"]["fp64"]["gradient"] is None
+    reported = Proof("dp 2", [CopyProof(small, 2, [compare(one, [many])], [], "replicate")]).as_dict()
+    assert not json.loads(json.dumps(reported, allow_nan=False))["passed"]
+    assert reported["first_break"]["name"] == "layer.0"
+    assert reported["errors"]["fp64"]["gradient"] is None

@@ -32,7 +32,7 @@ def train(world, jobs):
 
 def train_on_one(jobs):
     """Each on one device, half of them on each core."""
-    halves = ranks.run(2, layouts.train_apart, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
+    halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
@@ -133,7 +133,7 @@ def lossy(every):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [marked(layout, "matrix lossy") for layout in (*LOSSY, *TWINS)])
-def test_a_lossy_layout_loses_what_one_device_loses_in_its_place(layout):
+def test_a_lossy_layout_equals_its_emulation_on_one_device(layout):
     one, many = (by[layout] for by in lossy(TWINS if layout in TWINS else LOSSY))
     agreement = compare(one, many)
     assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
@@ -172,8 +172,8 @@ def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
 
 def test_the_matrix_is_whole():
     """No pair is left out: each was made by the families, and nothing of what was made is refused."""
-    made = [*layouts.alone(), *layouts.pairs(), *layouts.TRIPLES, *layouts.EXTRAS]
-    assert [(model, said) for model, said in made if layouts.refused(model, said)] == []
+    made = [*layouts.single_strategies(), *layouts.pairs(), *layouts.TRIPLES, *layouts.EXTRAS]
+    assert [(model, fields) for model, fields in made if layouts.refused(model, fields)] == []
     assert len([layout for layout in ALL if layout.plan.world <= 4]) >= 150
     assert len(layouts.TRIPLES) >= 20
     assert {layout.plan.schedule for layout in ALL} == set(SCHEDULES)
@@ -205,7 +205,7 @@ def test_every_compression_meets_every_strategy(kind):
     assert lacking([layout.plan for layout in (*LOSSY, *TWINS) if layout.plan.wire == kind], wanted) == []
 
 
-def test_every_strategy_meets_several_compressors_that_do_not_wait_for_the_soak():
+def test_every_strategy_meets_several_compressors_in_the_daily_run():
     plans = [layout.plan for layout in LOSSY]
     for name, is_met in {**STRATEGIES, **ONLY_COMPRESSED}.items():
         assert len({p.wire for p in plans if is_met(p)}) >= 3, name

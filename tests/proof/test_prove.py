@@ -70,7 +70,7 @@ def test_a_large_plan_is_folded_and_proved():
         {"pp": 2, "schedule": "zbv", "virtual": 2},
     ],
 )
-def test_what_is_issued_is_what_is_lowered(plan):
+def test_issued_collectives_equal_lowered_ones(plan):
     model = {"hidden": 24, "layers": 4, "heads": 3, "ffn": 36, "vocab": 33, "tied": True}
     config = Config.from_parts(model, "laptop", workload={"batch": 16, "seq": 8}, plan=plan)
     proof = prove(config, ranks=4, steps=1)
@@ -97,10 +97,10 @@ def test_the_command(tmp_path):
     command = [sys.executable, "-m", "meshwright", "verify", str(path), "--steps", "2", "--device", "cpu", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["passed"]
-    assert told["ranks"] == 4
-    assert told["errors"]["fp64"]["gradient"] < 1e-11
+    reported = json.loads(done.stdout)
+    assert reported["passed"]
+    assert reported["ranks"] == 4
+    assert reported["errors"]["fp64"]["gradient"] < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_the_command(tmp_path):
     ],
     ids=["int4", "fp8"],
 )
-def test_what_a_loss_costs_is_told_beside_the_exact_run(plan, work):
+def test_the_cost_of_lossy_arithmetic_is_shown_beside_the_exact_run(plan, work):
     model = {"hidden": 24, "layers": 2, "heads": 3, "ffn": 36, "vocab": 33}
     config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, **work}, plan=plan)
     proof = prove(config, ranks=2, steps=3)
     assert proof.passed
-    told = proof.convergence
-    assert 1e-9 < abs(told["difference"]) < 0.05
-    assert told["difference"] == pytest.approx(told["loss"] / told["exact_loss"] - 1)
+    reported = proof.convergence
+    assert 1e-9 < abs(reported["difference"]) < 0.05
+    assert reported["difference"] == pytest.approx(reported["loss"] / reported["exact_loss"] - 1)
     with (out := console()).capture() as text:
         out.print(page(proof))
     assert "Loss of step 3" in text.get()
@@ -127,7 +127,7 @@ def test_what_a_loss_costs_is_told_beside_the_exact_run(plan, work):
     assert counted["unexplained"] == 0
 
 
-def test_an_exact_plan_has_nothing_to_tell_of_its_loss():
+def test_an_exact_plan_has_no_convergence_to_show():
     config = Config.from_parts("tiny", "laptop", workload={"batch": 4, "seq": 8}, plan={"replicate": 2})
     assert prove(config, ranks=2, steps=1).convergence == {}
 

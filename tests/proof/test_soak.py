@@ -6,7 +6,7 @@ dtype of its gradients on the wire.
 Every legal plan must fold, and every folded one must be proved or be refused for a reason that is known beforehand:
 a failed proof here is either a bug in `parallel` or a false alarm of `verify`, and both are failures.
 
-How long: MESHWRIGHT_SOAK_S seconds (600 unless said). Where it starts: MESHWRIGHT_SOAK_SEED. Draw i of a seed is always
+How long: MESHWRIGHT_SOAK_S seconds (default 600). Where it starts: MESHWRIGHT_SOAK_SEED. Draw i of a seed is always
 the same plan, and a failure tells both.
 """
 

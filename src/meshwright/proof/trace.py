@@ -179,10 +179,16 @@ def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
 
 @torch.no_grad()
 def average(trainers: list[Trainer], tokens: list[int]) -> None:
-    for alike in zip(*(trainer.parallel.pieces for trainer in trainers), strict=True):
-        mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(alike, tokens, strict=True))
-        for piece in alike:
+    """Every parameter becomes the mean over replicas, weighted by their tokens; with masters the masters do, and the model follows."""
+    updated = [(t.masters.pieces if t.masters is not None else t.parallel.pieces) for t in trainers]
+    for copies in zip(*updated, strict=True):
+        mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(copies, tokens, strict=True))
+        for piece in copies:
             piece.local.copy_(mean)
+    for trainer, pieces in zip(trainers, updated, strict=True):
+        for piece, master in zip(trainer.parallel.pieces, pieces, strict=True):
+            if piece is not master:
+                piece.local.copy_(master.local)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
