@@ -26,8 +26,8 @@ from meshwright.training.records import Settings
 
 BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
 SMALLEST = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}  # below it steps are of equal size
-# How far a replay may be off, in roundings of the dtype: fp32 sums of a few terms, 16-bit ones after each of six operations.
-ROUNDINGS = 8
+# How far a replay may be off, in steps of the dtype: fp32 is replayed in float64, 16 bits with every rounding.
+STEPS = {"fp32": 8, "bf16": 2, "fp16": 2}
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -56,10 +56,9 @@ def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload
         given = piece.gradients[step].astype(np.float64) * factor
         after = optimizer.step(update.before, update.gradient, rate, update.dtype)
         narrowest = narrower(plan.grad_dtype, update.dtype)
-        moved = ROUNDINGS * 2.0 ** -BITS[update.dtype] * (1 if update.dtype == "fp32" else 2)
         for what, got, expected, bound in (
-            ("gradient given to the optimizer", update.gradient, given, ROUNDINGS * 2.0 ** -BITS[narrowest]),
-            ("updated parameter", update.after, after, moved),
+            ("gradient given to the optimizer", update.gradient, given, allowed(narrowest)),
+            ("updated parameter", update.after, after, allowed(update.dtype)),
             *model_values(piece, step, update),
         ):
             scale = SMALLEST[narrowest] if what.startswith("gradient") else 0.0
@@ -75,6 +74,11 @@ def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
         return []
     expected = rounded(update.master, update.model_dtype)
     return [("parameter (its master, rounded)", piece.parameters[step], expected, 0.0)]
+
+
+def allowed(dtype: str) -> float:
+    """The bound of a replay, relative to a tensor's largest element."""
+    return STEPS[dtype] * 2.0 ** -BITS[dtype]
 
 
 def narrower(*dtypes: str) -> str:
