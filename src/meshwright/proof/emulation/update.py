@@ -41,7 +41,8 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
     """What is not as replayed, the earliest step first."""
-    found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
+    with np.errstate(all="ignore"):  # a run that diverged is replayed as it was
+        found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
     return sorted(found, key=lambda b: (b.step, b.rank))
 
 
