@@ -16,7 +16,7 @@ from meshwright.cli import main
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 
-NAMES = ("load", "estimate", "plan", "simulate", "verify", "train")
+NAMES = ("load", "estimate", "plan", "simulate", "verify", "parallelize", "train")
 PLAN_FILE = "examples/llama3-70b-64xh100.toml"
 DEMO = "examples/demo-dp2-tp2.toml"
 

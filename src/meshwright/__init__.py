@@ -3,6 +3,7 @@
     import meshwright as mw
     result = mw.plan("llama3-70b", "dgx-h100", nodes=8)
     result.plan                                      # the fastest; result.to_toml() is a plan file
+    model = mw.parallelize(module, result.plan)      # on a module of your own, in every rank
 
 The functions are those of `meshwright.api`. They are imported at first use, so `import meshwright` loads no numpy, pydantic or torch.
 """
@@ -12,10 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.api import estimate, load, plan, simulate, train, verify
+    from meshwright.api import estimate, load, parallelize, plan, simulate, train, verify
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "estimate", "load", "plan", "simulate", "train", "verify"]
+__all__ = ["__version__", "estimate", "load", "parallelize", "plan", "simulate", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,10 +6,11 @@
     simulate    the step of a plan, walked rank by rank      → Simulation
     verify      parity of a plan with one device             → Proof
     train       a plan on local processes                    → Training
+    parallelize a plan on a user's own `nn.Module`           → ParallelModule
 
 The first argument is what a command takes: a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, or an object (`Model`,
 `Config`). `set=["plan.tp=8"]` overrides any field, as `--set` does. Results have `as_dict()`: what the command prints with `--json`.
-Each function imports what it needs when it is called: torch only for `verify` and `train`.
+Each function imports what it needs when it is called: torch only for `verify`, `train` and `parallelize`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from meshwright.cost.estimate import Estimate
     from meshwright.cost.walked import Simulation
     from meshwright.describe.config import Config
+    from meshwright.describe.plan import Plan
+    from meshwright.parallel.user_module.module import ParallelModule
     from meshwright.planner.result import Result
     from meshwright.proof.prove import Proof
     from meshwright.training.records import StepRecord
@@ -139,3 +145,31 @@ def train(
     folder = Path(out) if out is not None else None
     settings = Settings(learning_rate=learning_rate)
     return run_training(config, steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen)
+
+
+def parallelize(
+    module: nn.Module,
+    plan: Plan | dict[str, Any] | str | Path,
+    table: Sequence[tuple[str, str]] | None = None,
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    reduction: str = "mean",
+    layers: str | None = None,
+    example: Any = None,
+    batch_first: bool | None = None,
+) -> ParallelModule:
+    """Put a plan on a module of your own, in every rank of a `torchrun`; the result has `step`, `backward`, `clip_norm` and `state_dict`.
+
+    Data parallelism, ZeRO, recompute and precision work on every module. Tensor and sequence parallelism take a `table` of rows (pattern of
+    names, style), found by itself for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A
+    pipeline divides the list of layers at the path `layers`, and needs an `example`: the inputs of one micro-batch.
+    `optimizer` makes a torch optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with
+    `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. docs/parallel.md shows each.
+    """
+    from meshwright.parallel.user_module.parallelize import parallelize as apply_plan
+
+    return apply_plan(
+        module, plan, table, optimizer=optimizer, loss=loss, reduction=reduction, layers=layers, example=example,
+        batch_first=batch_first,
+    )  # fmt: skip

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from meshwright.errors import MeshwrightError
-
 if TYPE_CHECKING:
-    from meshwright.describe.plan import Plan
+    pass
 
 
 def command(
@@ -69,8 +67,9 @@ def command(
         show_case(case, as_json)
         return
     from meshwright.cli.output import patient, writable
+    from meshwright.describe.config import load_plan
 
-    own = own_plan(compare) if compare else None
+    own = load_plan(compare) if compare else None
     writable(out, html)
     question: dict[str, Any] = {
         name: value
@@ -156,20 +155,6 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
             show(beside_the_guides(result, guides))
     else:
         show(view.page(result), beside_the_guides(result, guides), findings(result))
-
-
-def own_plan(path: str) -> Plan:
-    """The [plan] of a file; its other sections are not needed, since the question has them."""
-    from meshwright.describe.draft import Draft
-    from meshwright.describe.plan import Plan
-
-    draft = Draft()
-    draft.lay_file(Path(path))
-    if "plan" not in draft.tables:
-        raise MeshwrightError(
-            "MW-CONF-002", f"'{path}' has no [plan]", why="There is nothing to compare", fix="[plan]\ntp = 8"
-        )
-    return Plan(**draft.opened("plan"))
 
 
 def show_case(name: str, as_json: bool) -> None:

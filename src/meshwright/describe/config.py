@@ -134,6 +134,17 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return Config._resolved(draft, overrides)
 
 
+def load_plan(path: str | Path) -> Plan:
+    """The plan of a file; its other sections need not be there."""
+    draft = Draft()
+    draft.lay_file(Path(path))
+    if "plan" not in draft.tables:
+        raise MeshwrightError(
+            "MW-CONF-002", f"'{path}' has no [plan]", why="There is no plan to read", fix="[plan]\ntp = 8"
+        )
+    return Plan(**draft.opened("plan"))
+
+
 def configure(
     model: Part | Path | Config = "",
     cluster: Part | Path = "",

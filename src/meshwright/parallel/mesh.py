@@ -49,11 +49,11 @@ class Mesh:
             grid = torch.from_numpy(layout.grid).reshape([layout.grid.shape[i] for i in wide])
             self.device_mesh = DeviceMesh(torch.device(device).type, grid, mesh_dim_names=names)
         if layout.plan.shard > 1 and layout.plan.replicate > 1:
-            self._made["dp"] = self._new_groups(layout.groups("dp").tolist())
+            self._made["dp"] = self.new_groups(layout.groups("dp").tolist())
         if layout.plan.cp > 1:
             for axis in ("shard_cp", "dp_cp") if self.sharded else ("dp_cp",):
                 same = axis == "dp_cp" and self.sharded and layout.plan.replicate == 1
-                self._made[axis] = self._made["shard_cp"] if same else self._new_groups(layout.groups(axis).tolist())
+                self._made[axis] = self._made["shard_cp"] if same else self.new_groups(layout.groups(axis).tolist())
 
     def size(self, axis: str) -> int:
         return self.layout.size(axis)
@@ -86,14 +86,14 @@ class Mesh:
         """Create the groups of an axis of `ON_DEMAND`; a collective of all ranks. They are separate communicators even where
         another axis has the same ranks: tokens sent to an expert must not queue behind gradients."""
         if axis not in self._made:
-            self._made[axis] = self._new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
+            self._made[axis] = self.new_groups(self.layout.groups(axis).tolist()) if self.size(axis) > 1 else None
         return self._made[axis]
 
     def add_copies(self, count: int) -> distributed.ProcessGroup | None:
         """Create the groups of ranks that hold the same KV head, `count` neighbours in a tp group; a collective of all ranks."""
         if count > 1 and KV_COPIES not in self._made:
             runs = self.layout.groups("tp").reshape(-1, count).tolist()
-            self._made[KV_COPIES] = self.group("tp") if count == self.size("tp") else self._new_groups(runs)
+            self._made[KV_COPIES] = self.group("tp") if count == self.size("tp") else self.new_groups(runs)
         return self._made.get(KV_COPIES)
 
     @cached_property
@@ -114,7 +114,7 @@ class Mesh:
         """The group of this pipeline's first and last rank, None on the ranks between; created by a collective of all ranks."""
         if self.size("pp") == 1:
             return None
-        return self._new_groups([[int(row[0]), int(row[-1])] for row in self.layout.groups("pp")])
+        return self.new_groups([[int(row[0]), int(row[-1])] for row in self.layout.groups("pp")])
 
     @property
     def sharded(self) -> bool:
@@ -134,7 +134,8 @@ class Mesh:
             return DeviceMesh.from_group([replicas, shards], kind, rows, mesh_dim_names=("replicate", "shard_cp"))
         return self.device_mesh["replicate", "shard"] if hybrid else self.device_mesh["shard"]
 
-    def _new_groups(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
+    def new_groups(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
+        """Make these groups, on all ranks at once; returns the one this rank is in."""
         mine = None
         for members in groups:
             made = distributed.new_group(members)
