@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.errors import MeshwrightError
+
 if TYPE_CHECKING:
     pass
 

@@ -9,6 +9,8 @@ A unit of `fully_shard` is `plan.wrap` layers, and one for each end of the model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -41,7 +43,14 @@ def units(module: nn.Module, layers: int = 1) -> list[Unit]:
 
 
 def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None:
-    """Apply `fully_shard` to a stage still on the meta device.
+    """Apply `fully_shard` to a stage of one of our models, still on the meta device."""
+    shard_parts(module, units(module, plan.wrap), routed_experts(module), mesh, plan, dtype)
+
+
+def shard_parts(
+    module: nn.Module, parts: list[Unit], experts: Sequence[nn.Module], mesh: Mesh, plan: Plan, dtype: torch.dtype
+) -> None:
+    """Apply `fully_shard` to a module in units; `experts` lie on other ranks than the rest, and are sharded over those.
 
     A pipeline stage is gathered once a step, before its first action, and freed after its last, whatever the plan
     says of resharding: freed between forward and a *split* backward, torch would silently lose the gradients of W
@@ -57,12 +66,12 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None
         param_dtype=dtype if narrow(dtype) else None,
         reduce_dtype=DTYPES.get(reduced) if narrow(dtype) else None,
     )
-    experts, expert_mesh = routed_experts(module), mesh.expert_sharding
+    expert_mesh = mesh.expert_sharding
     ignored = {p for part in experts for p in part.parameters()} if expert_mesh is None else None
     if expert_mesh is not None:
         for part in experts:
             shard_units(part, [], expert_mesh, gathering)
-    shard_units(module, units(module, plan.wrap), mesh.sharding(), gathering, ignored)
+    shard_units(module, parts, mesh.sharding(), gathering, ignored)
 
 
 class ShardedGradients:

@@ -33,8 +33,10 @@ from meshwright.describe.config import load_plan
 from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.data.gathering import Gathering, grouped, shard_units
-from meshwright.parallel.data.zero import Alone, Buckets, Several, Shards
+from meshwright.parallel.data.buckets import Buckets
+from meshwright.parallel.data.gathering import grouped
+from meshwright.parallel.data.reduction import CombinedReduction, LocalGradients
+from meshwright.parallel.data.zero import ShardedGradients, shard_parts
 from meshwright.parallel.expert.stacked import spread_stacked
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, LossScale, at_least_single, cast, masters_of, narrow
@@ -298,7 +300,9 @@ class Build:
         if plan.recompute == "full":
             recompute(layers, plan.recompute_every, plan.recompute_layers or None)
         if mesh.sharded:
-            self.shard(stage, own, layers)
+            shard_parts(
+                own, grouped(layers, plan.wrap), self.experts[stage], mesh, plan, parallel.dtype or torch.float32
+            )
         parallel.stages[stage] = own
         entries = parallel.entries
         parallel.holdings[stage] = [
@@ -332,41 +336,23 @@ class Build:
                 parts.append(part)
         return names, parts
 
-    def shard(self, stage: int, own: nn.Module, layers: list[nn.Module]) -> None:
-        plan, mesh = self.plan, self.mesh
-        dtype = self.parallel.dtype
-        low = dtype if dtype is not None and narrow(dtype) else None
-        how = Gathering(
-            forward=None if plan.prefetch else 0,
-            backward=None if plan.prefetch else 0,
-            reshard=plan.zero == 3 and plan.reshard and plan.pp == 1,
-            param_dtype=low,
-            reduce_dtype=DTYPES.get(plan.reduce_dtype) if low is not None else None,
-        )
-        experts, over = self.experts[stage], mesh.expert_sharding if self.plan.ep > 1 else None
-        ignored = {p for part in experts for p in part.parameters()} if over is None else None
-        if over is not None:
-            for part in experts:
-                shard_units(part, [], over, how)
-        shard_units(own, grouped(layers, plan.wrap), mesh.sharding(), how, ignored)
-
     def reduce(self, stage: int) -> None:
         """Step 10: how the gradients of a stage are summed over data-parallel ranks."""
         parallel, plan, mesh, own = self.parallel, self.plan, self.mesh, self.parallel.stages[stage]
         wide = DTYPES[plan.grad_dtype] if parallel.dtype is not None and narrow(parallel.dtype) else None
         plain = [h for h in parallel.holdings[stage] if not isinstance(h.parameter, DTensor)]
-        parts: list[Any] = [Shards(own, plan, [])] if isinstance(own, FSDPModule) else []
+        parts: list[Any] = [ShardedGradients(own, plan, [])] if isinstance(own, FSDPModule) else []
         for expert in (False, True):
             for dtype in sorted({h.parameter.dtype for h in plain if h.expert == expert}, key=str):
                 only = {h.parameter for h in plain if h.expert == expert and h.parameter.dtype == dtype}
                 group = mesh.group("expert_dp" if expert else "dp")
                 overlap = plan.overlap is None or "dp" in plan.overlap
                 parts.append(
-                    Alone(only, wide)
+                    LocalGradients(only, wide)
                     if group is None
                     else Buckets(own, group, plan.bucket, overlap=overlap, dtype=wide, only=only)
                 )
-        parallel.reductions.append(parts[0] if len(parts) == 1 else Several(parts))
+        parallel.reductions.append(parts[0] if len(parts) == 1 else CombinedReduction(parts))
 
     def pipeline(self, seen: Recorded) -> Callable[[list[tuple[Any, Any]]], torch.Tensor]:
         """A function that runs micro-batches through all stages and returns this rank's part of the loss."""
