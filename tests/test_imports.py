@@ -41,7 +41,7 @@ def imported(name: str) -> set[str]:
 
 # The files of `parallel`, top to bottom: each imports only from its own level or lower ones.
 PARALLEL = (
-    ("apply",),
+    ("apply", "user_module"),
     ("expert",),
     ("recompute",),
     ("tensor",),
