@@ -264,3 +264,17 @@ def test_a_module_without_a_table_says_how_to_write_one():
         split(nn.Sequential(nn.Linear(2, 2)), (("0", "column"), ("x", "cut:1")), Ranks(2))
     with pytest.raises(MeshwrightError, match=r"MW-TP-005: 'cut:2' does not fit '0\.weight', which has 2 dimensions"):
         split(nn.Sequential(nn.Linear(2, 2)), (("0.*", "cut:2"),), Ranks(2))
+
+
+def test_a_recomputed_layer_with_a_cache_is_refused_with_the_right_fix():
+    from meshwright.parallel.recompute import recompute
+
+    model = made("llama")[0]
+    recompute(model.model.layers)
+    ids = torch.arange(8)[None]
+    with pytest.raises(
+        MeshwrightError, match=r"MW-PAR-008: .*\(DynamicCache\).* Fix: model\.config\.use_cache = False"
+    ):
+        model(input_ids=ids)
+    model.config.use_cache = False
+    model(input_ids=ids).logits.sum().backward()

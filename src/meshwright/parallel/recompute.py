@@ -173,9 +173,22 @@ def recomputed(function: Callable[..., Any], module: nn.Module | None = None) ->
             return function(*given[: len(args)], **dict(zip(named, given[len(args) :], strict=True)))
 
         given = (*args, *named.values())
+        check_no_cache(given)
         return _Call(positional, given, module).forward(given)
 
     return call
+
+
+def check_no_cache(arguments: tuple) -> None:
+    """Raise for a key-value cache, as Hugging Face's models hand to their layers: each run would append to it."""
+    cache = next((a for a in arguments if hasattr(a, "get_seq_length") and hasattr(a, "update")), None)
+    if cache is not None:
+        raise MeshwrightError(
+            "MW-PAR-008",
+            f"a recomputed layer is given a key-value cache ({type(cache).__name__})",
+            why="The second run would append the same keys and values again",
+            fix="model.config.use_cache = False",
+        )
 
 
 def recompute(modules: Iterable[nn.Module], every: int = 1, count: int | None = None) -> list[nn.Module]:
