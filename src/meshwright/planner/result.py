@@ -17,6 +17,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice import explain as why
+from meshwright.planner.advice.near_misses import NearMiss, near_misses
 from meshwright.planner.advice.reasons import batch_arithmetic, reasons
 from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
@@ -146,6 +147,11 @@ class Result:
         )
 
     @cached_property
+    def near_misses(self) -> list[NearMiss]:
+        """Sizes close to the given ones with which a clearly faster plan exists."""
+        return near_misses(self.space, self.estimate, self.headroom)
+
+    @cached_property
     def crossing(self) -> Crossing | None:
         """What several such clusters, each running the winner, would exchange."""
         return crossing(self.estimate, self.sites, self.line, LATENCY) if self.sites else None
@@ -206,6 +212,7 @@ class Result:
                 "memory_gib": why.gib(self.ranking.fastest.memory),
             },
             "choice": self.choice,
+            "near_misses": [asdict(m) | {"plan": m.plan.as_dict() if m.plan else None} for m in self.near_misses],
             "front": [
                 {"plan": c.plan.as_dict(), "step_time_s": c.time, "memory_gib": why.gib(c.memory)}
                 for c in self.ranking.front

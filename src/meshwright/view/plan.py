@@ -31,6 +31,8 @@ def sections(r: Result) -> Iterator[RenderableType]:
     yield header(r)
     yield leaders(r)
     yield reasons(r)
+    if r.near_misses:
+        yield near_misses(r)
     if survival := list(goodput.rows(r)):
         yield Group(Text("Failures and sites", "bold"), facts(survival))
     yield view.breakdown(r.estimate)
@@ -142,6 +144,25 @@ def reasons(r: Result) -> Group:
     rows.append(("critical batch", x.critical))
     rows.append(("MFU over", p.mfu_denominator))
     return Group(Text("Why", "bold"), facts(rows))
+
+
+def near_misses(r: Result) -> Table:
+    """Sizes close to the given ones with which training is faster."""
+    table = titled("Near misses: another size is faster")
+    for name, side in (
+        ("", "left"),
+        ("given", "right"),
+        ("better", "right"),
+        ("gain", "right"),
+        ("type", "left"),
+        ("", "left"),
+    ):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for m in r.near_misses:
+        unit = {"GPUs": "tokens/s per GPU", "sequence": "FLOP/s"}.get(m.what, "tokens/s")
+        gain = f"{100 * m.gain:+.1f}% {unit}" if abs(m.gain) >= 5e-4 else "not modelled"
+        table.add_row(m.what, f"{m.given:,}", f"{m.offered:,}", gain, m.setting, Text(m.note, "dim"))
+    return table
 
 
 def training_words(r: Result) -> str:

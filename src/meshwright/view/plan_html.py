@@ -57,6 +57,7 @@ def fragment(r: Result) -> str:
         step(r),
         memory(r),
         reasons(r),
+        near_misses(r),
         strategies(r),
         '<div class="two">',
         front(r),
@@ -199,6 +200,16 @@ def reasons(r: Result) -> str:
     rows += list(goodput.rows(r))
     rows += [("constants", x.calibrated), *(("assumed", item) for item in x.assumed)]
     return section("Why", table(["", ""], [(f"<span class=soft>{escape(a)}</span>", escape(b)) for a, b in rows if b]))
+
+
+def near_misses(r: Result) -> str:
+    if not r.near_misses:
+        return ""
+    rows = [
+        (escape(m.what), f"{m.given:,}", f"{m.offered:,}", f"{100 * m.gain:+.1f}%", escape(m.setting), escape(m.note))
+        for m in r.near_misses
+    ]
+    return section("Near misses: another size is faster", table(["", ">given", ">better", ">gain", "type", ""], rows))
 
 
 def strategies(r: Result) -> str:
