@@ -106,6 +106,25 @@ def test_choices_against_the_lessons_are_compared_with_the_usual_choice():
     )
 
 
+def test_a_chip_that_was_never_measured_is_no_better_than_the_measured_and_has_a_wider_band():
+    names = {name: catalog.load("accelerators", name) for name in catalog.names("accelerators")}
+    measured = [names[name].efficiency for name in ("h100-sxm", "b200", "mi355x")]
+    guessed = {name for name, a in names.items() if not a.efficiency.measured}
+    assert "mi300x" in guessed
+    assert not guessed & {"a100-80gb", "h100-sxm", "b200", "mi355x", "cpu"}
+    for share in ("gemm", "flash", "fused", "memory"):
+        assert getattr(names["mi300x"].efficiency, share) <= sorted(getattr(e, share) for e in measured)[1]
+    amd, nvidia = (planner.plan("llama3-8b", c, gpus=32, batch=256, seq=4096) for c in ("mi300x-8", "dgx-h100"))
+    assert amd.prediction.mfu <= nvidia.prediction.mfu
+    width = [r.prediction.step_time_high_s / r.prediction.step_time_low_s for r in (amd, nvidia)]
+    assert width[0] > 1.3 * width[1]
+    x, p = amd.explanation, amd.prediction
+    assert x.calibrated.startswith("uncalibrated")
+    assert p.step_time_high_s / p.step_time_s == pytest.approx(2.01, abs=0.01)
+    assert "never measured" in str(amd).split("Leaders")[0]
+    assert "never measured" not in str(nvidia).split("Leaders")[0]
+
+
 def test_sensitivities_have_the_right_signs(result):
     rows = {s.what: s for s in result.explanation.sensitivities}
     assert rows["GPU rate"].less < 0 < rows["GPU rate"].more

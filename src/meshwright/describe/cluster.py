@@ -41,18 +41,30 @@ def named(kind: str) -> BeforeValidator:
     return BeforeValidator(load)
 
 
-class Efficiency(Described):
-    """What share of its peaks a device reaches in long runs, from measured products and copies (`calibrate`)."""
+PRIOR = "uncalibrated: never measured, so the median shares of the measured chips (H100, B200, MI355X)"
 
-    gemm: float = Field(default=0.80, gt=0, le=1, description="large matrix products, sustained")
+
+class Efficiency(Described):
+    """What share of its peaks a device reaches in long runs, from measured products and copies (`calibrate`).
+
+    The defaults are the prior for a device that was never measured: the median of the measured ones. So it is never predicted to do better
+    than they typically do, and its predictions have a wider band (`cost.predict`).
+    """
+
+    gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")
     gemm_traffic: float = Field(
         default=0.35, ge=0, description="part of a product's smaller term, arithmetic or traffic, that is not hidden"
     )
     floor: Seconds = Field(default=2e-6, description="ramp of any kernel")
-    flash: float = Field(default=0.5, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
-    fused: float = Field(default=0.5, gt=0, le=1, description="the vendor's fused attention")
+    flash: float = Field(default=0.25, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
+    fused: float = Field(default=0.38, gt=0, le=1, description="the vendor's fused attention")
     memory: float = Field(default=0.80, gt=0, le=1, description="elementwise kernels, of memory bandwidth")
-    source: str = "uncalibrated default"
+    source: str = PRIOR
+
+    @property
+    def measured(self) -> bool:
+        """Whether these shares were measured or fitted to published runs of the device."""
+        return self.source != PRIOR
 
 
 class Accelerator(Described):

@@ -77,6 +77,7 @@ def header(e: Estimate) -> Panel:
         ),
         Text(""),
         big,
+        *uncalibrated(e),
     ]
     if not p.fits:
         over = (p.memory_gib or 0) - p.memory_limit_gib
@@ -89,6 +90,16 @@ def header(e: Estimate) -> Panel:
             Text(f"{format_count(e.workload.tokens)} tokens: {seconds / 86400:,.1f} days, {hours:,.0f} GPU-hours{cost}")
         )
     return Panel(Group(*lines), title="estimate", title_align="left", border_style="blue")
+
+
+def uncalibrated(e: Estimate) -> list[Text]:
+    """A warning, for the top of a page, that the accelerator was never measured."""
+    device, p = e.cluster.accelerator, e.prediction
+    if device.efficiency.measured:
+        return []
+    low, high = (100 * x / p.step_time_s - 100 for x in (p.step_time_low_s, p.step_time_high_s))
+    words = f"uncalibrated: {device.name} was never measured; median shares of peak of the measured chips"
+    return [Text(f"{words}, and a wider band ({low:+.0f}% to {high:+.0f}%)", "yellow")]
 
 
 def breakdown(e: Estimate) -> Table:

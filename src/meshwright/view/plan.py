@@ -17,6 +17,7 @@ from meshwright.planner.result import Comparison, Result
 from meshwright.units import format_count, format_seconds
 from meshwright.view import estimate as view
 from meshwright.view import goodput
+from meshwright.view.estimate import uncalibrated
 from meshwright.view.tables import PIPED_WIDTH, facts
 
 BAR = 16
@@ -85,6 +86,7 @@ def header(r: Result) -> Panel:
                       ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
                       ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
                       ("   tokens/s " if text else "   samples/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
+        *uncalibrated(e),
         Text(searched(r), "dim"),
         *([Text(r.choice, "dim")] if r.choice else []),
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from meshwright.planner.advice import explain as why
 from meshwright.planner.result import Result
 from meshwright.units import format_count, format_seconds
 from meshwright.view import goodput
-from meshwright.view.estimate import shown_stages
+from meshwright.view.estimate import shown_stages, uncalibrated
 from meshwright.view.plan import scaling_words, searched, short, training_words
 
 STYLE = """
@@ -112,9 +112,10 @@ def head(r: Result) -> str:
     )
     where = f"{e.model.name} ({format_count(e.model.total)}) on {e.plan.world:,} × {e.cluster.accelerator.name}"
     how = f"{e.cluster.name}, stack {e.stack.name}, sequence {e.workload.seq:,}, {e.workload.precision}"
+    warning = "".join(f"<div class=bad>{escape(line.plain)}</div>" for line in uncalibrated(e))
     return (
         f"<section><h2>{escape(where)}</h2><div class=soft>{escape(how)}</div><div class=title>{escape(r.plan.title())}</div>"
-        f"<div class=cards>{shown}</div><div class=soft>{escape(searched(r))}</div><div class=soft>{escape(r.choice)}</div></section>"
+        f"<div class=cards>{shown}</div>{warning}<div class=soft>{escape(searched(r))}</div><div class=soft>{escape(r.choice)}</div></section>"
     )
 
 
