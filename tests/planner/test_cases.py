@@ -182,5 +182,5 @@ def test_the_choice_is_what_the_search_says(name: str) -> None:
     now, was = step(studies.estimated(studies.load(name), found)), RESULTS[name].choice
     assert was is not None
     assert now == pytest.approx(step(was), rel=0.01), (
-        "run `python -m meshwright.planner.cases.studies src/meshwright/planner/case_choices.toml`"
+        "run `python -m meshwright.planner.cases.studies src/meshwright/planner/cases/case_choices.toml`"
     )
