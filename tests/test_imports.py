@@ -55,7 +55,6 @@ PARALLEL_HEIGHT = {part: -depth for depth, parts in enumerate(PARALLEL) for part
 # Circles that are still to be cut: this list only shrinks.
 CIRCLES: list[set[str]] = [
     {"cli.show", "cli.show.listing"},
-    {"lower.footprint", "lower.layer", "lower.tiles"},
 ]
 
 

@@ -22,7 +22,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import tiles
+from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.lower.traffic import traffic
@@ -250,9 +250,9 @@ def test_attention_that_drops_costs_time_and_a_tile_but_keeps_no_probabilities()
     tile = 5 * 4 * GPT.heads * WORK.seq**2
     inner = [lowered(m, pp=4) for m in (plain, drops)]  # a stage without logits, which are larger than the tile
     middle = [one(working_memory(p, bounding_ranks(p.batch, every_rank=True)[1])) for p in inner]
-    assert middle[1] - middle[0] == one(tiles.working(after.batch))
-    assert one(tiles.working(after.batch)) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
-    assert not one(tiles.working(before.batch))
+    assert middle[1] - middle[0] == one(working_bytes(after.batch))
+    assert one(working_bytes(after.batch)) == tile + 4 * WORK.seq * GPT.hidden * (1 + 2 * 2)
+    assert not one(working_bytes(before.batch))
     whole = flops(before, "dense", "FI", "attention")
     assert flops(after, "dense", "FI") - flops(before, "dense", "FI") == pytest.approx(
         whole

@@ -23,7 +23,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.lower.recompute import fit, resolve_recompute_budget
+from meshwright.lower.recompute import layers_to_recompute, resolve_recompute_budget
 from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.models import build
@@ -111,9 +111,11 @@ def test_of_some_layers_only_the_saved_bytes_and_the_work_fall_in_between(said, 
 def test_auto_is_the_fewest_layers_that_fit_and_runs():
     plan, batch = Plan(recompute="auto", recompute_budget=1e12, microbatch=2), Workload(batch=2, seq=8)
     assert resolve_recompute_budget(MODEL, plan, batch).recompute == "none"
-    half = 0.6 * fit(MODEL, plan, batch, 1e12).bytes
+    half = 0.6 * layers_to_recompute(MODEL, plan, batch, 1e12).bytes
     chosen = resolve_recompute_budget(MODEL, plan.but(recompute_budget=half), batch)
-    assert chosen == Plan(recompute="full", recompute_layers=fit(MODEL, plan, batch, half).layers, microbatch=2)
+    assert chosen == Plan(
+        recompute="full", recompute_layers=layers_to_recompute(MODEL, plan, batch, half).layers, microbatch=2
+    )
     assert 0 < chosen.recompute_layers < MODEL.layers
     auto = step_program(MODEL, plan.but(recompute_budget=half), batch)
     assert activation_memory(auto, rank_blocks(auto.batch, np.zeros(1)))[0] <= half + auto.saved["head"]["head"][0] * 2
@@ -164,15 +166,15 @@ def test_dropout_is_dropped_alike_again_and_a_layer_is_made_again_once():
 def test_a_budget_is_kept_with_the_fewest_layers(pp, microbatches):
     model, plan = MODEL.but(layers=8), Plan(pp=pp, microbatch=2)
     workload = Workload(batch=2 * microbatches, seq=8, precision="fp32")
-    none = fit(model, plan, workload, 1e12)
-    some = fit(model, plan, workload, 0.6 * none.bytes)
+    none = layers_to_recompute(model, plan, workload, 1e12)
+    some = layers_to_recompute(model, plan, workload, 0.6 * none.bytes)
     assert none.layers == 0
     assert 0 < some.layers < some.of == model.layers // pp
     assert some.bytes <= 0.6 * none.bytes
-    assert fit(model, plan, workload, some.bytes).layers == some.layers
-    assert fit(model, plan, workload, some.bytes - 1).layers == some.layers + 1
+    assert layers_to_recompute(model, plan, workload, some.bytes).layers == some.layers
+    assert layers_to_recompute(model, plan, workload, some.bytes - 1).layers == some.layers + 1
     with pytest.raises(MeshwrightError, match="MW-PAR-003"):
-        fit(model, plan, workload, 1.0)
+        layers_to_recompute(model, plan, workload, 1.0)
 
 
 SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
@@ -219,7 +221,7 @@ def test_without_a_budget_auto_is_what_the_device_has_room_for():
     assert peak(model, chosen, workload, stack) <= SPARE * device < peak(model, fewer, workload, stack)
     with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* a device with every layer recomputed, more than"):
         settled(model, plan, workload, stack, bare)
-    said = plan.but(recompute_budget=fit(model, plan, workload, 1e12).bytes)
+    said = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
     assert settled(model, said, workload, stack, 1.0).recompute == "none"  # a budget that is said goes first
     with pytest.raises(MeshwrightError, match="MW-PAR-004"):
         step_program(model, plan, workload)

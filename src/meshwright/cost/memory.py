@@ -1,12 +1,13 @@
-"""Peak memory of a rank, by part, from what lives when.
+"""Peak memory of a rank, by part.
 
     parameters   N·2 bytes, sharded by ZeRO-3
     gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless they are accumulated whole
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
-    activations  saved bytes of a micro-batch × micro-batches in flight, and one layer more while it is recomputed
-    gathered     ZeRO-3: the weights of the layer at work and of the one prefetched
-    working      gradients of activations, logits and their gradients, communication buckets; where attention drops, its tile
-    context      driver, libraries, communicators; slack: what the allocator reserves and cannot use
+    activations  saved bytes of a micro-batch × micro-batches in flight, and one more layer while it is recomputed
+    gathered     ZeRO-3: the weights of the layer that runs and of the one prefetched
+    working      gradients of activations, logits and their gradients, communication buckets; a tile of attention with dropout
+    context      driver, libraries, communicators
+    slack        what the allocator reserves and cannot use
 
 With everything in 16/32-bit mixed precision the states are 16 bytes a parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
 DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (the seeds' 140/42/30/18 do not add up).
@@ -17,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
-from meshwright.lower import tiles
+from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.footprint import elements, padded_elements
 from meshwright.lower.op import Array, StepProgram
@@ -26,27 +27,27 @@ from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
 
-def state_memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
+def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     """Parameters, gradients and optimizer states on this rank, in bytes."""
     b = program.batch
     out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
-    # Where the product does not add into the accumulated gradient itself, its own 16-bit result lives beside it.
+    # Where the product does not add into the accumulated gradient, its 16-bit result is held beside it.
     beside = (
         0.0
         if "accumulate" in b.stack.fused
         else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
     )
-    # What compression did not send yet stays beside the gradients, whole even under ZeRO; casts forget it.
+    # Compression keeps what it has not sent yet (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
-    padded = padded_elements(program, holding)
-    for group, count in elements(program, holding).items():
+    padded = padded_elements(program, held)
+    for group, count in elements(program, held).items():
         shard = b.size(DATA_AXES[group].shard)
         share = padded[group] / shard  # the fullest rank's
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
-        # Reduced after each micro-batch, whole gradients need a second buffer for those that were summed before.
+        # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
         out["gradients"] += count * (beside + (late + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes
@@ -60,30 +61,31 @@ def largest_state(program: StepProgram) -> Array:
     return np.maximum.reduce([np.broadcast_to(total, program.batch.n) for total in found])
 
 
-def activation_memory(program: StepProgram, holding: StageBlocks) -> Array:
+def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
+    """Bytes saved for backward by all micro-batches in flight, and by the layer that is being recomputed."""
     b = program.batch
     one = np.zeros(b.n)
     for block, parts in program.saved.items():
         if block != "head":
-            one = one + holding.counts[block] * sum(parts.values())
-    if holding.recomputed is not None:  # layers that are not recomputed, though others are, keep all they need
+            one = one + held.counts[block] * sum(parts.values())
+    if held.recomputed is not None:  # the layers that are not recomputed save everything
         for block, spared in program.recompute_savings.items():
-            one = one + (holding.counts[block] - holding.recomputed[block]) * spared
-    flying = in_flight(b, holding.rank)
+            one = one + (held.counts[block] - held.recomputed[block]) * spared
+    flying = in_flight(b, held.rank)
     kept = np.where(
-        b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(holding.counts.values()), 1)), one * flying
+        b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(held.counts.values()), 1)), one * flying
     )
     # The head's logits live for one micro-batch: its backward follows its forward at once.
-    head = holding.counts["head"] * sum(program.saved.get("head", {"": 0.0}).values())
+    head = held.counts["head"] * sum(program.saved.get("head", {"": 0.0}).values())
     return kept + head + _recomputed_layer(program)
 
 
 def _recomputed_layer(program: StepProgram) -> Array:
-    """Full recompute keeps one layer's saved tensors alive while it goes backward."""
+    """With full recompute, one layer's saved tensors are held while its backward runs."""
     return np.where(program.batch.recompute == 2, program.transient, 0.0)
 
 
-def working_memory(program: StepProgram, holding: StageBlocks) -> Array:
+def working_memory(program: StepProgram, held: StageBlocks) -> Array:
     """Gradients of activations in flight between operations, logits' gradients, buckets."""
     b = program.batch
     m = b.model
@@ -93,33 +95,33 @@ def working_memory(program: StepProgram, holding: StageBlocks) -> Array:
     widest = max(m.ffn * (2 if m.gated else 1), m.top_k * m.expert_width * (2 if m.gated else 1), 3 * m.hidden)
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
-    loss = holding.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
-    gradients = sum(elements(program, holding).values()) * b.comm_bytes  # a small model fills no bucket
+    loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
+    gradients = sum(elements(program, held).values()) * b.comm_bytes  # a small model fills no bucket
     buckets = np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
-    return np.maximum(flow + tiles.working(b), loss) + buckets
+    return np.maximum(flow + working_bytes(b), loss) + buckets
 
 
-def gathered_memory(program: StepProgram, holding: StageBlocks) -> Array:
+def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
     """ZeRO-3: whole weights of the layer at work and the prefetched one (of all, where forward does not free them), and the whole
     gradient of one layer before it is scattered."""
     b = program.batch
     if not np.any(b.zero == 3):
         return np.zeros(b.n)
-    here = {block: np.minimum(holding.counts[block], 1.0) * size for block, size in program.gathered.items()}
+    here = {block: np.minimum(held.counts[block], 1.0) * size for block, size in program.gathered.items()}
     largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in here.values()])
     copies = np.where(b.prefetch, 2.0, 1.0)
     grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
-    whole = sum(elements(program, holding).values()) * b.param_bytes
+    whole = sum(elements(program, held).values()) * b.param_bytes
     return np.where(b.zero == 3, np.where(b.reshard, np.minimum(copies * largest, whole), whole) + grads, 0.0)
 
 
-def memory(program: StepProgram, holding: StageBlocks) -> dict[str, Array]:
+def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     """Peak bytes of one rank by part; they sum to the peak."""
     b = program.batch
-    out = state_memory(program, holding)
-    out["activations"] = activation_memory(program, holding)
-    out["gathered"] = gathered_memory(program, holding)
-    out["working"] = working_memory(program, holding)
+    out = state_memory(program, held)
+    out["activations"] = activation_memory(program, held)
+    out["gathered"] = gathered_memory(program, held)
+    out["working"] = working_memory(program, held)
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

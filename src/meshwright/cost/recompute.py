@@ -1,10 +1,10 @@
-"""`recompute = "auto"` without a budget: the fewest layers made again for the whole plan to fit its device.
+"""`recompute = "auto"` without a budget: the fewest layers to recompute so that the whole plan fits its device.
 
     states + gradients + (1 + slack) · (activations(c) + gathered + working) + context  ≤  0.95 · memory
 
-with c layers of a stage recomputed, by the memory model that `estimate` prints: what it then says fits. Making one layer
-again costs that layer's tensors once more, so c = 1 may hold more than c = 0; from there on each saves. A budget that is
-said (`recompute_budget`, of what layers keep alone) goes before all this, and is `lower.recompute`'s.
+with c layers of a stage recomputed, by the memory model that `estimate` prints: the plan that results fits there too. While a layer is
+recomputed its tensors are held once more, so c = 1 may need more than c = 0; every further layer saves memory. A `recompute_budget`
+limits only what layers save, takes precedence, and is resolved by `lower.recompute`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ SPARE = 0.95  # share of a device's memory a safe plan fills at most
 
 
 def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
-    """The plan with `recompute=auto` replaced by what it comes to on devices of this much memory."""
+    """The plan with `recompute=auto` replaced by the fewest recomputed layers that fit devices of this much memory."""
     if plan.recompute != "auto" or plan.recompute_budget:
         return resolve_recompute_budget(model, plan, workload, stack)
     none = plan.but(recompute="none")
     if peak(model, none, workload, stack) <= SPARE * device_memory:
         return none
 
-    def again(count: int) -> Plan:
+    def recomputing(count: int) -> Plan:
         return plan.but(recompute="full", recompute_layers=count)
 
     counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # of a model without a shape: none
-    found = bisect_left(counts, True, key=lambda c: peak(model, again(c), workload, stack) <= SPARE * device_memory)
+    found = bisect_left(
+        counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= SPARE * device_memory
+    )
     if found == len(counts):
-        least = peak(model, again(counts[-1]) if counts else none, workload, stack)
+        least = peak(model, recomputing(counts[-1]) if counts else none, workload, stack)
         raise MeshwrightError(
             "MW-PAR-003",
             f"{format_bytes(least)} a device with every layer recomputed, more than "
@@ -50,7 +52,7 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
             valid=["smaller micro-batches", "more ranks for the states"],
             fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
         )
-    return again(counts[found])
+    return recomputing(counts[found])
 
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:

@@ -48,49 +48,48 @@ class Batch:
 
     def __init__(self, fields: dict[str, np.ndarray], model: Model, workload: Workload, stack: Stack) -> None:
         self.model, self.workload, self.stack = model, workload, stack
-        self.some_recomputed: dict[int, Plan] = {}  # plans that recompute some of their layers only, by place
+        self.some_recomputed: dict[int, Plan] = {}  # plans that recompute some of their layers, by index
         self.average_every: np.ndarray | float = 0.0
         self.compression_threshold: np.ndarray | float = 2.0
-        self.wrap: Any = 1.0  # layers of a unit of ZeRO, at most a stage's
-        self.one_unit: Any = False  # all of a stage, its ends too
+        self.wrap: Any = 1.0  # layers of a ZeRO unit, at most those of a stage
+        self.one_unit: Any = False  # a stage is one ZeRO unit, with the embedding and the head
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
         self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
         self.microbatches = workload.batch / (self.microbatch * self.dp)
-        # Tokens of one micro-batch on one rank; a model without a sequence has one "token" a sample.
+        # Tokens of one micro-batch on one rank; a model without a sequence has one "token" per sample.
         self.tokens = self.microbatch * (workload.seq if model.kind == "transformer" else 1.0) / self.cp
         self.seq_split = np.where(self.sp, self.tp, 1.0)  # what shards the regions between the products
         self.expert_dp = self.tp * self.cp * self.dp / (self.etp * self.ep)
-        # A pipeline's stages keep their weights whole from their first action to their last, and reduce after it: freed in
-        # between they would be gathered for every micro-batch of every stage, and a split backward has nowhere to.
+        # Pipeline stages keep their weights gathered from their first action to their last, and reduce after it: otherwise they
+        # would be gathered for every micro-batch of every stage, and a split backward could not free them.
         self.reshard = self.reshard & (self.pp == 1)
-        # Gradients that ZeRO does not shard are kept whole: each micro-batch reduces them only where the plan says so itself.
+        # Gradients that ZeRO does not shard stay whole: each micro-batch reduces them only if the plan says `reduce = microbatch`.
         self.reduce_whole = self.reduce_each & (fields.get("reduce_said", False) | (self.zero == 0))
         self.reduce_each = self.reduce_each & ((self.pp == 1) | (self.zero == 0))
-        self.uneven = [
-            i for i, said in enumerate(self.layers_per_stage) if said
-        ]  # plans that say their layers per stage
+        self.uneven = [i for i, given in enumerate(self.layers_per_stage) if given]  # plans with explicit stage lengths
         self.schedules = [
             (SCHEDULES[c], np.flatnonzero((self.schedule == c) & (self.pp > 1))) for c in np.unique(self.schedule)
         ]
-        self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward into I and W
-        # Ranks agree on scales for products in fp8, and under a split backward again for those of the weights.
+        self.splits = np.isin(self.schedule, SPLIT) & (self.pp > 1)  # backward is split into I and W
+        # Ranks agree on the scales of fp8 products, and in a split backward once more for the gradients of the weights.
         self.scales = workload.precision == "fp8" and stack.shared_scales
         self.splits_twice = bool(np.any(self.splits & (self.tp > 1) & self.sp)) or bool(
             self.scales and np.any(self.splits)
         )
         self.rounds = np.maximum(1, np.round(self.microbatches)).astype(int)  # micro-batches as whole numbers
-        # Of a parameter as it is updated: its wide master's, where it has one.
+        # Bytes of the parameter that the optimizer updates: the fp32 master, if there is one.
         self.kept_bytes = np.where(self.master, np.maximum(self.param_bytes, 4.0), self.param_bytes)
-        # Gradients sent narrower than they are kept, and what then is summed as it is.
+        # Where gradients are sent narrower than they are accumulated.
         self.lossy = (self.compression > 0) | (self.comm_bytes < self.grad_bytes)
         self.compresses = bool(np.any(self.lossy))
         self.compressions = [(code, COMPRESSIONS[code]) for code in np.unique(self.compression)]
         self.wires = self._wires()
-        self.units = not stack.flat_shards and model.kind != "counts"  # of which no layers are known
-        # Sharded by rows, a tensor is padded to a multiple of the ranks.
+        self.units = not stack.flat_shards and model.kind != "counts"  # ZeRO works in units of layers
+        # ZeRO pads the rows of a tensor to a multiple of the ranks.
         self.pads = bool(np.any((self.zero >= 1) & (self.shard * self.cp > 1))) and self.units
+        # Bytes of a gradient where it is summed exactly under ZeRO.
         self.summed_bytes = np.where(self.lossy, self.grad_bytes, self.comm_bytes)
         self.wraps = bool(np.any(self.one_unit) or np.any(np.not_equal(self.wrap, 1.0)))
         self._sizes: dict[str, np.ndarray] = {}
@@ -141,7 +140,7 @@ class Batch:
         fields["schedule"] = np.array([SCHEDULES.index(p.schedule) for p in plans])
         fields["recompute"] = np.array([RECOMPUTE.index(p.recompute) for p in plans])
         fields["cp_kind"] = np.array([CP_KINDS.index(p.cp_kind) for p in plans])
-        # 16 bits on the wire are a dtype; 8 are a compression with scales and exchanges of its own.
+        # 16 bits on the wire are a dtype; 8 bits are a compression with scales and more exchanges.
         eight = ["fp8" if p.wire == "fp8" else p.compression for p in plans]
         fields["compression"] = np.array([COMPRESSIONS.index(name) for name in eight])
         fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])

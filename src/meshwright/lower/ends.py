@@ -1,8 +1,8 @@
-"""The two ends of the model: embedding, and head with its loss.
+"""The two ends of the model: the embedding, and the head with its loss.
 
-Both are split over the vocabulary: the embedding looks up the rows it has and an all-reduce (reduce-scatter with sequence
-parallelism) joins them; the head makes logits for its share and the loss needs only the maximum and the sum over ranks.
-The logits are the largest tensor of many models: T·V/tp, kept in fp32.
+Both are split over the vocabulary. The embedding looks up the rows that this rank holds, and an all-reduce (a reduce-scatter with
+sequence parallelism) adds the ranks' results up. The head computes the logits of its part of the vocabulary, and the loss needs only
+their maximum and sum over the ranks. The logits are the largest tensor of many models: T·V/tp, kept in fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from meshwright.lower.op import Op
 
 
 def embedding(low: LayerLowering) -> dict[str, list[Op]]:
+    """The operations of the embedding, by phase."""
     b, m = low.b, low.m
     if not m.vocab or m.kind != "transformer":
         return low.phases
@@ -26,12 +27,13 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
 
 
 def head(low: LayerLowering) -> dict[str, list[Op]]:
+    """The operations of the head and the loss, by phase."""
     b, m = low.b, low.m
     if m.kind == "mlp":
         size = b.microbatch * m.hidden * low.element
         low.memory("F", "loss", "head", size, 1, 3)
         low.memory("I", "loss-grad", "head", size, 2, 2)
-        # Every rank computes the same loss, so that the last layer's gradient is whole: one reduce-scatter less.
+        # Every rank computes the same loss, so that the last layer's gradient needs no reduce-scatter: one less.
         low.collective("I", "whole-already", "head", "reduce_scatter", "tp", size, -low.with_tp)
         return low.phases
     if not m.vocab:

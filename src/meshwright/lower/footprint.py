@@ -27,7 +27,7 @@ from meshwright.describe.sharding import (
     shard_dim,
     tied_copy,
 )
-from meshwright.lower import tiles
+from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.gradients import Load, sharded
@@ -165,8 +165,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             copies = b.tp / b.model.router.travelling
             split = copies if linear.part == "experts" else row_split if linear.style == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
-    if tiles.hashes(b) and block.kind != "head":
-        add("norm", b.tokens / b.seq_split * tiles.TOKEN_BYTES * (1 if block.kind == "embedding" else 2))
+    if attention_dropout.computes_masks(b) and block.kind != "head":
+        add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * (1 if block.kind == "embedding" else 2))
     if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}

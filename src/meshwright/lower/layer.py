@@ -4,40 +4,42 @@ Tensor parallelism (Megatron's form): a column-split product needs no communicat
 gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
 and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
 product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
-inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers, and where it is
-split (phase S) I asks for them as well as W. With more ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
+inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers; where backward is split, I
+gathers them as well as W (phase G). With more ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
 
-The lecture's all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
+The all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 
 Context parallelism gives each rank T = b·s/cp tokens. `ring` passes K and V around (2·T·kv, cp−1 times; backward passes
-them again, and their gradients behind them: twice as much), `all-gather` gathers K and V at once, `ulysses` trades
+them again, and their gradients behind them: twice as much), `all-gather` gathers K and V at once, `ulysses` exchanges
 sequence for heads with all-to-alls of Q, K, V and the output.
 
-Arithmetic narrower than 16 bits (fp8) is for the products of a layer's weights and its experts'; the core of attention, a router
-and the head multiply in 16 (`wide`).
+Arithmetic narrower than 16 bits (fp8) is used for the products with the weights of a layer and of its experts. The core of attention,
+the router and the head multiply in 16 bits (`wide`).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear
 from meshwright.describe.sharding import local_shape
-from meshwright.lower import tiles
+from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.op import NARROW, Array, Op, present
 
 
 class LayerLowering:
-    """Collects the operations of one block, phase by phase."""
+    """The operations of one block, collected phase by phase."""
 
     def __init__(self, batch: Batch, block: Block, element: float) -> None:
         self.b, self.block, self.element = batch, block, element
         self.m = batch.model
         self.fused = set(batch.stack.fused)
         self.degrees = degrees(batch)
-        self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of what stays wide
+        self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of products that are never narrower
         self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
         self._messages: dict[float, Array] = {}
         self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
@@ -51,7 +53,7 @@ class LayerLowering:
     def memory(
         self, phase: str, name: str, part: str, size: Array, passes: Array, launches: float, count: Array = 1.0
     ) -> None:
-        """A memory-bound operation: `passes` reads or writes of `size` bytes."""
+        """Add a memory-bound operation: `passes` reads or writes of `size` bytes."""
         self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
 
     def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
@@ -78,12 +80,12 @@ class LayerLowering:
         launches: float = 1.0,
         dtype: str = "",
     ) -> None:
-        """A product forward, and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
+        """Add a product and its two backward products: input gradient (m,k,n) and weight gradient (k,n,m)."""
         flops = 2.0 * products * m * n * k
         e = self.element
         size = products * (m * k + k * n + m * n) * e
         weights = products * k * n
-        direct = "accumulate" in self.fused  # the product adds into the gradient itself
+        direct = "accumulate" in self.fused  # the product adds into the accumulated gradient
         grown = products * (m * k + m * n) * e + weights * (2 * self.b.grad_bytes if direct else e)
         self.phases["F"].append(Op(name, part, "gemm", 1.0, flops, size, (products, m, n, k), dtype, launches=launches))
         self.phases["I"].append(
@@ -98,12 +100,12 @@ class LayerLowering:
     # Tensor and sequence parallel edges
 
     def message(self, width: Array) -> Array:
-        """Bytes of this rank's tokens at a width; the same array for the same width, so that it is timed once."""
+        """Bytes of this rank's tokens at a width. Equal widths return the same array, so that it is timed once."""
         key = width if isinstance(width, int | float) else id(width)
         return self._messages.setdefault(key, self.b.tokens * width * self.element)
 
     def enter_columns(self, part: str, width: Array) -> None:
-        """Before a column-split product of an input of `width`."""
+        """Add the communication before a column-split product with an input of `width`."""
         n = self.message(width)
         self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
@@ -113,7 +115,8 @@ class LayerLowering:
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
 
     def leave_rows(self, part: str, width: Array, inner: Array) -> None:
-        """After a row-split product: `width` out of it, `inner` into it. The all-gather form gathers both."""
+        """Add the communication after a row-split product with an output of `width` and an input of `inner`. The all-gather form gathers
+        both."""
         n, n_inner = self.message(width), self.message(inner)
         self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
         self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
@@ -140,8 +143,8 @@ class LayerLowering:
         self.drop(name, "norm", size, "I")
 
     def drop(self, name: str, part: str, size: Array, backward: str) -> None:
-        """Where masks are computed, a pass of its own."""
-        if tiles.hashes(self.b):
+        """Add the pass of a dropout whose mask is computed."""
+        if attention_dropout.computes_masks(self.b):
             for phase in ("F", backward):
                 self.memory(phase, f"{name}-drop{'' if phase == 'F' else '-grad'}", part, size, 2, 1)
 
@@ -198,8 +201,9 @@ class LayerLowering:
         assert core is not None
         seq = float(b.workload.seq)
         positions = m.attended(seq) if b.stack.attention != "stored" else m.attended(seq, halve_causal=False)
-        if tiles.in_tiles(b):
-            tiles.core(self, heads, positions)
+        if attention_dropout.is_tiled(b):
+            for phase, ops in attention_dropout.core_ops(b, core, heads, positions).items():
+                self.phases[phase] += ops
             return
         flops = 2.0 * b.tokens * heads * (core.qk + core.v) * positions
         shape = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
@@ -256,7 +260,7 @@ class LayerLowering:
             )
 
     def feed_forward(self, part: str, width: int, edges: bool = True) -> None:
-        """The products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""
+        """Add the products and the activation of an FFN split over tp; `edges` adds its tensor-parallel communication."""
         b, m = self.b, self.m
         local = width / b.tp
         if edges:
@@ -284,9 +288,9 @@ class LayerLowering:
         )
 
     def shared_scales(self) -> None:
-        """fp8, where ranks agree on one scale for a tensor of which each holds a part: the largest of a product's two operands
-        forward, of its gradient backward. Experts scale each token by itself; ranks that split one agree on its weights' scales, and
-        on those of the rows that `down` reads."""
+        """Add fp8's scales, where ranks that hold parts of a tensor agree on one scale for it: the maxima of a product's two operands
+        forward, of its gradient backward. Experts scale each token separately; ranks that split an expert agree on the scales of its
+        weights and of the rows that `down` reads."""
         if not self.b.scales:
             return
         products = sum(linear.part not in ("router", "experts") for linear in self.block.linears)
@@ -326,7 +330,7 @@ class LayerLowering:
         return self.phases
 
     def square(self) -> dict[str, list[Op]]:
-        """The lecture's layer: x ← gelu(x·W), column-split with its output gathered."""
+        """The square layer of the deep MLP: x ← gelu(x·W), column-split with its output gathered."""
         b, h = self.b, self.m.hidden
         tokens = b.tokens
         n = tokens * h * self.element
@@ -340,11 +344,11 @@ class LayerLowering:
         return self.phases
 
     def recomputed(self) -> None:
-        """What backward computes again: everything of forward under `full`, the attention core under `selective`.
+        """Add what backward recomputes: all of forward under `full`, the attention core under `selective`.
 
-        Where the stack stops early, two exchanges are not made again. Forward is rerun only until backward has what it needs, so
-        not the one behind the last product (unless a norm behind it wants its result); and the input gathered for the rerun is
-        the one that the gradients of the weights would have gathered.
+        Where the stack stops early, two exchanges are not repeated. Forward is rerun only until backward has what it needs, so the
+        exchange after the last product is left out (unless a norm after it needs its result); and the input that is gathered for the
+        rerun is the one that the gradients of the weights would have gathered.
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
         last = "gather" if self.m.kind == "mlp" else "experts-out" if self.block.kind == "moe" else "ffn-out"
@@ -355,21 +359,6 @@ class LayerLowering:
             if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
             core = op.name in ("core", "scores", "softmax", "values")
-            again = full + (selective if core else 0.0)
-            if present(again):
-                copy = Op(
-                    f"{op.name}-again",
-                    op.part,
-                    op.kind,
-                    op.count * again,
-                    op.flops,
-                    op.bytes,
-                    op.shape,
-                    op.dtype,
-                    op.collective,
-                    op.axis,
-                    op.message_bytes,
-                    op.stream,
-                    launches=op.launches,
-                )
-                self.phases["R"].append(copy)
+            reruns = full + (selective if core else 0.0)
+            if present(reruns):
+                self.phases["R"].append(replace(op, name=f"{op.name}-again", count=op.count * reruns))

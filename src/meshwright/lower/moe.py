@@ -1,15 +1,14 @@
 """A mixture-of-experts layer: route, dispatch, compute, combine.
 
-Each token goes to k of E experts. With ep ranks holding E/ep experts each, dispatch is an all-to-all: a rank sends its
-tokens' k copies, t·k·h bytes in all, of which (ep−1)/ep leave it. Combine sends the results back, and backward does both
-again: four all-to-alls a layer and micro-batch. (The seeds' 4·B·S·H·(E−1)/E forgets the k and uses E where the degree of
-expert parallelism belongs.)
+Each token goes to k of E experts. With ep ranks that hold E/ep experts each, dispatch is an all-to-all: a rank sends k copies of its
+tokens, t·k·h bytes in all, of which (ep−1)/ep leave it. Combine sends the results back, and backward repeats both: four all-to-alls per
+layer and micro-batch. (4·B·S·H·(E−1)/E, an often quoted formula, omits k and has E in the place of the degree of expert parallelism.)
 
-Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A token lives on tp/expert_tp different
-ranks' share, so each rank dispatches tokens / (tp / expert_tp) × (1 / expert_tp) of its own, and an all-gather over
-expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank sees `imbalance` times the mean,
-or its capacity; a capacity below 1 drops copies before they travel, and where experts compare tokens their scores are gathered.
-A router's product is priced in 16 bits, as published stacks run it; `models.router` multiplies in float32.
+Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A rank dispatches 1/tp of its tensor-parallel
+group's tokens, and an all-gather over expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank
+receives `imbalance` times the mean, or its capacity; a capacity below 1 drops copies before they are sent. Where experts compare
+tokens, the scores of all tokens are gathered. A router's product is priced in 16 bits, as published stacks run it; `models.router`
+multiplies in float32.
 """
 
 from __future__ import annotations
@@ -17,16 +16,17 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.op import Op
+from meshwright.lower.op import Array, Op
 
 COUNT_BYTES = 8.0
 
 
 def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
+    """The operations of one layer with experts, by phase."""
     b, m, e = low.b, low.m, low.element
     low.attention()
     low.norm("norm-2")
-    # Tokens this rank routes: its own under sequence parallelism; without it each tp rank takes its slice.
+    # Tokens this rank routes: its part of the sequence under sequence parallelism, else its slice of the tp group's tokens.
     own = b.tokens / b.tp
     low.gemm("router", "router", own, m.experts, m.hidden, dtype=low.wide)
     low.memory("F", "route", "router", own * m.experts * 4, 4, 6)
@@ -48,7 +48,7 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
             phase, "dispatch" if phase == "F" else "combine-grad", "experts", "all_to_all", "ep", copies, with_ep
         )
         low.collective(phase, "expert-gather", "experts", "all_gather", "expert_tp", copies * b.etp, with_etp)
-    # How many copies go where is told first.
+    # The numbers of copies are exchanged first.
     low.collective("F", "counts", "experts", "all_to_all", "ep", COUNT_BYTES * m.experts, with_ep)
     low.collective("F", "counts", "experts", "all_gather", "expert_tp", COUNT_BYTES * m.experts * b.etp, with_etp)
     _experts(low, own * m.top_k * b.etp * m.router.busiest(b.workload.imbalance))
@@ -71,13 +71,13 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     return low.phases
 
 
-def _permute(low: LayerLowering, size) -> None:  # type: ignore[no-untyped-def]
+def _permute(low: LayerLowering, size: Array) -> None:
     """Sort token copies by expert, or back: a read and a write."""
     low.memory("F", "permute", "experts", size, 2, 3)
     low.memory("I", "permute-grad", "experts", size, 2, 3)
 
 
-def _experts(low: LayerLowering, tokens) -> None:  # type: ignore[no-untyped-def]
+def _experts(low: LayerLowering, tokens: Array) -> None:
     """Grouped products: E/ep experts, each on its share of the tokens."""
     b, m = low.b, low.m
     local = m.experts / b.ep

@@ -1,14 +1,14 @@
 """The step program: what one rank does in one training step, as plain data.
 
     blocks   {(block, phase): [Op]}   one micro-batch through one embedding, dense layer, MoE layer or head
-    sync     {name: [Op]}             once a step: gradient reduction, clipping, optimizer, parameter gathering
-    stages   which blocks each pipeline rank holds
+    sync     {name: [Op]}             what a pipeline stage sends to the next one and back
+    loads    what data parallelism gathers and reduces of each block; `sync.step_ops` turns it into the operations of one step
 
 Phases: F forward, I gradient of the inputs, W gradient of the weights (B = I + W), R what backward recomputes, and where I and W run
 apart S what backward does once more, G what layers that are not recomputed gather once more.
 
-Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan
-does not have it). Traffic, memory, time, traces and verification are all read off these operations.
+Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan does not have
+it). Traffic, memory, time, traces and proofs are all computed from these operations. Which blocks a pipeline rank holds is `stages`'.
 
 Streams: `compute`; `comm:<axis>` for communication that may run beside compute; `host` for launches.
 """
@@ -30,6 +30,8 @@ NARROW = ("fp8", "mxfp8", "fp4")  # arithmetic narrower than the 16 bits in whic
 
 @dataclass(slots=True)
 class Op:
+    """One operation: compute, memory traffic or communication."""
+
     name: str
     part: str  # attention | ffn | norm | head | embedding | router | experts | shared | optimizer
     kind: str  # gemm | attention | memory | collective | p2p | host

@@ -29,7 +29,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower import sync
 from meshwright.lower.compressed import factor_size
-from meshwright.lower.frozen import Flow
+from meshwright.lower.frozen import BackwardReach
 from meshwright.lower.gradients import Load, Message, data_parallel_ops, flat_messages
 from meshwright.lower.op import Op, StepProgram
 from meshwright.lower.recompute import resolve_recompute_budget
@@ -139,33 +139,35 @@ def in_blocks(program: StepProgram, plan: Plan, stage: Stage, held: list[Box], m
     blocks = [("embedding", -1)] * (stage.layers.start == 0)
     blocks += [(model.layer_kinds[layer], layer) for layer in stage.layers]
     blocks += [("head", -1)] * (stage.layers.stop == model.layers)
-    flow = Flow.of(model, stage.layers, held, later=stage.index > 0)
+    reach = BackwardReach.of(model, stage.layers, held, later=stage.index > 0)
     for block, layer in blocks:
         reruns = layer in recomputed or (plan.recompute == "selective" and layer >= 0)
         for phase, op in program.ops(block):
             if not op.axis or op.part in DATA_PARALLEL or (phase == "R" and not reruns):
                 continue
-            times = number(op.count) * rounds(op, phase, block, layer, stage, flow, layer in recomputed, m)
+            times = number(op.count) * rounds(op, phase, block, layer, stage, reach, layer in recomputed, m)
             n = times * number(op.message_bytes)
             if times and given.routed is not None and data_decides(op, model):
                 n = routed_bytes(program, op, given.routed[layer])
             yield op.name, op.axis, op.collective, times, n
 
 
-def rounds(op: Op, phase: str, block: str, layer: int, stage: Stage, flow: Flow, recomputed: bool, m: int) -> float:
+def rounds(
+    op: Op, phase: str, block: str, layer: int, stage: Stage, reach: BackwardReach, recomputed: bool, m: int
+) -> float:
     """In how many micro-batches, or how often in them, an operation happens."""
     if phase == "F":
         return m
     if phase == "R":
-        return m * flow.reaches(layer, block)
+        return m * reach.reaches(layer, block)
     often = stage.split if phase in ("S", "G") else m
     if op.name == "fp8-gradients":
-        return often * flow.products(layer)
+        return often * reach.products(layer)
     if op.name.endswith("-in-again"):
         if recomputed:  # gathered once for the recomputation, and kept
-            return m * flow.reaches(layer, block) if phase == "W" else 0
-        return often * flow.region(op.name.removesuffix("-in-again"), layer)
-    return m * flow.happens(op.name, layer, block)
+            return m * reach.reaches(layer, block) if phase == "W" else 0
+        return often * reach.region(op.name.removesuffix("-in-again"), layer)
+    return m * reach.happens(op.name, layer, block)
 
 
 def data_decides(op: Op, model: Model) -> bool:

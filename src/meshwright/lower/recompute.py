@@ -1,12 +1,12 @@
-"""Recompute to a budget: the fewest layers of each stage that must be made again for the others to be kept.
+"""Recompute to a budget: the fewest layers of each stage to recompute so that the activations fit.
 
-A rank keeps, of every micro-batch in flight, S bytes a layer, or T·h of a layer it makes again; while it makes one
-again it holds that layer's S once more. With n layers in its stages, c of them made again and F in flight,
+A rank saves S bytes per layer for every micro-batch in flight, or T·h bytes for a layer that it recomputes; while it recomputes a
+layer it holds that layer's S once more. With n layers in its stages, c of them recomputed, and F micro-batches in flight,
 
-    F · ((n − c)·S + c·T·h) + S·[c > 0]  ≤  budget          c as small as can be
+    F · ((n − c)·S + c·T·h) + S·[c > 0]  ≤  budget          for the smallest c
 
-Layers of two kinds differ; the larger stands for both, so the budget is kept whichever are chosen. One number of layers
-a stage serves all ranks: that of the fullest.
+Where layers are of two kinds, the larger one counts for both, so that the budget holds whichever layers are chosen. All ranks recompute
+the same number of layers per stage: as many as the fullest rank needs.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def activation_bytes(workload: Workload) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many layers of a stage to recompute at most, of how many, and the bytes the fullest rank then keeps."""
+    """How many of a stage's layers to recompute, of how many, and the bytes the fullest rank then saves."""
 
     layers: int
     of: int
     bytes: float
 
 
-def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stack | None = None) -> Fit:
-    """The fewest layers of a stage to recompute for what layers save to stay within `budget` bytes on every rank."""
+def layers_to_recompute(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stack | None = None) -> Fit:
+    """The fewest layers of a stage to recompute so that the layers of every rank save no more than `budget` bytes."""
     plain = plan.but(recompute="none", recompute_every=1, recompute_layers=0, recompute_budget=0.0)
     batch = Batch.of([plain, plain.but(recompute="full")], model, workload, stack or Stack())
     kinds = [block for kind, block in model.blocks.items() if kind in ("dense", "moe")]
@@ -54,8 +54,10 @@ def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stac
     ranks = [[lengths[s] for s in stages_of_rank(plan, rank)] for rank in range(plan.pp)]
     flying = [float(np.broadcast_to(in_flight(batch, np.full(2, float(r))), 2)[0]) for r in range(plan.pp)]
     for count in range(max(lengths) + 1):
-        again = [sum(min(count, n) for n in stages) for stages in ranks]
-        sizes = [f * ((sum(stages) - c) * whole + c * kept) for f, stages, c in zip(flying, ranks, again, strict=True)]
+        recomputed = [sum(min(count, n) for n in stages) for stages in ranks]
+        sizes = [
+            f * ((sum(stages) - c) * whole + c * kept) for f, stages, c in zip(flying, ranks, recomputed, strict=True)
+        ]
         found = Fit(count, max(lengths), max(sizes) + (whole if count else 0.0))
         if found.bytes <= budget:
             return found
@@ -68,15 +70,15 @@ def fit(model: Model, plan: Plan, workload: Workload, budget: float, stack: Stac
 
 
 def resolve_recompute_budget(model: Model, plan: Plan, workload: Workload, stack: Stack | None = None) -> Plan:
-    """The plan with `recompute=auto` replaced by what it comes to."""
+    """The plan with `recompute=auto` replaced by the layers that its budget asks to recompute."""
     if plan.recompute != "auto":
         return plan
     if not plan.recompute_budget:
         raise MeshwrightError(
             "MW-PAR-004",
-            "recompute=auto without a budget, and no device to fit",
-            why="Without one it is what the plan leaves of a device's memory (`cost.recompute`)",
+            "recompute=auto needs recompute_budget here",
+            why="Without a budget the layers are chosen to fit a device's memory, and no device is known",
             fix="--set plan.recompute_budget=20GiB",
         )
-    count = fit(model, plan, workload, plan.recompute_budget, stack).layers
+    count = layers_to_recompute(model, plan, workload, plan.recompute_budget, stack).layers
     return plan.but(recompute="full" if count else "none", recompute_layers=count, recompute_budget=0.0)

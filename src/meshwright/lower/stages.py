@@ -2,12 +2,12 @@
 
 Stage s of pp·virtual stages holds a run of layers; looped placement puts stages r, r+pp, r+2pp, … on rank r, V-shaped
 placement puts s and 2pp−1−s together. The first stage has the embedding, the last the head. `StageBlocks` counts the blocks of
-one rank of every plan; the batch looks at the few ranks that can be the slowest or the fullest (first, second, the first
-longer one, last), an estimate of one plan at all of them.
+one rank of every plan. A batch of plans is evaluated on the few ranks that can be the slowest or the fullest (the first, the second, the
+first with a long stage, the last), a single plan on all ranks.
 
-Where backward is split, a stage asks for its saved inputs in I and in W; not the first, which has no input gradient to send
-and does all in W. The zero-bubble schedules split every backward. DualPipeV splits those of its drain: of a rank r in
-P − ⌈r/2⌉ micro-batches of the stage on the way down, in P − ⌈(r+1)/2⌉ of the one on the way up.
+Where backward is split into I and W, a stage gathers its saved inputs for both; not the first stage, which has no input gradient to
+send and does everything in W. The zero-bubble schedules split every backward. DualPipeV splits those of its drain: on rank r, P − ⌈r/2⌉
+micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage on the way up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DUALPIPEV = SCHEDULES.index("dualpipev")
 
 @dataclass
 class StageBlocks:
-    """Blocks on one rank: counts by kind, and the rank's index."""
+    """How many blocks of each kind a pipeline rank, or one of its stages, holds."""
 
     rank: Array
     counts: dict[str, Array]
@@ -54,30 +54,30 @@ class StageBlocks:
 
 
 def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
-    """The ranks to look at: all of them for one plan, the telling ones for a batch."""
+    """The ranks that can be the slowest or the fullest of each plan; `every_rank`: all of them."""
     if every_rank:
         return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(int(batch.pp.max()))]
     last = batch.pp - 1
     if not np.any(last):
         return [rank_blocks(batch, np.zeros(batch.n))]
-    # The first of the longer stages is the slowest and, of those, keeps most micro-batches in flight; it is the middle where all are even.
+    # The first of the longer stages is the slowest, and of the longer ones it has most micro-batches in flight.
     stages = batch.pp * batch.virtual
-    longest = np.mod(np.minimum(_longer(batch, stages)[1], stages - 1), batch.pp)
+    longest = np.mod(np.minimum(_long_stages(batch, stages)[1], stages - 1), batch.pp)
     picks = [np.zeros(batch.n), np.minimum(1.0, last), longest, last]
     if (
         batch.model.dense_layers and batch.model.experts
     ):  # the first longer stage with nothing but experts is fuller still
-        least, first, _ = _longer(batch, stages)
+        least, first, _ = _long_stages(batch, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [rank_blocks(batch, rank) for rank in picks]
 
 
 def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
-    """All stages of one rank together."""
+    """The blocks of all stages of one pipeline rank."""
     v_shaped = np.isin(batch.schedule, V_SHAPED)
-    if _alike(batch):
-        held = _of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
+    if _layers_alike(batch):
+        held = _blocks_of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
     else:
         stage = _stages_of(batch, rank)
         parts = stage_counts(batch, stage)
@@ -92,8 +92,8 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     return _with_recompute(batch, held, stages_of_rank)
 
 
-def _alike(batch: Batch) -> bool:
-    """Whether all layers are of one kind, and as even as can be over the stages."""
+def _layers_alike(batch: Batch) -> bool:
+    """Whether all layers are of one kind and distributed as evenly as possible."""
     return batch.model.kind != "counts" and len(set(batch.model.layer_kinds)) == 1 and not batch.uneven
 
 
@@ -106,18 +106,18 @@ def _stages_of(batch: Batch, rank: Array) -> Array:
 
 
 def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[str, Array]]]:
-    """The stages of a rank: how many there are of each sort, and the blocks of one. Layers that are all alike have five sorts at
-    most: all that a rank with one stage has; the shorter, the longer, the first and the last."""
+    """(count, blocks) of the stages of a rank, equal stages together. If all layers are of one kind there are five sorts at most: the only
+    stage of a rank, a shorter one, a longer one, the first and the last of the model."""
     several = (batch.virtual > 1) & (batch.pp > 1)
     if not several.any():
         return [(1.0, held.counts)]
-    if not _alike(batch):
+    if not _layers_alike(batch):
         stage = _stages_of(batch, held.rank)
         found = {kind: np.broadcast_to(count, stage.shape) for kind, count in stage_counts(batch, stage).items()}
         rows = [((stage[v] >= 0) * several, {kind: x[v] for kind, x in found.items()}) for v in range(len(stage))]
         return [(~several * 1.0, held.counts), *rows]
     kind, stages = batch.model.layer_kinds[0], batch.pp * batch.virtual
-    least, start, end = _longer(batch, stages)
+    least, start, end = _long_stages(batch, stages)
     first, last = held.counts["embedding"], held.counts["head"]
     firsts, lasts = ((start <= s) & (s < end) for s in (0, stages - 1))  # whether the ends are longer stages
     ends = [first * ~firsts + last * ~lasts, first * firsts + last * lasts]
@@ -134,7 +134,7 @@ def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[s
 
 
 def split_share(batch: Batch, stage: Array) -> Array:
-    """Of a stage's micro-batches those whose backward is split."""
+    """The share of a stage's micro-batches whose backward is split."""
     if not np.any(batch.schedule == DUALPIPEV):
         return batch.splits * (stage > 0) * 1.0
     down = stage < batch.pp
@@ -190,11 +190,11 @@ def _with_recompute(
     return held
 
 
-def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
-    """Layers that are all alike need not be followed stage by stage: a rank has V times the least, and one more for each of its stages
-    among the longer ones, which stand in a row. Of a row of numbers, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ leave the rest r modulo P."""
+def _blocks_of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
+    """`rank_blocks` in closed form, if all layers are of one kind: a rank has V times the length of the short stages, and one layer more
+    for each of its stages in the range [start, end) of long ones. Of these, ⌊(end−1−r)/P⌋ − ⌊(start−1−r)/P⌋ are r modulo P."""
     model, pp, stages = batch.model, batch.pp, batch.pp * batch.virtual
-    least, start, end = _longer(batch, stages)
+    least, start, end = _long_stages(batch, stages)
     looped = np.floor((end - 1 - rank) / pp) - np.floor((start - 1 - rank) / pp)
     back = stages - 1 - rank
     folded = ((start <= rank) & (rank < end)) * 1.0 + ((start <= back) & (back < end))
@@ -206,7 +206,7 @@ def _of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBlocks:
 
 
 def average_blocks(batch: Batch) -> StageBlocks:
-    """What a rank holds on the average of its pipeline: fractions of blocks."""
+    """The mean of all ranks of a pipeline: fractions of blocks."""
     model, zero = batch.model, np.zeros(batch.n)
     if model.kind == "counts":
         return StageBlocks(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
@@ -225,8 +225,8 @@ def average_blocks(batch: Batch) -> StageBlocks:
 
 
 def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
-    """Of what the mean rank holds: all but the first stage, or in DualPipeV the mean of the shares above, stages being as even
-    as can be: Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
+    """The split part of the mean rank's blocks: all stages but the first, or in DualPipeV the mean of `split_share` over equal stages:
+    Σ⌈r/2⌉ = ⌊P²/4⌋ over the ranks, and Σ⌈(r+1)/2⌉ = ⌊(P+1)²/4⌋."""
     pp = batch.pp
     paired = 2 * pp**2 - pp - np.floor(pp**2 / 4) - np.floor((pp + 1) ** 2 / 4)
     share = np.where(batch.schedule == DUALPIPEV, paired / (2 * pp * batch.rounds), 1.0)
@@ -239,7 +239,7 @@ def _mean_split(batch: Batch, held: StageBlocks) -> dict[str, Array]:
 
 
 def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
-    """One stage of each plan; a negative one has nothing."""
+    """The blocks of one stage of each plan; a negative stage has none."""
     held = StageBlocks(rank, stage_counts(batch, stage))
     if batch.splits_twice:
         share = split_share(batch, stage)
@@ -248,7 +248,7 @@ def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
 
 
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
-    """The blocks of one stage of each plan (or of several: one row each)."""
+    """How many blocks of each kind one stage of each plan has (or several stages: one row each)."""
     model = batch.model
     zero = np.zeros(batch.n)
     exists = (stage >= 0) * 1.0
@@ -275,13 +275,13 @@ def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, 
     return start.astype(int), end.astype(int)
 
 
-def _longer(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
+def _long_stages(batch: Batch, stages: Array) -> tuple[Array, Array, Array]:
     """Layers every stage has at least, and the first and last+1 stage that have one more."""
     return placement.longer_stages(batch.model.layers, stages)
 
 
 def in_flight(batch: Batch, rank: Array) -> Array:
-    """Micro-batches a rank keeps at its peak, in units of all its stages together."""
+    """Micro-batches whose activations a rank holds at its peak, in units of all its stages together."""
     out = np.ones(batch.n)
     for schedule, at in batch.schedules:
         if len(at):

@@ -1,6 +1,6 @@
-"""Model and plans → step program: the blocks of the model, then what happens once a step.
+"""Model and plans → step program: the operations of each block of the model, and what data parallelism moves of it.
 
-`step_program` is the one lowering. `estimate`, the planner, the simulator and `verify` all start from its result.
+`step_program` is the only lowering. `estimate`, the planner, the simulator and `verify` all start from its result.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ENDS = ("embedding", "head")
 def step_program(
     model: Model, plans: Plan | Sequence[Plan], workload: Workload, stack: Stack | None = None, element: float = 0.0
 ) -> StepProgram:
-    """Lower one plan or many. Plans are taken as legal: `Plan.check` says so. An activation has the bytes of the workload's
-    precision, or those of an `element` that is said."""
+    """The step program of one plan or many, which must be legal (`Plan.check`). An activation has `element` bytes, by default those of
+    the workload's precision."""
     plans = [plans] if isinstance(plans, Plan) else plans
     plans = [
         resolve_recompute_budget(model, plan, workload, stack) if plan.recompute == "auto" else plan for plan in plans
@@ -36,6 +36,7 @@ def step_program(
 
 
 def lower(batch: Batch, element: float = 0.0) -> StepProgram:
+    """The step program of a batch of plans."""
     element = element or activation_bytes(batch.workload)
     program = StepProgram(batch, element=element)
     model = batch.model
@@ -110,7 +111,7 @@ def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Arr
 
 
 def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
-    """What a stage sends on: kept apart from the blocks, since a stage sends once however many layers it has."""
+    """Add what a stage sends to its neighbours. It belongs to no block: a stage sends once, however many layers it has."""
     if kind != "dense":
         return
     batch = program.batch
@@ -124,7 +125,7 @@ def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
 
 
 def _counts_only(program: StepProgram, element: float) -> None:
-    """A model of which only totals are known: one product forward and two backward, of unknown shape."""
+    """Lower a model of which only totals are known: one product forward and two backward, of unknown shape."""
     batch = program.batch
     flops = batch.model.given_flops * batch.microbatch
     make = {"F": "forward", "I": "backward-inputs", "W": "backward-weights"}
@@ -139,6 +140,6 @@ def _counts_only(program: StepProgram, element: float) -> None:
 
 
 def _drop_impossible(program: StepProgram) -> None:
-    """Leave out what no plan of the batch does: a program of one plan lists just what that plan does."""
+    """Remove what no plan of the batch does: a program of one plan lists only what that plan does."""
     for key, ops in program.blocks.items():
         program.blocks[key] = [op for op in ops if present(op.count)]

@@ -1,0 +1,76 @@
+"""Attention with dropout on its probabilities, as the runtime computes it: tile by tile, in torch operations and in float32.
+
+Fused kernels draw random numbers that depend on how they cut the work, so that two plans never have the same mask. The runtime
+computes the mask on every rank instead (`models.dropout`), which no fused kernel accepts. A tile has at most 2²⁴ scores. For each
+score, forward reads or writes four bytes
+
+    mask 2 · log-sum-exp 6 · exp(s − ℓ) 4 · the hash, 26 accesses of two bytes, and what it keeps 17.5 · p ∘ m 3        32.5 times
+
+and backward, which recomputes the probabilities, 36.5 times: 6 for them, 17.5, and 13 for p ∘ m, m ∘ do vᵀ and ds. The products are
+those of flash attention, two forward and five backward. Saved for backward are q, k, v, the output and ℓ, as by a fused kernel: dropout
+costs time, not memory, except for the tile at work (five tensors) and for gradients that are accumulated in float32. Stacks that store
+their softmax keep masks and dropped probabilities beside it (`describe.anatomy`); a vendor's fused kernel draws its own numbers and
+costs as much as without dropout.
+
+Dropout between the products is a pass of its own, one read and one write, forward and backward: the mask is hashed in registers, and
+eight bytes per token are kept to compute it again. Stacks that store masks have `Model.dropout`, a byte per element.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.describe.anatomy import AttentionCore
+from meshwright.lower.batch import Batch
+from meshwright.lower.op import NARROW, Array, Op
+
+TILE = 2.0**24  # scores of one tile
+ACCESSES = {"F": 32.5, "I": 36.5}  # reads and writes of a score
+PRODUCTS = {"F": 2.0, "I": 5.0}
+LAUNCHES = {"F": 45.0, "I": 60.0}  # kernels for each tile
+LIVE = 5.0  # tensors of a tile at once: probabilities, their mask, the product of both, ds and what it is made of
+WIDE = 4.0  # bytes of a float32
+TOKEN_BYTES = 8.0  # kept for each token to compute a mask between the products again
+
+
+def is_tiled(b: Batch) -> bool:
+    """Whether attention runs tile by tile because its probabilities are dropped."""
+    return bool(b.model.attention_dropout) and b.model.kind == "transformer" and b.stack.attention == "flash"
+
+
+def computes_masks(b: Batch) -> bool:
+    """Whether masks between the products are computed instead of stored."""
+    return bool(b.model.dropout_rate) and not b.model.dropout
+
+
+def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: float) -> dict[str, list[Op]]:
+    """softmax(QKᵀ)V with some of its probabilities dropped, forward and backward."""
+    seq = float(b.workload.seq)
+    flops = b.tokens * heads * (core.qk + core.v) * positions  # of each of the two products
+    scores = b.tokens * heads * positions * WIDE
+    operands = b.tokens * heads * (core.qk + core.v) * WIDE
+    shape = (b.microbatch * heads, seq / b.cp, positions, float(core.qk))
+    dtype = "fp32" if b.workload.precision in ("bf16", "fp16", *NARROW) else ""
+    tiles = np.ceil(scores / WIDE / TILE)
+    out = {}
+    for phase, suffix in (("F", ""), ("I", "-grad")):
+        moved = operands + scores
+        products = Op(
+            f"scores{suffix}", "attention", "gemm", PRODUCTS[phase], flops, moved, shape, dtype, launches=tiles
+        )
+        softmax = Op(
+            f"softmax{suffix}", "attention", "memory", bytes=scores * ACCESSES[phase], launches=LAUNCHES[phase] * tiles
+        )
+        out[phase] = [products, softmax]
+    return out
+
+
+def working_bytes(b: Batch) -> Array:
+    """Bytes of the tile at work, and of gradients of q, k and v accumulated in float32, with k and v beside them."""
+    core = b.model.blocks[b.model.layer_kinds[0]].attention
+    if core is None or not is_tiled(b):
+        return 0.0
+    heads, kv = core.heads / b.tp, np.maximum(core.kv_heads / b.tp, 1.0)
+    scores = b.tokens * heads * b.workload.seq
+    widened = b.tokens * (heads * core.qk + 2 * kv * (core.qk + core.v))
+    return WIDE * (LIVE * np.minimum(scores, TILE) + widened)
