@@ -14,7 +14,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.advice.alternatives import step
-from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, strategies
+from meshwright.planner.search import bounds, choices, leaders, pipeline_walk, refine, strategies
 from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.common_plans import best_common_plan
@@ -226,6 +226,25 @@ def test_no_common_plan_where_none_fits_or_is_legal():
     where = catalogued("llama3.1-405b", "dgx-h100", 8, 8, 4096)
     assert best_common_plan(where)[0] is None
     assert best_common_plan(space(DENSE, 7, 1)) == (None, 0)
+
+
+def test_leaders_that_recompute_every_layer_try_fewer():
+    where = catalogued("llama3-70b", "dgx-h100", 64, 64, 8192)
+    _, ranking = solve(where, 0.05)
+    partial = [c for c in ranking.leaders if c.plan.recompute_layers]
+    assert partial
+    for c in partial[:2]:
+        now, full = (
+            estimate(where.model, where.cluster, plan, where.workload, where.stack).prediction
+            for plan in (c.plan, c.plan.but(recompute_layers=0))
+        )
+        assert now.step_time_s == pytest.approx(c.time, rel=2e-3)
+        assert now.memory_gib * 2**30 == pytest.approx(c.memory, rel=1e-9)
+        assert now.memory_gib <= 0.95 * now.memory_limit_gib
+        assert now.step_time_s < 0.99 * full.step_time_s
+    options = choices.choices(Plan(), choices.read(fix=["recompute=full"]), tuple(where.stack.order))
+    chosen = Space(where.model, where.cluster, where.workload, where.stack, options)
+    assert not refine.partial_recompute(chosen, partial, 1e18)
 
 
 def test_free_memory_decides_before_fewer_parts_and_only_within_one_percent():

@@ -3,7 +3,7 @@
 The closed forms that rank a million plans treat the stages of a pipeline as equal. The **leaders** are simulated instead: every stage gets its
 own times, the schedule is built and walked action by action (`cost.walked`), and the costs paid once per step are added. The result of one walk
 corrects the estimates of all plans with the same schedule (name, ranks, stages, micro-batches), and the next leaders are chosen by the new
-estimates, in waves, until all plans that lead have been walked. Then each leader tries other gradient buckets (`refine`).
+estimates, in waves, until all plans that lead have been walked. Then the leaders try other gradient buckets and partial recompute (`refine`).
 
 **The winner.** The cost model cannot tell plans apart that differ by less than 1%. So among plans within 1% of the fastest, the winner is
 
@@ -26,7 +26,7 @@ from meshwright.planner.search import strategies
 from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found, Progress, search
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import walk
-from meshwright.planner.search.refine import rebucketed
+from meshwright.planner.search.refine import refined
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes
 
@@ -80,7 +80,7 @@ def rank(space: Space, found: Found) -> Ranking | None:
         for i, candidate in seen.items():
             rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
     limit = found.incumbents.limit
-    fitting = rebucketed(space, [c for c in seen.values() if c.memory <= limit], limit)
+    fitting = refined(space, [c for c in seen.values() if c.memory <= limit], limit)
     return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
