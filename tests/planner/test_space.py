@@ -2,18 +2,18 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
 from meshwright.describe.plan import AXES, Plan, divisors
-from meshwright.describe.schedules import VIRTUAL_SCHEDULES
+from meshwright.describe.schedules import RULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.batch import CP_KINDS, ORDERS, RECOMPUTE, SCHEDULES
 from meshwright.lower.step import lower, step_program
 from meshwright.planner.search import choices as chosen
 from meshwright.planner.search.table import Table, grid, join
-from meshwright.programs.pipelines.rules import refusal
 from planner.spaces import DENSE, MODELS, MOE, name, placement, space
 
 PROBLEMS = [("dense", 8, 8), ("dense", 12, 12), ("tied", 8, 24), ("moe", 8, 8), ("moe", 6, 12)]
@@ -31,8 +31,7 @@ def test_every_enumerated_plan_is_legal_and_stands_there_once(model, gpus, batch
     pick = np.random.default_rng(0).permutation(len(rows))[:1500]
     plans = [where.plan(rows, int(i)) for i in pick]
     for plan in plans:
-        plan.check(where.model, where.workload, where.cluster)
-        assert plan.pp == 1 or refusal(plan.schedule, plan.pp, plan.microbatches(where.workload), plan.virtual) is None
+        plan.check(where.model, where.workload, where.cluster, where.stack)
     assert len({name(where, p) for p in plans}) == len(plans)
 
 
@@ -68,7 +67,8 @@ def plans(draw, where):
     zero = draw(st.integers(0, 3))
     shard = draw(st.sampled_from(divisors(dp))) if zero else 1
     schedule = draw(st.sampled_from([s for s in SCHEDULES if s != "auto"]))
-    virtual = 2 if schedule in ("zbv", "dualpipev") else draw(st.integers(1, 3)) if schedule in VIRTUAL_SCHEDULES else 1
+    least = RULES[schedule].least_virtual if pp > 1 else 1
+    virtual = draw(st.integers(least, max(least, min(3, RULES[schedule].most_virtual))))
     return Plan(
         replicate=dp // shard,
         shard=shard,
@@ -81,28 +81,34 @@ def plans(draw, where):
         sp=draw(st.booleans()),
         cp_kind=draw(st.sampled_from(CP_KINDS)),
         ep=draw(st.sampled_from([1, 1, 2, 4])),
-        expert_tp=draw(st.sampled_from([0, 1, 2])),
+        expert_tp=draw(st.sampled_from([0, 1, 2])) if where.model.experts else 0,
         reshard=draw(st.booleans()),
         order=draw(st.permutations(AXES)),
         reduce=draw(st.sampled_from(["auto", "step"])),
+        microbatch=draw(st.sampled_from([1, 1, 2, 3, 5])),
+        recompute=draw(st.sampled_from(RECOMPUTE)),
     )
 
 
-@settings(max_examples=250)
-@given(st.data(), st.sampled_from(sorted(WORLDS)))
-def test_every_legal_plan_is_in_the_space(data, key):
+@settings(max_examples=150)
+@given(st.data(), st.sampled_from(sorted(WORLDS)), st.sampled_from(["default", "megatron-core"]))
+def test_the_space_holds_exactly_what_the_plan_s_check_accepts(data, key, stack):
     where = WORLDS[key]
-    plan = data.draw(plans(where))
+    stack = catalog.load("stacks", stack)
     try:
-        plan.check(where.model, where.workload, where.cluster)
+        plan = data.draw(plans(where))
     except MeshwrightError:
         return
-    assume(plan.pp == 1 or refusal(plan.schedule, plan.pp, plan.microbatches(where.workload), plan.virtual) is None)
-    narrow = space(where.model, where.cluster.world, 24, fix=fixed(plan))
-    rows = everything(narrow)
-    found = {name(where, narrow.plan(rows, i)) for i in range(len(rows))}
-    assert name(where, plan) in found, plan.title()
-    assert len({n[:-1] for n in found}) == 1  # only the placement is left open
+    legal = plan.is_legal(where.model, where.workload, where.cluster, stack)
+    try:
+        narrow = space(where.model, where.cluster.world, 24, stack=stack.name, fix=fixed(plan))
+        rows = everything(narrow)
+    except (MeshwrightError, IndexError):  # the constraints leave nothing
+        assert not legal
+        return
+    found = {name(narrow, narrow.plan(rows, i)) for i in range(len(rows))}
+    assert (name(narrow, plan) in found) == legal, plan.title()
+    assert not legal or len({n[:-1] for n in found}) == 1  # only the placement is left open
 
 
 @pytest.mark.parametrize(("model", "gpus", "batch"), PROBLEMS)

@@ -39,6 +39,12 @@ class Plan(PlanFields):
         legality.check(self, model, workload, cluster, stack)
         return self
 
+    def is_legal(
+        self, model: Model, workload: Workload, cluster: Cluster | None = None, stack: Stack | None = None
+    ) -> bool:
+        """Whether the plan breaks no rule here."""
+        return bool(legality.legal(legality.Case.of(self, model, workload, cluster, stack)))
+
     def title(self) -> str:
         """The plan in one line: `dp 4 (ZeRO-3) · tp 8 · pp 2 (1f1b) · micro-batch 1`.
 

@@ -16,14 +16,16 @@ from __future__ import annotations
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.fixes import offered
+from meshwright.describe.legality.rule import Rule
 from meshwright.describe.legality.rules import rules_for
+from meshwright.describe.legality.run_rules import DeviceHasPrecision, round_size
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
-__all__ = ["Case", "check", "legal", "problem"]
+__all__ = ["Case", "batch_unit", "check", "lacking_precision", "legal", "problem"]
 
 
 def legal(case: Case) -> Flag:
@@ -36,12 +38,26 @@ def legal(case: Case) -> Flag:
 
 def problem(case: Case) -> MeshwrightError | None:
     """The first broken rule of one plan as an error, with a fix that is legal; None where the plan is legal."""
-    for rule in rules_for(case.given):
-        if rule.broken(case):
-            found = rule.explain(case)
-            fix = offered(case, found.fixes, legal)
-            return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)
-    return None
+    broken = next((rule for rule in rules_for(case.given) if rule.broken(case)), None)
+    return _error(broken, case) if broken else None
+
+
+def _error(rule: type[Rule], case: Case) -> MeshwrightError:
+    found = rule.explain(case)
+    fix = offered(case, found.fixes, legal)
+    return MeshwrightError(rule.code, found.what, why=found.why, valid=found.valid, fix=fix)
+
+
+def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError | None:
+    """The error where the accelerator has no units for the workload's precision, whatever the plan."""
+    case = Case.of(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
+    return _error(DeviceHasPrecision, case) if DeviceHasPrecision.broken(case) else None
+
+
+def batch_unit(plan: PlanFields, stack: Stack) -> int:
+    """Sequences by which the batch of a plan may grow: those of one micro-batch, or of one round of them."""
+    case = Case.of(plan, stack=stack)
+    return int(case.unit * round_size(case))
 
 
 def check(

@@ -132,6 +132,12 @@ class ProgramIsBounded(Rule):
         )
 
 
+def round_size(p: Case) -> Flag:
+    """Micro-batches that the stack takes together: their number is a multiple of this."""
+    interleaved = p.stack.interleaved_rounds & lookup(IN_ROUNDS, p.schedule) & (p.virtual > 1)
+    return 1 + interleaved * (p.pp - 1)
+
+
 class InterleavedRounds(Rule):
     """Our programs take any number of micro-batches; Megatron's interleaved schedules take rounds of pp."""
 
@@ -140,8 +146,7 @@ class InterleavedRounds(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        interleaved = lookup(IN_ROUNDS, p.schedule) & (p.virtual > 1) & (p.pp > 1)
-        return p.stack.interleaved_rounds & interleaved & (p.microbatches % p.pp != 0)
+        return p.microbatches % round_size(p) != 0
 
     @staticmethod
     def explain(p: Case) -> Problem:

@@ -1,6 +1,6 @@
 """What one change would do: neighbours of a plan, estimated.
 
-A neighbour differs from a plan in a few fields and is legal for the same model, workload and cluster. Degrees move between axes
+A neighbour differs from a plan in a few fields and is legal for the same model, workload and cluster (`describe.legality`). Degrees move between axes
 so that the product stays the number of devices:
 
     tp · cp · pp · dp = devices       tp ÷ f  ⇒  pp · f  or  dp · f
@@ -11,15 +11,19 @@ that the rules of `lint` and the guides of `textbook` speak in seconds and not i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
+import numpy as np
+
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.recompute import SPARE as SPARE
+from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.legality import Case
+from meshwright.describe.legality.fixes import data_parallel as data_parallel_sizes
 from meshwright.describe.model import Model
 from meshwright.describe.plan import AXES, Plan, divisors
 from meshwright.describe.schedules import VIRTUAL_SCHEDULES
@@ -84,29 +88,23 @@ def changed(plan: Plan, **changes: Any) -> Plan | None:
 
 
 def data_parallel(plan: Plan, dp: int) -> dict[str, int]:
-    """`replicate` and `shard` for another data-parallel degree, in the plan's own manner."""
-    if plan.zero == 0:
-        return {"replicate": dp, "shard": 1}
-    if plan.replicate == 1:
-        return {"replicate": 1, "shard": dp}
-    shard = math.gcd(plan.shard, dp)
-    return {"replicate": dp // shard, "shard": shard}
+    """`replicate` and `shard` for another data-parallel degree: replicated, sharded or hybrid as the plan is."""
+    return data_parallel_sizes(plan.zero, plan.replicate, plan.shard, dp)
 
 
-def rebatched(plan: Plan | None, workload: Workload) -> Plan | None:
-    """The plan with the largest micro-batch up to its own that the batch allows."""
+def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None) -> Plan | None:
+    """The plan with the largest legal micro-batch up to its own; None where there is none."""
     if plan is None or workload.batch % plan.dp:
         return None
-    local = workload.batch // plan.dp
-    for size in sorted((d for d in divisors(local) if d <= plan.microbatch), reverse=True):
-        rounds = local // size
-        if plan.pp > 1 and plan.virtual > 1 and plan.schedule in ("interleaved", "interleaved-zb") and rounds % plan.pp:
-            continue
-        return changed(plan, microbatch=size)
-    return None
+    sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
+    legal = legality.legal(Case.of(plan, workload=workload, stack=stack).varied({"microbatch": sizes}))
+    found = sizes[np.broadcast_to(legal, len(sizes))]
+    return changed(plan, microbatch=int(found[-1])) if len(found) else None
 
 
-def moved(plan: Plan, source: str, target: str, factor: int, workload: Workload) -> Plan | None:
+def moved(
+    plan: Plan, source: str, target: str, factor: int, workload: Workload, stack: Stack | None = None
+) -> Plan | None:
     """Divide one axis by `factor` and multiply another by it; axes are tp, cp, pp, dp."""
     degrees = {axis: getattr(plan, axis) for axis in AXES}
     if factor < 2 or degrees[source] % factor:
@@ -122,15 +120,17 @@ def moved(plan: Plan, source: str, target: str, factor: int, workload: Workload)
         changes["sp"] = False
     if plan.expert_tp and degrees["tp"] % plan.expert_tp:
         changes["expert_tp"] = 0
-    return rebatched(changed(plan, **changes), workload)
+    return rebatched(changed(plan, **changes), workload, stack)
 
 
-def moves(plan: Plan, source: str, workload: Workload, targets: Iterable[str] = AXES) -> Iterator[Plan | None]:
+def moves(
+    plan: Plan, source: str, workload: Workload, stack: Stack | None = None, targets: Iterable[str] = AXES
+) -> Iterator[Plan | None]:
     """Every way to take some of one axis and give it to another."""
     for factor in divisors(getattr(plan, source))[1:]:
         for target in targets:
             if target != source:
-                yield moved(plan, source, target, factor, workload)
+                yield moved(plan, source, target, factor, workload, stack)
 
 
 def orders(plan: Plan) -> Iterator[Plan | None]:

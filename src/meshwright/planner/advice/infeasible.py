@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.cost.memory import minimum_gpus
+from meshwright.describe.legality import lacking_precision
 from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
 from meshwright.planner.search import strategies
@@ -47,6 +48,9 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 
 def no_plan(space: Space) -> MeshwrightError:
     """Why no plan is legal, and what is nearest."""
+    lacking = lacking_precision(space.workload, space.cluster)
+    if lacking is not None:
+        return lacking
     said = space.choices.constraints
     degrees, batches = possible_batches(space)
     blamed = [c for c in said if len(other(space, tuple(x for x in said if x is not c)).frames)]

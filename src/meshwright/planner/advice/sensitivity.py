@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.cost.step import step_cost
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.legality import batch_unit
 from meshwright.describe.plan import Plan, divisors
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -112,11 +113,7 @@ def _one(space: Space, best: Candidate, rivals: Sequence[Candidate], what: str) 
 def _batch(space: Space, best: Candidate) -> Sensitivity:
     """The nearest batches to ±20% that the plan divides; throughput in samples, since the step itself grows."""
     plan, batch = best.plan, space.workload.batch
-    unit = (
-        plan.microbatch
-        * plan.dp
-        * (plan.pp if plan.schedule in ("interleaved", "interleaved-zb") and plan.pp > 1 else 1)
-    )
+    unit = batch_unit(plan, space.stack)
     found: list[float | None] = []
     used = []
     for by in (1 - SHARE, 1 + SHARE):
@@ -132,9 +129,7 @@ def _batch(space: Space, best: Candidate) -> Sensitivity:
 def timed(space: Space, plan: Plan, workload: Workload | None = None, cluster: Cluster | None = None) -> float | None:
     """Seconds of a plan by the closed forms; None where it is not legal or does not fit."""
     cluster, workload = cluster or space.cluster, workload or space.workload
-    try:
-        plan.check(space.model, workload, cluster)
-    except MeshwrightError:
+    if not plan.is_legal(space.model, workload, cluster, space.stack):
         return None
     cost = step_cost(step_program(space.model, plan, workload, space.stack), cluster)
     return float(cost.time[0]) if float(cost.peak_memory[0]) <= cluster.accelerator.memory else None

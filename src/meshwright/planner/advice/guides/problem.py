@@ -98,11 +98,7 @@ class Problem:
         return [d for d in divisors(self.node) if self._splits(d)]
 
     def _splits(self, tp: int) -> bool:
-        try:
-            Plan(tp=tp).check(self.model, self.workload.but(batch=1))
-        except MeshwrightError:
-            return False
-        return True
+        return Plan(tp=tp).is_legal(self.model, self.workload.but(batch=1))
 
     def shaped(
         self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False, virtual: int = 1
@@ -182,8 +178,4 @@ class Problem:
         return [float(x) for x in np.maximum.reduce([np.broadcast_to(total, len(plans)) for total in by_rank])]
 
     def _legal(self, plan: Plan) -> bool:
-        try:
-            plan.check(self.model, self.workload, self.cluster, self.stack)
-        except MeshwrightError:
-            return False
-        return True
+        return plan.is_legal(self.model, self.workload, self.cluster, self.stack)

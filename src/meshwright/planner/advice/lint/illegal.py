@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.config import Config
+from meshwright.describe.legality import batch_unit
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan, divisors
 from meshwright.errors import MeshwrightError
@@ -60,10 +61,10 @@ def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> F
 
 def batch_arithmetic(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
     plan, workload = config.plan, config.workload
-    unit = plan.microbatch * plan.dp * (plan.pp if error.code == "MW-PLAN-012" else 1)
+    unit = batch_unit(plan, config.stack)
     whole = -(-workload.batch // unit) * unit
     smaller = [p for p in microbatches(plan, workload) if p is not None and p.microbatch < plan.microbatch]
-    fixed = trial.fastest([*smaller, *moves(plan, "dp", workload, ("tp", "pp", "cp"))])
+    fixed = trial.fastest([*smaller, *moves(plan, "dp", workload, config.stack, ("tp", "pp", "cp"))])
     worst = trial.elsewhere(plan, workload=workload.but(batch=whole))
     idle = 1 - workload.batch / whole
     what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
@@ -94,7 +95,7 @@ def other_degrees(plan: Plan, config: Config) -> Iterator[Plan | None]:
     room = config.cluster.world // (plan.cp * plan.pp)
     for tp in divisors(room):
         changes = {"tp": tp, **data_parallel(plan, room // tp)}
-        yield rebatched(changed(plan, **changes, sp=plan.sp and tp > 1), config.workload)
+        yield rebatched(changed(plan, **changes, sp=plan.sp and tp > 1), config.workload, config.stack)
 
 
 def padded(model: Model, tp: int) -> Model:

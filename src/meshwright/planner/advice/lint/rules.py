@@ -66,7 +66,11 @@ def tensor_across(seen: Seen) -> Finding | None:
         return None
     ideal = seen.trial.elsewhere(seen.plan, cluster=as_one_node(seen.now.cluster, seen.plan.tp))
     cost = exposed(seen.now, "tp") - (exposed(ideal, "tp") if ideal else 0.0)
-    inside = [p for p in moves(seen.plan, "tp", seen.config.workload) if p and p.tp <= seen.now.cluster.node_size]
+    inside = [
+        p
+        for p in moves(seen.plan, "tp", seen.config.workload, seen.config.stack)
+        if p and p.tp <= seen.now.cluster.node_size
+    ]
     what = (
         f"tensor parallel groups of {seen.plan.tp} span {level_words(seen.now.cluster, level)}, "
         f"{format_rate(seen.now.cluster.device_bandwidth(0))} inside a node of {seen.now.cluster.node_size}"
@@ -86,7 +90,7 @@ def small_batch(seen: Seen) -> Finding | None:
     name = "small batch with large data parallelism"
     local = workload.batch // plan.dp
     what = f"{local} sequence{'s' if local > 1 else ''} for each of {plan.dp} data-parallel ranks do not hide the reduction of gradients"
-    fewer = seen.trial.fastest(moves(best.plan, "dp", workload, ("tp", "pp")))
+    fewer = seen.trial.fastest(moves(best.plan, "dp", workload, seen.config.stack, ("tp", "pp")))
     if fewer is not None and step(fewer) < seen.step:
         return finding(seen, "MW-LINT-002", name, what, cost, fewer)
     words, saves = larger_batch(seen, lambda e: exposed(e, "dp") < DP_SHARE * step(e))
@@ -114,7 +118,9 @@ def few_microbatches(seen: Seen) -> Finding | None:
     m = plan.microbatches(workload)
     if plan.pp == 1 or m >= ENOUGH_ROUNDS * plan.pp:
         return None
-    near = [p for p in (*microbatches(plan, workload), *moves(plan, "pp", workload)) if p is not None]
+    near = [
+        p for p in (*microbatches(plan, workload), *moves(plan, "pp", workload, seen.config.stack)) if p is not None
+    ]
     enough = [p for p in near if p.microbatches(workload) >= min(ENOUGH_ROUNDS * p.pp, 2 * m) or p.pp == 1]
     fixed = seen.trial.fastest([*enough, *interleavings(plan, seen.config.model)])
     cost = exposed(seen.now, "bubble")
@@ -153,7 +159,7 @@ def ring_not_free(seen: Seen) -> Finding | None:
     if block >= need:
         return None
     others = [changed(plan, cp_kind=kind) for kind in ("ulysses", "all-gather")]
-    fixed = seen.trial.fastest([*others, *moves(plan, "cp", seen.config.workload)])
+    fixed = seen.trial.fastest([*others, *moves(plan, "cp", seen.config.workload, seen.config.stack)])
     what = f"blocks of {block:,.0f} tokens over {level_words(cluster, level)}: ring attention hides its transfers from {need:,.0f} on"
     return finding(seen, "MW-LINT-006", "ring attention out of its free regime", what, exposed(seen.now, "cp"), fixed)
 
@@ -171,7 +177,7 @@ def sharded_over_slow(seen: Seen) -> Finding | None:
     lighter = [changed(plan, zero=stage) for stage in (1, 2)]
     kept = changed(plan, reshard=False)
     bigger = [p for p in microbatches(plan, seen.config.workload) if p and p.microbatch > plan.microbatch]
-    split = [p for p in moves(plan, "dp", seen.config.workload, ("tp", "pp")) if p]
+    split = [p for p in moves(plan, "dp", seen.config.workload, seen.config.stack, ("tp", "pp")) if p]
     lighter_split = [changed(p, zero=1) for p in split]
     fixed = seen.trial.fastest([hybrid, kept, *lighter, *bigger, *split, *lighter_split])
     gathers = "gathers of weights" if slow else "gathers of weights outlast what they could hide behind:"
@@ -252,7 +258,7 @@ def thin_memory(seen: Seen) -> Finding | None:
         for z in (1, 2, 3)
         if z > plan.zero
     ]
-    split = [p for axis in ("tp", "pp") for p in moves(plan, "dp", workload, (axis,))]
+    split = [p for axis in ("tp", "pp") for p in moves(plan, "dp", workload, seen.config.stack, (axis,))]
     tried = [p for p in (*again, *smaller, *stages, *split) if p is not None]
     full = [changed(p, recompute="full") for p in (*smaller, *stages, *split) if p is not None]
     fixed = seen.trial.fastest([*tried, *full], SPARE)

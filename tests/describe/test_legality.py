@@ -1,0 +1,279 @@
+"""One predicate: the same answer for one plan and for a batch, and every fix it offers is legal."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.describe import catalog, legality
+from meshwright.describe.config import Config
+from meshwright.describe.legality import Case
+from meshwright.describe.legality.case import NUMBERS, WORDS
+from meshwright.describe.legality.rules import ALL_RULES
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.plan_fields import ORDERS, PlanFields
+from meshwright.describe.schedules import RULES, SCHEDULES
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.programs.pipelines import refusal
+
+MODELS = [
+    catalog.load("models", name) for name in ("llama3-8b", "mixtral-8x7b", "lecture-mlp", "resnet-50", "deepseek-v3")
+]
+MODELS += [
+    Model(hidden=48, layers=6, heads=12, kv_heads=3, ffn=36, vocab=64, positions="learned", max_positions=64),
+    Model(
+        hidden=32,
+        layers=4,
+        heads=4,
+        ffn=24,
+        vocab=64,
+        experts=6,
+        top_k=2,
+        expert_ffn=33,
+        dense_layers=1,
+        shared_experts=1,
+    ),
+]
+DEGREE = st.sampled_from([1, 1, 1, 2, 2, 3, 4, 6, 8])
+FIELDS = st.fixed_dictionaries(
+    dict.fromkeys(("replicate", "shard", "tp", "cp", "pp", "ep", "microbatch"), DEGREE),
+    optional={
+        "virtual": st.integers(1, 4),
+        "schedule": st.sampled_from(SCHEDULES),
+        "zero": st.integers(0, 3),
+        "sp": st.booleans(),
+        "cp_kind": st.sampled_from(["ring", "ulysses", "all-gather"]),
+        "expert_tp": st.sampled_from([0, 1, 2, 3]),
+        "tp_form": st.sampled_from(["megatron", "all-gather"]),
+        "average_every": st.sampled_from([0, 4]),
+        "recompute": st.sampled_from(["none", "selective", "full", "auto"]),
+        "recompute_every": st.sampled_from([1, 2]),
+        "recompute_budget": st.sampled_from([0, 1e9]),
+        "compression": st.sampled_from(["none", "int8"]),
+        "layers_per_stage": st.sampled_from([(), (2, 2), (3, 3), (2, 1, 1)]),
+        "order": st.sampled_from([(), *ORDERS[:3], ("tp", "tp", "pp", "dp")]),
+        "param_dtype": st.sampled_from(["bf16", "fp8", "fp32"]),
+    },
+)
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Any plan on any model, with any of the things it may be checked against."""
+    plan = PlanFields(**draw(FIELDS))
+    stack = Stack(interleaved_rounds=draw(st.booleans()))
+    precision = draw(st.sampled_from(["bf16", "bf16", "fp8", "fp4", "tf32"]))
+    workload = Workload(
+        batch=draw(st.sampled_from([1, 7, 24, 64, 96])), seq=draw(st.sampled_from([12, 64, 250])), precision=precision
+    )
+    gpus = draw(st.sampled_from([plan.world, 8, 12, 24]))
+    cluster = catalog.load("clusters", "dgx-a100").with_gpus(min(gpus, 10**6))
+    known = draw(st.integers(0, 4))
+    trainer = draw(st.booleans())
+    return Case.of(
+        plan,
+        draw(st.sampled_from(MODELS)) if known > 0 else None,
+        workload if known > 1 else None,
+        cluster if known > 2 else None,
+        stack if known > 3 else None,
+        trainer=trainer,
+        dtypes=trainer and draw(st.booleans()),
+    )
+
+
+def together(several: list[Case]) -> Case:
+    """Cases with the same surroundings as one batch."""
+    fields = {name: np.array([case.fields[name] for case in several]) for name in several[0].fields}
+    return several[0].varied(fields)
+
+
+@settings(max_examples=300)
+@given(cases(), st.lists(FIELDS, min_size=1, max_size=6))
+def test_a_batch_is_judged_as_its_plans(case, others) -> None:
+    given = (case._model, case._workload, case._cluster, case._stack, case.trainer, case.dtypes)
+    several = [case, *(Case.of(PlanFields(**fields), *given) for fields in others)]
+    answers = [bool(legality.legal(one)) for one in several]
+    assert np.broadcast_to(legality.legal(together(several)), len(several)).tolist() == answers
+
+
+def applied(case: Case, fix: str) -> Case:
+    """The case after the options of a fix, parsed as the command line parses them."""
+    from meshwright.describe.draft import parse_value
+
+    words = shlex.split(fix)
+    assert words[::2] == ["--set"] * (len(words) // 2)
+    settings = {}
+    for word in words[1::2]:
+        path, _, text = word.partition("=")
+        value = parse_value(text, path)
+        settings[path] = tuple(value) if isinstance(value, list) else value
+    return case.but(settings)
+
+
+@settings(max_examples=600)
+@given(cases())
+def test_a_fix_that_is_offered_is_legal(case) -> None:
+    error = legality.problem(case)
+    assert (error is None) == bool(legality.legal(case))
+    if error is not None and error.fix:
+        assert bool(legality.legal(applied(case, error.fix))), f"{error}"
+
+
+LLAMA, MIXTRAL, MLP, COUNTS, _, LEARNED, ODD = MODELS
+PLAIN_MOE = ODD.but(shared_experts=0)
+# The plan, model, workload and devices with which each rule is the first to break.
+EXAMPLES = {
+    "ShardNeedsZero": ({"shard": 2}, None, {}),
+    "OrderNamesEachAxis": ({"order": ("tp", "tp", "pp", "dp")}, None, {}),
+    "SequenceParallelNeedsMegatronForm": ({"sp": True, "tp_form": "all-gather"}, None, {}),
+    "ChosenLayersNeedFull": ({"recompute_every": 2}, None, {}),
+    "BudgetNeedsAuto": ({"recompute_budget": 1e9}, None, {}),
+    "LocalSgdNeedsWholeReplicas": ({"average_every": 4}, None, {}),
+    "StagesPerRank": ({"pp": 2, "schedule": "zbv"}, None, {}),
+    "OneEntryPerStage": ({"pp": 2, "layers_per_stage": (4,)}, None, {}),
+    "DeviceHasPrecision": ({"tp": 8}, LLAMA, {"precision": "fp8"}),
+    "DegreesMultiplyToDevices": ({"tp": 4}, LLAMA, {}),
+    "CountsTakeDataParallelism": ({"pp": 8}, COUNTS, {}),
+    "StagesHaveLayers": ({"pp": 8}, PLAIN_MOE, {}),
+    "StagesSumToLayers": ({"pp": 2, "replicate": 4, "layers_per_stage": (4, 4)}, LLAMA, {}),
+    "TensorDividesHeads": ({"tp": 8}, PLAIN_MOE, {}),
+    "MlpHasNoSequence": ({"cp": 8}, MLP, {}),
+    "TensorFitsKvHeads": ({"tp": 2, "replicate": 4}, LEARNED, {}),
+    "LocalSgdNeedsDenseModel": ({"replicate": 8, "average_every": 4}, PLAIN_MOE, {}),
+    "TensorDividesFfn": ({"tp": 2, "replicate": 4}, ODD, {}),
+    "SequenceParallelDividesSequence": ({"tp": 8, "sp": True}, LLAMA, {"seq": 100}),
+    "ContextDividesSequence": ({"cp": 8}, LLAMA, {"seq": 8}),
+    "UlyssesDividesHeads": ({"tp": 1, "cp": 8, "cp_kind": "ulysses"}, LEARNED, {}),
+    "ExpertsExist": ({"ep": 2, "replicate": 8}, LLAMA, {}),
+    "ExpertsDivide": ({"ep": 4, "replicate": 8}, PLAIN_MOE, {}),
+    "ExpertTensorDividesTensor": ({"tp": 2, "replicate": 4, "expert_tp": 3}, PLAIN_MOE, {}),
+    "ExpertTensorDividesWidth": ({"tp": 2, "replicate": 4}, PLAIN_MOE, {}),
+    "ExpertRanksDivide": ({"ep": 3, "replicate": 8}, PLAIN_MOE, {}),
+    "BatchDivides": ({"replicate": 8}, LLAMA, {"batch": 12}),
+    "ScheduleHasMicrobatches": ({"pp": 8, "virtual": 2, "schedule": "dualpipev"}, LLAMA, {"batch": 15}),
+    "ProgramIsBounded": ({"pp": 8}, LLAMA, {"batch": 10**7}),
+    "InterleavedRounds": ({"pp": 8, "virtual": 2, "schedule": "interleaved"}, LLAMA, {"batch": 12}),
+    "ModelHasShape": ({"replicate": 8}, COUNTS, {}),
+    "TransformerHasParts": ({"tp": 8}, LLAMA.but(positions="alibi"), {}),
+    "PositionsAreLearned": ({"replicate": 8}, LEARNED, {"seq": 65}),
+    "GatheredColumnsDivide": ({"tp": 8, "tp_form": "all-gather"}, LLAMA.but(hidden=4100, head_dim=128), {}),
+    "TokensDivideOverTensorRanks": ({"tp": 8}, MIXTRAL, {"seq": 100}),
+    "ParametersAreTrained": ({"tp": 8, "param_dtype": "fp8"}, LLAMA, {}),
+    "ProductsAreTrained": ({"tp": 8, "param_dtype": "fp32"}, LLAMA, {}),
+}
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda rule: rule.__name__)
+def test_each_rule_is_broken_and_explained(rule) -> None:
+    plan, model, workload = EXAMPLES[rule.__name__]
+    surroundings = (
+        (model, Workload(**{"batch": 64, "seq": 64, **workload}), catalog.load("clusters", "dgx-a100").with_gpus(8))
+        if model is not None
+        else ()
+    )
+    trains = "trainer" in rule.needs or "dtypes" in rule.needs
+    stack = (Stack(interleaved_rounds=True),) if model is not None else ()
+    case = Case.of(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains)
+    first = next(r for r in ALL_RULES if set(r.needs) <= case.given and r.broken(case))
+    assert first is rule
+    error = legality.problem(case)
+    assert error is not None
+    assert error.code == rule.code
+    if error.fix:
+        assert bool(legality.legal(applied(case, error.fix)))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
+def test_the_rules_of_a_schedule_are_those_of_its_program(name) -> None:
+    """What the predicate accepts is what the builder of the schedule accepts."""
+    for pp, virtual, microbatches in itertools.product((2, 3, 4), (1, 2, 3, 2000), (1, 3, 8)):
+        plan = PlanFields(pp=pp, virtual=virtual, schedule=name)
+        legal = bool(legality.legal(Case.of(plan, workload=Workload(batch=microbatches))))
+        assert legal == (refusal(name, pp, microbatches, virtual) is None)
+    assert set(RULES) == set(SCHEDULES)
+
+
+def test_fields_of_a_case_are_those_of_a_plan() -> None:
+    assert set(NUMBERS) | set(WORDS) < set(PlanFields.model_fields)
+
+
+# The defects of issue 14
+
+
+def config(model="llama3-8b", cluster="dgx-h100", stack="default", gpus=8, workload=None, **plan) -> Config:
+    made = Config.from_parts(model, cluster, stack, {"batch": 64, "seq": 4096, **(workload or {})}, plan)
+    return Config(made.model, made.cluster.with_gpus(gpus), made.stack, made.workload, made.plan)
+
+
+def test_one_stage_per_rank_is_not_interleaved() -> None:
+    with pytest.raises(
+        MeshwrightError, match=r"MW-PLAN-003: schedule interleaved takes virtual=2 to 1024.*schedule=1f1b"
+    ):
+        Plan(pp=2, schedule="interleaved")
+    Plan(pp=1, schedule="interleaved")  # without a pipeline the schedule has no effect
+
+
+def test_experts_are_split_into_whole_columns_everywhere() -> None:
+    """`verify` accepted expert_ffn=33 with tp=2 and `train` refused it: both now read this rule."""
+    with pytest.raises(MeshwrightError, match="MW-PLAN-010: tp=2 does not divide the experts' width 33") as refused:
+        Plan(tp=2).check(PLAIN_MOE, Workload(batch=8, seq=64))
+    assert refused.value.fix == "--set plan.expert_tp=1"
+    Plan(tp=2, expert_tp=1).check(PLAIN_MOE, Workload(batch=8, seq=64))
+    with pytest.raises(MeshwrightError, match="MW-PLAN-004: tp=2 does not divide the shared experts' width 33"):
+        Plan(tp=2, expert_tp=1).check(ODD, Workload(batch=8, seq=64))
+
+
+def test_rounds_of_micro_batches_are_a_rule_of_megatron() -> None:
+    odd = {"pp": 2, "virtual": 2, "schedule": "interleaved", "replicate": 4, "workload": {"batch": 12}}
+    config(**odd).check()
+    for stack in ("megatron-lm", "megatron-core", "nemo-megatron", "megatron-deepspeed"):
+        with pytest.raises(MeshwrightError, match="MW-PLAN-012: 3 micro-batches are not a multiple of pp=2") as refused:
+            config(stack=stack, **odd).check()
+        assert stack in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "fix"),
+    [
+        ("dgx-a100", "fp8", "bf16"),
+        ("dgx-h100", "fp4", "fp8"),
+        ("dgx-h100", "mxfp8", "fp8"),
+        ("dgx-v100", "bf16", "fp16"),
+    ],
+)
+def test_what_a_chip_lacks_is_refused(cluster, precision, fix) -> None:
+    with pytest.raises(MeshwrightError, match=f"MW-CLUS-003: workload.precision={precision}") as refused:
+        config(cluster=cluster, replicate=8, workload={"precision": precision}).check()
+    assert refused.value.fix == f"--set workload.precision={fix}"
+    config(cluster=cluster, replicate=8, workload={"precision": fix}).check()
+
+
+def test_the_planner_refuses_what_a_chip_lacks() -> None:
+    from meshwright import planner
+
+    with pytest.raises(MeshwrightError, match="MW-CLUS-003"):
+        planner.plan("llama3-8b", "dgx-a100", nodes=1, settings=["workload.precision=fp8"])
+
+
+def test_a_plan_file_is_planned_on_the_cluster_that_is_given(tmp_path) -> None:
+    from meshwright import planner
+
+    path = tmp_path / "x.toml"
+    path.write_text(config(replicate=8).to_toml(), "utf-8")
+    for cluster in ("dgx-a100", catalog.load("clusters", "dgx-a100")):
+        result = planner.plan(str(path), cluster=cluster, gpus=8, batch=64, seq=512, without=["pp,cp"])
+        assert result.config.cluster.name == "dgx-a100"
+
+
+def test_a_fix_of_one_degree_takes_the_others_along() -> None:
+    with pytest.raises(MeshwrightError, match="MW-PLAN-004") as refused:
+        config(tp=6, gpus=48, replicate=8, model="llama3-70b", workload={"batch": 96}).check()
+    assert refused.value.fix == "--set plan.tp=8 --set plan.replicate=6"
