@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
 
-from meshwright.errors import MeshwrightError, listed, nearest, nearest_number, unknown
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError, kind_of, listed, nearest, nearest_number, printable, shown, unknown
 
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"\bMW-[A-Z0-9]+-\d{3}\b")
@@ -60,3 +62,59 @@ def test_unknown_cuts_a_long_word() -> None:
 
 def test_nearest_number_prefers_the_larger() -> None:
     assert nearest_number(6, [4, 8]) == 8
+
+
+def test_control_characters_are_escaped() -> None:
+    error = MeshwrightError("MW-X-001", "'\x1b[31mred\x07' is wrong", why="\x9b", valid=["\x00"], fix="\u202eabc")
+    assert str(error) == r"MW-X-001: '\x1b[31mred\x07' is wrong. \x9b. Valid: \x00. Fix: \u202eabc"
+    assert printable("8 × 2 ≠ 48 µs") == "8 × 2 ≠ 48 µs"
+    assert "\x1b" not in str(unknown("MW-X-001", "model", "\x1b[2J", ["a"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "kind"),
+    [
+        (None, "nothing", "nothing"),
+        (True, "true", "true or false"),
+        (date(2026, 1, 2), "2026-01-02", "a date or time"),
+        ("a\x1bb", r"'a\x1bb'", "text"),
+        ({"a": [1, None]}, "{a = [1, nothing]}", "a table"),
+        ((1.5, "x"), "[1.5, 'x']", "a list"),
+        (7, "7", "a number"),
+    ],
+)
+def test_values_are_shown_as_in_a_plan_file(value, text, kind) -> None:
+    assert shown(value) == text
+    assert kind_of(value) == kind
+
+
+def test_long_and_deep_values_are_cut() -> None:
+    deep: list = []
+    for _ in range(1000):
+        deep = [deep]
+    assert len(shown("x" * 10_000)) == len(shown(list(range(10_000)))) == 60
+    assert shown(deep) == "[[[...]]]"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("plan", "tp", None),
+        ("plan", "tp", date(2026, 1, 2)),
+        ("plan", "bucket", date(2026, 1, 2)),
+        ("plan", "layers_per_stage", {"a": 1}),
+        ("plan", "sp", [None]),
+        ("workload", "precision", 3.5),
+        ("cluster", "levels", "x"),
+        ("cluster", "accelerator", 3),
+        ("model", "router", [1]),
+        ("model", "name", {"x": date(2026, 1, 2)}),
+    ],
+)
+def test_errors_of_values_hold_no_python_words(section, key, value) -> None:
+    parts = {"model": {"extends": "llama3-8b"}, "cluster": {"extends": "dgx-h100"}, "workload": {}, "plan": {}}
+    parts[section][key] = value
+    with pytest.raises(MeshwrightError) as refused:
+        Config.from_parts(**parts)
+    words = ("NoneType", "datetime", "None", "dict", "tuple", "instance", "Input", "bool", "int ", "str ")
+    assert not [word for word in words if word in str(refused.value)], str(refused.value)

@@ -97,3 +97,19 @@ def test_a_bad_unit_names_the_valid_ones_and_the_nearest() -> None:
 def test_refused(text) -> None:
     with pytest.raises(MeshwrightError):
         units.parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["1,5GB", "1,50GB", "12,34", "1,2345KiB", "1,02,400", "1,", ",5GB", "0,5"])
+def test_an_ambiguous_comma_is_refused(text) -> None:
+    """1,5GB was read as 15 GB."""
+    with pytest.raises(MeshwrightError, match="MW-UNIT-00"):
+        units.parse_bytes(text)
+
+
+def test_a_comma_groups_digits_by_three() -> None:
+    assert units.parse_bytes("1,024KiB") == 2**20
+    assert units.parse_bytes("12,345,678") == 12345678
+    with pytest.raises(MeshwrightError) as refused:
+        units.parse_bytes("1,5GB")
+    assert "decimals follow a point" in refused.value.why
+    assert units.parse_bytes(refused.value.fix) == 1.5e9

@@ -2,7 +2,7 @@
 
     MW-PLAN-004: tp=6 does not divide 64 attention heads of llama3-70b. Valid: 1, 2, 4, 8. Fix: --set plan.tp=8
 
-Every code has its line in `docs/errors.md`; a test holds the two together. Bad input raises `MeshwrightError`, never a
+Every code has a line in `docs/errors.md`; a test checks it. Bad input raises `MeshwrightError`, never a
 bare exception: the command line prints it and exits with its `exit_code` (2 for bad input, 3 for "nothing fits").
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 class MeshwrightError(ValueError):
     """One clear error. `code` is `MW-AREA-NNN`; the rest are sentences or values for a person.
 
-    A `ValueError`, so that a validator may raise it inside pydantic and it comes out whole (`describe.base`).
+    It is a `ValueError`, so that a pydantic validator may raise it and `describe.base` can pass it on unchanged.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class MeshwrightError(ValueError):
         fix: str = "",
         exit_code: int = 2,
     ) -> None:
-        self.code, self.what, self.why, self.fix = code, what.rstrip("."), why.rstrip("."), fix
-        self.valid = [str(v) for v in valid]
+        self.code, self.what, self.why = code, printable(what.rstrip(".")), printable(why.rstrip("."))
+        self.fix, self.valid = printable(fix), [printable(str(v)) for v in valid]
         self.exit_code = exit_code
         super().__init__(str(self))
 
@@ -47,8 +47,58 @@ class MeshwrightError(ValueError):
         return {"code": self.code, "what": self.what, "why": self.why, "valid": self.valid, "fix": self.fix}
 
 
+def printable(text: str) -> str:
+    """Text without control characters, which could change colours, move the cursor or ring the bell of a terminal: they are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\u00a0\u202f" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A value as a person writes it in TOML, cut where it is long; never in Python's words."""
+    text = _shown(value, depth=3)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _shown(value: object, depth: int) -> str:
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return str(value).lower()
+        case str():
+            return f"'{printable(value[:200])}'"
+        case dict() if depth:
+            return "{" + ", ".join(f"{k} = {_shown(v, depth - 1)}" for k, v in list(value.items())[:20]) + "}"
+        case list() | tuple() if depth:
+            return "[" + ", ".join(_shown(v, depth - 1) for v in value[:20]) + "]"
+        case int() | float():
+            return str(value) if not isinstance(value, int) or abs(value) < 10**60 else "a very large number"
+    if hasattr(value, "isoformat"):  # dates and times of TOML
+        return str(value.isoformat())
+    return "..." if isinstance(value, dict | list | tuple) else printable(str(value)[:200])
+
+
+def kind_of(value: object) -> str:
+    """What sort of value this is: "a table", "a list", "a number", …"""
+    match value:
+        case None:
+            return "nothing"
+        case bool():
+            return "true or false"
+        case dict():
+            return "a table"
+        case list() | tuple():
+            return "a list"
+        case str():
+            return "text"
+        case int() | float():
+            return "a number"
+    return "a date or time" if hasattr(value, "isoformat") else "an object"
+
+
 def listed(values: Sequence[str], limit: int = 24) -> str:
-    """Values joined for a message; a long list is cut with its count told."""
+    """Values joined for a message; a long list is cut and ends with its length."""
     if len(values) <= limit:
         return ", ".join(values)
     return ", ".join(values[:limit]) + f", … ({len(values)} in all)"
@@ -66,8 +116,8 @@ def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = 
     """An error for a word that is none of `choices`; `fix` is a template around the nearest one."""
     choices = list(choices)
     near = nearest(word, choices)
-    shown = str(word) if len(str(word)) <= 60 else str(word)[:57] + "..."
-    return MeshwrightError(code, f"{what} '{shown}' is not known", valid=choices, fix=fix.format(near) if near else "")
+    cut = str(word) if len(str(word)) <= 60 else str(word)[:57] + "..."
+    return MeshwrightError(code, f"{what} '{cut}' is not known", valid=choices, fix=fix.format(near) if near else "")
 
 
 def nearest_number(value: float, choices: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Quantities as people write them: bytes, rates, durations, FLOP rates, counts.
+"""Quantities with units: bytes, rates, durations, FLOP rates, counts.
 
     parse_bytes("80GiB") == 85899345920.0      parse_rate("400Gb/s") == 50e9
     parse_seconds("1.5us") == 1.5e-6           parse_flops("989TFLOP/s") == 989e12
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 
-from meshwright.errors import MeshwrightError, nearest
+from meshwright.errors import MeshwrightError, nearest, shown
 
 DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50, "Ei": 2.0**60}
@@ -30,37 +30,49 @@ SECONDS = {
 FLOPS = {p + u: f for p, f in DECIMAL.items() for u in ("FLOP/s", "FLOPS", "FLOPs/s", "FLOPs", "flops")}
 COUNTS = {p: f for p, f in DECIMAL.items() if p not in ("P", "E")} | {"B": 1e9}
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_,]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?)\s*([^\s\d][^\s]*)?\s*", re.ASCII)
+# A comma separates groups of three digits and nothing else: "1,5GB" may mean 1.5 or 15, and is refused.
+_WHOLE = r"\d{1,3}(?:,\d{3})+|\d[\d_]*"
+_NUMBER = re.compile(
+    rf"\s*([+-]?(?:(?:{_WHOLE})(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,4}})?)\s*([^\s\d,][^\s]*)?\s*", re.ASCII
+)
+
+_COMMA = re.compile(r"\s*\d+,\d+\s*[^\s\d.,]*\s*", re.ASCII)
 
 
 def _parse(text: str | float, units: dict[str, float], what: str, examples: list[str]) -> float:
     if isinstance(text, bool) or not isinstance(text, int | float | str):
-        raise MeshwrightError("MW-UNIT-001", f"{str(text)[:40]!r} is not {what}", valid=examples)
+        raise MeshwrightError("MW-UNIT-001", f"{shown(text, 40)} is not {what}", valid=examples)
     if isinstance(text, int | float):
         try:
             value = float(text)
         except OverflowError:
             value = math.inf
     else:
-        shown = text if len(text) <= 40 else text[:37] + "..."
         match = _NUMBER.fullmatch(text) if len(text) <= 64 else None
         if match is None:
+            comma = _COMMA.fullmatch(text) if len(text) <= 64 else None
             raise MeshwrightError(
-                "MW-UNIT-001", f"{shown!r} is not {what}", why="A number and a unit are needed", valid=examples
+                "MW-UNIT-001",
+                f"{shown(text, 40)} is not {what}",
+                why="A comma separates groups of three digits; decimals follow a point"
+                if comma
+                else "A number and a unit are needed",
+                valid=examples,
+                fix=text.strip().replace(",", ".") if comma else "",
             )
         unit = match[2] or ""
         if unit not in units and not (unit == "" and float(match[1].replace(",", "").replace("_", "")) == 0):
             near = nearest(unit, [u for u in units if u])
             raise MeshwrightError(
                 "MW-UNIT-002",
-                f"{unit!r} in {shown!r} is not a unit of {what.split(' ', 1)[1]}",
+                f"{shown(unit)} in {shown(text, 40)} is not a unit of {what.split(' ', 1)[1]}",
                 valid=[u for u in units if u],
                 fix=f"{match[1]}{near}" if near else "",
             )
         value = float(match[1].replace(",", "").replace("_", "")) * units.get(unit, 1.0)
     if not math.isfinite(value) or value < 0:
         raise MeshwrightError(
-            "MW-UNIT-003", f"{str(text)[:40]!r} is not {what}", why="It must be finite and not negative", valid=examples
+            "MW-UNIT-003", f"{shown(text, 40)} is not {what}", why="It must be finite and not negative", valid=examples
         )
     return value
 
@@ -106,13 +118,13 @@ def _scaled(value: float, steps: list[tuple[float, str]], digits: int) -> str:
 
 
 def format_bytes(value: float, digits: int = 3) -> str:
-    """Binary units, as memory is told: 80 GiB."""
+    """Binary units, as for memory: 80 GiB."""
     steps = [(BINARY[p], p + "B") for p in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki")]
     return _scaled(value, [*steps, (1.0, "B")], digits)
 
 
 def format_decimal_bytes(value: float, digits: int = 3) -> str:
-    """Decimal units, as traffic is told: 5.47 GB."""
+    """Decimal units, as for traffic: 5.47 GB."""
     steps = [(DECIMAL[p], p + "B") for p in ("E", "P", "T", "G", "M")]
     return _scaled(value, [*steps, (1e3, "kB"), (1.0, "B")], digits)
 

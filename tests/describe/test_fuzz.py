@@ -149,5 +149,5 @@ def test_a_wide_file_settles() -> None:
     settle(lambda: Config.from_parts("nano", "laptop", plan={f"k{i}": [{}] for i in range(20_000)}))
     draft = Draft()
     for _ in range(3):
-        draft.lay("plan", {f"k{i}": [i] for i in range(20_000)}, "again", None)  # type: ignore[arg-type]
+        draft.merge("plan", {f"k{i}": [i] for i in range(20_000)}, "again", None)  # type: ignore[arg-type]
     assert len(draft.origins) == 20_000

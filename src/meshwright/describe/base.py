@@ -1,7 +1,7 @@
-"""What every described object shares: frozen, typed, validated, printable, and a round trip through TOML.
+"""The base class of all described objects: frozen, typed, validated, printable, written to and read from TOML.
 
-Validation is pydantic's; this file turns its errors into the one shape of `meshwright.errors`, so that an unknown key
-names the nearest valid one and a bad value names the field it stands in.
+pydantic validates; this file turns its errors into the one shape of `meshwright.errors`. The error for an unknown key names the
+nearest valid key, and the error for a bad value names its field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from meshwright.errors import MeshwrightError, nearest
+from meshwright.errors import MeshwrightError, nearest, shown
 from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 
 
@@ -30,7 +30,7 @@ MOST = 2**40  # no dimension, degree or batch is larger: keeps arithmetic exact 
 
 
 def number(value: Any) -> Any:
-    """Python takes True for 1; a person who writes it meant something else."""
+    """Refuse a boolean where a number is needed: Python would take true for 1."""
     if isinstance(value, bool):
         raise MeshwrightError("MW-CONF-003", f"{str(value).lower()} is not a number")
     return value
@@ -38,7 +38,7 @@ def number(value: Any) -> Any:
 
 Size = Annotated[int, Field(ge=1, le=MOST), BeforeValidator(number)]
 Whole = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(number)]
-# A narrower limit is a type of its own: of two limits pydantic holds a field to the type's.
+# A narrower limit needs its own type: where a type and a field have limits, pydantic applies the type's.
 Length = Annotated[int, Field(ge=1, le=2**32), BeforeValidator(number)]
 Devices = Annotated[int, Field(ge=0, le=10**9), BeforeValidator(number)]
 Norms = Annotated[int, Field(ge=0, le=4), BeforeValidator(number)]
@@ -60,12 +60,12 @@ class Described(BaseModel):
         return type(self)(**{**self.as_dict(), **changes})
 
     def as_dict(self) -> dict[str, Any]:
-        """What was said and differs from the default, ready for TOML; defaults stay unsaid."""
+        """The fields that differ from their default, ready for TOML."""
         return self.model_dump(exclude_defaults=True, exclude_none=True)
 
 
 def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
-    """What is wrong in a table within a section, such as [model.router], under that table's own name."""
+    """An error of a table within a section, such as [model.router], with the path of that table."""
     table = cls.model_fields[place].annotation if place in cls.model_fields else None
     name = getattr(table, "__name__", "").lower()
     if what.startswith(f"{name}."):
@@ -73,8 +73,31 @@ def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
     return what.replace(f"[{name}]", f"[{path}]") if f"[{name}]" in what else f"{path}: {what}"
 
 
+REASONS = {
+    "model_type": "A table is needed",
+    "model_attributes_type": "A table is needed",
+    "dict_type": "A table is needed",
+    "tuple_type": "A list is needed",
+    "list_type": "A list is needed",
+    "string_type": "Text is needed",
+    "bool_type": "true or false is needed",
+    "bool_parsing": "true or false is needed",
+    "int_type": "A whole number is needed",
+    "int_parsing": "A whole number is needed",
+    "int_from_float": "A whole number is needed",
+    "float_type": "A number is needed",
+    "float_parsing": "A number is needed",
+    "literal_error": "It must be one of the valid values",
+}
+
+
+def _reason(error: Any) -> str:
+    """Why pydantic refused a value, in the words of a plan file instead of Python's."""
+    return REASONS.get(error["type"]) or str(error["msg"]).replace("Input should be", "It must be")
+
+
 def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
-    """The first thing pydantic found, in our shape."""
+    """The first error that pydantic found, as a MeshwrightError."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     place = ".".join(str(p) for p in first["loc"])
@@ -97,12 +120,11 @@ def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
         return MeshwrightError("MW-CONF-001", f"unknown key '{key[:60]}' in [{section}]", valid=known, fix=near)
     if first["type"] == "missing":
         return MeshwrightError("MW-CONF-002", f"[{section}] lacks '{place}'", why="It has no default")
-    given = repr(first.get("input"))
-    given = given if len(given) <= 60 else given[:57] + "..."
+    given = shown(first.get("input"))
     valid = first.get("ctx", {}).get("expected", "")
     options = [v.strip(" '") for v in str(valid).replace(" or ", ",").split(",")] if valid else []
     near = nearest(str(first.get("input")), options) if options else ""
     fix = f"--set {section}.{place}={near}" if near and section in SECTIONS else near
     return MeshwrightError(
-        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=first["msg"], valid=options, fix=fix
+        "MW-CONF-003", f"{section}.{place} = {given} is not valid", why=_reason(first), valid=options, fix=fix
     )

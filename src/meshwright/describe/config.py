@@ -1,6 +1,6 @@
-"""A configuration: model, cluster, stack, workload and plan put together from names, files and overrides.
+"""A configuration: model, cluster, stack, workload and plan, merged from names, files and overrides.
 
-    extends = "base.toml"                    # a file, relative to this one: read first, this one lies over it
+    extends = "base.toml"                    # a file, relative to this one: read first, then changed by this one
     model = "llama3-70b"                     # a catalog name, or the path of a Hugging Face config.json
     stack = "megatron-core"
     [cluster]
@@ -11,10 +11,10 @@
     [plan]
     tp = 8
 
-Later words win, key by key: catalog entry, then `extends` files from the root up, then the file, then each `--set a.b=c`.
-A section that names an entry (a string, or a table with `extends`) starts anew; a table without goes over what is
-there. Every value remembers who said it. A cluster that does not say its `gpus` takes the plan's world size where its
-levels reach that far.
+Later values win, key by key: catalog entry, then `extends` files from the first base on, then the file, then each `--set a.b=c`.
+A section that names an entry (a string, or a table with `extends`) replaces what was there; a table without `extends` changes
+some of its keys. The origin of every value is kept. A cluster without `gpus` takes the plan's world size where its levels
+reach that far.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Self
 from meshwright.describe import catalog
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
-from meshwright.describe.draft import HERE, NAMED, Draft, flat
+from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -43,7 +43,7 @@ Part = str | dict[str, Any] | Described
 
 @dataclass(frozen=True)
 class Config:
-    """The five objects, resolved, and the origin of every value that was said (by dotted path)."""
+    """The five objects, and the origin of every value that is not a default (by dotted path)."""
 
     model: Model
     cluster: Cluster
@@ -62,12 +62,12 @@ class Config:
         plan: Part | None = None,
         overrides: Iterable[str] = (),
     ) -> Self:
-        """From names, tables or objects, one for each section."""
+        """Merge names, tables or objects, one for each section."""
         draft = Draft()
-        said = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
-        for section, part in said.items():
+        given = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
+        for section, part in given.items():
             if part:
-                draft.lay(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
+                draft.merge(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
         return cls._resolved(draft, overrides)
 
     @classmethod
@@ -75,24 +75,24 @@ class Config:
         for override in overrides:
             draft.override(override)
         if "stack" not in draft.tables:
-            draft.lay("stack", "default", "default", HERE)
+            draft.merge("stack", "default", "default", HERE)
         for section in ("model", "cluster"):
             if section not in draft.tables:
                 raise MeshwrightError(
                     "MW-CONF-002",
-                    f"no [{section}] is given",
+                    f"[{section}] is missing",
                     why="It has no default",
                     valid=catalog.names(NAMED[section]),
                     fix=f"--set {section}=NAME",
                 )
         for section in ("workload", "plan"):
             draft.tables.setdefault(section, {})
-        parts: dict[str, Any] = {name: CLASSES[name](**draft.opened(name)) for name in SECTIONS}
+        parts: dict[str, Any] = {name: CLASSES[name](**draft.resolved(name)) for name in SECTIONS}
         config = cls(**parts, origins=draft.origins)
         return config._with_plan_size()
 
     def _with_plan_size(self) -> Self:
-        """A cluster of unsaid size is as large as the plan, if its levels reach that far."""
+        """A cluster without `gpus` is as large as the plan, if its levels reach that far."""
         world = self.plan.world
         reaches = len(self.cluster.levels) > 1 or world <= self.cluster.node_size
         if self.cluster.gpus or not any(path.startswith("plan.") for path in self.origins) or not reaches:
@@ -109,40 +109,40 @@ class Config:
         return {name: getattr(self, name) for name in SECTIONS}
 
     def origin(self, path: str) -> str:
-        """Who said the value at a dotted path."""
+        """Where the value at a dotted path comes from."""
         return self.origins.get(path, "default")
 
     def values(self) -> dict[str, Any]:
-        """Every value by its dotted path, defaults too."""
-        return {path: value for name, part in self.parts().items() for path, value in flat(part.model_dump(), name)}
+        """Every value by its dotted path, defaults included."""
+        return {path: value for name, part in self.parts().items() for path, value in leaves(part.model_dump(), name)}
 
     def to_dict(self) -> dict[str, Any]:
-        """The sections as a person would write them: names where the catalog says the same."""
-        return {name: spoken(part) for name, part in self.parts().items()}
+        """The sections as in a plan file: a name where the catalog has the same entry."""
+        return {name: to_toml_value(part) for name, part in self.parts().items()}
 
     def to_toml(self) -> str:
         """A file that `load` reads back to the same configuration."""
         import tomli_w
 
-        return tomli_w.dumps({name: said for name, said in self.to_dict().items() if said})
+        return tomli_w.dumps({name: value for name, value in self.to_dict().items() if value})
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file, with what it extends, and `--set` overrides on top."""
     draft = Draft()
-    draft.lay_file(Path(path))
+    draft.merge_file(Path(path))
     return Config._resolved(draft, overrides)
 
 
 def load_plan(path: str | Path) -> Plan:
     """The plan of a file; its other sections need not be there."""
     draft = Draft()
-    draft.lay_file(Path(path))
+    draft.merge_file(Path(path))
     if "plan" not in draft.tables:
         raise MeshwrightError(
             "MW-CONF-002", f"'{path}' has no [plan]", why="There is no plan to read", fix="[plan]\ntp = 8"
         )
-    return Plan(**draft.opened("plan"))
+    return Plan(**draft.resolved("plan"))
 
 
 def configure(
@@ -167,22 +167,22 @@ def configure(
     draft = Draft()
     if isinstance(model, Config):
         for section, part in model.parts().items():
-            draft.lay(section, part.as_dict(), "given", HERE)
+            draft.merge(section, part.as_dict(), "given", HERE)
         draft.origins.update(model.origins)
         model = ""
     if isinstance(plan, str | Path) and plan:
-        draft.lay_file(Path(plan))
+        draft.merge_file(Path(plan))
         plan = None
     elif is_plan_file(model):
-        draft.lay_file(Path(str(model)))
+        draft.merge_file(Path(str(model)))
         model = ""
     given = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
-    for section, said in given.items():
-        if said:
-            if isinstance(said, Described):  # an object replaces the section; a table changes some of its keys
+    for section, part in given.items():
+        if part:
+            if isinstance(part, Described):  # an object replaces the section; a table changes some of its keys
                 draft.clear(section)
-                said = said.as_dict()
-            draft.lay(section, str(said) if isinstance(said, Path) else said, "given", HERE)
+                part = part.as_dict()
+            draft.merge(section, str(part) if isinstance(part, Path) else part, "given", HERE)
     sizes = {"batch": batch, "seq": seq, "tokens": tokens and f'"{tokens}"'}
     words = [f"workload.{name}={value}" for name, value in sizes.items() if value]
     config = Config._resolved(draft, [*words, *overrides])
@@ -210,8 +210,8 @@ def diff(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def spoken(part: Described) -> str | dict[str, Any]:
-    """A name if the catalog's entry of that name is the same, else a table: over that entry, or in full."""
+def to_toml_value(part: Described) -> str | dict[str, Any]:
+    """The name of an equal catalog entry, else a table: the changes to the entry of that name, or all fields."""
     kind = PLURALS.get(type(part).__name__)
     name = getattr(part, "name", "")
     if not kind or name not in catalog.tables(kind):
@@ -225,9 +225,9 @@ def spoken(part: Described) -> str | dict[str, Any]:
 
 
 def table(part: Described) -> dict[str, Any]:
-    """What was said of a part, its own parts spoken in turn."""
-    said = part.as_dict()
+    """The fields of a part that differ from their defaults, its parts by name where they are catalog entries."""
+    fields = part.as_dict()
     if isinstance(part, Cluster):
-        said["accelerator"] = spoken(part.accelerator)
-        said["levels"] = [{**level.as_dict(), "link": spoken(level.link)} for level in part.levels]
-    return said
+        fields["accelerator"] = to_toml_value(part.accelerator)
+        fields["levels"] = [{**level.as_dict(), "link": to_toml_value(level.link)} for level in part.levels]
+    return fields

@@ -1,7 +1,7 @@
-"""A configuration while it is being put together: tables of words as said, and who said each of them last.
+"""A configuration while it is being merged: the tables of its sections, and the origin of each value in them.
 
-Names are opened into tables as soon as something is laid over them, so `--set cluster.accelerator.memory=60GiB` changes
-one number of a catalog entry and leaves the rest. Nothing is validated here; that is the described objects' business.
+A catalog name is replaced by its table as soon as something is merged into it, so `--set cluster.accelerator.memory=60GiB` changes
+one number of a catalog entry and keeps the other fields. Nothing is validated here; the described objects do that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from meshwright.describe import catalog, hf
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.files import DEPTH, parse_toml, read_text
-from meshwright.errors import MeshwrightError, nearest, unknown
+from meshwright.errors import MeshwrightError, nearest, shown, unknown
 
 MOST_EXTENDS = 8
 HERE = Path()
@@ -28,8 +28,8 @@ NAMED = {
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 
-class Who(NamedTuple):
-    """Who speaks: a file with the lines of its keys, the command line, a catalog entry."""
+class Source(NamedTuple):
+    """Where values come from: a file with the lines of its keys, the command line, or a catalog entry."""
 
     name: str
     lines: dict[str, int] = {}  # noqa: RUF012
@@ -51,8 +51,8 @@ class Draft:
 
     # Files and sections
 
-    def lay_file(self, path: Path, above: tuple[Path, ...] = ()) -> None:
-        """The file a file extends first, then its own sections."""
+    def merge_file(self, path: Path, above: tuple[Path, ...] = ()) -> None:
+        """Merge a file: first the file that it extends, then its sections."""
         text = read_text(path)
         if path.resolve() in above:
             raise MeshwrightError("MW-CONF-008", f"'{path}' extends itself", why=" → ".join(p.name for p in above))
@@ -63,67 +63,67 @@ class Draft:
         if not isinstance(base, str):
             raise MeshwrightError("MW-CONF-009", f"extends in {path} is not the path of a file", valid=['"base.toml"'])
         if base:
-            self.lay_file(path.parent / base, (*above, path.resolve()))
+            self.merge_file(path.parent / base, (*above, path.resolve()))
         lines = key_lines(text)
-        for section, said in document.items():
-            self.lay(section, said, str(path), path.parent, lines)
+        for section, given in document.items():
+            self.merge(section, given, str(path), path.parent, lines)
 
-    def lay(self, section: str, said: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
-        """A section as said: a name, or a table that may extend one."""
+    def merge(self, section: str, given: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
+        """Merge a section: a name, or a table that may extend one."""
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", f"in {origin}: section", section, SECTIONS, "[{}]")
-        if not isinstance(said, str | dict):
+        if not isinstance(given, str | dict):
             raise MeshwrightError("MW-CONF-009", f"in {origin}: [{section}] is neither a name nor a table")
-        said = {"extends": said} if isinstance(said, str) else dict(said)
-        who = Who(origin, lines or {})
-        if "extends" in said:
+        given = {"extends": given} if isinstance(given, str) else dict(given)
+        source = Source(origin, lines or {})
+        if "extends" in given:
             self.clear(section)
-            self.tables[section] = self._opened(section, said.pop("extends"), section, who, folder)
-        self._over(self.tables.setdefault(section, {}), said, section, who)
+            self.tables[section] = self._table_of(section, given.pop("extends"), section, source, folder)
+        self._overlay(self.tables.setdefault(section, {}), given, section, source)
 
     def clear(self, section: str) -> None:
-        """Drop what was said of a section so far."""
-        self._forget(self.tables.pop(section, None), section)
+        """Drop a section and its origins."""
+        self._clear_origins(self.tables.pop(section, None), section)
 
-    def _opened(self, place: str, name: Any, path: str, who: Who, folder: Path = HERE) -> dict[str, Any]:
-        """A catalog entry as a table of its own; for a model also a Hugging Face config.json."""
+    def _table_of(self, place: str, name: Any, path: str, source: Source, folder: Path = HERE) -> dict[str, Any]:
+        """The table behind a catalog name; for a model also of a Hugging Face config.json."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
             raise MeshwrightError(
                 "MW-CONF-009",
-                f"[{path}] cannot start from {str(name)[:60]!r}",
-                why="The catalog has none of its kind" if not kind else "A name is a string",
+                f"[{path}] cannot start from {shown(name)}",
+                why="The catalog has no entries for this table" if not kind else "A name is a string",
             )
         if kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
-            table, source = hf.read(str(folder / name)).as_dict(), str(folder / name)
+            table, origin = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
             catalog.load(kind, name)
-            table, source = {"name": name, **copied(catalog.tables(kind)[name])}, f"{kind}/{name}"
-        self._note(table, path, Who(source))
-        self.origins[f"{path}.name"] = who.at(path)
+            table, origin = {"name": name, **deep_copy(catalog.tables(kind)[name])}, f"{kind}/{name}"
+        self._record_origins(table, path, Source(origin))
+        self.origins[f"{path}.name"] = source.at(path)
         return table
 
-    def _over(self, base: dict[str, Any], said: dict[str, Any], path: str, who: Who) -> None:
-        """Lay the words of `said` over `base`, table by table."""
-        for key, value in said.items():
+    def _overlay(self, base: dict[str, Any], given: dict[str, Any], path: str, source: Source) -> None:
+        """Merge the values of `given` into `base`, table by table."""
+        for key, value in given.items():
             here, old = f"{path}.{key}", base.get(key)
             if isinstance(value, dict) and "extends" not in value:
                 if isinstance(old, str) and here in NAMED:
-                    base[key] = old = self._opened(here, old, here, Who(self.origins.pop(here)))
+                    base[key] = old = self._table_of(here, old, here, Source(self.origins.pop(here)))
                 if isinstance(old, dict):
-                    self._over(old, value, here, who)
+                    self._overlay(old, value, here, source)
                     continue
-            self._forget(old, here)
-            base[key] = copied(value)
-            self._note(value, here, who)
+            self._clear_origins(old, here)
+            base[key] = deep_copy(value)
+            self._record_origins(value, here, source)
 
-    def _note(self, value: Any, path: str, who: Who) -> None:
-        """Remember who said a value, leaf by leaf."""
-        for leaf, _ in flat(value, path):
-            self.origins[leaf] = who.at(leaf)
+    def _record_origins(self, value: Any, path: str, source: Source) -> None:
+        """Record where a value comes from, leaf by leaf."""
+        for leaf, _ in leaves(value, path):
+            self.origins[leaf] = source.at(leaf)
 
-    def _forget(self, value: Any, path: str) -> None:
-        for leaf, _ in flat(value, path):
+    def _clear_origins(self, value: Any, path: str) -> None:
+        for leaf, _ in leaves(value, path):
             self.origins.pop(leaf, None)
 
     # Overrides
@@ -142,28 +142,28 @@ class Draft:
         if section not in SECTIONS:
             raise unknown("MW-CONF-010", "section", section, SECTIONS, "--set {}." + ".".join(keys[1:]))
         if len(keys) == 1:
-            self.lay(section, value, "--set", HERE)
+            self.merge(section, value, "--set", HERE)
             return
         self._assign(self.tables.setdefault(section, {}), keys, value)
 
     def _assign(self, node: Any, keys: list[str], value: Any) -> None:
-        """Walk to the last key, opening names on the way."""
+        """Set the value at a path; names on the way are replaced by their tables."""
         path = keys[0]
         for key in keys[1:-1]:
             inner = self._inside(node, key, path)
             path = f"{path}.{key}"
             place = POSITION.sub("", path)
             if isinstance(inner, str) and place in NAMED:
-                inner = self._opened(place, inner, path, Who(self.origins.pop(path, "--set")))
+                inner = self._table_of(place, inner, path, Source(self.origins.pop(path, "--set")))
                 self._put(node, key, inner, path)
             elif inner is None:
                 inner = {}
                 self._put(node, key, inner, path)
             node = inner
         last = f"{path}.{keys[-1]}"
-        self._forget(self._inside(node, keys[-1], path), last)
+        self._clear_origins(self._inside(node, keys[-1], path), last)
         self._put(node, keys[-1], value, path)
-        self._note(value, last, Who("--set"))
+        self._record_origins(value, last, Source("--set"))
 
     def _inside(self, node: Any, key: str, path: str) -> Any:
         if isinstance(node, dict):
@@ -189,8 +189,8 @@ class Draft:
 
     # For validation
 
-    def opened(self, section: str) -> dict[str, Any]:
-        """The table of a section with every name inside it opened."""
+    def resolved(self, section: str) -> dict[str, Any]:
+        """The table of a section, with every catalog name inside it replaced by its table."""
         table = self.tables[section]
         if section == "cluster":
             self._open_inside(table, "accelerator", section)
@@ -201,34 +201,34 @@ class Draft:
         return table
 
     def _open_inside(self, table: dict[str, Any], key: str, path: str) -> None:
-        said, here = table.get(key), f"{path}.{key}"
-        said = {"extends": said} if isinstance(said, str) else said
-        if isinstance(said, dict) and "extends" in said:
-            who = Who(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
-            rest = {inner: value for inner, value in said.items() if inner != "extends"}
-            said_by = {leaf: self.origins.get(leaf, who.name) for leaf, _ in flat(rest, here) if rest}
-            table[key] = self._opened(POSITION.sub("", here), said["extends"], here, who)
-            self._over(table[key], rest, here, who)
-            self.origins.update(said_by)
+        given, here = table.get(key), f"{path}.{key}"
+        given = {"extends": given} if isinstance(given, str) else given
+        if isinstance(given, dict) and "extends" in given:
+            source = Source(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
+            rest = {inner: value for inner, value in given.items() if inner != "extends"}
+            origins_before = {leaf: self.origins.get(leaf, source.name) for leaf, _ in leaves(rest, here) if rest}
+            table[key] = self._table_of(POSITION.sub("", here), given["extends"], here, source)
+            self._overlay(table[key], rest, here, source)
+            self.origins.update(origins_before)
 
 
-def flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The leaves of nested tables by dotted path; a list of plain values is one leaf."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from flat(inner, f"{path}.{key}")
+            yield from leaves(inner, f"{path}.{key}")
     elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         for i, inner in enumerate(value):
-            yield from flat(inner, f"{path}.{i}")
+            yield from leaves(inner, f"{path}.{i}")
     else:
         yield path, value
 
 
-def copied(value: Any) -> Any:
-    """A copy whose tables and lists may be changed."""
+def deep_copy(value: Any) -> Any:
+    """A copy of nested tables and lists."""
     if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    return [copied(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: deep_copy(inner) for key, inner in value.items()}
+    return [deep_copy(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def parse_value(text: str, path: str) -> Any:
@@ -243,14 +243,14 @@ def parse_value(text: str, path: str) -> Any:
     near = nearest(text, ["true", "false"])
     raise MeshwrightError(
         "MW-CONF-011",
-        f"--set {path[:60]}: {text[:60]!r} is no value",
+        f"--set {path[:60]}: {shown(text)} cannot be parsed",
         fix=near,
         valid=["8", "true", "bf16", '"a string"', '["tp", "dp"]'],
     )
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of each key by its dotted path, as far as line by line reading tells."""
+    """The line of each key by its dotted path, found by reading line by line."""
     lines: dict[str, int] = {}
     prefix = ""
     for number, line in enumerate(text.splitlines(), 1):

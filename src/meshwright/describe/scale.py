@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, shown
 
 SIZE_EXPONENT = 0.076  # Kaplan et al. 2020, equation 1.1
 TOKENS_PER_PARAMETER = 20.0  # Hoffmann et al. 2022, table 3
@@ -133,5 +133,5 @@ def compute_optimal(flops: float, ratio: float = TOKENS_PER_PARAMETER) -> tuple[
 def _positive(name: str, value: float, most: float = math.inf) -> float:
     if isinstance(value, bool) or not math.isfinite(value) or not 0 < value <= most:
         wanted = "above 0" if most == math.inf else f"above 0, at most {most:g}"
-        raise MeshwrightError("MW-SCALE-001", f"{name} = {value!r} is not valid", valid=[wanted])
+        raise MeshwrightError("MW-SCALE-001", f"{name} = {shown(value)} is not valid", valid=[wanted])
     return value

@@ -152,8 +152,8 @@ def cluster_of(name: str, ranks: int) -> Cluster:
         from meshwright.describe.draft import Draft
 
         draft = Draft()
-        draft.lay_file(Path(name))
-        cluster = Cluster(**draft.opened("cluster"))
+        draft.merge_file(Path(name))
+        cluster = Cluster(**draft.resolved("cluster"))
     else:
         cluster = catalog.load("clusters", name)
     return cluster if cluster.world >= ranks else cluster.with_gpus(ranks)

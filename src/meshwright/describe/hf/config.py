@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.base import MOST
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, kind_of
 
 MOST_BYTES = 2_000_000
 # Values a config may omit because they are the defaults of its class (nested configs are saved as differences).
@@ -146,7 +146,7 @@ def shown(value: object) -> str:
     try:
         text = json.dumps(value, default=str)
     except (RecursionError, ValueError):
-        text = type(value).__name__
+        text = kind_of(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -182,7 +182,7 @@ def parse(raw: bytes) -> dict[str, Any]:
         why = "It is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise MeshwrightError("MW-HF-003", "the config is not valid JSON", why=why) from None
     if not isinstance(data, dict):
-        raise MeshwrightError("MW-HF-003", f"the config is a {type(data).__name__}, not a JSON object")
+        raise MeshwrightError("MW-HF-003", f"the config is {kind_of(data)}, not a JSON object")
     return data
 
 
