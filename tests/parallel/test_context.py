@@ -403,15 +403,15 @@ def own_tokens_only():
     """The loss divided by the tokens of one rank's part of the sequence."""
     from meshwright.training.loop import Trainer
 
-    summed = Trainer.summed
-    Trainer.summed = lambda self, values, axis: values if axis == "dp_cp" else summed(self, values, axis)
+    all_reduce = Trainer.all_reduce
+    Trainer.all_reduce = lambda self, values, axis: values if axis == "dp_cp" else all_reduce(self, values, axis)
 
 
 @pytest.mark.parametrize(
     ("bug", "model", "what"),
     [
         ("wrong_offset", {}, "loss"),
-        ("wrong_offset", {"positions": "learned"}, "loss"),
+        ("wrong_offset", {"positions": "learned", "max_positions": 48}, "loss"),
         ("no_sync_without_dp", {}, "gradient"),
         ("own_tokens_only", {}, "loss"),
     ],

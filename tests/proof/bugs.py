@@ -154,12 +154,12 @@ def every_rank_reads_the_same_samples():
 
 def loss_normalised_per_rank():
     """A mean of each rank's mean, though ranks have different numbers of valid tokens."""
-    summed = loop.Trainer.summed
+    all_reduce = loop.Trainer.all_reduce
 
     def local(self, values, axis):
-        return values * self.parallel.mesh.size(axis) if axis == "dp_cp" else summed(self, values, axis)
+        return values * self.parallel.mesh.size(axis) if axis == "dp_cp" else all_reduce(self, values, axis)
 
-    loop.Trainer.summed = local
+    loop.Trainer.all_reduce = local
 
 
 def microbatch_loss_not_divided():

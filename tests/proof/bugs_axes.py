@@ -178,15 +178,15 @@ def context_ranks_not_summed():
     Mesh.group = lambda self, axis: None if axis == "dp_cp" and self.size("cp") > 1 else group(self, axis)
 
     # Tokens are still counted over all of them.
-    summed = loop.Trainer.summed
+    all_reduce = loop.Trainer.all_reduce
 
     def counted(self, values, axis):
         if axis == "dp_cp":
             distributed.all_reduce(values)
             return values
-        return summed(self, values, axis)
+        return all_reduce(self, values, axis)
 
-    loop.Trainer.summed = counted
+    loop.Trainer.all_reduce = counted
 
 
 def rotation_starts_at_zero_on_every_rank():

@@ -37,36 +37,38 @@ FIRST_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0)
 UNIT = 16  # sizes of the device's products must be multiples of it
 
 
-def largest(x: torch.Tensor) -> torch.Tensor:
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in a tensor."""
     return x.abs().amax().to(torch.float32)
 
 
-def scale_of(most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale of a tensor whose largest magnitude is `most`. Multiplied by the reciprocal, as a GPU divides by a constant
+def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale of a tensor whose largest magnitude is `amax`. Multiplied by the reciprocal, as a GPU divides by a constant
     and a CPU does not: a last-digit difference in a scale changes how a number between two fp8 values is rounded."""
-    return (most * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
+    return (amax * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantise(
-    x: torch.Tensor, dtype: torch.dtype, most: torch.Tensor | None = None
+    x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor in fp8 and its scale: x ≈ quantised · scale. `most` is the largest magnitude of the whole tensor, where `x`
+    """The tensor in fp8 and its scale: x ≈ quantised · scale. `amax` is the largest magnitude of the whole tensor, where `x`
     is a part of it."""
     limit = torch.finfo(dtype).max
-    scale = scale_of(largest(x) if most is None else most, dtype)
+    scale = scale_of(amax_of(x) if amax is None else amax, dtype)
     # Divided in at least float32: dividing by a scale rounded to 16 bits and multiplying by the exact one would add a bias.
     # Rounding the scale may lift the largest value just above the range; saturate, since E4M3 has no infinity.
-    return (x.to(wide(x)) / scale).to(torch.float32).clamp(-limit, limit).to(dtype), scale
+    return (x.to(sum_dtype(x)) / scale).to(torch.float32).clamp(-limit, limit).to(dtype), scale
 
 
-def wide(x: torch.Tensor) -> torch.dtype:
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which sums of products of `x` are computed: at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype, most: torch.Tensor | None = None) -> torch.Tensor:
+def rounded(x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None) -> torch.Tensor:
     """The tensor rounded to fp8, in at least float32."""
-    small, scale = quantise(x, dtype, most)
-    return small.to(wide(x)) * scale
+    quantised, scale = quantise(x, dtype, amax)
+    return quantised.to(sum_dtype(x)) * scale
 
 
 def scaled_product(
@@ -74,15 +76,15 @@ def scaled_product(
     b: torch.Tensor,
     a_dtype: torch.dtype,
     b_dtype: torch.dtype,
-    a_most: torch.Tensor | None = None,
-    b_most: torch.Tensor | None = None,
+    a_amax: torch.Tensor | None = None,
+    b_amax: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """a [M, K] times b [N, K]ᵀ, both rounded to fp8."""
     if not has_scaled_product(a, b):
-        return (rounded(a, a_dtype, a_most) @ rounded(b, b_dtype, b_most).T).to(a.dtype)
-    (small_a, scale_a), (small_b, scale_b) = quantise(a, a_dtype, a_most), quantise(b, b_dtype, b_most)
+        return (rounded(a, a_dtype, a_amax) @ rounded(b, b_dtype, b_amax).T).to(a.dtype)
+    (quantised_a, scale_a), (quantised_b, scale_b) = quantise(a, a_dtype, a_amax), quantise(b, b_dtype, b_amax)
     out = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
-    return on_device(small_a, small_b, scale_a, scale_b, out).to(a.dtype)
+    return on_device(quantised_a, quantised_b, scale_a, scale_b, out).to(a.dtype)
 
 
 def on_device(
@@ -101,11 +103,11 @@ def has_scaled_product(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape[1] % UNIT == 0 and b.shape[0] % UNIT == 0
 
 
-def agreed(most: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
+def max_over_ranks(amax: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
     """The maximum over all ranks that hold a part of the tensor."""
     for group in groups:
-        distributed.all_reduce(most, distributed.ReduceOp.MAX, group)
-    return most
+        distributed.all_reduce(amax, distributed.ReduceOp.MAX, group)
+    return amax
 
 
 class _Linear(torch.autograd.Function):
@@ -113,17 +115,17 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Sequence[ProcessGroup]) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         flat = x.flatten(0, -2)
-        ctx.groups, ctx.most = groups, agreed(torch.stack((largest(flat), largest(weight))), groups)
-        return scaled_product(flat, weight, E4M3, E4M3, *ctx.most).unflatten(0, x.shape[:-1])
+        ctx.groups, ctx.amax = groups, max_over_ranks(torch.stack((amax_of(flat), amax_of(weight))), groups)
+        return scaled_product(flat, weight, E4M3, E4M3, *ctx.amax).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         flat_x, flat_g = x.flatten(0, -2), gradient.flatten(0, -2)
-        most_x, most_w = ctx.most
-        most_g = agreed(largest(flat_g), ctx.groups)
-        dx = scaled_product(flat_g, weight.T.contiguous(), E5M2, E4M3, most_g, most_w).unflatten(0, x.shape[:-1])
-        return dx, scaled_product(flat_g.T.contiguous(), flat_x.T.contiguous(), E5M2, E4M3, most_g, most_x), None
+        amax_x, amax_w = ctx.amax
+        amax_g = max_over_ranks(amax_of(flat_g), ctx.groups)
+        dx = scaled_product(flat_g, weight.T.contiguous(), E5M2, E4M3, amax_g, amax_w).unflatten(0, x.shape[:-1])
+        return dx, scaled_product(flat_g.T.contiguous(), flat_x.T.contiguous(), E5M2, E4M3, amax_g, amax_x), None
 
 
 def linear(

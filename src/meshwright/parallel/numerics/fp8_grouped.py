@@ -35,31 +35,32 @@ from meshwright.parallel.numerics.fp8 import (
     E4M3,
     E5M2,
     UNIT,
-    agreed,
     has_scaled_product,
+    max_over_ranks,
     on_device,
     quantise,
     scale_of,
-    wide,
+    sum_dtype,
 )
 
 EXPONENT = 0x7F800000  # the bits of a float32 that hold it
 
 
-def largest_of(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+def amax_over(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+    """The largest magnitudes along these dimensions, which become 1."""
     return x.detach().abs().amax(dims, keepdim=True).to(torch.float32)
 
 
-def up_to_power_of_two(most: torch.Tensor) -> torch.Tensor:
-    """The smallest number above `most` whose scale is a power of two."""
-    exponent = scale_of(most, E5M2).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
+def amax_of_power_of_two_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The smallest number above `amax` whose scale is a power of two."""
+    exponent = scale_of(amax, E5M2).view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
     return exponent * (2 * torch.finfo(E5M2).max)
 
 
 def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """a [M, K] times b [N, K]ᵀ, both in fp8, times a scalar; in the dtype in which sums of `like` are computed."""
     if not len(a) or not has_scaled_product(a, b):
-        return (a.to(wide(like)) @ b.to(wide(like)).T) * scale
+        return (a.to(sum_dtype(like)) @ b.to(sum_dtype(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
     aligned = scale.reshape(()).clone()  # the device needs a scale at an address that is a multiple of 16 bytes
     return on_device(a, b, one, aligned, torch.float32)
@@ -82,34 +83,41 @@ class _Grouped(torch.autograd.Function):
         group: ProcessGroup | None,
         part: bool,
     ) -> torch.Tensor:
-        most_R, most_E = largest_of(x_RI, 1), largest_of(weight_EOI, (1, 2))
+        amax_R, amax_E = amax_over(x_RI, 1), amax_over(weight_EOI, (1, 2))
         if group is not None:
-            maxima = agreed(torch.cat((most_R.flatten(), most_E.flatten())) if part else most_E.flatten(), [group])
-            most_E = maxima[-len(most_E) :].view_as(most_E)
-            most_R = maxima[: -len(most_E)].view_as(most_R) if part else most_R
-        (small_RI, scale_R), (small_EOI, scale_E) = quantise(x_RI, E4M3, most_R), quantise(weight_EOI, E4M3, most_E)
-        ctx.counts, ctx.most_E = counts, most_E
-        ctx.save_for_backward(small_RI, scale_R, weight_EOI)
-        runs = zip(small_RI.split(counts), small_EOI, scale_E, strict=True)
+            maxima = max_over_ranks(
+                torch.cat((amax_R.flatten(), amax_E.flatten())) if part else amax_E.flatten(), [group]
+            )
+            amax_E = maxima[-len(amax_E) :].view_as(amax_E)
+            amax_R = maxima[: -len(amax_E)].view_as(amax_R) if part else amax_R
+        (quantised_RI, scale_R), (quantised_EOI, scale_E) = (
+            quantise(x_RI, E4M3, amax_R),
+            quantise(weight_EOI, E4M3, amax_E),
+        )
+        ctx.counts, ctx.amax_E = counts, amax_E
+        ctx.save_for_backward(quantised_RI, scale_R, weight_EOI)
+        runs = zip(quantised_RI.split(counts), quantised_EOI, scale_E, strict=True)
         return (torch.cat([product(x, w, s, x_RI) for x, w, s in runs]) * scale_R).to(x_RI.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient_RO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        small_RI, scale_R, weight_EOI = ctx.saved_tensors
-        small_EOI, scale_E = quantise(weight_EOI, E4M3, ctx.most_E)
-        small_RO, grad_scale_R = quantise(gradient_RO, E5M2, up_to_power_of_two(largest_of(gradient_RO, 1)))
-        runs = zip(small_RO.split(ctx.counts), small_EOI, scale_E, strict=True)
+        quantised_RI, scale_R, weight_EOI = ctx.saved_tensors
+        quantised_EOI, scale_E = quantise(weight_EOI, E4M3, ctx.amax_E)
+        quantised_RO, grad_scale_R = quantise(gradient_RO, E5M2, amax_of_power_of_two_scale(amax_over(gradient_RO, 1)))
+        runs = zip(quantised_RO.split(ctx.counts), quantised_EOI, scale_E, strict=True)
         dx_RI = torch.cat([product(g, columns(w)[:, : len(w)], s, gradient_RO) for g, w, s in runs]) * grad_scale_R
-        by_expert = zip((gradient_RO * scale_R).split(ctx.counts), small_RI.split(ctx.counts), weight_EOI, strict=True)
+        by_expert = zip(
+            (gradient_RO * scale_R).split(ctx.counts), quantised_RI.split(ctx.counts), weight_EOI, strict=True
+        )
         dw_EOI = torch.stack([_weight_gradient(h, x, w) for h, x, w in by_expert])
         return dx_RI.to(gradient_RO.dtype), dw_EOI.to(weight_EOI.dtype), None, None, None
 
 
-def _weight_gradient(h_RO: torch.Tensor, small_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(h_RO: torch.Tensor, quantised_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     if not len(h_RO):  # an expert without a token
-        return torch.zeros_like(weight_OI, dtype=wide(h_RO))
-    small_RO, scale = quantise(h_RO, E5M2, up_to_power_of_two(largest_of(h_RO, (0, 1))))
-    return product(columns(small_RO), columns(small_RI), scale, h_RO)
+        return torch.zeros_like(weight_OI, dtype=sum_dtype(h_RO))
+    quantised_RO, scale = quantise(h_RO, E5M2, amax_of_power_of_two_scale(amax_over(h_RO, (0, 1))))
+    return product(columns(quantised_RO), columns(quantised_RI), scale, h_RO)
 
 
 def grouped(
