@@ -31,22 +31,22 @@ def train(world, jobs):
 
 
 def train_on_one(jobs):
-    """Each on one device, half of them on each core."""
+    """Jobs of one device, half of them on each core."""
     halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
 def companions(layout):
-    """Those that train in the same processes: of its world size and its preparation, so many at a time."""
-    alike = [other for other in ALL if (other.plan.world, other.prepare) == (layout.plan.world, layout.prepare)]
+    """Layouts that train in the same processes: of one world size and preparation, at most `TOGETHER` of them."""
+    same = [other for other in ALL if (other.plan.world, other.prepare) == (layout.plan.world, layout.prepare)]
     size = TOGETHER[layout.plan.world]
-    start = alike.index(layout) // size * size
-    return tuple(alike[start : start + size])
+    start = same.index(layout) // size * size
+    return tuple(same[start : start + size])
 
 
 @cache
 def trained(together):
-    """Traces by layout; should the set fail, each by itself, so that one failure is not everyone's."""
+    """Traces by layout; if the set fails, none: each layout then trains by itself, so that one failure does not hide the others."""
     try:
         by_rank = train(together[0].plan.world, [layout.job() for layout in together])
         return {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
@@ -60,7 +60,7 @@ def traces_of(layout):
 
 
 def all_five(layout):
-    """Every axis at once: always tried, and so are those of eight ranks that train beside it."""
+    """Whether every axis is above 1: such a layout is in the daily run, with the eight-rank layouts of its set."""
     plan = layout.plan
     return min(plan.tp, plan.cp, plan.pp, plan.ep, 1 + plan.zero) > 1
 
@@ -112,38 +112,43 @@ def data_decides(layout):
 
 
 def in_sets(every):
-    """Traces by layout: those of one world size train in the same processes, so many at a time."""
+    """Traces by layout: those of one world size train in the same processes, at most `TOGETHER` of them."""
     traces = {}
     for world in sorted({layout.plan.world for layout in every}):
-        alike, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
-        for i in range(0, len(alike), size):
-            together = alike[i : i + size]
+        same, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
+        for i in range(0, len(same), size):
+            together = same[i : i + size]
             by_rank = train(world, [layout.job() for layout in together])
             traces |= {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
     return traces
 
 
+def lossy_set(layout):
+    """Lossy layouts of one world size, the daily ones or those of the soak."""
+    return tuple(other for other in (TWINS if layout in TWINS else LOSSY) if other.plan.world == layout.plan.world)
+
+
 @cache
 def lossy(every):
-    """Ranks first: they tell one device how they cut their gradients."""
+    """Traces of one device and of the ranks. Ranks train first: they report to one device how they cut their gradients."""
     traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
     return dict(zip(traces, train_on_one(jobs), strict=True)), traces
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout, "matrix lossy") for layout in (*LOSSY, *TWINS)])
+@pytest.mark.parametrize("layout", [marked(layout, f"matrix lossy {layout.plan.world}") for layout in (*LOSSY, *TWINS)])
 def test_a_lossy_layout_equals_its_emulation_on_one_device(layout):
-    one, many = (by[layout] for by in lossy(TWINS if layout in TWINS else LOSSY))
+    one, many = (by[layout] for by in lossy(lossy_set(layout)))
     agreement = compare(one, many)
     assert all(error < BOUND for error in agreement.errors.values()), agreement.breaks[:3]
     assert_issues_what_is_lowered(layout, many)
 
 
 @cache
-def narrow():
+def narrow(dtype):
     """Traces by layout, and by layout one device's in the same 16 bits and in float64."""
-    traces = in_sets(layouts.narrow_layouts())
+    traces = in_sets([layout for layout in layouts.narrow_layouts() if layout.dtype == dtype])
     jobs = {
         layout: [on_one_device(layout, dtype, many) for dtype in (layout.dtype, "fp64")]
         for layout, many in traces.items()
@@ -154,16 +159,16 @@ def narrow():
 
 
 def on_one_device(layout, dtype, many):
-    """All of the batch at once, or what the ranks do in its place."""
+    """One device in this dtype: all of the batch at once, or an emulation of the ranks."""
     plan, job = layout.plan, replace(layout.job(), dtypes=(dtype,))
     one = proof.one_device(job, [{dtype: trace} for trace in many])
     return replace(one, plan=one.plan.but(master=plan.master, grad_dtype=plan.grad_dtype))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout, "matrix narrow") for layout in layouts.narrow_layouts()])
+@pytest.mark.parametrize("layout", [marked(layout, f"matrix {layout.dtype}") for layout in layouts.narrow_layouts()])
 def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
-    (single, double), many = (by[layout] for by in narrow())
+    (single, double), many = (by[layout] for by in narrow(layout.dtype))
     agreement = compare(double, many, bounds_from_rounding(single, double))
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert agreement.errors["gradient"] > 1e-6  # it was computed in 16 bits
