@@ -1,11 +1,14 @@
-"""The README names only what exists, and opens with the two commands."""
+"""The README is true: its commands, files and targets exist, and the outputs it shows are the outputs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from meshwright.cli import COMMANDS
+from readme import blocks, is_repeatable, masked, run
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text("utf-8")
@@ -28,3 +31,29 @@ def test_make_targets_exist() -> None:
     named = re.findall(r"\$ make ([a-z]+)", TEXT)
     assert named[:2] == ["demo", "test"]
     assert set(named) <= targets
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), [b for b in blocks(TEXT) if is_repeatable(b[0])], ids=lambda text: text[:40]
+)
+def test_outputs_are_what_the_commands_print(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change: make pages"""
+    monkeypatch.chdir(ROOT)
+    assert masked(run(command)) == masked(shown)
+
+
+def test_the_environment_and_the_license_are_named() -> None:
+    assert "source .venv/bin/activate" in TEXT
+    assert ".venv/bin/meshwright" in TEXT
+    assert "[Apache License 2.0](LICENSE)" in TEXT
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text("utf-8")
+    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text("utf-8")
+
+
+def test_legends_are_readable_without_colour() -> None:
+    """Each kind of time in `estimate` has a fill character of its own, in the bars and in the legend."""
+    from meshwright.view.estimate import COLOURS, FILL, legend
+
+    assert len(set(FILL.values())) == len(FILL) == len(COLOURS)
+    plain = re.sub(r"\[.*?\]", "", legend())
+    assert all(f"{2 * fill} {kind}" in plain for kind, fill in FILL.items())

@@ -80,7 +80,7 @@ def test_off_in_evaluation_and_refused_without_a_moment():
     layer, x = Dropout(0.4, "a"), torch.ones(8, 4, 2)
     with pytest.raises(MeshwrightError, match="MW-BUILD-004"):
         layer(x)
-    with drawing(MOMENT), pytest.raises(MeshwrightError, match="dropout at a of 3 samples"):
+    with drawing(MOMENT), pytest.raises(MeshwrightError, match="dropout at a with a batch of 3 samples"):
         layer(x[:3])
     assert torch.equal(layer.eval()(x), x)
 

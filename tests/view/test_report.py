@@ -86,7 +86,7 @@ def test_the_title_is_the_plan_that_was_trained(tmp_path):
     (run / "plan.toml").write_text(config.to_toml())
     text = page([read_run(run)])
     assert "<h2>dp 2 · tp 2 · micro-batch 4 " in text
-    assert "proved on a small copy: dp 2 · tp 2 · micro-batch 2" in text
+    assert "a small copy, dp 2 · tp 2 · micro-batch 2<" in text
 
 
 def test_an_interrupted_run_says_so(tmp_path):

@@ -26,7 +26,7 @@ def drawn(*names, width=100, colours=None, **options):
 def test_1f1b_as_text():
     """The figure of the textbooks, letter by letter."""
     assert drawn("1f1b", width=80).splitlines()[:6] == [
-        "1f1b: 4 ranks, 8 micro-batches, 1 stage a rank                     in flight",
+        "1f1b: 4 ranks, 8 micro-batches, 1 stage per rank                   in flight",
         "rank 0 F0F1F2F3············B0--F4B1--F5B2--F6B3--F7B4--··B5--··B6--··B7--  4",
         "rank 1 ··F0F1F2········B0--F3B1--F4B2--F5B3--F6B4--F7B5--··B6--··B7--····  3",
         "rank 2 ····F0F1····B0--F2B1--F3B2--F4B3--F5B4--F6B5--F7B6--··B7--········  2",
@@ -38,8 +38,8 @@ def test_1f1b_as_text():
 def test_the_two_bubbles_have_two_names():
     text = drawn("1f1b")
     assert "bubble fraction 27.3% of the step, bubble overhead 37.5% of the work" in text
-    assert "makespan 33 · in flight 4 micro-batches on the fullest rank, 1 on the emptiest" in text
-    assert "without a barrier between steps: one every 24, 0.0% of it idle" in drawn("zb-h2")
+    assert "makespan 33 · in flight 4 micro-batches on the rank with the most, 1 on the rank with the fewest" in text
+    assert "without a barrier between steps: one step every 24, 0.0% of it idle" in drawn("zb-h2")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -76,13 +76,13 @@ def test_messages_grow_with_the_stages_of_a_rank():
     assert messages(walk(build("interleaved", 1, 8, 3))) == 0
 
 
-def test_seconds_are_told_in_a_handy_unit():
+def test_seconds_are_printed_in_a_readable_unit():
     walked = walk(build("1f1b", 2, 4), Durations.of(2, *([0.002] * 2,) * 3))
     out = io.StringIO()
     show_pipelines([walked], Console(file=out, width=100), seconds=True)
     assert "makespan 30 ms" in out.getvalue()
     assert "0 ms" in out.getvalue()
-    assert unit_of([walked], False).told(walked.makespan) == "0.03"
+    assert unit_of([walked], False).format(walked.makespan) == "0.03"
 
 
 def data_of(page):

@@ -1,1 +1,1 @@
-"""Predictions held to measurements: published runs read as cases, their errors told, constants fitted."""
+"""Predictions compared with measurements: read published runs, predict them, and score the errors."""

@@ -1,7 +1,7 @@
-"""A row of published measurements → model, cluster, stack, workload and plan, saying what was not told and so assumed.
+"""A row of published measurements → model, cluster, stack, workload and plan, with the list of what was assumed.
 
-Blank means *not told*, never zero. What a stack always does is taken from the stack; what a family of models always has is
-taken from the catalog; recompute that is not told is the least that makes the run fit. A row without the shape of its model, its
+A blank cell means *not published*, never zero. Missing values come from the stack, or from the catalog entry of the model
+family; if recompute is not published, the least recompute that fits is assumed. A row without the shape of its model, its
 GPUs or its batch is refused with the reason.
 """
 
@@ -26,7 +26,7 @@ from meshwright.errors import MeshwrightError
 LIMIT = 200_000_000
 REQUIRED = ("row_id", "file", "gpus", "tp", "pp", "global_batch", "seq_len", "step_time_s")
 
-FAMILIES = (  # how a model's name leads to its catalog entry; told shapes override it
+FAMILIES = (  # model name → catalog entry; published shapes override the entry
     (r"deepseek.?v3", "deepseek-v3"),
     (r"qwen3.235b", "qwen3-235b-a22b"),
     (r"qwen3.30b", "qwen3-30b-a3b"),
@@ -57,7 +57,7 @@ PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mx
 
 @dataclass
 class Case:
-    """One run: what was measured, and the configuration it was measured with."""
+    """One published run: its measurements and its configuration."""
 
     row: dict[str, str]
     model: Model | None = None
@@ -74,12 +74,12 @@ class Case:
 
     @property
     def step_time(self) -> float | None:
-        """As told, or from tokens per second and device."""
-        told = number(self.row.get("step_time_s", ""))
+        """The published step time, or the one that follows from tokens per second and device."""
+        published = number(self.row.get("step_time_s", ""))
         rate = number(self.row.get("tokens_per_s_per_gpu", ""))
-        if told is None and rate and self.workload and self.cluster:
+        if published is None and rate and self.workload and self.cluster:
             return self.workload.tokens_per_step / (rate * self.cluster.world)
-        return told
+        return published
 
     @property
     def memory(self) -> float | None:
@@ -87,7 +87,7 @@ class Case:
 
 
 def number(text: str | None) -> float | None:
-    """The first number in a cell, or None when it is blank."""
+    """The first number in a cell, or None if the cell is blank."""
     match = re.search(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", text or "")
     return float(match[0]) if match else None
 
@@ -102,7 +102,7 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
     path = Path(path)
     if not path.is_file():
         raise MeshwrightError(
-            "MW-VAL-001", f"there is no file {str(path)!r}", fix="give a CSV with the columns of runs.csv"
+            "MW-VAL-001", f"the file {str(path)!r} does not exist", fix="give a CSV with the columns of runs.csv"
         )
     if path.stat().st_size > LIMIT:
         raise MeshwrightError("MW-VAL-001", f"{str(path)!r} is larger than {LIMIT // 10**6} MB")
@@ -127,7 +127,7 @@ def read(path: str | Path) -> Iterator[dict[str, str]]:
 
 
 def case(row: dict[str, str]) -> Case:
-    """Read one row; `refused` says why when it cannot be predicted."""
+    """Read one row; `refused` is the reason if it cannot be predicted."""
     out = Case(defaultdict(str, row))
     try:
         out.stack = _stack(out)
@@ -166,36 +166,36 @@ def _model(c: Case) -> Model:
         (entry for pattern, entry in FAMILIES if re.search(pattern, name) and entry in catalog.names("models")), None
     )
     if re.search(r"nemotron.h|nemotron.?3|kimi|v4 flash", name):
-        raise _refuse(f"the shape of {r['model']} is not one we describe")
-    told = {
+        raise _refuse(f"the shape of {r['model']} cannot be described")
+    published = {
         k: whole(r[col])
         for k, col in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab"))
         if whole(r[col])
     }
     if base:
         shape: Model = catalog.load("models", base)
-        if told.get("hidden", shape.hidden) == shape.hidden:
-            keep = {k: v for k, v in told.items() if k != "heads" or shape.attention == "gqa"}
+        if published.get("hidden", shape.hidden) == shape.hidden:
+            keep = {k: v for k, v in published.items() if k != "heads" or shape.attention == "gqa"}
             if r["kv_heads"].isdigit() and shape.attention == "gqa":
                 keep["kv_heads"] = whole(r["kv_heads"])
             if "layers" in keep:
                 keep["dense_layers"] = min(shape.dense_layers, keep["layers"])
-            if not told:
+            if not published:
                 c.assumed.append(f"shape: catalog {base}")
             return shape.but(name=r["model"], **keep)
-    if not {"layers", "hidden"} <= set(told):
-        raise _refuse("the shape of the model is not told")
-    return _custom(c, told, name)
+    if not {"layers", "hidden"} <= set(published):
+        raise _refuse("the shape of the model is not published")
+    return _custom(c, published, name)
 
 
-def _custom(c: Case, told: dict[str, int], name: str) -> Model:
+def _custom(c: Case, published: dict[str, int], name: str) -> Model:
     r = c.row
-    hidden = told["hidden"]
-    if "heads" not in told:
-        told["heads"] = max(1, hidden // 128)
-        c.assumed.append(f"heads: hidden / 128 = {told['heads']}")
-    if "vocab" not in told:
-        told["vocab"] = 50304
+    hidden = published["hidden"]
+    if "heads" not in published:
+        published["heads"] = max(1, hidden // 128)
+        c.assumed.append(f"heads: hidden / 128 = {published['heads']}")
+    if "vocab" not in published:
+        published["vocab"] = 50304
         c.assumed.append("vocabulary: 50304")
     gated = bool(re.search(GATED, name))
     ffn = whole(r["ffn_hidden"])
@@ -204,14 +204,14 @@ def _custom(c: Case, told: dict[str, int], name: str) -> Model:
         c.assumed.append("FFN: 4 × hidden")
     experts = whole(r["experts"])
     fields: dict[str, Any] = dict(
-        told,
+        published,
         name=r["model"],
-        kv_heads=whole(r["kv_heads"]) or told["heads"],
+        kv_heads=whole(r["kv_heads"]) or published["heads"],
         ffn=ffn,
         max_positions=whole(r["seq_len"], 2048),
     )
-    if told["heads"] % fields["kv_heads"]:
-        fields["kv_heads"] = told["heads"]
+    if published["heads"] % fields["kv_heads"]:
+        fields["kv_heads"] = published["heads"]
     if experts:
         dense = re.search(r"dense (\d+)", r["ffn_hidden"])
         shared = re.search(r"\+ (\d+) shared", r["ffn_hidden"])
@@ -236,7 +236,7 @@ def _custom(c: Case, told: dict[str, int], name: str) -> Model:
     return Model(**fields, activation="relu" if squared else "gelu", vocab_multiple=128, **gpt)
 
 
-CLUSTERS = (  # what the row says of GPU and network → catalog cluster
+CLUSTERS = (  # GPU and network in the row → catalog cluster
     (r"gb300", r"", "gb300-nvl72"),
     (r"gb200", r"", "gb200-nvl72"),
     (r"b300", r"", "dgx-b300"),
@@ -262,7 +262,7 @@ def _cluster(c: Case) -> Cluster:
         gpus = max(gpus, ranks)
         c.assumed.append(f"GPUs: {gpus}, the fewest the degrees allow")
     if not r["gpu_type"]:
-        raise _refuse("the GPU is not told")
+        raise _refuse("the GPU is not published")
     kind, network = r["gpu_type"].lower(), r["interconnect"].lower()
     name = next((n for gpu, net, n in CLUSTERS if re.search(gpu, kind) and re.search(net, network)), None)
     if name is None:
@@ -273,7 +273,7 @@ def _cluster(c: Case) -> Cluster:
 
 
 def preset(name: str) -> Cluster:
-    """A catalog cluster, or one of the published runs' that no catalog would list."""
+    """A catalog cluster, or a cluster of a published run that is not in the catalog."""
     if name in catalog.names("clusters"):
         return catalog.load("clusters", name)
     base: Cluster = catalog.load("clusters", "dgx-a100")
@@ -293,7 +293,7 @@ def _plan(c: Case) -> None:
     gpus = c.cluster.world
     tp, pp, cp = whole(r["tp"], 0), whole(r["pp"], 0), whole(r["cp"], 1) or 1
     if not tp or not pp:
-        raise _refuse("the parallel degrees are not told")
+        raise _refuse("the parallel degrees are not published")
     if gpus % (tp * pp * cp):
         raise _refuse(f"tp × cp × pp = {tp} × {cp} × {pp} does not divide {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
@@ -301,7 +301,7 @@ def _plan(c: Case) -> None:
         c.assumed.append(f"dp: {dp} by arithmetic (the table says {r['dp']})")
     batch, seq = whole(r["global_batch"]), whole(r["seq_len"])
     if not batch or not seq or "token" in r["global_batch"]:
-        raise _refuse("the batch or the sequence is not told")
+        raise _refuse("the batch or the sequence length is not published")
     micro = whole(r["micro_batch"])
     if not micro:
         local = max(1, batch // dp)
@@ -351,7 +351,7 @@ def _plan(c: Case) -> None:
         fields |= dict(
             param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16"
         )
-    if zero == 3:  # every ZeRO-3 gathers ahead, also where the rest of the stack overlaps nothing
+    if zero == 3:  # ZeRO-3 prefetches its gathers even if the stack overlaps nothing else
         fields["overlap"] = tuple(dict.fromkeys(("dp", *c.stack.overlap)))
     if c.model.experts:
         fields |= dict(ep=max(1, whole(r["ep"], 1)), expert_tp=whole(r["etp"]) or (1 if whole(r["ep"], 1) > 1 else 0))

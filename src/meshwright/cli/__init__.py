@@ -37,7 +37,7 @@ TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its tra
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
 # One character for one, so that columns stay aligned where a terminal's encoding lacks the original.
 REPLACEMENTS = {"x": "×✕✗", "+": "✓┼", ".": "·…•", ">": "→≥", "<": "←≤", "!": "≠", "~": "≈", "-": "−–—─━", "|": "│┃▏▎", "u": "µμ",
-                "a": "α", "#": "█▉▊▋▌▇▐", "=": "▆▅▍", "_": "▄▃▂▁", "^": "↑", "v": "↓"}  # fmt: skip
+                "a": "α", "#": "█▉▊▋▌▇▐▓", "=": "▆▅▍▒", "_": "▄▃▂▁", ":": "░", "^": "↑", "v": "↓"}  # fmt: skip
 ASCII = str.maketrans({character: plain for plain, group in REPLACEMENTS.items() for character in group})
 
 LEAD, MORE = "Main commands", "More commands"

@@ -1,4 +1,4 @@
-"""`meshwright catalog`: list and show what is known, with sources."""
+"""`meshwright catalog`: list and show the entries of the catalog, with sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from meshwright.view.tables import show, show_json
 
 
 def command(
-    kind: Annotated[str, typer.Argument(help="models, clusters, accelerators, links or stacks.")] = "",
-    name: Annotated[str, typer.Argument(help="One entry, shown in full.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print what a program can read.")] = False,
+    kind: Annotated[
+        str, typer.Argument(help="models, clusters, accelerators, links or stacks. Default: all of them.")
+    ] = "",
+    name: Annotated[str, typer.Argument(help="The name of one entry, to show it in full.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """List and show known models, clusters, accelerators, links and stacks, with sources."""
+    """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""
     if kind and kind not in catalog.KINDS:
         raise unknown("MW-CAT-001", "catalog", kind, catalog.KINDS, "meshwright catalog {}")
     if json:

@@ -1,4 +1,4 @@
-"""`meshwright config`: what a plan file comes to, and where each value came from."""
+"""`meshwright config`: show a resolved configuration and the origin of each value."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ HELP = {"help_option_names": ["-h", "--help"]}
 command = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=HELP)
 
 File = Annotated[str, typer.Argument(help="A plan file (TOML).")]
-Set = Annotated[list[str], typer.Option("--set", metavar="A.B=C", help="Override a value; may be given again.")]
-Json = Annotated[bool, typer.Option("--json", help="Print what a program can read.")]
+Set = Annotated[
+    list[str], typer.Option("--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @command.command("show")
 def show_command(
     file: File,
     settings: Set = [],  # noqa: B006
-    everything: Annotated[bool, typer.Option("--all", help="Show defaults of every section too.")] = False,
-    toml: Annotated[bool, typer.Option("--toml", help="Print one file that says the same.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also show sources and the defaults of every section.")
+    ] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Print the configuration as one TOML file.")] = False,
     json: Json = False,
 ) -> None:
-    """Print the resolved configuration and where each value came from; check the plan."""
+    """Check the plan, and print the resolved configuration with the origin of each value."""
     config = load(file, settings).check()
     if json:
         show_json(view.as_json(config))
@@ -44,7 +48,7 @@ def diff_command(
     settings: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Print the values in which two plan files differ, after --set on both."""
+    """Print the values in which two plan files differ; --set applies to both."""
     changed = diff(load(first, settings), load(second, settings))
     if json:
         show_json({path: {"first": a, "second": b} for path, (a, b) in changed.items()})
@@ -54,7 +58,7 @@ def diff_command(
 
 @command.command("schema")
 def schema_command(
-    section: Annotated[str, typer.Argument(help="One section; unsaid: the whole file.")] = "",
+    section: Annotated[str, typer.Argument(help="A section. Default: the whole file.")] = "",
 ) -> None:
     """Print the JSON Schema of a plan file."""
     from meshwright.describe.schema import schema

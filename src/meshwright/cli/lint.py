@@ -7,10 +7,12 @@ import typer
 
 def command(
     file: str = typer.Argument(help="A plan file (TOML)."),
-    settings: list[str] = typer.Option([], "--set", metavar="A.B=C", help="Override a value; may be given again."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    settings: list[str] = typer.Option(
+        [], "--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """What is wrong with this plan? Anti-patterns with their cost in seconds and a fix; exit code 1 where one weighs."""
+    """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
     from meshwright.describe.config import load
     from meshwright.planner.advice.alternatives import Trial
     from meshwright.planner.advice.lint.check import check

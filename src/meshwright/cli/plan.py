@@ -162,14 +162,14 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
 def show_case(name: str, as_json: bool) -> None:
     """A case study: the published configuration evaluated, the planner's choice beside it."""
     from meshwright.planner.cases import studies
-    from meshwright.view.cases import shown
+    from meshwright.view.cases import terminal_page
     from meshwright.view.tables import show, show_json
 
     evaluated = studies.evaluate(name)
     if as_json:
         show_json(evaluated.as_dict())
     else:
-        show(shown(evaluated))
+        show(terminal_page(evaluated))
 
 
 def beside_the_guides(result: Any, why: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""`meshwright simulate`: the step of a plan as a timeline."""
+"""`meshwright simulate`: show the step of a plan as a timeline."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import typer
 def command(
     plan: str = typer.Argument(..., help="A plan file."),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto or chrome://tracing."),
-    html: str = typer.Option("", "--html", help="Write the timeline as a page."),
+    html: str = typer.Option("", "--html", help="Write the timeline as an HTML page."),
     detail: str = typer.Option(
-        "", "--detail", help="operations, layers or actions; unsaid: the finest that stays small."
+        "", "--detail", help="operations, layers or actions. Default: the finest level that keeps the trace small."
     ),
-    settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """The step of a plan, rank by rank: schedule, compute and communication streams, walked action by action."""
+    """Simulate the step of a plan action by action and show it as a timeline per rank."""
     import json
 
     from meshwright import api

@@ -1,4 +1,4 @@
-"""`meshwright verify`: does the plan train the model one device would?"""
+"""`meshwright verify`: prove that a plan trains the same model as one device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import typer
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
-    ranks: int = typer.Option(8, "--ranks", help="Largest number of local processes.", min=1, max=64),
-    steps: int = typer.Option(5, "--steps", help="Steps to train and compare.", min=1, max=100),
+    ranks: int = typer.Option(8, "--ranks", help="Maximum number of local processes.", min=1, max=64),
+    steps: int = typer.Option(5, "--steps", help="Number of steps to train and compare.", min=1, max=100),
     seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
-    settings: list[str] = typer.Option([], "--set", help="Override a field: --set plan.tp=4."),
-    out: Path | None = typer.Option(None, "--out", help="Also write the proof as JSON to this file, for `report`."),
+    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
+    out: Path | None = typer.Option(None, "--out", help="Write the proof as JSON to this file, which `report` reads."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Prove that a plan trains what one device would: compare losses, gradients, parameters and collectives.
+    """Prove on local processes that a plan trains the same model as one device.
 
-    A plan of more ranks than --ranks is folded: once with every axis at 2, then with each axis at 4."""
+    Compares losses, gradients, parameters and collectives of small copies. A plan of more ranks than --ranks is folded:
+    once with every axis at 2, then with each axis at 4. Exit code 1 if they differ."""
     from meshwright import api
     from meshwright.cli.output import patient, writable
     from meshwright.view.tables import show, show_json

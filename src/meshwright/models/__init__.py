@@ -1,10 +1,9 @@
-"""The networks behind a described `Model`: one transformer of which every preset is a shape, and the deep MLP.
+"""The networks of a described `Model`: one transformer, of which all presets are configurations, and the deep MLP.
 
-They know nothing of parallelism. Three habits make them easy to divide all the same: every matrix is a module of its
-own (`q`, `k`, `v`, `gate`, `up`), so that any shard of any parameter is a box of the full tensor; shapes inside are
-read off the tensors (`-1` heads), so that a module with fewer heads still works; and layers keep their number of the
-whole model in their name, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of
-every plan.
+They contain no parallelism. Three conventions make them easy to divide: every matrix is a separate module (`q`, `k`,
+`v`, `gate`, `up`), so that any shard of any parameter is a box of the full tensor; shapes inside are read from the
+tensors (`-1` heads), so that a module with fewer heads works; and a layer has its number in the whole model in its
+name, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of every plan.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ __all__ = ["Mlp", "Transformer", "build", "initial_value", "loss_function", "wid
 
 
 def build(model: Model, layers: range | None = None) -> nn.Module:
-    """The network on the meta device; `layers` builds one pipeline stage of it: those layers, the embedding with the
-    first and the head with the last."""
+    """Build the network on the meta device. `layers` selects one pipeline stage: these layers, with the embedding if
+    they include the first layer and with the head if they include the last."""
     legality.check(PlanFields(), model, trainer=True)
     layers = layers if layers is not None else range(model.layers)
     with torch.device("meta"):
@@ -34,7 +33,7 @@ def build(model: Model, layers: range | None = None) -> nn.Module:
 
 
 def loss_function(model: Model) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(output, target) → the loss summed over valid tokens, never averaged: only the step knows the global count."""
+    """(output, target) → the loss summed over valid tokens. The training step divides by their global number."""
     return squared_error if model.kind == "mlp" else cross_entropy
 
 

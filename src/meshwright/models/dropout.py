@@ -1,29 +1,29 @@
-"""Dropout that drops the same elements under every plan: masks are computed, not drawn.
+"""Dropout that drops the same elements under every plan: masks are computed from a hash, not drawn from a generator.
 
     y = x · keep / (1 − r),     keep: hash(seed, step, site, sample, position, feature) ≥ r · 2¹⁶
 
-A random generator gives the n-th caller the n-th number, so a mask depends on who computed what before: on another
-number of ranks, another micro-batch or another order it is another mask, and no two layouts train alike. Here every
-number is a function of *what* is dropped: the sample by its place in the global batch, the token by its place in the
-whole sequence, the feature by its place in the whole width. Any rank computes the part of the mask it needs, alike in
-forward, in a layer made again, and in backward, which computes it again: kept are eight bytes a token, where other
-stacks keep a mask of one byte an element (`Model.dropout` counts those).
+A random generator returns the n-th number to the n-th call, so a mask depends on the calls before it: another number of
+ranks, another micro-batch or another order gives another mask, and no two layouts train the same. Here every number is a
+function of the *position* of the element: the sample in the global batch, the token in the whole sequence, the feature
+in the whole width. Each rank computes the part of the mask it needs, with the same result in forward, in a recomputed
+layer and in backward, which computes the mask a second time. Eight bytes per token are saved for backward; other
+frameworks save a mask of one byte per element (`Model.dropout` counts those).
 
-**Why one seed for all tensor-parallel ranks is right, and wrong.** Between the products all of them hold the same
-tensor: seeded apart they would drop different elements of it, and their copies would drift away from each other. Inside
-a region, or with sequence parallelism between regions too, each holds a *part*: seeded alike they drop the same places
-of different parts, every head or every share of the sequence with one and the same mask, and what looks like
-independent noise is correlated. Stacks that draw keep two generators, one seeded alike and one by rank, and must choose
-rightly at each site. A hash of global places has nothing to choose.
+**Why one seed for all tensor-parallel ranks is right, and wrong.** Between tensor-parallel regions all ranks have the
+same tensor: with different seeds they would drop different elements, and their copies would diverge. Inside a region, or
+with sequence parallelism also between regions, each rank has a *part*: with equal seeds they drop the same positions of
+different parts, so every head or every part of the sequence gets the same mask, and the noise is correlated. Frameworks
+that draw random numbers keep two generators, one with the same seed on all ranks and one with a seed per rank, and must
+use the right one at each site. A hash of global positions needs no such choice.
 
 The hash is SplitMix64's mixing of a counter (Steele, Lea & Flood 2014), for the token and then for four features at a
-time, 16 bits each: the rate is a whole number of 65,536ths. Dropped are the embedding's output and what attention and
-the feed-forward network add to the residual stream.
+time, 16 bits each: the rate is a multiple of 1/65,536. Dropout applies to the output of the embedding and to what
+attention and the feed-forward network add to the residual stream.
 
-Attention's probabilities have a rate of their own, `attention_dropout`, as GPT-2 and GPT-3 had: there the places are
-sample, head, query and key (`Probabilities`). They never exist as a tensor in fused kernels, which draw numbers that
-depend on how they cut the work; so where probabilities are dropped, attention runs in torch's own operations, tile by
-tile, on a GPU as on a CPU: several times slower there than a fused kernel. Recent models do without.
+Attention probabilities have a separate rate, `attention_dropout`, as in GPT-2 and GPT-3: their positions are sample,
+head, query and key (`Probabilities`). Fused kernels never store the probabilities, and draw numbers that depend on how
+they tile the work; so with attention dropout, attention runs in plain torch operations, tile by tile, also on a GPU,
+where this is several times slower than a fused kernel. Recent models do not use it.
 
 Legend: B batch, S sequence, H hidden, N heads, R queries, C keys.
 """
@@ -43,13 +43,13 @@ from torch import nn
 
 from meshwright.errors import MeshwrightError
 
-EACH, LEAST = 4, -(2**15)  # features that share a number; the least of its 16-bit parts
+EACH, LEAST = 4, -(2**15)  # features that share one 64-bit number; the smallest value of its 16-bit parts
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a training is: the step, and which samples of its global batch the micro-batch holds."""
+    """The current step, and the samples of the global batch that are in the micro-batch."""
 
     seed: int
     step: int
@@ -61,7 +61,7 @@ _now: ContextVar[Moment | None] = ContextVar("moment", default=None)
 
 @contextlib.contextmanager
 def drawing(moment: Moment) -> Iterator[None]:
-    """Within it, forward drops what is to be dropped at this moment."""
+    """Inside this context, forward passes drop the elements of this moment."""
     token = _now.set(moment)
     try:
         yield
@@ -70,14 +70,14 @@ def drawing(moment: Moment) -> Iterator[None]:
 
 
 class Places(Protocol):
-    """Where this rank's tokens stand in the sequence; None: 0, 1, 2, …"""
+    """Has the positions of this rank's tokens in the sequence; None means 0, 1, 2, …"""
 
     position_ids: torch.Tensor | None
 
 
 def mixed(x: torch.Tensor) -> torch.Tensor:
-    """Every bit of each number spread over all 64, in place. Products wrap; `>>` brings copies of the sign bit down,
-    which are cut off."""
+    """Mix the 64 bits of each number, in place. Products wrap around; `>>` copies the sign bit, and the mask removes
+    those copies."""
     x ^= (x >> 30).bitwise_and_(2**34 - 1)
     x *= FIRST
     x ^= (x >> 27).bitwise_and_(2**37 - 1)
@@ -87,16 +87,16 @@ def mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def parts_of(rate: float) -> int:
-    """Of 65,536: how many are dropped."""
+    """The rate as a number of 65,536ths."""
     return min(round(rate * 2**16), 2**16 - 1)
 
 
 def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
-    """[B]: a number for each sample, of which those of its tokens are made."""
+    """[B]: a hash for each sample, from which the hashes of its tokens are computed."""
     digest = hashlib.blake2b(f"{moment.seed}:{moment.step}:{site}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     s = moment.samples
-    if isinstance(s, range):  # as most are: made on the device, without waiting for the host
+    if isinstance(s, range):  # the usual case: created on the device, without waiting for the host
         samples_B = torch.arange(s.start, s.stop, s.step, device=device)
     else:
         samples_B = torch.tensor(list(s), device=device)
@@ -104,19 +104,19 @@ def samples(moment: Moment, site: str, device: torch.device) -> torch.Tensor:
 
 
 def tokens(moment: Moment, site: str, position_S: torch.Tensor) -> torch.Tensor:
-    """[B, S]: a number for each token, of which those of its features are made."""
+    """[B, S]: a hash for each token, from which the hashes of its features are computed."""
     return mixed(samples(moment, site, position_S.device)[:, None] + position_S * GOLDEN)
 
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
-    """[B, S, H]: which elements stay."""
+    """[B, S, H]: True for the elements that are kept."""
     group_G = torch.arange(-(-width // EACH), device=token_BS.device)
     number_BSG = mixed(token_BS[..., None] + group_G * GOLDEN)
     return number_BSG.view(torch.int16)[..., :width] >= LEAST + parts_of(rate)
 
 
 def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
-    """x without what is dropped, the rest scaled to make up for it."""
+    """x with the dropped elements set to zero and the kept ones scaled by 1 / (1 − rate)."""
     scale = 1 / (1 - parts_of(rate) / 2**16)
     if x.is_cuda and kernel() is not None and x.dtype in kernel().DTYPES:
         return kernel().drop(x, token_BS, parts_of(rate), scale)
@@ -125,7 +125,7 @@ def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
 
 @cache
 def kernel() -> Any:
-    """All of it in one pass, where Triton is: it comes with torch for GPUs."""
+    """The one-pass Triton kernel, or None without Triton (torch for GPUs includes it)."""
     try:
         from meshwright.models import dropout_kernel
     except ImportError:
@@ -149,16 +149,16 @@ def moment_of(x: torch.Tensor, site: str) -> Moment:
     if moment is None or len(moment.samples) != len(x):
         raise MeshwrightError(
             "MW-BUILD-004",
-            f"dropout at {site} of {len(x)} samples, at {moment}",
-            why="What is dropped depends on the step and the samples",
+            f"dropout at {site} with a batch of {len(x)} samples does not know its step and samples ({moment})",
+            why="The dropped elements depend on the step and on the samples of the micro-batch",
             fix="with drawing(Moment(seed, step, samples)): model(x)",
         )
     return moment
 
 
 class Dropout(nn.Module):
-    """Drops a share `rate` of [B, S, H], or of [B, H], when training. `site` names it in the whole model; `share` says
-    which of how many equal parts of the sequence this rank has."""
+    """Drops a share `rate` of [B, S, H] or [B, H] in training. `site` is its name in the whole model; `share` = (index,
+    count) is this rank's part of a sequence divided into `count` equal parts."""
 
     def __init__(self, rate: float, site: str, geometry: Places | None = None) -> None:
         super().__init__()
@@ -171,10 +171,10 @@ class Dropout(nn.Module):
         return _Drop.apply(x, tokens(moment_of(x, self.site), self.site, self.position_ids(x)), self.rate)
 
     def position_ids(self, x: torch.Tensor) -> torch.Tensor:
-        """Positions of this rank's tokens in the whole sequence; of a row without one, 0."""
+        """Positions of this rank's tokens in the whole sequence; 0 for rows without a sequence."""
         length, (index, parts) = x.shape[1] if x.ndim > 2 else 1, self.share
-        known = self.geometry.position_ids if self.geometry is not None else None
-        whole = torch.arange(length * parts, device=x.device) if known is None else known
+        positions = self.geometry.position_ids if self.geometry is not None else None
+        whole = torch.arange(length * parts, device=x.device) if positions is None else positions
         return whole[index * length : (index + 1) * length].to(x.device)
 
 
@@ -184,19 +184,19 @@ def make_dropout(rate: float, site: str, geometry: Places | None = None) -> nn.M
 
 @dataclass(frozen=True)
 class Dropped:
-    """Which of attention's probabilities are dropped: of these samples and heads, by the places of query and key."""
+    """Which attention probabilities are dropped, for these samples and heads, by the positions of query and key."""
 
     sample_B: torch.Tensor
     heads: range
     rate: float
 
     def part(self, index: int, parts: int) -> Dropped:
-        """Of one of several equal runs of the heads."""
+        """The same for one of several equal ranges of the heads."""
         each = len(self.heads) // parts
         return replace(self, heads=self.heads[index * each : (index + 1) * each])
 
     def factor(self, queries_R: torch.Tensor, keys_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """[B, N, R, C]: 0 where dropped, else what makes up for it. Places of keys in order."""
+        """[B, N, R, C]: 0 for dropped probabilities, 1 / (1 − rate) for the others. Key positions must be sorted."""
         device, drops = self.sample_B.device, parts_of(self.rate)
         heads_N = torch.arange(self.heads.start, self.heads.stop, device=device)
         number_BN = mixed(self.sample_B[:, None] + heads_N * GOLDEN)
@@ -212,15 +212,15 @@ class Dropped:
 
 
 def runs_in(places: torch.Tensor) -> list[range]:
-    """Places in order, as runs of neighbours."""
+    """Sorted positions as ranges of consecutive numbers."""
     ends = ((places[1:] - places[:-1]) != 1).nonzero().flatten().tolist()
     starts = [0, *(end + 1 for end in ends)]
     return [range(int(places[a]), int(places[b]) + 1) for a, b in zip(starts, [*ends, len(places) - 1], strict=True)]
 
 
 class Probabilities(nn.Module):
-    """Says which probabilities of attention are dropped when training; None: none. `share` says which of how many equal
-    runs of the heads this rank has."""
+    """Returns which attention probabilities are dropped in training; None if none are. `share` = (index, count) is this
+    rank's part of the heads, divided into `count` equal parts."""
 
     def __init__(self, rate: float, site: str) -> None:
         super().__init__()

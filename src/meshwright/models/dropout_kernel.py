@@ -1,7 +1,7 @@
 """`dropout` in one pass over a GPU's memory: the hash stays in registers.
 
-Written with torch's operators the hash makes a dozen tensors of two bytes an element each, some twenty times the traffic
-of reading x and writing y. The kernel reads and writes those alone, and gives bit for bit what the operators give.
+In torch operators the hash allocates a dozen tensors of two bytes per element, about twenty times the traffic of
+reading x and writing y. The kernel only reads x and writes y, and its result is bit for bit that of the operators.
 
 Legend: T tokens, H hidden.
 """
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-GROUPS = 256  # of four features: what a program does
+GROUPS = 256  # groups of four features per program
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # Triton passes a Python number as float32
 
 
@@ -34,7 +34,7 @@ def _kernel(x_TH, y_TH, token_T, width, parts, scale, size: tl.constexpr):  # ty
 
 
 def drop(x: torch.Tensor, token: torch.Tensor, parts: int, scale: float) -> torch.Tensor:
-    """x with `parts` of 65,536 elements dropped; `token` has a number for each of its rows."""
+    """x with `parts` of 65,536 elements dropped; `token` has a hash for each of its rows."""
     x, width = x.contiguous(), x.shape[-1]
     y = torch.empty_like(x)
     if x.numel():

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2): keys and values of all heads are made from one small vector a token.
+"""Multi-head latent attention (DeepSeek-V2): keys and values of all heads are computed from one small vector per token.
 
-    c = norm(x W_kv_a)[:kv_rank]                  the latent: all that inference needs to keep, with the key below
+    c = norm(x W_kv_a)[:kv_rank]                  the latent: inference caches only it and the rotated key below
     r = rotate(x W_kv_a)[kv_rank:]                one rotated key of rope_dim, the same for every head
     k_n = [c W_k,n ; r],   v_n = c W_v,n          nope_dim + rope_dim, and value_dim
     q_n = norm(x W_q_a) W_q_b,n                   its last rope_dim rotated; x W_q without a query rank
 
-The rotation stands apart because it does not commute with the up-projection: a key rotated before it could not be
-folded into W_q at inference. The down-projections are small and whole; what follows is split by heads, so latent and
-rotated key enter `Heads` as one tensor: under tensor parallelism it is what is gathered or whose gradient is summed,
-q_rank + kv_rank + rope_dim numbers a token instead of h.
+The rotated key is separate because rotation does not commute with the up-projection: W_k could not be folded into W_q at
+inference. The down-projections are small and not split; everything after them is split by heads. So latent and rotated
+key enter `Heads` as one tensor: under tensor parallelism this tensor is gathered, or its gradient is summed, with
+q_rank + kv_rank + rope_dim numbers per token instead of h.
 
 Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
 """
@@ -35,7 +35,7 @@ class Positions(Protocol):
 
 
 class Heads(nn.Module):
-    """From the latents of every token to the attention of these heads."""
+    """Computes the attention of these heads from the latents of every token."""
 
     def __init__(self, model: Model, geometry: Positions, full: bool, site: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The deep MLP: L square layers, y = σ(W x + b), the model on which data, tensor and pipeline parallelism are taught.
+"""The deep MLP: L square layers, y = σ(W x + b). Courses use it to teach data, tensor and pipeline parallelism.
 
-It regresses: rows of `hidden` numbers in, rows of `hidden` numbers out, and the last layer has no activation. A row
-is a sample: a step has `batch` of them, whatever the sequence length, and a target row of NaN is padding. Between the
-layers a dropout rate drops its share of the features.
+It is a regression: the input and the output are rows of `hidden` numbers, and the last layer has no activation. A row is
+a sample: a step has `batch` rows, independent of the sequence length, and a target row of NaN is padding. Dropout applies
+between layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MlpLayer(nn.Module):
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.linear = nn.Linear(model.hidden, model.hidden, bias=model.ffn_bias)
-        # A square layer has no gate: the gated activations name their plain half.
+        # A square layer has no gate: a gated activation stands for its ungated form.
         self.activation = F.gelu if model.activation in ("gelu", "geglu") else F.relu
         self.last = index == model.layers - 1
         self.drop = make_dropout(0.0 if self.last else model.dropout_rate, f"layers.{index}")
@@ -37,11 +37,11 @@ class Mlp(nn.Module):
     def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
             assert isinstance(layer, MlpLayer)
-            x_BH = layer.drop(layer(x_BH))  # outside it, where the output of a divided layer is whole again
+            x_BH = layer.drop(layer(x_BH))  # outside the layer, where the output of a divided layer is complete
         return x_BH
 
 
 def squared_error(output_BH: torch.Tensor, target_BH: torch.Tensor) -> torch.Tensor:
-    """Mean over the width, sum over the rows that are no padding."""
+    """Mean over the width, sum over the rows that are not padding."""
     valid = ~target_BH.isnan()
     return F.mse_loss(output_BH[valid], target_BH[valid], reduction="sum") / output_BH.shape[-1]

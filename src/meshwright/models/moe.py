@@ -2,9 +2,9 @@
 
     y = Σ_{e chosen} w_e · FFN_e(x) + g · FFN_shared(x)          g = sigmoid(x v) where the shape has a gate, else 1
 
-The parameters of all E experts are kept, those of k are used: k/E of the arithmetic of a network as large. Experts are
-three tensors with the expert as first dimension; copies of tokens are sorted by expert, so that each expert's are one
-run of rows and one product.
+All E experts have parameters, and k are used per token: k/E of the arithmetic of a dense network of this size. Experts
+are three tensors with the expert as first dimension; copies of tokens are sorted by expert, so that the copies of one
+expert are consecutive rows and one matrix product.
 
 This file does not know on which ranks tokens and experts are: it asks an `ExpertPlacement`. On one device all are local.
 The routed copies are sent first and received after the shared experts have run, whose products hide the transfer.
@@ -106,7 +106,7 @@ class GroupedLinear(nn.Module):
         self.product: Product = run_by_run
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        # Weights kept wider than the arithmetic are narrowed here.
+        # Weights in a wider dtype than the arithmetic are cast here.
         y_RO = self.product(x_RI, self.weight.to(x_RI.dtype), counts)
         if self.bias is None:
             return y_RO

@@ -1,5 +1,4 @@
-"""What the layers of every transformer share: norms, and the feed-forward network, σ(W₁x) W₂ or gated, (σ(W_g x) ∘
-W₁x) W₂."""
+"""Parts of every transformer layer: norms, and the feed-forward network, σ(W₁x) W₂ or gated, (σ(W_g x) ∘ W₁x) W₂."""
 
 from __future__ import annotations
 

@@ -1,25 +1,24 @@
-"""The router: which experts a token visits, and how much each of their answers weighs.
+"""The router: which experts a token visits, and the weight of each expert's output.
 
-    scores      s = softmax(x W) over the experts, or sigmoid(x W) each by itself (DeepSeek-V3)
+    scores      s = softmax(x W) over the experts, or sigmoid(x W) per expert (DeepSeek-V3)
     token       each token takes the k experts of highest s + b; the weights are the s chosen, scaled to sum to one
-                where k > 1. The bias b balances: it chooses, and weighs nothing
+                if k > 1. The balancing bias b affects the choice, not the weights
     groups      tokens may choose among the experts of their best groups only, so that few nodes are visited (DeepSeek)
     expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by design, but a
-                token's place depends on later tokens: a causal model cannot be sampled as it was trained
-    capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the rest are dropped, and
-                only the residual remains of them. c = 0 is dropless
-    balance     α·E·Σ_e f_e P_e, f_e the share of the choices that went to e, P_e the mean score (Switch, GShard), over
+                token's choice depends on later tokens: a causal model cannot generate as it was trained
+    capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the others are dropped
+                and pass only through the residual. c = 0 is dropless
+    balance     α·E·Σ_e f_e P_e, f_e the share of choices of expert e, P_e the mean score (Switch, GShard), over
                 all tokens in flight, or over each sequence by itself and then averaged (DeepSeek's `seq_aux`);
-                β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or no loss at all: after each step
+                β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or without a loss: after each step
                 b_e ← b_e + γ·sign(mean load − load_e), outside the gradient (DeepSeek-V3)
 
-T, f and P are of *all* tokens that are in flight together, whichever ranks hold them: f_e is a product of counts, and
-a mean over ranks of f·P is not f·P of the mean. The classic order, first come first served, drops what arrives late and
-would depend on the layout; the score of a token does not, and equal scores fall back on the order of the batch.
-With gradient accumulation the tokens in flight are one micro-batch of every rank, and the losses are averaged over
-micro-batches; the load that moves b is the whole step's.
+T, f and P count *all* tokens that are routed together, on all ranks: the mean over ranks of f·P is not f·P of the mean.
+The classic capacity rule, first come first served, drops late tokens and depends on the layout; the score of a token
+does not, and ties are resolved by the order of the batch. With gradient accumulation the tokens routed together are one
+micro-batch of every rank, and the losses are averaged over micro-batches; b is updated by the load of the whole step.
 
-Legend: T tokens, H hidden, E experts, K experts a token, R copies of tokens, one for each expert they visit.
+Legend: T tokens, H hidden, E experts, K experts per token, R copies of tokens, one for each expert that a token visits.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from meshwright.describe.router import RouterOptions
 
 
 class Tokens(Protocol):
-    """All tokens that are routed together. `rows` of a rank are those of its own tokens."""
+    """All tokens that are routed together, on all ranks. `rows` of a rank belong to its tokens."""
 
-    share: float | torch.Tensor  # what a loss of these tokens counts in the step's
+    share: float | torch.Tensor  # weight of these tokens' loss in the loss of the step
 
     def sequences(self) -> tuple[torch.Tensor, int]:
         """For each of this rank's tokens the number of its sequence among all in flight, and how many those are."""
@@ -51,8 +50,8 @@ class Tokens(Protocol):
 
 @dataclass
 class Routing:
-    """Copies of tokens, sorted by expert: which token each is of, what its answer weighs, and how many each expert
-    gets."""
+    """Copies of tokens, sorted by expert: the token of each copy, the weight of its expert's output, and the number of
+    copies per expert."""
 
     token_R: torch.Tensor
     weight_R: torch.Tensor
@@ -69,11 +68,11 @@ class Router(nn.Module):
         self.normalise = options.choice == "token" and normalise
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))
         self.bias = nn.Parameter(torch.empty(model.experts)) if model.router_bias else None
-        # A parameter of the model without a gradient: it is saved and sharded like the others, and moved by `balance`.
+        # A parameter without a gradient: saved and sharded like the others, and updated by `balance`.
         self.balance_bias = (
             nn.Parameter(torch.empty(model.experts), requires_grad=False) if model.balance_bias else None
         )
-        self.load: torch.Tensor | None = None  # [2, E] of this step so far: copies chosen, copies dropped
+        self.load: torch.Tensor | None = None  # [2, E] in this step until now: copies chosen, copies dropped
 
     def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
         logits_TE = self.logits(x_TH)
@@ -91,7 +90,7 @@ class Router(nn.Module):
         return Routing(token_R, weights_TE[token_R, expert_R].to(x_TH.dtype), kept_TE.sum(0))
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Wide, whatever the layer's products are."""
+        """The logits in float32 or wider, whatever the precision of the layer."""
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         logits_TE = x_TH.to(wide) @ self.weight.to(wide).t()
         return logits_TE if self.bias is None else logits_TE + self.bias.to(wide)
@@ -145,13 +144,13 @@ class Router(nn.Module):
         return torch.zeros(len(chosen), dtype=torch.long, device=chosen.device), 1
 
     def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
-        if not self.training:  # what is evaluated between two steps is no step's load
+        if not self.training:  # evaluation between two steps does not count
             return
         now = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
         self.load = now if self.load is None else self.load + now
 
     def balance(self, load_E: torch.Tensor) -> torch.Tensor:
-        """What the step's load adds to the balancing bias."""
+        """The update of the balancing bias for the load of a step."""
         return self.options.balance_rate * torch.sign(load_E.mean() - load_E)
 
 
@@ -161,7 +160,7 @@ def _by_part(rows_TX: torch.Tensor, part_T: torch.Tensor, parts: int) -> torch.T
 
 
 def highest(scores_TE: torch.Tensor, most: int) -> torch.Tensor:
-    """A mask of each expert's `most` best tokens; of equal ones the earlier."""
+    """A mask of the `most` highest-scored tokens of each expert; ties go to the earlier token."""
     order_TE = scores_TE.sort(dim=0, descending=True, stable=True).indices[:most]
     return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, order_TE, True)
 
@@ -178,15 +177,14 @@ class _AddLoss(torch.autograd.Function):
 
 
 def add_loss(x: torch.Tensor, loss: torch.Tensor, share: float | torch.Tensor) -> torch.Tensor:
-    """`x`, through whose backward `share`·`loss` is minimised as well: a loss from within a pipeline's stage reaches no
-    output of it."""
+    """Return `x`, and add `share`·`loss` to the minimised loss in its backward. A loss inside a pipeline stage has no
+    output through which it could be returned."""
     return _AddLoss.apply(x, loss, share)
 
 
 def load_metrics(load_2E: torch.Tensor) -> dict[str, float]:
-    """How even one layer's load is: `entropy` 1 is perfectly even and 0 a single expert (collapse), `peak` is the
-    busiest expert over the mean, `idle` the share of experts without a token, `dropped` the share of copies
-    dropped."""
+    """The balance of one layer: `entropy` is 1 if even and 0 for a single expert (collapse), `peak` is the busiest
+    expert over the mean, `idle` the share of experts without a token, `dropped` the share of dropped copies."""
     chosen, dropped = load_2E.to(torch.float64)
     total = max(float(chosen.sum()), 1.0)
     share = chosen / total

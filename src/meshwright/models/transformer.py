@@ -1,14 +1,14 @@
-"""The transformer of which every preset is a shape.
+"""The transformer: all presets are configurations of this class.
 
-    x = tokens + positions                              (embedding, its norm where the shape has one)
-    x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms a layer also norms what it adds)
-    logits = project(norm(x))                           (head; its weight is the embedding's where tied)
+    x = tokens + positions                              (embedding, with a norm if the model has one)
+    x = x + attention(norm(x));  x = x + ffn(norm(x))   (each layer; with four norms per layer, also a norm after each part)
+    logits = project(norm(x))                           (head; with tied embeddings it uses the embedding's weight)
 
 attention: grouped queries, or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network, or
 experts (`moe`).
 
-Where the shape has a dropout rate, the embedding's output and what each part adds to x lose that share (`dropout`);
-attention's probabilities have one of their own.
+A dropout rate applies to the output of the embedding and to what attention and FFN add to x (`dropout`); attention
+probabilities have a separate rate.
 
 Legend: B batch, S sequence, H hidden, N heads, K KV heads, D head dim, F FFN width, V vocabulary.
 """
@@ -39,9 +39,9 @@ def rotated_width(model: Model) -> int:
 
 
 class Geometry:
-    """What attention needs to know of positions: where each token stands, the rotation, the mask and the attention
-    itself; made once a length and shared by all layers. A sequence need not start at 0 nor be whole: `position_ids` says
-    where its tokens stand, and then `attend` must know where the others are."""
+    """Positions and everything in attention that depends on them: the rotation, the mask and the attention function.
+    Computed once per sequence length and shared by all layers. Under context parallelism a rank has a part of the
+    sequence: `position_ids` holds the positions of its tokens, and `attend` exchanges keys and values with other ranks."""
 
     def __init__(self, model: Model) -> None:
         self.rotate, self.width = model.positions == "rope", rotated_width(model)
@@ -54,7 +54,7 @@ class Geometry:
     def attend_whole(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, dropped: Dropped | None
     ) -> torch.Tensor:
-        """softmax(q kᵀ / √D) v of a whole sequence."""
+        """softmax(q kᵀ / √D) v over a whole sequence."""
         mask = self.mask(q_BNSD, full)
         if dropped is not None:
             return self._attend_dropping(q_BNSD, k_BKSD, v_BKSD, mask, dropped)
@@ -70,7 +70,7 @@ class Geometry:
     def _attend_dropping(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropped: Dropped
     ) -> torch.Tensor:
-        """The formula as it stands, all probabilities at once."""
+        """Attention with dropped probabilities, computed as one matrix of all probabilities."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         position_ids = torch.arange(q.shape[-2])
@@ -97,7 +97,7 @@ class Geometry:
         return cosine, sine
 
     def mask(self, x: torch.Tensor, full: bool) -> torch.Tensor | None:
-        """True where a query may look; None where `is_causal` or no mask says it all."""
+        """True where a query may attend; None if `is_causal` or no mask is sufficient."""
         length = x.shape[-2]
         if full or not self.window or self.window >= length:
             return None
@@ -160,7 +160,7 @@ class Layer(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """The first S rows of a learned table, or the rows of the geometry's position_ids."""
+    """The first S rows of a learned table, or the rows at the positions of this rank."""
 
     def __init__(self, model: Model, geometry: Geometry) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class LearnedPositions(nn.Module):
         if length > self.weight.shape[0]:
             raise MeshwrightError(
                 "MW-BUILD-003",
-                f"a sequence of {length} with {len(self.weight)} learned positions",
+                f"the sequence length {length} exceeds the {len(self.weight)} learned positions",
                 fix=f"--set workload.seq={self.weight.shape[0]}",
             )
         return self.weight[:length] if position_ids is None else self.weight[position_ids.to(self.weight.device)]
@@ -205,7 +205,8 @@ class Head(nn.Module):
 
 
 class Transformer(nn.Module):
-    """All of it, or the stage that holds `layers`. A tied head shares its weight where both ends are here."""
+    """The whole network, or the pipeline stage with `layers`. A tied head shares the embedding's weight if both are in
+    the same stage."""
 
     def __init__(self, model: Model, layers: range) -> None:
         super().__init__()

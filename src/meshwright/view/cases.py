@@ -1,6 +1,6 @@
-"""Case studies as pages: one Markdown text a case, the same words for the terminal.
+"""Case studies as pages: one Markdown page per case, which the terminal shows too.
 
-`make pages` (`python -m meshwright.view.cases docs/cases`) writes every page; a test holds the pages to what is written here.
+`make pages` (`python -m meshwright.view.cases docs/cases`) writes every page; a test compares the pages with this module.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ SHARE = 0.01  # parts of a step below this share are not listed
 
 def page(r: Evaluated) -> str:
     """The whole page of a case in Markdown."""
-    return "\n".join([*head(r), *published(r), *evaluated(r), *compared(r), *choice(r), *seeds(r)]).rstrip() + "\n"
+    return (
+        "\n".join([*head(r), *published(r), *evaluated(r), *compared(r), *choice(r), *corrections(r)]).rstrip() + "\n"
+    )
 
 
-def shown(r: Evaluated) -> RenderableType:
-    """The page for a terminal."""
+def terminal_page(r: Evaluated) -> RenderableType:
+    """The page as it is printed in a terminal."""
     return Markdown(page(r))
 
 
@@ -103,12 +105,12 @@ def choice(r: Evaluated) -> Iterator[str]:
     yield "## The planner's choice"
     yield ""
     if r.choice is None:
-        yield "The search was not asked for this case."
+        yield "The planner was not run for this case."
         yield ""
         return
     p = r.choice.prediction
-    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may choose what the run's own software"
-    yield "could not do, such as a zero-bubble schedule or sharding under a pipeline."
+    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may choose what the software of that"
+    yield "run did not support, such as a zero-bubble schedule or sharding under a pipeline."
     yield ""
     yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {studies.verdict(r.estimate, r.choice)}"
     yield f"- MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB"
@@ -118,17 +120,17 @@ def choice(r: Evaluated) -> Iterator[str]:
 
 
 def moved(was: Estimate, now: Estimate) -> str:
-    """Where seconds were saved and where they were spent instead."""
-    told = [
+    """The parts of the step that take less or more time in the second estimate."""
+    parts = [
         f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
         for part, s in studies.gains(was, now)
     ]
-    return ", ".join(told) or "as before"
+    return ", ".join(parts) or "as before"
 
 
-def seeds(r: Evaluated) -> Iterator[str]:
+def corrections(r: Evaluated) -> Iterator[str]:
     if r.case.seeds:
-        yield "## What the seeds say of it"
+        yield "## Corrections to introductory texts"
         yield ""
         yield from bullets(r.case.seeds)
 
@@ -142,8 +144,8 @@ def index(results: Iterable[Evaluated]) -> str:
     lines = [
         "# Case studies",
         "",
-        "Published trainings, evaluated as published, and what the planner would have done on the same devices. Each page says what was",
-        "told and what had to be assumed. `meshwright plan --case NAME` shows one.",
+        "Published training runs, estimated as published, and the plan that the planner chooses for the same devices. Each page lists what was",
+        "published and what was assumed. `meshwright plan --case NAME` shows one.",
         "",
         "| case | GPUs | plan | step | MFU | GiB | ours / published | planner |",
         "| --- | ---: | --- | ---: | ---: | ---: | --- | --- |",
@@ -151,11 +153,11 @@ def index(results: Iterable[Evaluated]) -> str:
     for r in results:
         p = r.estimate.prediction
         ratios = ", ".join(f"{row.unit} {row.ratio:.2f}" for row in r.rows) or "nothing published"
-        told = f"{format_seconds(step(r.choice))}: {r.choice.plan.title()}" if r.choice else ""
+        chosen = f"{format_seconds(step(r.choice))}: {r.choice.plan.title()}" if r.choice else ""
         used = f"{p.memory_gib:.0f}" + ("" if p.fits else " (over)")
         lines.append(
             f"| [{r.case.title}]({r.case.name}.md) | {r.estimate.plan.world:,} | {r.estimate.plan.title()} | "
-            f"{format_seconds(p.step_time_s)} | {p.mfu:.1%} | {used} | {ratios} | {told} |"
+            f"{format_seconds(p.step_time_s)} | {p.mfu:.1%} | {used} | {ratios} | {chosen} |"
         )
     return "\n".join(lines) + "\n"
 

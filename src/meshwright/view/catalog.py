@@ -1,4 +1,4 @@
-"""The catalog to look at: one table a kind, one card an entry, each with its sources."""
+"""The catalog in the terminal: one table per kind, one card per entry, each with its sources."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from meshwright.view.tables import facts, filled, heading
 
 
 def overview() -> RenderableType:
-    """How much the catalog knows, and how to ask for more."""
+    """The number of entries of each kind, with examples."""
     rows = [(kind, len(catalog.names(kind)), ", ".join(catalog.names(kind)[-4:])) for kind in catalog.KINDS]
     return Group(
-        filled(("kind", ">entries", "~such as"), rows),
-        Text("meshwright catalog KIND lists them, meshwright catalog KIND NAME shows one", "dim"),
+        filled(("kind", ">entries", "~examples"), rows),
+        Text("meshwright catalog KIND lists all entries; meshwright catalog KIND NAME shows one", "dim"),
     )
 
 
@@ -37,7 +37,7 @@ def card(kind: str, name: str) -> RenderableType:
 
 
 def as_json(kind: str, name: str) -> dict[str, Any]:
-    """One entry for a program: every field, and what it counts to."""
+    """One entry as JSON: every field, and for a model its parameter counts."""
     entry = catalog.load(kind, name)
     out = entry.model_dump(mode="json")
     if isinstance(entry, Model):
@@ -56,7 +56,7 @@ def model_row(model: Model) -> tuple[object, ...]:
 def model_card(model: Model) -> RenderableType:
     seq = model.max_positions or 4096
     parameters = model.parameters()
-    sparse = f", {format_count(model.active, 4)} active a token" if model.experts else ""
+    sparse = f", {format_count(model.active, 4)} active per token" if model.experts else ""
     published = model.published
     said = [f"{format_count(published.parameters, 4)} ({model.total / published.parameters - 1:+.2%} ours)"
             if published.parameters else "",
@@ -82,7 +82,7 @@ def model_card(model: Model) -> RenderableType:
         )
         for part in {**parameters, **flops}
     ]
-    columns = ("part", ">parameters", ">share", f">forward FLOPs a token, sequence {seq}")
+    columns = ("part", ">parameters", ">share", f">forward FLOPs per token, sequence {seq}")
     return Group(heading(model.name), top, filled(columns, rows))
 
 
@@ -90,7 +90,7 @@ def model_card(model: Model) -> RenderableType:
 
 
 def cluster_row(cluster: Cluster) -> tuple[object, ...]:
-    """Like `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s`: rates are what one device has to itself."""
+    """One row, such as `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s`; rates are per device."""
     said = []
     for k, level in enumerate(cluster.levels):
         over = f" 1:{level.oversubscription:g}" if level.oversubscription > 1 else ""
@@ -105,10 +105,10 @@ def cluster_card(cluster: Cluster) -> RenderableType:
     for k, level in enumerate(cluster.levels):
         last = k == len(cluster.levels) - 1 and k > 0
         asides = [
-            f"{level.ports} cards a node" if level.ports else "",
+            f"{level.ports} cards per node" if level.ports else "",
             f"1:{level.oversubscription:g} oversubscribed" if level.oversubscription > 1 else "",
             "one shared bus" if level.shared else "",
-            "reduces in the switch" if level.reduces else "",
+            "reduction in the switch" if level.reduces else "",
         ]
         rows.append(
             (
@@ -122,8 +122,8 @@ def cluster_card(cluster: Cluster) -> RenderableType:
                 ", ".join(a for a in asides if a),
             )
         )
-    columns = ("level", ">joins", "link", ">rate a port", ">reached", ">α", ">a device's share", "~")
-    price = f"{cluster.price:.2f} US dollars a GPU-hour (indicative)" if cluster.price else ""
+    columns = ("level", ">joins", "link", ">rate per port", ">achieved", ">α", ">rate per device", "~")
+    price = f"{cluster.price:.2f} US dollars per GPU-hour (approximate)" if cluster.price else ""
     top = facts(
         [
             ("accelerator", accelerator_line(cluster.accelerator)),
@@ -166,7 +166,7 @@ def accelerator_card(device: Accelerator) -> RenderableType:
         ]
     )
     rows = [(d, format_flops(rate, 4), f"{rate / device.memory_bandwidth:,.0f}") for d, rate in device.peak.items()]
-    return Group(heading(device.name), top, filled(("type", ">dense peak", ">FLOPs a byte at the ridge"), rows))
+    return Group(heading(device.name), top, filled(("type", ">dense peak", ">FLOPs per byte at the ridge"), rows))
 
 
 def link_row(link: Link) -> tuple[object, ...]:
@@ -183,10 +183,13 @@ def link_row(link: Link) -> tuple[object, ...]:
 def link_card(link: Link) -> RenderableType:
     top = facts(
         [
-            ("rate", f"{format_rate(link.bandwidth)} a direction and port, {link.efficiency:.0%} of it reached"),
+            ("rate", f"{format_rate(link.bandwidth)} per direction and port, {link.efficiency:.0%} of it achieved"),
             ("α", format_seconds(link.alpha)),
             ("library hop", format_seconds(link.library_hop)),
-            ("n* = α/β", f"{format_bytes(link.crossover)}: below it latency rules, above it bandwidth"),
+            (
+                "n* = α/β",
+                f"{format_bytes(link.crossover)}: smaller messages are bound by latency, larger ones by bandwidth",
+            ),
             ("source", link.source),
             ("checked", link.checked),
         ]
@@ -223,7 +226,7 @@ LISTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[object, ...]]]] = 
         ("accelerator", ">memory", ">bandwidth", ">fp32", ">tf32", ">bf16", ">fp8", ">fp4 TFLOP/s"),
         accelerator_row,
     ),
-    "links": (("link", ">rate", ">reached", ">α", ">n*", "~source"), link_row),
+    "links": (("link", ">rate", ">achieved", ">α", ">n*", "~source"), link_row),
     "stacks": (("stack", ">launch", "attention", "overlaps", "order", "~source"), stack_row),
 }
 CARDS: dict[str, Callable[[Any], RenderableType]] = {

@@ -1,4 +1,4 @@
-"""A configuration to look at: each value in its unit, and who said it."""
+"""A configuration in the terminal: each value with its unit and its origin."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMATS = {
 
 
 def values(part: Described, path: str) -> Iterator[tuple[str, str]]:
-    """Every value of a part by its dotted path, as a person writes it."""
+    """Every value of a section by its dotted path, formatted with its unit."""
     for name, field in type(part).model_fields.items():
         value, here = getattr(part, name), f"{path}.{name}"
         if isinstance(value, Described):
@@ -42,12 +42,12 @@ def values(part: Described, path: str) -> Iterator[tuple[str, str]]:
                 yield from values(inner, f"{here}.{i}")
         elif isinstance(value, dict) and value:
             metadata = getattr(get_args(field.annotation)[1], "__metadata__", ())
-            yield from ((f"{here}.{key}", written(inner, metadata)) for key, inner in value.items())
+            yield from ((f"{here}.{key}", format_field(inner, metadata)) for key, inner in value.items())
         else:
-            yield here, written(value, field.metadata)
+            yield here, format_field(value, field.metadata)
 
 
-def written(value: Any, metadata: Any) -> str:
+def format_field(value: Any, metadata: Any) -> str:
     for note in metadata:
         if isinstance(note, BeforeValidator) and note.func in FORMATS and value:
             return FORMATS[note.func](value, 4)
@@ -59,7 +59,7 @@ def written(value: Any, metadata: Any) -> str:
 
 
 def page(config: Config, everything: bool = False) -> RenderableType:
-    """Sections one below the other. Sources, and defaults of all but workload and plan, only when everything is asked."""
+    """All sections. Sources, and defaults outside workload and plan, are shown only with `everything`."""
     out = table("value", "", "~from")
     hidden = 0
     for section, part in config.parts().items():
@@ -72,18 +72,18 @@ def page(config: Config, everything: bool = False) -> RenderableType:
                 continue
             style = "dim" if origin == "default" else ""
             out.add_row(Text("  " + path.partition(".")[2], style), Text(text, style), Text(origin))
-    more = [Text(f"{hidden} sources and defaults are not shown: --all", "dim")] if hidden else []
+    more = [Text(f"{hidden} sources and defaults are not shown; --all shows them", "dim")] if hidden else []
     return Group(out, *more)
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """Every value by section, and the origins of those that were said."""
+    """Every value by section, and the origins of explicit values."""
     sections = {name: part.model_dump(mode="json") for name, part in config.parts().items()}
     return {**sections, "origins": config.origins}
 
 
 def difference(changed: dict[str, tuple[Any, Any]], names: tuple[str, str]) -> RenderableType:
-    """What differs between two configurations."""
+    """The values in which two configurations differ."""
     if not changed:
         return Text("no difference")
     rows = [(path, *("—" if side in ("", None, ()) else str(side) for side in pair)) for path, pair in changed.items()]

@@ -14,6 +14,7 @@ from meshwright.cost.predict import COMMUNICATION
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 
 BAR = 28
+FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once a step": "▓"}  # readable without colour
 COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once a step": "green"}
 WORDS = {
     **COMMUNICATION,
@@ -111,8 +112,8 @@ def breakdown(e: Estimate) -> Table:
     table.add_column("")
     longest = max(p.exposed_s.values())
     for part, seconds in sorted(p.exposed_s.items(), key=lambda item: -item[1]):
-        colour = COLOURS[KIND.get(part, "compute")]
-        bar = Text("█" * max(1, round(BAR * seconds / longest)) if seconds > 0.002 * longest else "▏", style=colour)
+        kind = KIND.get(part, "compute")
+        bar = Text(FILL[kind] * max(1, round(BAR * seconds / longest)), style=COLOURS[kind])
         table.add_row(WORDS.get(part, part), format_seconds(seconds), f"{100 * seconds / p.step_time_s:.1f}%", bar)
     table.add_row("[bold]step[/]", f"[bold]{format_seconds(p.step_time_s)}[/]", "100%", "")
     table.caption = legend()
@@ -121,7 +122,7 @@ def breakdown(e: Estimate) -> Table:
 
 
 def legend() -> str:
-    return "  ".join(f"[{colour}]█[/] {kind}" for kind, colour in COLOURS.items())
+    return "  ".join(f"[{colour}]{2 * FILL[kind]}[/] {kind}" for kind, colour in COLOURS.items())
 
 
 def shown_stages(count: int) -> list[int]:

@@ -1,6 +1,6 @@
-"""Past one cluster: what failures leave of a winner's time, for `meshwright plan`; and a page on a hundred thousand GPUs, saves and sites.
+"""Goodput of the best plan for `meshwright plan`, and a page about 100,000 GPUs, checkpoint intervals and several sites.
 
-`make pages` (`python -m meshwright.view.goodput docs/past-one-cluster.md`) writes it; a test holds the page to what is written here.
+`make pages` (`python -m meshwright.view.goodput docs/past-one-cluster.md`) writes it; a test compares the page with this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR = 30
 
 
 def rows(r: Result) -> Iterator[tuple[str, str]]:
-    """What failures and several sites do to the winner: named lines."""
+    """The effect of failures and of several sites on the best plan, as (name, text) rows."""
     if r.reliability is not None:
         yield from surviving(r, r.reliability)
     if (c := r.crossing) is not None:
@@ -60,7 +60,7 @@ def page() -> str:
 def head() -> Iterator[str]:
     yield "# Past one cluster"
     yield ""
-    yield "On paper: nothing here was run by us. Formulas are in `planner.goodput` and `planner.sites`, which are held to Llama 3's 419"
+    yield "Calculated, not run. The formulas are in `planner.goodput` and `planner.sites`; tests compare them with Llama 3's 419"
     yield "interruptions in 54 days on 16,384 GPUs and to the failure rates of a research cluster."
     yield ""
 
@@ -82,9 +82,9 @@ def large(start: Estimate) -> Iterator[str]:
             f"{format_seconds(rel.interval)} | {r.goodput:.1%} | {r.effective_mfu:.1%} |"
         )
     yield ""
-    yield "What grows is not the step but the failures: the whole fails as often as all its parts together. The batch grows too, past"
-    yield "what training can use well; with the batch held (and plain 1F1B, since interleaving runs micro-batches in rounds of pp) each rank"
-    yield "has fewer micro-batches, and the bubble eats the gain:"
+    yield "The step time stays the same, but failures become more frequent: their rate is the sum over all devices. The batch grows too, past"
+    yield "what training can use well. With a fixed batch (and plain 1F1B, since interleaving runs micro-batches in rounds of pp) each rank"
+    yield "has fewer micro-batches, and the pipeline bubble takes a larger share of the step:"
     yield ""
     yield "| GPUs | step | MFU | efficiency |"
     yield "| ---: | ---: | ---: | ---: |"
@@ -99,8 +99,8 @@ def saves(start: Estimate) -> Iterator[str]:
     yield "## How often to save"
     yield ""
     size = goodput.checkpoint_bytes(start.model.total)
-    yield f"A resumable save of {format_count(start.model.total)} parameters holds {format_bytes(size)}. Goodput against the interval between"
-    yield f"saves that block for {SAVE:.0f} s, with restarts of {RESTART / 60:.0f} minutes:"
+    yield f"A checkpoint of {format_count(start.model.total)} parameters holds {format_bytes(size)}. Goodput against the interval between"
+    yield f"checkpoints that block for {SAVE:.0f} s, with restarts of {RESTART / 60:.0f} minutes:"
     for gpus in (16_384, 98_304):
         rel = goodput.reliability(gpus, SAVE, RESTART)
         young = format_seconds(goodput.young_interval(SAVE, rel.mtbf))
@@ -114,17 +114,21 @@ def saves(start: Estimate) -> Iterator[str]:
     mtbf = goodput.system_mtbf(goodput.GPU_MTBF, 98_304)
     longest = goodput.largest_restart(0.9, SAVE, mtbf)
     yield ""
-    yield "Around its optimum the curve is flat: half or twice the best interval costs a percent or two. At 98,304 GPUs even the best"
-    told = f"a restart within {format_seconds(longest)}" if longest else "shorter saves: no restart is quick enough"
-    yield f"interval loses what 16,384 never see; for 90% goodput there it takes {told}."
+    yield "Around its optimum the curve is flat: half or twice the best interval costs one or two percent. At 98,304 GPUs the best"
+    needed = (
+        f"a restart within {format_seconds(longest)}"
+        if longest
+        else "shorter checkpoints: no restart time is short enough"
+    )
+    yield f"interval loses {1 - rel.goodput:.0%} of the time; for 90% goodput there it takes {needed}."
     yield ""
 
 
 def between(start: Estimate) -> Iterator[str]:
     yield "## Several sites"
     yield ""
-    yield "Each site runs the plan above on its own and only gradients cross, once a step or every H steps (local updates: another"
-    yield "algorithm, with another loss). A site sends 2·(S−1)/S·N·bytes over the line."
+    yield "Each site runs the plan above, and only gradients cross between sites, once per step or every H steps (local SGD, another"
+    yield "algorithm with another loss curve). A site sends 2·(S−1)/S·N·bytes over the line."
     yield ""
     yield "| sites | line | sent by a site | exchange | step alone | every step | H for 5% |"
     yield "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
@@ -136,8 +140,8 @@ def between(start: Estimate) -> Iterator[str]:
                 f"{format_seconds(c.step_s)} | {c.slowdown:.2f}× | {c.every} |"
             )
     yield ""
-    yield "Tensor, context and pipeline groups must not cross: `planner.sites.axes_across` names the axes that span a level, and `lint`"
-    yield "tells what they cost there."
+    yield "Tensor, context and pipeline groups must stay within a site: `planner.sites.axes_across` lists the axes that span a level, and `lint`"
+    yield "shows what they cost there."
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""A walked pipeline to look at: a timeline in the terminal, a table of several, a trace for Perfetto.
+"""A simulated pipeline in the terminal: a timeline, a table that compares several, a trace for Perfetto.
 
-One row a rank, time to the right, one cell an action with its micro-batch in it. Colour is the kind (F, B, I, W), the
-tint which of the rank's stages, and even and odd micro-batches differ a little so that neighbours do not melt into
-each other; dots are bubbles. The scale is the largest at which the whole step fits the width: a cell that is too
-narrow for its number goes without, and when cells get narrower than a character, half blocks show two moments in one.
-Without colour (a pipe, NO_COLOR) the kind's letter stands in the cell instead.
+One row per rank, time to the right, one cell per action with the number of its micro-batch. The colour is the kind (F,
+B, I, W), the tint is the stage of the rank, and odd micro-batches are slightly darker to separate neighbours; dots are
+bubbles. The scale is the largest at which the whole step fits the width. A cell that is too narrow has no number; below
+one character per cell, half blocks show two moments in one character. Without colour (a pipe, NO_COLOR) each cell shows
+the letter of its kind.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ COLOURS = {"F": (59, 120, 224), "B": (22, 148, 96), "I": (20, 165, 165), "W": (2
 TINT, ODD = 0.42, 0.12  # toward white for a rank's last stage; toward black for odd micro-batches
 HELD = "in flight"
 FOOTNOTE = (
-    "V: stages a rank. no barrier: from step to step when the optimizer makes no rank wait for another. "
-    "in flight: micro-batches on the fullest rank. messages: sent by the busiest rank."
+    "V: stages per rank. no barrier: time per step if no rank waits for another in the optimizer. "
+    "in flight: micro-batches on the rank with the most. messages: sent by the busiest rank."
 )
-MOST_FLOWS = 20_000  # arrows in a trace beyond this only slow the viewer
+MOST_FLOWS = 20_000  # more arrows in a trace slow the viewer down
 
 
 def colour(kind: str, chunk: int = 0, virtual: int = 1, microbatch: int = 0) -> tuple[int, int, int]:
@@ -43,43 +43,43 @@ def colour(kind: str, chunk: int = 0, virtual: int = 1, microbatch: int = 0) -> 
 
 
 class Unit(NamedTuple):
-    """What times are told in: its name, and its size in the unit of the walk."""
+    """A unit of time: its name, and its size in the unit of the simulation."""
 
     name: str = ""
     size: float = 1.0
 
-    def told(self, time: float) -> str:
+    def format(self, time: float) -> str:
         return f"{time / self.size:.4g} {self.name}".rstrip() if self.name else f"{time:.6g}"
 
 
 def unit_of(several: Sequence[Walked], seconds: bool) -> Unit:
-    """Bare numbers, or, where a walk is in seconds, the unit that gives the longest a handy size."""
+    """No unit, or for times in seconds the largest unit in which the longest step is at least 1."""
     longest = max(w.makespan for w in several)
     sizes = [Unit("s", 1.0), Unit("ms", 1e-3), Unit("µs", 1e-6)]
     return next((u for u in sizes if longest >= u.size), sizes[-1]) if seconds else Unit()
 
 
 def timeline(walked: Walked, width: int = 100, *, coloured: bool = True, seconds: bool = False) -> Group:
-    """The drawing with its legend and summary, at most `width` columns wide; `seconds` if the walk's times are."""
+    """The drawing with its legend and summary, at most `width` columns wide; `seconds`: the times are in seconds."""
     unit = unit_of([walked], seconds)
     drawn = drawing(walked, best_scale([walked], width), coloured, unit)
     return Group(*drawn, legend([walked], coloured, width), *summary(walked, unit))
 
 
 def drawing(walked: Walked, scale: float, coloured: bool, unit: Unit) -> list[Text]:
-    """Headline, one row a rank, time axis."""
+    """Headline, one row per rank, time axis."""
     rows = [_row(walked, rank, scale, coloured) for rank in range(walked.program.ranks)]
     return [_headline(walked, scale), *rows, _axis(walked, scale, unit)]
 
 
 def title(walked: Walked) -> str:
     p = walked.program
-    stages = f"{p.virtual} stages a rank" if p.virtual > 1 else "1 stage a rank"
+    stages = f"{p.virtual} stages per rank" if p.virtual > 1 else "1 stage per rank"
     return f"{p.schedule}: {_count(p.ranks, 'rank')}, {_count(p.microbatches, 'micro-batch', 'es')}, {stages}"
 
 
 def best_scale(several: Sequence[Walked], width: int) -> float:
-    """Columns for a unit of time: as wide as fits, but no wider than numbers and a little air need."""
+    """Columns per unit of time: as wide as fits, but no wider than the numbers need."""
     room = max(20, width - _label_width(several) - _tail_width(several))
     longest = max(w.makespan for w in several) or 1.0
     digits = max(len(str(w.program.microbatches - 1)) for w in several)
@@ -93,22 +93,22 @@ def best_scale(several: Sequence[Walked], width: int) -> float:
 
 
 def summary(walked: Walked, unit: Unit) -> list[Text]:
-    """What the step costs, in words: the two bubbles by their own names, and memory."""
+    """The makespan, bubble fraction, bubble overhead and memory of the step as text."""
     peak, least = (float(f(walked.peak_memory)) for f in (np.max, np.min))
     what = "micro-batch" if peak == 1 else "micro-batches"
-    others = "on every rank" if peak == least else f"on the fullest rank, {least:g} on the emptiest"
+    where = "on every rank" if peak == least else f"on the rank with the most, {least:g} on the rank with the fewest"
     lines = [
         Text.assemble("bubble fraction ", (f"{walked.bubble_fraction:.1%}", "bold"), " of the step, bubble overhead ",
                       (f"{walked.bubble_overhead:.1%}", "bold"), " of the work"),
-        Text.assemble("makespan ", (unit.told(walked.makespan), "bold"), " · in flight ", (f"{peak:g}", "bold"),
-                      f" {what} {others}"),
+        Text.assemble("makespan ", (unit.format(walked.makespan), "bold"), " · in flight ", (f"{peak:g}", "bold"),
+                      f" {what} {where}"),
     ]  # fmt: skip
     if walked.longest_span < walked.makespan * (1 - 1e-9):
         inside = 1 - float(walked.busy.max()) / walked.longest_span
         lines.append(
             Text.assemble(
-                "without a barrier between steps: one every ",
-                (unit.told(walked.longest_span), "bold"),
+                "without a barrier between steps: one step every ",
+                (unit.format(walked.longest_span), "bold"),
                 ", ",
                 (f"{inside:.1%}", "bold"),
                 " of it idle",
@@ -119,7 +119,7 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
 
 
 def comparison(several: Sequence[Walked], unit: Unit) -> Table:
-    """One row a schedule: time, both bubbles, memory, messages; the shortest step in green."""
+    """One row per schedule: time, bubble fraction and overhead, memory, messages; the shortest step is green."""
     columns = [
         "schedule",
         ">V",
@@ -135,10 +135,10 @@ def comparison(several: Sequence[Walked], unit: Unit) -> Table:
         [
             Text(w.program.schedule, "bold"),
             w.program.virtual,
-            Text(unit.told(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else ""),
+            Text(unit.format(w.makespan), "green" if w.makespan <= best * (1 + 1e-9) else ""),
             f"{w.bubble_fraction:.1%}",
             f"{w.bubble_overhead:.1%}",
-            unit.told(w.longest_span),
+            unit.format(w.longest_span),
             f"{w.peak_memory.max():g}",
             f"{messages(w):g}",
         ]
@@ -148,15 +148,17 @@ def comparison(several: Sequence[Walked], unit: Unit) -> Table:
 
 
 def messages(walked: Walked) -> float:
-    """Transfers that the busiest rank sends in a step."""
+    """Messages that the busiest rank sends per step."""
     p = walked.program
-    apart = p.rank_of[1:] != p.rank_of[:-1]
-    sent = np.bincount(p.rank_of[:-1][apart], minlength=p.ranks) + np.bincount(p.rank_of[1:][apart], minlength=p.ranks)
+    crosses = p.rank_of[1:] != p.rank_of[:-1]
+    sent = np.bincount(p.rank_of[:-1][crosses], minlength=p.ranks) + np.bincount(
+        p.rank_of[1:][crosses], minlength=p.ranks
+    )
     return float(sent.max() * p.microbatches)
 
 
 def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = False) -> None:
-    """Draw one, or several under one another at one scale with a table below; `seconds` if the walks' times are."""
+    """Draw one, or several under one another at one scale with a table below; `seconds`: the times are in seconds."""
     coloured = console.color_system is not None and not console.no_color
     width = min(console.width, 200)
     if len(several) == 1:
@@ -171,7 +173,7 @@ def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = 
 
 
 def legend(several: Sequence[Walked], coloured: bool = True, width: int = 100) -> Text:
-    """The kinds that occur, by colour, in lines of whole entries."""
+    """The kinds of actions that occur, each with its letter, its colour and its name."""
     present = [k for i, k in enumerate(KINDS) if any((w.program.kind == i).any() for w in several)]
     virtual = max(w.program.virtual for w in several)
     entries = [_entry(f"{k} {KIND_NAMES[k]}", _style(colour(k)) if coloured else None) for k in present]
@@ -190,7 +192,7 @@ def legend(several: Sequence[Walked], coloured: bool = True, width: int = 100) -
 
 
 def pipeline_trace(walked: Walked, seconds_per_unit: float = 1.0) -> dict[str, Any]:
-    """The trace of a walk: one compute stream a rank, arrows for transfers, a counter of activations in flight."""
+    """The trace of a simulation: a compute stream per rank, arrows for transfers, a counter of activations in flight."""
     p, u = walked.program, seconds_per_unit
     needs, _ = needs_and_order(p)
     actions = [p.action(i) for i in range(len(p))]
@@ -252,7 +254,7 @@ def _entry(words: str, style: str | None) -> Text:
 
 
 def _headline(walked: Walked, scale: float) -> Text:
-    """The title, and over the column to the right of the rows what it counts."""
+    """The title of the drawing, and the header of the column to the right of the rows."""
     right = _label_width([walked]) + max(1, round(walked.makespan * scale)) + _tail_width([walked])
     text = _line().append(title(walked), "bold")
     return text.append(HELD.rjust(right - len(text)), "dim") if right - len(text) > len(HELD) + 2 else text
@@ -280,7 +282,7 @@ def _row(walked: Walked, rank: int, scale: float, coloured: bool) -> Text:
 
 
 def _cells(walked: Walked, own: slice, columns: int, scale: float, coloured: bool) -> Text:
-    """Whole characters: each action from its rounded start to its rounded end."""
+    """The row in whole characters: each action from its rounded start to its rounded end."""
     p, chunk, text, at = walked.program, walked.program.chunk_of, Text(), 0
     for i in range(own.start, own.stop):
         a = p.action(i)
@@ -318,7 +320,7 @@ def _letters(walked: Walked, own: slice, columns: int) -> Text:
 
 
 def _half_blocks(walked: Walked, own: slice, columns: int) -> Text:
-    """Two moments a character: the left half is the foreground of ▌, the right half its background."""
+    """Two moments per character: the left half is the foreground of ▌, the right half its background."""
     p, chunk, text = walked.program, walked.program.chunk_of, Text()
     shades = [
         None if i < 0 else colour(KINDS[p.kind[i]], int(chunk[p.stage[i]]), p.virtual)

@@ -1,9 +1,8 @@
-"""The timelines of one or more walked pipelines as one page that needs nothing else: no network, no other file.
+"""The timelines of one or more simulated pipelines as one self-contained HTML page.
 
-The page carries the walks as data and draws them itself (`templates/pipelines.html`): one lane a rank, activations in
-flight as a curve under each lane, all schedules at one time scale. Point at a cell and its micro-batch lights up
-along its way down the stages and back; point anywhere and the cursor tells the time and what each rank holds at that
-moment.
+The page contains the timelines as data and draws them (`templates/pipelines.html`): one lane per rank, activations in
+flight as a curve under each lane, all schedules at one time scale. Pointing at a cell highlights its micro-batch on all
+stages; the cursor shows the time and the activations that each rank holds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from meshwright.view.pipelines import COLOURS, ODD, TINT, messages, unit_of
 
 
 def pipelines_html(several: Sequence[Walked], heading: str = "", seconds: bool = False) -> str:
-    """The page; `seconds` if the walks' times are."""
+    """The page; `seconds`: the times are in seconds, not in units of the schedule."""
     heading = heading or _heading(several)
     unit = unit_of(several, seconds)
     data = {
@@ -45,7 +44,7 @@ def write_pipelines_html(several: Sequence[Walked], path: str | Path, heading: s
 
 
 def panel(walked: Walked) -> dict[str, Any]:
-    """One walk as plain data; the same keys as `--json` prints, and the actions by rank."""
+    """One timeline as plain data: the keys that `--json` prints, and the actions by rank."""
     p = walked.program
     lanes = []
     for rank in range(p.ranks):
@@ -63,7 +62,7 @@ def panel(walked: Walked) -> dict[str, Any]:
 
 
 def described(walked: Walked) -> dict[str, Any]:
-    """What `meshwright show SCHEDULE --json` prints of a walk, without the actions."""
+    """What `meshwright show SCHEDULE --json` prints about a timeline, without its actions."""
     p = walked.program
     return {
         "schedule": p.schedule,
@@ -92,5 +91,5 @@ def _heading(several: Sequence[Walked]) -> str:
 
 
 def _short(times: np.ndarray) -> list[float]:
-    """Nine digits: enough for any zoom, and the page stays small."""
+    """Nine significant digits are enough for any zoom and keep the page small."""
     return [float(f"{t:.9g}") for t in times.tolist()]

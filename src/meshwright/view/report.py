@@ -121,7 +121,9 @@ def proof_line(proof: dict[str, Any] | None) -> str:
     """The verdict of the proof, and the small copy that it is about."""
     if not proof:
         return "<p class='dim'>not verified</p>"
-    copy = f"<br><span class='dim'>proved on a small copy: {html.escape(str(proof.get('plan', '')))}</span>"
+    plans = [str(copy.get("plan", "")) for copy in proof.get("copies", [proof])]
+    several = "a small copy" if len(plans) == 1 else f"{len(plans)} small copies"
+    copy = f"<br><span class='dim'>trained to prove it: {several}, {html.escape('; '.join(plans))}</span>"
     if proof.get("passed"):
         words = ", ".join(
             f"{dtype} gradients within {e['gradient']:.1e}" for dtype, e in proof.get("errors", {}).items()

@@ -1,9 +1,9 @@
 """The step as a timeline: every rank's compute and communication streams, from the step program and the walked schedule.
 
-Each action of the schedule (forward or backward of a stage and micro-batch) is filled with the operations of its stage: compute on the
-compute stream, a collective on the stream of its axis. What overlaps starts beside compute and holds it up only by what does not fit behind
-it; what does not overlap stands in line. After the last action come gradient reduction, optimizer and overhead. A long step is drawn
-by layers or by actions, so that a trace stays small enough to open.
+Each action of the schedule (forward or backward of a stage and micro-batch) contains the operations of its stage: compute
+on the compute stream, a collective on the stream of its axis. An overlapped collective runs in parallel with compute and
+delays it only by its exposed time; the others run in sequence with compute. After the last action come gradient
+reduction, optimizer and overhead. A long step is drawn by layers or by actions, so that a trace stays small.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ORDER = ("embedding", "dense", "moe", "head")
 
 @dataclass(frozen=True)
 class Piece:
-    """A span inside an action, in seconds from its start."""
+    """A span inside an action; times are seconds from the start of the action."""
 
     stream: str
     name: str
@@ -44,37 +44,39 @@ def one(value: object) -> float:
 
 
 class Filler:
-    """Fills actions with the operations of their stage; each (stage, kind) is laid out once."""
+    """Places the operations of a stage inside its actions; each (stage, kind) is computed once."""
 
     def __init__(self, e: Estimate, detail: str) -> None:
         self.e, self.detail = e, detail
         self.network = Network(e.cluster, e.program.batch)
-        self._known: dict[tuple[int, str], list[Piece]] = {}
+        self._pieces: dict[tuple[int, str], list[Piece]] = {}
 
     def pieces(self, stage: int, kind: str) -> list[Piece]:
         key = (stage, kind)
-        if key not in self._known:
-            self._known[key] = self._lay(stage, kind)
-        return self._known[key]
+        if key not in self._pieces:
+            self._pieces[key] = self._operations(stage, kind)
+        return self._pieces[key]
 
-    def _lay(self, stage: int, kind: str) -> list[Piece]:
+    def _operations(self, stage: int, kind: str) -> list[Piece]:
         batch = self.e.program.batch
         held = stage_blocks(batch, np.array([float(stage)]), np.array([float(stage % self.e.plan.pp)]))
         blocks = [b for b in ORDER if b in held.counts for _ in range(round(one(held.counts[b])))]
         if kind != "F":
             blocks.reverse()
         out: list[Piece] = []
-        free: dict[str, float] = {}  # when each communication stream is idle again
-        again = {block: round(one(held.times(block, "R"))) for block in held.counts}
-        twice = {(block, phase): one(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")}
+        free: dict[str, float] = {}  # when each communication stream becomes idle
+        recomputed = {block: round(one(held.times(block, "R"))) for block in held.counts}
+        in_backward = {
+            (block, phase): one(held.times(block, phase)) > 0 for block in held.counts for phase in ("S", "G")
+        }
         at = 0.0
         for number, block in enumerate(blocks):
             began = at
             inner: list[Piece] = []
             for phase in PHASES_OF[kind]:
-                if {"R": again[block] > 0}.get(phase, twice.get((block, phase), True)):
+                if {"R": recomputed[block] > 0}.get(phase, in_backward.get((block, phase), True)):
                     at = self._phase(block, phase, at, free, inner)
-                again[block] -= phase == "R"
+                recomputed[block] -= phase == "R"
             out += (
                 inner
                 if self.detail == "operations"
@@ -109,7 +111,7 @@ class Filler:
 
 
 def choose_detail(e: Estimate, walked: WalkedStep) -> str:
-    """The finest detail that keeps a trace openable."""
+    """The finest level of detail that keeps a trace below `MOST_SPANS` spans."""
     actions = len(walked.walk.program)
     layers = e.model.layers / max(1, e.plan.stages) if e.model.layers else 1
     per_layer = sum(len(ops) for (block, _), ops in e.program.blocks.items() if block == "dense") / 2
@@ -119,7 +121,7 @@ def choose_detail(e: Estimate, walked: WalkedStep) -> str:
 
 
 def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
-    """Every rank's streams over one step."""
+    """The spans of every rank and stream over one step."""
     detail = detail or choose_detail(e, walked)
     filler = Filler(e, detail)
     flow, walk = walked.walk.program, walked.walk
@@ -152,10 +154,10 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
 
 
 def closing_spans(walked: WalkedStep) -> list[Span]:
-    """What follows the last action, on every rank: all wait for the slowest."""
+    """The spans after the last action, on every rank: all ranks wait for the slowest."""
     names = {
         "dp": ("comm:dp", "reduce gradients"),
-        "sums": ("comm:tp", "sum what is partial"),
+        "sums": ("comm:tp", "sum partial gradients"),
         "optimizer": ("compute", "optimizer"),
         "overhead": ("host", "step overhead"),
     }

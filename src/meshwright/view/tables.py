@@ -1,6 +1,6 @@
-"""Terminal tables and lines in one manner: no frames, a bold head, numbers to the right, asides dim.
+"""Terminal tables in one style: no frames, bold headers, numbers right-aligned, secondary text dim.
 
-A column's name says how it stands: `"name"` left, `">rate"` right, `"~source"` dim and folded when space is short.
+The first character of a column name sets its alignment: `"name"` left, `">rate"` right, `"~source"` dim and wrapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PIPED_WIDTH = 120
 
 
 def console() -> Console:
-    """Standard output; a fixed width where it is no terminal, so that files and tests read alike."""
+    """The console for standard output. If stdout is not a terminal, the width is fixed: files and tests are the same
+    everywhere."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
@@ -30,12 +31,12 @@ def show(*things: RenderableType) -> None:
 
 
 def show_json(value: Any) -> None:
-    """What a program reads: one JSON document; a number that JSON cannot say is an error, not NaN."""
+    """Print one JSON document; NaN and infinity raise, since JSON has no such numbers."""
     print(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """An empty table; see the module's words on column names."""
+    """An empty table; the module docstring describes column names."""
     out = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     for name in columns:
         if name.startswith(">"):
@@ -48,7 +49,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def filled(columns: Iterable[str], rows: Iterable[Iterable[object]], title: str = "") -> Table:
-    """A table with its rows; texts keep their style, the rest is printed as it is."""
+    """A table with its rows. `Text` cells keep their style; other cells are converted to plain text."""
     out = table(*columns, title=title)
     for row in rows:
         out.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
@@ -56,7 +57,7 @@ def filled(columns: Iterable[str], rows: Iterable[Iterable[object]], title: str 
 
 
 def facts(rows: Iterable[tuple[str, object]]) -> Table:
-    """Names and values below each other; empty values are left out."""
+    """A list of names and values; empty values are left out."""
     out = Table.grid(padding=(0, 2))
     out.add_column(style="dim", no_wrap=True)
     out.add_column(overflow="fold")

@@ -7,8 +7,8 @@ A trace is one JSON object, {"traceEvents": [...]}; each event has a phase `ph`,
     s f the two ends of an arrow from one span to another (same `id`); the end binds to the span that encloses it
     C   a counter's value from this time on
 
-Spans of one stream must not overlap unless one lies inside the other, so each stream is a thread of its own. Nothing
-here knows what the spans are: a pipeline, a training step and a collective all bring `Span`s in seconds.
+Spans of one stream must not overlap unless one lies inside the other, so each stream is a separate thread. The format does
+not depend on the content: a pipeline, a training step and a collective all produce `Span`s in seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MICROSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Span:
-    """Something that takes time on a stream of a rank."""
+    """An interval on a stream of a rank, in seconds."""
 
     rank: int
     stream: str
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Flow:
-    """An arrow: from (rank, stream) at a time within a span to another; a transfer, or who waited for whom."""
+    """An arrow between two (rank, stream, time) points: a transfer or a dependency."""
 
     name: str
     source: tuple[int, str, float]
@@ -48,7 +48,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Counter:
-    """Values of a rank from a time on, drawn as a filled curve."""
+    """Values of a rank from this time until the next counter, drawn as a filled curve."""
 
     rank: int
     name: str
@@ -65,7 +65,7 @@ def trace_events(
     streams: Sequence[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The trace as a dictionary ready for JSON. `streams` sets the order from the top; others follow as they appear."""
+    """The trace as a dictionary ready for JSON. `streams` sets the order from the top; streams that are not listed follow."""
     counters = list(counters)
     order = {name: i for i, name in enumerate(dict.fromkeys([*streams, *(s.stream for s in spans)]))}
     used = sorted({(s.rank, order[s.stream]) for s in spans})

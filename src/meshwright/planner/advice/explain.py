@@ -166,9 +166,7 @@ def choice(best: Candidate, fastest: Candidate) -> str:
     if other == best.plan.title():
         other = f"the same but for {differences(best.plan, fastest.plan)}"
     rival = f"{format_seconds(fastest.time, 4)}, {gib(fastest.memory):.1f} GiB, {other}"
-    return (
-        f"{100 * ahead:.2f}% slower than the fastest ({rival}), within what can be told apart; it {' and '.join(gains)}"
-    )
+    return f"{100 * ahead:.2f}% slower than the fastest ({rival}), within the accuracy of the model; it {' and '.join(gains)}"
 
 
 def pieces(model: Model) -> str:

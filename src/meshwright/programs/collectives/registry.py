@@ -113,8 +113,8 @@ def place(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) 
     if len(devices) != ranks or len(set(devices)) != ranks or min(devices) < 0 or max(devices) >= cluster.world:
         raise MeshwrightError(
             "MW-PROG-008",
-            f"{ranks} ranks do not stand on {len(set(devices))} of the {cluster.world} devices of {cluster.name}",
-            why=f"Each rank needs a device of its own, numbered 0 to {cluster.world - 1}",
+            f"{ranks} ranks do not fit on {len(set(devices))} of the {cluster.world} devices of {cluster.name}",
+            why=f"Each rank needs a separate device, numbered 0 to {cluster.world - 1}",
         )
     return devices
 

@@ -39,7 +39,7 @@ def zero_stage(s: Problem) -> Recommendation:
         "ZeRO stage",
         plan,
         f"{name}; parameters, gradients and optimizer states per device over {s.world}: {states}{s.aside(plan)}",
-        "seed 000, 8.6",
+        "A Guide to Distributed Training, 8.6",
         "ZeRO-1: optimizer states are too large; ZeRO-2: gradients too; ZeRO-3: the model itself; HSDP: limited "
         "bandwidth between nodes",
         TRADE,
@@ -62,7 +62,7 @@ def judged(conditions: dict[str, bool]) -> str:
 def tensor(s: Problem) -> Recommendation:
     """9.8: use, avoid, best practices."""
     source, wording = (
-        "seed 000, 9.8",
+        "A Guide to Distributed Training, 9.8",
         "TP=8 for 8-GPU nodes, pipeline across nodes, sequence parallelism for activations",
     )
     small = s.fits(s.shaped(zero=1))
@@ -94,7 +94,10 @@ def tensor(s: Problem) -> Recommendation:
 
 def pipeline(s: Problem) -> Recommendation:
     """10.8: ideal for, challenges, best practices."""
-    source, wording = "seed 000, 10.8", "M ≥ 4·P, interleaved stages, PP across nodes and TP inside, balanced layers"
+    source, wording = (
+        "A Guide to Distributed Training, 10.8",
+        "M ≥ 4·P, interleaved stages, PP across nodes and TP inside, balanced layers",
+    )
     rounds = [p for p in (2, 4, 8, 16, 32) if s.nodes >= p and p <= s.model.layers]
     ideal = {
         f"{s.nodes} nodes": s.nodes > 1,
@@ -132,7 +135,7 @@ def three_dimensions(s: Problem) -> Recommendation:
         "3D",
         plan,
         f"each strategy at the level that bears it: {said}",
-        "seed 002, 8; seed 000, 11.1",
+        "Distributed Training at Scale, 8; A Guide to Distributed Training, 11.1",
         "70B on 512 GPUs: TP=8 in the node, PP=8 across nodes, DP=8",
         "70B does not need a pipeline on 80 GB devices; it pays only where data parallelism runs out of batch",
     )
@@ -140,7 +143,10 @@ def three_dimensions(s: Problem) -> Recommendation:
 
 def zero3_network(s: Problem) -> Recommendation:
     """Whether the network bears ZeRO-3."""
-    source, wording = "seed 004, 4", "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard"
+    source, wording = (
+        "Bandwidth and Efficiency Modeler, 4",
+        "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard",
+    )
     plan = s.shaped(zero=3)
     said = f"{format_rate(s.between)} a device between nodes"
     if s.nodes == 1:
@@ -176,7 +182,9 @@ def inference(s: Problem) -> Recommendation:
     link = s.cluster.levels[0].link
     rate = s.cluster.accelerator.memory_bandwidth
     if s.model.kind != "transformer":
-        return Recommendation("inference", None, "only transformers generate tokens", "seed 001, Strategy Selection")
+        return Recommendation(
+            "inference", None, "only transformers generate tokens", "Distributed Training Basics, Strategy Selection"
+        )
 
     def latency(tp: int) -> float:
         return inference_latency(s.model.active, s.model.layers, s.model.hidden, tp, rate, link.alpha, link.beta)
@@ -189,6 +197,6 @@ def inference(s: Problem) -> Recommendation:
         None,
         f"tp {best}: {format_seconds(latency(best))} a token at batch 1 against "
         f"{format_seconds(latency(1))} from one device's bandwidth or any pipeline{room}",
-        "seed 001, Strategy Selection",
+        "Distributed Training Basics, Strategy Selection",
         "latency is critical, tensor parallelism preferred over pipeline",
     )

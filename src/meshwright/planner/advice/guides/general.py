@@ -35,7 +35,7 @@ def size_against_memory(s: Problem) -> Recommendation:
         "size vs memory",
         plan,
         reason,
-        "seed 001, Strategy Selection; seed 000, 7.7",
+        "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 7.7",
         "7B: 80 GB is sufficient → DDP; 70B: model parallelism required",
         LIMITS,
     )
@@ -43,7 +43,7 @@ def size_against_memory(s: Problem) -> Recommendation:
 
 def topology(s: Problem) -> Recommendation:
     """Match the busiest axis to the fastest level."""
-    source = "seed 001, Strategy Selection"
+    source = "Distributed Training Basics, Strategy Selection"
     if s.model.kind != "transformer":
         return Recommendation("topology", s.shaped(), "no heads to split: data parallel on every level", source)
     if s.nodes == 1:
@@ -99,7 +99,7 @@ def batch_size(s: Problem) -> Recommendation:
         "batch (training)",
         plan,
         reason,
-        "seed 001, Strategy Selection",
+        "Distributed Training Basics, Strategy Selection",
         "large batches, aggressive accumulation, pipeline bubble 10–20% acceptable",
         "accumulation helps a pipeline; without one it only costs launches (the seed's own anti-pattern)",
     )
@@ -107,7 +107,7 @@ def batch_size(s: Problem) -> Recommendation:
 
 def architecture(s: Problem) -> Recommendation:
     """What the model's kind asks for."""
-    source = "seed 001, Strategy Selection; seed 000, 11"
+    source = "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 11"
     if s.model.kind != "transformer":
         return Recommendation(
             "architecture", s.shaped(), "no transformer: only data parallelism is planned for it", source
@@ -120,7 +120,7 @@ def architecture(s: Problem) -> Recommendation:
             f"sequences of {s.workload.seq:,} tokens: split them, by context parallelism",
             source,
             "long sequences 100K+: sequence parallelism",
-            "its transfers are free only where a block's attention outlasts them; the seeds' µs are ms",
+            "its transfers are free only where a block's attention outlasts them; the guide's µs should be ms",
         )
     if s.moe:
         tries = [s.shaped(tp=t, pp=p, ep=s.model.experts, zero=1) for p in (1, 2, 4, 8, 16) for t in (1, s.node)]
@@ -144,7 +144,7 @@ def architecture(s: Problem) -> Recommendation:
 
 def typical_configuration(s: Problem) -> Recommendation:
     """Degrees by the model's size."""
-    n, guide, source = s.model.total, "typical configuration", "seed 001, Typical Configurations"
+    n, guide, source = s.model.total, "typical configuration", "Distributed Training Basics, Typical Configurations"
     size = f"{format_count(n)} parameters"
     if s.workload.seq >= LONG:
         return Recommendation(
@@ -196,7 +196,7 @@ def typical_configuration(s: Problem) -> Recommendation:
 
 def practical_tree(s: Problem) -> Recommendation:
     """Size first, then whether a node holds the model, then dense or mixture."""
-    n, source = s.model.total, "seed 000, 12.5"
+    n, source = s.model.total, "A Guide to Distributed Training, 12.5"
     size = format_count(n)
     if n < SMALL:
         ddp = s.shaped()
@@ -240,7 +240,7 @@ def practical_tree(s: Problem) -> Recommendation:
 def start_simple(s: Problem) -> Recommendation:
     """The first rung that fits: DDP → FSDP → tensor → pipeline → 3D."""
     source, wording = (
-        "seed 001, Key Takeaways; seed 000, 13",
+        "Distributed Training Basics, Key Takeaways; A Guide to Distributed Training, 13",
         "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
     )
     try:

@@ -1,0 +1,125 @@
+"""Plain words: help texts, error messages, their documentation and names are held to a list of banned words.
+
+The rules are about language: technical English that an engineer understands at first reading. A word list cannot check
+that, but it keeps the phrases out that readers stumbled over.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "meshwright"
+PHRASES = (
+    r"unsaid", r"nearest:", r"\bso many\b", r"tells the rest", r"\bown words\b", r"\bis no (?:value|number|name|multiple)\b",
+    r"\bare no (?:whole )?numbers?\b", r"\bmade again\b", r"\btold\b", r"\btells\b", r"\bsaid\b", r"\bunknown to us\b", r"\bof its own\b",
+    r"\bof their own\b", r"\bits own data\b", r"\bown way\b", r"\ba fault of ours\b", r"\bin words\b", r"\bthe rest\b", r"\blets go\b",
+    r"\bwhat a program can read\b", r"\bplanned and costed\b", r"\bcosted, (?:but )?not\b", r"\bis none of\b", r"\bare none of\b",
+    r"\bcannot be said\b", r"\bsomething that is no\b", r"\bfrom a failure to\b", r"\bsuch clusters\b", r"\bkept apart\b", r"\bnobody\b",
+    r"\bwhoever\b", r"\bin silence\b", r"\bhardly\b", r"\bat hand\b", r"\bweighs\b", r"\bone's own\b", r"\bmay be given again\b",
+    r"\bof whole layers alone\b", r"\bforgets\b", r"\bseeds?' ", r"\bseed 00\d\b",
+)  # fmt: skip
+BANNED = re.compile("|".join(PHRASES), re.IGNORECASE)
+# Adverbs, pronouns, participles and metaphors that do not name the content of a function, class or file.
+NAMES = {
+    "told", "said", "known", "put_on", "settle", "settled", "holds", "holding", "Holding", "again", "made_again", "apart", "alone", "Alone",
+    "Several", "Apart", "Parted", "give_up", "forget", "spoken", "slopes", "meet", "laid", "lap", "wants", "lay", "others",
+    "every", "alike", "held", "beside", "guarded", "obey", "flushed", "heard", "hear", "tell", "showing", 
+    "once", "nothing", "here", "there", "now", "mine", "ours", "theirs", "Stay", "Journey",
+}  # fmt: skip
+# Where other rooms are still renaming. Shrink it; it must end empty.
+NOT_YET: set[str] = {
+    "describe/files.py: _beside",
+    "parallel/tensor/attention.py: told",
+    "parallel/user_module/holdings.py: Holding",
+    "parallel/user_module/stages.py: beside",
+    "planner/advice/guides/problem.py: settled",
+    "planner/advice/guides/textbook.py: beside",
+    "planner/advice/lint/illegal.py: told",
+    "planner/search/bounds.py: held",
+    "programs/collectives/checker.py: apart",
+    "proof/emulation/per_rank.py: _put_on",
+    "proof/trace.py: put_on",
+    "view/collectives.py: held",
+}
+
+
+def offences(text: str) -> list[str]:
+    return [text[max(0, m.start() - 40) : m.end() + 40].replace("\n", " ") for m in BANNED.finditer(text)]
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text("utf-8"))
+
+
+def literals(node: ast.AST) -> Iterator[str]:
+    """The literal text in an expression: strings, and the fixed parts of f-strings."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
+
+
+def error_texts() -> Iterator[tuple[str, str]]:
+    """Every literal in a call that makes an error: `MeshwrightError(...)`, `unknown(...)` and `fail(...)`-like helpers."""
+    for name, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and any(
+                isinstance(a, ast.Constant) and str(a.value).startswith("MW-") for a in node.args
+            ):
+                yield from ((f"{name}:{node.lineno}", text) for text in literals(node))
+
+
+def test_errors_are_in_plain_words() -> None:
+    found = [f"{where}: {offence}" for where, text in error_texts() for offence in offences(text)]
+    assert found == []
+
+
+def test_the_documentation_of_errors_is_in_plain_words() -> None:
+    assert offences((ROOT / "docs" / "errors.md").read_text("utf-8")) == []
+
+
+def test_the_readme_is_in_plain_words() -> None:
+    assert offences((ROOT / "README.md").read_text("utf-8")) == []
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "show"])  # its owner is at work
+def test_help_is_in_plain_words(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from meshwright.cli import main
+
+    subcommands = {"config": ["show", "diff", "schema"]}.get(command, [])
+    for arguments in ([command], *([command, sub] for sub in subcommands)):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--help"])
+        text = capsys.readouterr().out
+        assert len(text) > 100
+        assert offences(" ".join(text.replace("│", " ").split())) == []
+
+
+def test_the_overview_is_in_plain_words() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert offences(done.stdout) == []
+
+
+def test_names_say_their_content() -> None:
+    found = set()
+    for name, tree in sources():
+        found |= {f"{name}: file" for part in Path(name).with_suffix("").parts if part in NAMES}
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                and node.name.lstrip("_") in NAMES
+            ):
+                found.add(f"{name}: {node.name}")
+    assert sorted(found - NOT_YET) == []
