@@ -70,6 +70,15 @@ class ParallelModule:
     def all_holdings(self) -> list[Holding]:
         return [holding for held in self.holdings.values() for holding in held]
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of the batch this rank takes, of `data_ranks`: for a `DistributedSampler`, say."""
+        return self.mesh.index("dp")
+
+    @property
+    def data_ranks(self) -> int:
+        return self.mesh.size("dp")
+
     # A step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
