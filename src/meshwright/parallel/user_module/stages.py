@@ -90,7 +90,8 @@ def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) 
     hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in beside(module, path)]
     buffers = [(b, b.clone()) for b in module.buffers()]
     try:
-        with torch.random.fork_rng(devices=[]):
+        cuda = {p.device for p in module.parameters() if p.is_cuda}
+        with torch.random.fork_rng(devices=list(cuda)):
             call(module, example)
     finally:
         for hook in hooks:
