@@ -1,1 +1,1 @@
-"""Parallel strategies applied to a model that knows nothing of them; `apply` puts them on in one fixed order."""
+"""Parallel strategies applied to a model that knows nothing of them; `apply` applies them in one fixed order."""

@@ -1,1 +1,1 @@
-"""Expert parallelism: routed experts spread over ranks, and the tokens that travel to them."""
+"""Expert parallelism: routed experts on many ranks, the all-to-alls that bring tokens to them, and the balance of their load."""

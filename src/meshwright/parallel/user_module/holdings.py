@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.describe.sharding import shard_dim
+from meshwright.describe.sharding import DATA_AXES, DataAxes, shard_range
 from meshwright.parallel import exchange
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.pieces import local_tensor
 from meshwright.parallel.tensor.cuts import Split, cut_out
 
 
@@ -54,7 +55,11 @@ class Holding:
         if not cuts:
             return [(local, tp)]
         dim = cuts[0].dim
-        offset = shard_start(self.parameter, dim, self.shard_index) if isinstance(self.parameter, DTensor) else 0
+        offset = (
+            shard_start(self.parameter, dim, self.mesh.index(self.data_axes.shard))
+            if isinstance(self.parameter, DTensor)
+            else 0
+        )
         out, begin = [], 0
         for cut in cuts:
             start, stop = max(begin - offset, 0), min(begin + cut.length - offset, local.shape[dim])
@@ -63,17 +68,14 @@ class Holding:
         return out
 
     @property
-    def shard_index(self) -> int:
-        return self.mesh.index("expert_shard" if self.expert else "shard_cp")
+    def data_axes(self) -> DataAxes:
+        return DATA_AXES["expert" if self.expert else "dense"]
 
     @property
     def counted(self) -> bool:
         """Whether this rank is the first of the data-parallel ranks and stages that hold the same elements."""
-        if isinstance(self.parameter, DTensor):
-            axes = ("expert_replicate",) if self.expert else ("replicate",)
-        else:
-            axes = ("expert_dp",) if self.expert else ("dp",)
-        return self.first_stage and all(self.mesh.index(axis) == 0 for axis in axes)
+        axis = self.data_axes.replicas if isinstance(self.parameter, DTensor) else self.data_axes.whole
+        return self.first_stage and self.mesh.index(axis) == 0
 
     def squares(self) -> torch.Tensor:
         """Σ g² of the elements this rank counts."""
@@ -109,16 +111,11 @@ class Holding:
         return part
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_start(parameter: DTensor, dim: int, index: int) -> int:
-    """Where this rank's rows begin in what was sharded; 0 along another dimension."""
+    """Where this rank's ZeRO shard begins along a dimension; 0 where another dimension is sharded."""
     ranks = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-    if shard_dim(parameter.shape, ranks) != dim:
-        return 0
-    return min(index * -(-parameter.shape[dim] // ranks), parameter.shape[dim])
+    sharded, start, _ = shard_range(parameter.shape, ranks, index)
+    return start if sharded == dim else 0
 
 
 def sum_partial(holdings: list[Holding]) -> None:
