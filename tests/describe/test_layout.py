@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog
+from meshwright.describe.axes import BASE, DERIVED, axis_size, members_in_unit, strides
 from meshwright.describe.cluster import uniform
-from meshwright.describe.layout import BASE, DERIVED, Layout
+from meshwright.describe.layout import Layout
 from meshwright.describe.plan import Plan
+from meshwright.describe.stages import layers_of_stages, stage_bounds
 from meshwright.errors import MeshwrightError
 
 DEGREES = st.sampled_from([1, 2, 3, 4])
+EXACT = ("tp", "cp", "pp", "shard", "replicate", "dp", "dp_cp", "shard_cp", "stage", "world")
 ORDERS = st.sampled_from(list(itertools.permutations(("tp", "cp", "pp", "dp"))))
 
 
@@ -140,3 +144,41 @@ def test_a_layout_of_too_many_ranks_is_refused_before_memory() -> None:
 
 def test_one_level_holds_everything() -> None:
     assert Layout(Plan(tp=4, replicate=2)).level("dp", uniform(8, 1e-6, 1e9)) == 0
+
+
+@given(layouts(), st.sampled_from([1, 2, 4, 8, 16]))
+def test_members_are_counted_without_listing_ranks(layout, unit) -> None:
+    """The closed form of `axes.members_in_unit` against the listed groups: exact where strides and units divide each other, and where they do
+    not, never more than the fullest unit holds."""
+    plan = layout.plan
+    stride = strides(plan, plan.order)
+    exact = all(s % unit == 0 or unit % s == 0 for s in stride.values()) and all(
+        unit % (stride[a] * getattr(plan, a)) == 0 or stride[a] * getattr(plan, a) % unit == 0 for a in BASE
+    )
+    for axis in (*BASE, *DERIVED):
+        assert axis_size(plan, axis) == layout.groups(axis).shape[1]
+        counted, closed = layout.per_unit(axis, unit), int(members_in_unit(plan, stride, axis, unit))
+        assert closed == counted if exact and axis in EXACT else 1 <= closed <= layout.size(axis), axis
+
+
+@given(st.lists(layouts(), min_size=2, max_size=4), st.sampled_from([2, 8]))
+def test_arrays_and_integers_agree(several, unit) -> None:
+    """One statement of sizes, strides and members: for one plan and for a batch."""
+    order = ("tp", "cp", "pp", "dp")
+    names = ("replicate", "shard", "tp", "cp", "pp", "ep", "etp")
+    batch = SimpleNamespace(**{name: np.array([getattr(one.plan, name) for one in several]) for name in names})
+    for axis in (*BASE, *DERIVED):
+        for i, one in enumerate(several):
+            assert np.broadcast_to(axis_size(batch, axis), len(several))[i] == axis_size(one.plan, axis)
+            together = members_in_unit(batch, strides(batch, order), axis, unit)
+            alone = members_in_unit(one.plan, strides(one.plan, order), axis, unit)
+            assert np.broadcast_to(together, len(several))[i] == alone
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_bounds_of_stages_are_their_layers(layers, stages) -> None:
+    counts = layers_of_stages(layers, stages)
+    start, stop = stage_bounds(layers, np.full(stages, stages), np.arange(stages))
+    assert (stop - start).tolist() == list(counts)
+    assert start[0] == 0
+    assert stop[-1] == layers
