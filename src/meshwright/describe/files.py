@@ -1,7 +1,7 @@
-"""Reading small text files from people: bounded in size, time and memory, every failure a clear error.
+"""Reading small text files: bounded in size, time and memory, with a clear error for every failure.
 
-A configuration is a page of text. Anything above a megabyte is refused by its size, before a byte of it is read; what
-is no regular file (a folder, a pipe, a device) is refused too, since it may never end.
+A configuration is a page of text. A file above one megabyte is refused by its size, before it is read. A folder, a pipe or a
+device is refused too, since reading it may never end.
 """
 
 from __future__ import annotations

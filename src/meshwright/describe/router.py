@@ -1,8 +1,8 @@
-"""How a mixture of experts chooses: the part of a model that is no shape. `[model.router]` in a file.
+"""How a mixture of experts routes tokens: `[model.router]` in a plan file.
 
     score          softmax over the experts, or sigmoid of each (DeepSeek-V3)
     choice         tokens choose k experts, or experts choose their tokens
-    groups         experts stand in so many groups, and a token chooses among those of the `groups_kept` best: by their
+    groups         experts form groups, and a token chooses among the experts of the `groups_kept` best groups: by their
                    highest score (DeepSeek-V2), or where a bias balances by the sum of their two highest (V3)
     capacity       an expert takes at most c·T·k/E copies, the rest are dropped; 0: as many as come
     aux, z         weights α and β of the balancing and of the logits' loss
@@ -23,14 +23,14 @@ from meshwright.errors import MeshwrightError
 
 class RouterOptions(Described):
     score: Literal["", "softmax", "sigmoid"] = Field(
-        default="", description="unsaid: sigmoid where the model balances by a bias, else softmax"
+        default="", description="default: sigmoid where the model balances by a bias, else softmax"
     )
     choice: Literal["token", "expert"] = "token"
     groups: Size = Field(default=1, description="the experts' groups, of which a token visits some")
-    groups_kept: Whole = Field(default=0, description="so many of them; 0: all")
+    groups_kept: Whole = Field(default=0, description="groups a token may choose from; 0: all")
     capacity: float = Field(default=0.0, ge=0, description="as a multiple of the mean load; 0: dropless")
     normalise: bool | None = Field(
-        default=None, description="weights of a token sum to one; unsaid: where k > 1 and tokens choose"
+        default=None, description="weights of a token sum to one; default: where k > 1 and tokens choose"
     )
     scale: float = Field(default=1.0, ge=0, description="of the routed experts' sum")
     aux: float = Field(default=0.0, ge=0, description="weight of the balancing loss (Switch, GShard)")
@@ -47,13 +47,13 @@ class RouterOptions(Described):
             raise MeshwrightError(
                 "MW-MODEL-008",
                 f"top {top_k} of {experts} experts in {kept} of {self.groups} groups",
-                why="Groups are equal, and those that are kept must hold as many experts as a token visits",
+                why="Groups have equal sizes, and the groups that are kept must hold at least top_k experts",
                 fix="--set model.router.groups=1 --set model.router.groups_kept=0",
             )
         if self.groups > 1 and self.choice == "expert":
             raise MeshwrightError(
                 "MW-MODEL-008",
-                f"{self.groups} groups of experts, yet experts choose their tokens",
+                f"{self.groups} groups of experts with choice=expert",
                 why="Groups limit what a token chooses",
                 fix="--set model.router.choice=token",
             )

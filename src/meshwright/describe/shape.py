@@ -121,11 +121,12 @@ class ModelShape(Described):
     def _legal_transformer(self) -> ModelShape:
         if self.attention == "gqa" and not self.head_dim and self.hidden % self.heads:
             legal = [n for n in range(1, 257) if self.hidden % n == 0]
+            grouped = [n for n in legal if not self.kv_heads or n % self.kv_heads == 0]
             raise MeshwrightError(
                 "MW-MODEL-002",
                 f"{self.heads} heads do not divide hidden {self.hidden}",
                 valid=legal,
-                fix=f"--set model.heads={nearest_number(self.heads, legal)}",
+                fix=f"--set model.heads={nearest_number(self.heads, grouped)}" if grouped else "",
             )
         if self.heads % self.kv_groups:
             legal = [n for n in range(1, min(self.heads, 4096) + 1) if self.heads % n == 0]
@@ -146,11 +147,9 @@ class ModelShape(Described):
                 fix="--set model.top_k=1",
             )
         if not self.experts and (self.top_k or self.shared_experts):
-            raise MeshwrightError(
-                "MW-MODEL-005", "top_k or shared experts, yet no experts", fix="--set model.experts=8"
-            )
+            raise MeshwrightError("MW-MODEL-005", "top_k or shared experts without experts", fix=self._some_experts())
         if not self.experts and self.router != RouterOptions():
-            raise MeshwrightError("MW-MODEL-005", "a router is described, yet no experts", fix="--set model.experts=8")
+            raise MeshwrightError("MW-MODEL-005", "a router without experts", fix=self._some_experts())
         if self.experts:
             self.router.check(self.experts, self.top_k)
         if self.dense_layers > self.layers:
@@ -158,6 +157,15 @@ class ModelShape(Described):
         if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):
             raise MeshwrightError("MW-MODEL-001", f"{self.name}: a transformer needs 'ffn' above 0")
         return self
+
+    def _some_experts(self) -> str:
+        """Settings that give a model experts, where its router accepts them."""
+        experts, top_k = max(8, self.top_k), self.top_k or 2
+        try:
+            self.router.check(experts, top_k)
+        except MeshwrightError:
+            return ""
+        return f"--set model.experts={experts}" + ("" if self.top_k else f" --set model.top_k={top_k}")
 
     # Derived shape
 

@@ -1,8 +1,7 @@
-"""How a training stack behaves: a handful of physical numbers, with a sensible default.
+"""How a training framework behaves: a few physical numbers with defaults, and what it cannot run.
 
-Two stacks on one cluster differ by what their host pays for each launch, what they fuse, which attention kernel they use,
-and what they run beside what. Those differences, not the model, decide small runs: a layer of 60 launches at 6 µs cannot
-take less than 0.36 ms however fast the GPU is (the *host floor*).
+Two stacks on one cluster differ in host time per launch, in what they fuse, in their attention kernel and in what they overlap.
+These differences decide small runs: a layer of 60 launches at 6 µs takes at least 0.36 ms on any GPU (the *host floor*).
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ class Stack(Described):
     attention: Literal["flash", "fused", "stored"] = Field(
         default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
     )
-    overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication runs beside compute")
+    overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
     early_stop: bool = Field(
-        default=True, description="a layer made again is rerun only until backward has what it needs, as torch does"
+        default=True, description="recompute stops as soon as backward has the tensors it needs, as torch does"
     )
     shared_scales: bool = Field(
         default=False,

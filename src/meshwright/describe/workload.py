@@ -20,7 +20,7 @@ class Workload(Described):
     precision: Precision = "bf16"
     optimizer: Literal["adamw", "adam", "momentum", "sgd"] = "adamw"
     clip: bool = Field(default=True, description="clip by the global gradient norm")
-    tokens: Count = Field(default=0.0, description="token budget of the whole training; 0: not told")
+    tokens: Count = Field(default=0.0, description="token budget of the whole training; 0: not given")
     imbalance: float = Field(default=1.0, ge=1, description="tokens of the busiest expert rank over the mean")
 
     @property
