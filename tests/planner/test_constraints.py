@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.cost.estimate import estimate
 from meshwright.errors import MeshwrightError
-from meshwright.planner.advice.infeasible import no_plan, nothing_fits
+from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space, bucket_for
 from planner.spaces import MODELS, space
@@ -72,7 +72,7 @@ def test_any_question_has_an_answer(model, gpus, batch, memory, fix, most, least
         return
     found, ranking = solve(where)
     if ranking is None:
-        told = nothing_fits(where, found, 0.0)
+        told = none_fits(where, found, 0.0)
         assert told.exit_code == 3
         assert "GiB" in told.what
         return

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner import goodput
-from meshwright.planner.advice.infeasible import no_plan, nothing_fits
+from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
 from meshwright.planner.search.branch_and_bound import Progress
@@ -42,7 +42,7 @@ def plan(
     """
     asked = read(model, cluster, **question)
     world = asked.config.cluster.world
-    failures = goodput.asked(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
+    failures = goodput.read_reliability(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
     between = line_rate(sites, line)
     result = run(asked, top, progress)
     return replace(result, reliability=failures, line=between, sites=sites)
@@ -56,7 +56,7 @@ def run(question: Question, top: int = 10, progress: Progress | None = None) -> 
         raise no_plan(space)
     found, ranking = solve(space, question.headroom, progress)
     if ranking is None:
-        raise nothing_fits(space, found, question.headroom)
+        raise none_fits(space, found, question.headroom)
     return Result(
         config=replace(question.config, plan=ranking.best.plan),
         space=space,

@@ -39,11 +39,11 @@ DAY = 86400.0
 SAVE, RESTART = (
     10.0,
     300.0,
-)  # seconds where nothing is said: a save that blocks for ten, five minutes from failure to training on
+)  # default seconds: a checkpoint blocks for ten, a restart takes five minutes
 
 # Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4.
 LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_EFFECTIVE = 419, 54.0, 16_384, 0.90
-GPU_MTBF = LLAMA3_DAYS * DAY * LLAMA3_GPUS / LLAMA3_INTERRUPTIONS  # seconds; everything that stops a run, told per GPU
+GPU_MTBF = LLAMA3_DAYS * DAY * LLAMA3_GPUS / LLAMA3_INTERRUPTIONS  # seconds; everything that stops a run, per GPU
 # Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", RSC-1: nodes of 8 A100.
 NODE_RATE = 6.50 / 1000 / DAY  # failures per node and second
 
@@ -58,7 +58,7 @@ def expected_failures(duration: float, mtbf: float) -> float:
 
 
 def survival(duration: float, mtbf: float) -> float:
-    """Probability that nothing fails for so long: e^(−t/M)."""
+    """Probability of no failure during `duration`: e^(−t/M)."""
     return math.exp(-duration / _positive("mtbf", mtbf))
 
 
@@ -80,9 +80,9 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
     for name, value in (("interval", interval), ("mtbf", mtbf)):
         _positive(name, value)
     if save < 0 or restart < 0:
-        raise MeshwrightError("MW-GOOD-001", "a save or restart of less than no time", valid=["0 or more seconds"])
+        raise MeshwrightError("MW-GOOD-001", "a negative checkpoint or restart time", valid=["0 or more seconds"])
     exponent = (restart + interval + save) / mtbf
-    if exponent > 700:  # beyond what a float holds: nothing is ever finished
+    if exponent > 700:  # beyond the range of a float: no work is ever kept
         return 0.0
     return interval / mtbf / (math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf))
 
@@ -105,7 +105,7 @@ def save_seconds(size: float, bandwidth: float) -> float:
 
 @dataclass(frozen=True)
 class Reliability:
-    """A machine and its habits: seconds between failures, of a save that blocks, and of a restart."""
+    """Failures of a cluster: seconds between them, of a blocking checkpoint, and of a restart."""
 
     mtbf: float
     save: float
@@ -128,22 +128,24 @@ class Reliability:
 
 
 def reliability(gpus: int, save: float, restart: float, gpu_mtbf: float = GPU_MTBF) -> Reliability:
-    """The habits of a machine of `gpus` devices that fail as Llama 3's did, unless told otherwise."""
+    """The reliability of `gpus` devices; by default they fail as often as Llama 3's did."""
     return Reliability(system_mtbf(gpu_mtbf, gpus), save, restart)
 
 
-def asked(gpus: int, mtbf: str | float = "", checkpoint: str | float = "", restart: str | float = "") -> Reliability:
-    """The habits a person tells (`"3h"`, `"60s"`, `"5min"`), completed by what is usual."""
+def read_reliability(
+    gpus: int, mtbf: str | float = "", checkpoint: str | float = "", restart: str | float = ""
+) -> Reliability:
+    """The reliability given as `"3h"`, `"60s"`, `"5min"`, completed by defaults."""
     assumed = []
     if not mtbf:
         assumed.append("time between failures: GPUs that fail as often as Llama 3's did")
     if not checkpoint:
         assumed.append(f"checkpoint: a save blocks for {SAVE:g} s")
     if not restart:
-        assumed.append(f"restart: {RESTART / 60:g} minutes from failure to training on")
+        assumed.append(f"restart: {RESTART / 60:g} minutes after a failure")
     between = parse_seconds(mtbf) if mtbf else system_mtbf(GPU_MTBF, gpus)
-    save, again = (parse_seconds(said or usual) for said, usual in ((checkpoint, SAVE), (restart, RESTART)))
-    return Reliability(_positive("mtbf", between), _positive("checkpoint", save), again, tuple(assumed))
+    save, back = (parse_seconds(given or usual) for given, usual in ((checkpoint, SAVE), (restart, RESTART)))
+    return Reliability(_positive("mtbf", between), _positive("checkpoint", save), back, tuple(assumed))
 
 
 def largest_restart(target: float, save: float, mtbf: float) -> float:

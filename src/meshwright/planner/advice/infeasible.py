@@ -1,10 +1,10 @@
-"""When there is no answer: say so in words, say by how much, and say the least change that would give one.
+"""The errors of a question without an answer: why no plan is legal or fits, by how much, and the smallest change that gives one.
 
 **No plan is legal.** Each constraint is dropped in turn; those without which plans exist are the ones to blame. Without constraints the sizes
 are: world = replicate · shard · tp · cp · pp, where tp divides heads, pp is at most the layers, and dp divides the batch. A prime number of devices
-leaves little choice. The nearest batch and the nearest numbers of devices that have a plan are told.
+leaves little choice. The error has the nearest batch and the nearest numbers of devices that have a plan.
 
-**Nothing fits.** The plan with the least memory is known from the search (it is proved, not guessed). Then single changes are tried in turn,
+**No plan fits.** The plan with the least memory is known from the search (it is proved, not guessed). Then single changes are tried in turn,
 the least first: less headroom, a constraint dropped, gradients in 16 bits, states on the host, more devices, a shorter sequence.
 """
 
@@ -67,7 +67,7 @@ def no_plan(space: Space) -> MeshwrightError:
         )
     worlds = _nearest_worlds(space)
     prime = world > 3 and len(divisors(world)) == 2
-    why = f"{world} is prime, so one axis must take all devices: " if prime else "Of the model alone, "
+    why = f"{world} is prime, so one axis must take all devices: " if prime else "For this model "
     why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
     fixes = (
         [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.said}" for c in said] or ["--gpus 1 --batch 1"]
@@ -87,7 +87,7 @@ def possible_batches(space: Space) -> tuple[list[int], list[int]]:
     batch = space.workload.batch
     free = other(space, workload=space.workload.but(batch=space.cluster.world * unit)).frames
     pairs = {(int(dp), int(pp)) for dp, pp in zip(free.dp, free.pp, strict=True)} if len(free) else set()
-    # Some schedules want as many micro-batches as multiples of their ranks.
+    # Some schedules need a number of micro-batches divisible by their ranks.
     near = {u * max(1, round(batch / u)) for dp, pp in pairs for u in (dp * unit, dp * unit * pp)} - {batch}
     legal = [b for b in sorted(near) if len(other(space, workload=space.workload.but(batch=b)).frames)]
     return sorted({dp for dp, _ in pairs}), legal
@@ -138,10 +138,10 @@ def _nearest_worlds(space: Space) -> list[int]:
     return out
 
 
-# Nothing fits
+# No plan fits
 
 
-def nothing_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
+def none_fits(space: Space, found: Found, headroom: float) -> MeshwrightError:
     """By how much, and the least change that would fit. Exit code 3."""
     code, leanest = min(found.misfits.items(), key=lambda item: float(item[1].memory[0]))
     memory, device = float(leanest.memory[0]), space.cluster.accelerator
@@ -149,7 +149,7 @@ def nothing_fits(space: Space, found: Found, headroom: float) -> MeshwrightError
     plan = space.plan(leanest, 0)
     spare = f" less {headroom:.0%} headroom" if headroom else ""
     what = (
-        f"nothing fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
+        f"no plan fits: of {found.legal:,} plans the leanest needs {format_bytes(memory)} on its fullest GPU, "
         f"{format_bytes(memory - limit)} more than the {format_bytes(device.memory)} of {device.name}{spare}"
     )
     least = minimum_gpus(space.model.total, limit)

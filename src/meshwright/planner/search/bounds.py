@@ -44,11 +44,11 @@ from meshwright.programs.pipelines import formulas
 Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages a rank may have: one, or the fewest and the most
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
 KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
-TELLING = 5  # ranks of a pipeline that a batch looks at, at most
+SAMPLED = 5  # ranks of a pipeline that a batch looks at, at most
 RANKS = tuple(
-    f"{x}{k}" for x in "rbo" for k in range(TELLING)
+    f"{x}{k}" for x in "rbo" for k in range(SAMPLED)
 )  # their numbers, bytes, and bytes of one more micro-batch in flight
-# What tells schedules apart.
+# Columns that the bounds of a schedule read.
 SCHEDULED = (
     "pp",
     "dp",
@@ -151,7 +151,7 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
 
 def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> np.ndarray:
-    """Bytes of the mean rank with one micro-batch in flight (a `share` of the kernel's); sharded as told, or as far as may be."""
+    """Bytes of the mean rank with one micro-batch in flight (a `share` of the kernel's); sharded as the row says, or as far as possible."""
     n, base, work = len(rows), space.base, space.workload
     sizes = np.array([[DTYPE_BYTES[d] for d in (p, g, s)] for p, g, s, _ in space.dtypes])[rows.dtype].T  # type: ignore[index]
     param, grad, state = sizes
@@ -223,7 +223,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
     They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
     rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
-    the ranks that tell (first, last, the longest) the bytes with one micro-batch in flight and what one more adds; whether gradients go in
+    the sampled ranks (first, last, the longest) the bytes with one micro-batch in flight and what one more adds; whether gradients go in
     buckets of each stage (`parts`), and whether a split backward asks for its inputs `twice`. Looped schedules
     cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones, and looped ones of layers of
     two kinds, deal out layers otherwise; for them only the mean is a bound.
@@ -250,7 +250,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
         tail=tail,
         parts=parts,
         twice=twice,
-        **telling(program, cost),
+        **sampled_ranks(program, cost),
         **intervals.ends(program, cost),
     )
     work = rows.only(*SCHEDULED).but(m=space.microbatches(rows), alone=folded, looped=closing - tail, bytes=folded)
@@ -269,17 +269,17 @@ def regroups(space: Space, schedule: str) -> bool:
 def in_flight_bytes(
     space: Space, schedule: str, rows: Table, virtuals: Virtuals, fewest: np.ndarray | None = None
 ) -> np.ndarray:
-    """Bytes of the fullest rank under a schedule, or what it has at least: from the ranks that tell, or from the mean rank."""
+    """Lower bound of the bytes of the fullest rank under a schedule: from the sampled ranks, or from the mean rank."""
     if not regroups(space, schedule):
-        return held(rows, schedule, virtuals)
+        return looped_bytes(rows, schedule, virtuals)
     ends = [least_in_flight(schedule, rows, virtuals, rank) for rank in (0, rows.pp - 1)]
     return rows.bytes + (np.minimum(*ends) - 1) * rows.saved / rows.pp
 
 
-def telling(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
-    """Of the ranks that tell: which they are (r0, r1, …), their bytes (b0, …), and what one more micro-batch in flight adds (o0, …)."""
+def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
+    """Of the sampled ranks: their numbers (r0, r1, …), their bytes (b0, …), and the bytes of one more micro-batch in flight (o0, …)."""
     b, out = program.batch, {}
-    for k in range(TELLING):
+    for k in range(SAMPLED):
         at = min(k, len(cost.stage_blocks) - 1)
         held = cost.stage_blocks[at].counts
         saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block != "head")
@@ -290,8 +290,8 @@ def telling(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
 
 
 def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
-    """Bytes that any rank has besides states and activations: gathered weights, working memory, communicators. The least of the ranks that
-    tell; of two ranks both hold an end of the model, and nothing is known of one that does not."""
+    """Bytes that any rank has besides states and activations: gathered weights, working memory, communicators. The least of the sampled
+    ranks. With two ranks both hold an end of the model, so the bound is 0."""
     b = program.batch
     parts = [
         (1 + b.stack.allocator_slack) * (m["gathered"] + m["working"]) + m["context"] - b.stack.context
@@ -303,8 +303,8 @@ def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
 def of_schedules(space: Space, plans: Table) -> Table:
     """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules.
 
-    `exact` says where their brackets (`planner.search.intervals`) and bytes are what costing them would give: looped schedules whose ranks hold what
-    they hold with one stage each. There `time` is the bracket's low end.
+    `exact` marks rows whose intervals (`planner.search.intervals`) and bytes equal those of costing the plan: looped schedules whose ranks hold what
+    they hold with one stage each. There `time` is the low end of the interval.
     """
     plans = plans.but(m=space.microbatches(plans), bytes=plans.folded)
     time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
@@ -328,16 +328,16 @@ def of_schedules(space: Space, plans: Table) -> Table:
             total = formulas.makespan(name, rows.pp, rows.m, v, rows.f / v, rows.i / v, rows.w / v, rows.message)
             ramp[at] = np.maximum(total - rows.m * (rows.f + rows.i + rows.w), 0.0)
             exact[at] = same
-    found = intervals.bracket(
+    found = intervals.interval(
         space, plans.but(ramp=ramp, mean=plans.f + plans.i + plans.w, leads=np.zeros(len(plans), bool))
     )
     return plans.but(time=np.where(exact, found.low, time), memory=memory, exact=exact, **found.columns)
 
 
-def held(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
-    """Bytes of the fullest of the ranks that tell, with the micro-batches in flight that a looped schedule has there."""
+def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
+    """Bytes of the fullest sampled rank, with the micro-batches in flight that a looped schedule has there."""
     by_rank = []
-    for k in range(TELLING):
+    for k in range(SAMPLED):
         flying = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
         by_rank.append(rows.columns[f"b{k}"] + (flying - 1) * rows.columns[f"o{k}"])
     return np.maximum.reduce(by_rank)

@@ -1,20 +1,20 @@
 """The fastest plan that fits, proved without costing every plan.
 
-Branch and bound, best first. `space` is a tree of layers, `bounds` says what no plan below a row can beat. First each strategy is asked, by memory,
-for a plan that fits; where there is none that is proved, and told by how much the least one is too large. Then the search keeps **incumbents**:
-the best time found for a ladder of memory limits (10% steps: the Pareto front of time against headroom) and in every strategy, and opens a row
-only if its bound says that it may
+Branch and bound, best first. `space` is a tree of layers; `bounds` gives the time and memory that no plan below a row can beat. First the search
+looks for a plan of each strategy that fits in memory; where there is none, that is proved, and the plan with the least memory is kept. Then the
+search keeps **incumbents**: the best time found for a ladder of memory limits (10% steps: the Pareto front of time against free memory) and for
+every strategy. A row is expanded only if its bound allows a plan below it to
 
 - come within 1% of the best;
-- or be the best of its strategy, or improve the front. This has an effort: a strategy that lost, or a front, that took more is marked
-  as not proved.
+- or be the best of its strategy, or improve the front. This work has a limit: a strategy that lost, or a front, that reaches it is marked as
+  not proved.
 
     frames → shapes → placed → sharded → plans, each layer costed in chunks that stay in cache
 
-The closed form of a pipeline with unequal stages may be off, so a plan has a bracket (`brackets`): it is kept while its low end is hopeful, and
-stops others by its high end, or by its walked time. So every plan that may come within 1% of the best has been costed exactly; the rest is proved
-slower or too large. The leaders are then walked (`leaders`): their pipeline program is built and simulated action by action, and the ranking rests
-on that. Nothing here is random: the same question has the same answer.
+The closed form of a pipeline with unequal stages is not exact, so a plan has an interval (`intervals`): it is kept while its low end may still
+win, and it excludes other plans by its high end, or by its simulated time. So every plan that may come within 1% of the best has been costed
+exactly; all others are proved slower or too large. Then the leaders are simulated (`leaders`) and ranked by that. Nothing here is random: the
+same question has the same answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1
 SIZES = ((16, 1024), (32, 1024), (32, 1024), (256, 4096), (512, 4096))  # rows opened at once, by layer: few at first
-MOST_WALKS = 24  # plans walked during the search
+MOST_WALKS = 24  # plans simulated during the search
 FEW, FEW_SIZES = 24, 4  # frames of each strategy, and micro-batches of theirs, that are tried first
 DEGREES = ("tp", "cp", "pp", "dp")
 PLAN = (
@@ -64,7 +64,16 @@ PLAN = (
     "lap",
 )
 COSTED = ("time", "memory", "low", "closed", "high", "estimate")
-HOPE = ("time", "memory", "tp", "pp", "cp", "ep", "zero", "replicate")  # what tells whether a row may pay
+BOUNDED = (
+    "time",
+    "memory",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+    "zero",
+    "replicate",
+)  # columns that decide whether a row is expanded
 Progress = Callable[[float], None]
 
 
@@ -86,12 +95,12 @@ class Incumbents:
         """The lowest limit a plan keeps to; −1: none."""
         return (memory[:, None] <= self.limits).sum(axis=1) - 1
 
-    def hopeful(self, rows: Table, given_up: set[int]) -> np.ndarray:
-        """Rows that, by their bounds, may come close to the best, improve the front, or be the best of a strategy not given up."""
+    def promising(self, rows: Table, given_up: set[int]) -> np.ndarray:
+        """Rows whose bounds allow a plan close to the best, on the front, or the best of a strategy whose search has not been given up."""
         axes = strategies.axes(rows)
         close = self.strategy * (1 + STRATEGY_MARGIN)
         close[[code for code in given_up if code != FRONT]] = -np.inf
-        # Before it is sharded, data parallelism alone may become any of four strategies: there are few such rows, none is left out.
+        # Before sharding, a pure data-parallel row may become any of four strategies: there are few such rows, all are kept.
         enough = close[strategies.strategy(rows)] if "zero" in rows else np.where(axes == 0, np.inf, close[axes])
         rung = self.rung(rows.memory)
         enough = np.maximum(enough, self.front[0] * (1 + self.margin))
@@ -137,7 +146,7 @@ class Found:
 
     rows: Table
     incumbents: Incumbents
-    misfits: dict[int, Table]  # for each strategy of which nothing fits: its plan with the least memory
+    misfits: dict[int, Table]  # for each strategy of which no plan fits: its plan with the least memory
     unproved: set[int]  # strategies whose best was not proved
     legal: int
     costed: int
@@ -173,8 +182,8 @@ class Search:
         front = {FRONT} if self.spent_on_front > FRONT_EFFORT else set()
         return set(np.flatnonzero(self.spent > EFFORT).tolist()) | front
 
-    def hopeful(self, rows: Table) -> np.ndarray:
-        return self.best.hopeful(rows, self.given_up)
+    def promising(self, rows: Table) -> np.ndarray:
+        return self.best.promising(rows, self.given_up)
 
     def cost(self, rows: Table) -> Table:
         """Whole plans with their exact seconds and bytes."""
@@ -197,7 +206,7 @@ class Search:
         nearest = np.full(16, np.inf)
         np.minimum.at(nearest, axes, rows.time)
         left = np.argsort(rows.time / nearest[axes], kind="stable")
-        known = rows.only(*HOPE)
+        known = rows.only(*BOUNDED)
         for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
             if depth == 0 and self.progress:
                 self.progress(1 - len(left) / len(rows))
@@ -205,17 +214,17 @@ class Search:
                 return
             self.open(depth, rows.take(left[:size]))
             left = left[size:]
-            left = left[self.hopeful(known.take(left))]
+            left = left[self.promising(known.take(left))]
 
     def open(self, depth: int, rows: Table) -> None:
-        """The next layer of some rows, as far as its bounds are hopeful; below the last the plans themselves."""
+        """Expand rows into the next layer where its bounds are promising; below the last layer, cost the plans."""
         if depth == len(self.layers):
             self.spend(rows)
             self.best.offer(self.cost(rows))
             self.confirm()
             return
         below = self.layers[depth](rows)
-        below = below.take(self.hopeful(below.only(*HOPE)))
+        below = below.take(self.promising(below.only(*BOUNDED)))
         if len(below):
             self.descend(depth + 1, below)
 
@@ -228,16 +237,16 @@ class Search:
 
     def placed(self, rows: Table) -> Table:
         below = self.space.placed(rows)
-        # With one order each there is nothing new to bound.
+        # With one order each the bounds do not change.
         return bounds.of_shapes(self.space, below, self.best.limit) if len(below) > len(rows) else below
 
     def sharded(self, rows: Table) -> Table:
         """What the states and schedules that then fit rule out is not costed."""
         below = self.space.sharded(rows)
         below = below.but(memory=bounds.least_memory(self.space, below))
-        below = below.take(self.hopeful(below.only(*HOPE)))
+        below = below.take(self.promising(below.only(*BOUNDED)))
         below = bounds.of_kernels(self.space, below, self.best.limit)
-        below = below.take(self.hopeful(below.only(*HOPE)))
+        below = below.take(self.promising(below.only(*BOUNDED)))
         self.costed += len(below)
         self.spend(below)
         parts = [bounds.of_sharded(self.space, part, self.best.limit) for part in below.chunks(bounds.CHUNK)]
@@ -250,9 +259,9 @@ class Search:
             exact = self.space.scheduled(rows.take(alone))
             self.best.offer(exact.but(low=exact.time, closed=exact.time, high=exact.time, estimate=exact.time))
         rows = rows.take(~alone)
-        light = rows.only(*HOPE, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
+        light = rows.only(*BOUNDED, *bounds.SCHEDULED).but(place=np.arange(len(rows)))
         plans = bounds.of_schedules(self.space, self.space.scheduled(light))
-        plans = plans.take(self.hopeful(plans.only(*HOPE)))
+        plans = plans.take(self.promising(plans.only(*BOUNDED)))
         exact, rest = (
             rows.take(some.place).but(**some.only("schedule", "virtual", *COSTED).columns)
             for some in (plans.take(plans.exact), plans.take(~plans.exact))
@@ -262,7 +271,7 @@ class Search:
         return rest
 
     def confirm(self) -> None:
-        """Walk the most hopeful plan whose bracket is wide: its walked time, which can be had, tightens the incumbents."""
+        """Simulate the most promising plan whose interval is wide: its simulated time tightens the incumbents."""
         if self.walks >= MOST_WALKS or not self.best.kept:
             return
         rows = self.best.kept[-1]
@@ -298,7 +307,7 @@ class Search:
             self.best.offer(self.cost(part))
 
     def ordinary(self, frames: Table) -> Table:
-        """Plans a person would try: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
+        """Usual plans: small micro-batches, the stack's order, each ZeRO stage over all ranks, 1F1B."""
         space = self.space
         shapes = frames.crossed((frames.dp, frames.pp), lambda dp, pp: space.sizes(dp, pp).take(slice(0, FEW_SIZES)))
         rows = space.sharded(self.first_order(bounds.kernels(space, shapes)))
@@ -325,7 +334,7 @@ class Search:
         return [int(code) for code in axes if not (np.isfinite(self.best.strategy[code]) if code else data)]
 
     def data_misfits(self, frames: Table) -> dict[int, Table]:
-        """Of data parallelism alone, the strategies of which nothing fits: each one's plan with the least memory."""
+        """For each pure data-parallel strategy of which no plan fits, its plan with the least memory."""
         absent = [code for code in strategies.DATA if not np.isfinite(self.best.strategy[code])]
         if not len(frames) or not absent:
             return {}

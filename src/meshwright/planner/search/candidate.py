@@ -13,7 +13,7 @@ class Candidate:
 
     plan: Plan
     strategy: str
-    time: float  # seconds, walked
+    time: float  # seconds, simulated
     closed: float  # seconds by the closed forms
     memory: float  # bytes of the fullest rank
     shape: int

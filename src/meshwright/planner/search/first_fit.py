@@ -1,8 +1,8 @@
-"""Start simple: the first rung of a ladder that fits.
+"""The first plan of a ladder from simple to complex that fits.
 
     DDP → ZeRO-1 → ZeRO-3 → tensor parallel in the node → + pipeline between nodes, each without and with recompute
 
-The seeds' advice for choosing a first plan, as code. It looks for something that runs, not for the fastest.
+The usual advice for a first plan, as code: a plan that runs, not the fastest one.
 """
 
 from __future__ import annotations

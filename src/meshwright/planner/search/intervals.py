@@ -1,22 +1,22 @@
-"""Between what and what a walk will find the step, and where: the closed form, and how far off it can be where stages are unequal.
+"""The interval in which the simulation of a step will end, and an estimate inside it: the closed form, and its error where stages are unequal.
 
-The closed form takes T = pace + ramp + closing: M micro-batches of the slowest rank, the ramp of a pipeline of mean ranks, and what
-happens once a step. Ramps and pace meet on one rank only if the slowest rank is also the one that waits, so
+The closed form takes T = pace + ramp + closing: M micro-batches of the slowest rank, the ramp of a pipeline of mean ranks, and the costs paid
+once per step. Ramp and pace add up only if the slowest rank is also the one that waits, so
 
     low   = max(pace, M · mean + ramp) + closing
 
-With V looped stages a rank, a longer stage holds up the others of its turn, and turns do not even out as whole ranks do. If in every turn all
-waited for the longest,
+With V looped stages per rank, a longer stage delays the other stages of its turn, and turns do not even out as whole ranks do. If in every
+turn all ranks waited for the longest stage,
 
-    high  = pace + ramp + closing + held up,      held up = M · Σ over turns of the longest stage − pace
+    high  = pace + ramp + closing + delay,      delay = M · Σ over turns of the longest stage − pace
 
-and twice that where stages have different numbers of layers, since neighbouring turns then meet.
+and twice the delay where stages have different numbers of layers, since neighbouring turns then meet.
 
-Where between them a walk ends depends on the rounds K = M/P of the pipeline, by medians of 9,600 random plans. Ranks that are not looped reach the
-closed form but for 1/2K of the way from low. In turns one round of K is held up, in breadth-first ones nearly all; of unequal numbers of layers
-half the plans are not held up at all. A V whose slowest rank is its first, with embedding and head, hides its ramp while K is small. That is the
-**estimate**, by which plans are ranked until they are walked. The search keeps a plan while its `low` is hopeful, and lets it stop others by its
-`high`.
+Where in the interval a simulation ends depends on the rounds K = M/P of the pipeline (medians of 9,600 random plans). Ranks that are not looped
+reach the closed form except for 1/2K of the way from low. Of the turns, one round of K is delayed, in breadth-first schedules nearly all; with
+unequal numbers of layers half of the plans are not delayed at all. A V-shaped schedule whose slowest rank is the first, with embedding and head,
+hides its ramp while K is small. This is the **estimate**, by which plans are ranked until they are simulated. The search keeps a plan while its
+`low` may win, and excludes others by its `high`.
 """
 
 from __future__ import annotations
@@ -53,29 +53,31 @@ def of(space: Space, program: StepProgram, cost: StepCost) -> Table:
         leads=cost.slowest == 0,
         **ends(program, cost),
     )
-    return bracket(space, rows)
+    return interval(space, rows)
 
 
-def bracket(space: Space, rows: Table) -> Table:
+def interval(space: Space, rows: Table) -> Table:
     """low, closed, high and estimate of rows with their pp, virtual, schedule, m; pace, ramp, closing, mean; `ends` and `longest` layer; and
     whether their slowest rank is the first (`leads`)."""
     closed = rows.pace + rows.ramp + rows.closing
     piped, looped = rows.pp > 1, (rows.pp > 1) & (rows.virtual > 1) & np.isin(rows.schedule, LOOPED)
     low = np.where(piped, np.maximum(rows.pace, rows.m * rows.mean + rows.ramp) + rows.closing, closed)
-    held_up = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
+    delay = np.where(looped, np.maximum(0.0, rows.m * turns(space, rows) - rows.pace), 0.0)
     uneven = space.uneven(rows)
-    high = closed + np.where(uneven, 2.0, 1.0) * held_up
-    estimate = np.where(looped, closed + held_in(rows) * ~uneven * held_up, low + reached(rows) * (closed - low))
+    high = closed + np.where(uneven, 2.0, 1.0) * delay
+    estimate = np.where(
+        looped, closed + delayed_share(rows) * ~uneven * delay, low + closed_form_share(rows) * (closed - low)
+    )
     return Table(low=low, closed=closed, high=high, estimate=estimate)
 
 
-def held_in(rows: Table) -> np.ndarray:
+def delayed_share(rows: Table) -> np.ndarray:
     """The share of turns in which looped ranks wait for the longest stage."""
     rounds = rows.m / rows.pp
     return np.where(rows.schedule == BREADTH_FIRST, 0.9 * (rounds >= 1), np.minimum(1.0, 0.7 / rounds))
 
 
-def reached(rows: Table) -> np.ndarray:
+def closed_form_share(rows: Table) -> np.ndarray:
     """How far from low to the closed form ranks that are not looped come."""
     rounds = rows.m / rows.pp
     hidden = np.isin(rows.schedule, V_SHAPED) & rows.leads

@@ -1,7 +1,7 @@
-"""Rows of a space walked: their pipelines simulated action by action, everything else as costed.
+"""Simulate rows of a space: their pipelines action by action, everything else as costed.
 
 A schedule repeats itself between its ramps, so a long one is walked at two lengths and continued as a straight line. Lengths leave the same rest
-in rounds of pp, so that what is added is whole rounds. Memory is that of the fullest rank of all: a batch looks at a few telling ones.
+in rounds of pp, so that what is added is whole rounds. Memory is that of the fullest of all ranks; the costing of a batch samples only a few.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIONS = 2_000  # a longer walk is done at two lengths and continued
 
 
 def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of plans by the closed forms and walked, and bytes of their fullest ranks: lowered and costed as one batch, simulated one by one."""
+    """Seconds of plans by the closed forms and simulated, and bytes of their fullest ranks: lowered and costed as one batch, simulated one by one."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     stages = stage_times(program, cost)
@@ -36,7 +36,7 @@ def walk(space: Space, rows: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times: list[RankTime]) -> float:
-    """Seconds of one plan's step with its pipeline walked, a long one at two lengths."""
+    """Seconds of one plan's step with its pipeline simulated, a long one at two lengths."""
     n, m, pp = program.batch.n, int(program.batch.rounds[at]), plan.pp
     enough = max(6 * pp, ACTIONS // (3 * plan.stages) // pp * pp)
     if plan.schedule == "auto":
@@ -65,7 +65,7 @@ def walked_time(program: StepProgram, cost: StepCost, plan: Plan, at: int, times
 
 
 def fullest(program: StepProgram) -> np.ndarray:
-    """Peak bytes of each plan's fullest rank, all ranks looked at."""
+    """Peak bytes of each plan's fullest rank, from all ranks."""
     b = program.batch
     ranks = (rank_blocks(b, np.minimum(float(r), b.pp - 1)) for r in range(int(b.pp.max())))
     return reduce(np.maximum, (np.broadcast_to(sum(memory(program, held).values()), b.n) for held in ranks))

@@ -10,7 +10,7 @@ times P·α/β (`space.bucket_for`); the leaders try that size halved and double
 
 **Partial recompute.** The search knows recompute of all layers or none. A plan that recomputes every layer often has memory left: then some
 layers of each stage keep their activations. Of the leaders that recompute every layer, each tries eighths of a stage and adds the fastest
-variant that fits as a candidate of its own.
+variant that fits as one more candidate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Strategies: plans that a person would call by one name. A plan is in exactly one.
+"""Strategies: the usual name of a plan by the axes it uses. A plan has exactly one.
 
-Data parallelism alone is DDP, ZeRO-1/2, FSDP (ZeRO-3) or HSDP (sharded inside groups, replicated between them). Otherwise a strategy says
+Pure data parallelism is DDP, ZeRO-1/2, FSDP (ZeRO-3) or HSDP (sharded inside groups, replicated between them). Otherwise a strategy says
 which axes are in use: TP+DP, PP+DP, 3D (tensor, pipeline and data), each with +CP or +EP.
 
-Between plans that are equally fast the simpler one is better: `complexity` counts what a person has to set up and can get wrong.
+Of plans that are equally fast the simpler one is better: `complexity` counts the parts that a user has to set up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIMPLE_SCHEDULES = (
 
 
 def axes(rows: Table) -> np.ndarray:
-    """Which axes are in use: all that is known of a strategy before sharding; 0 is data parallelism alone."""
+    """Which axes are in use: all that is known of a strategy before sharding; 0 is pure data parallelism."""
     return TP * (rows.tp > 1) + PP * (rows.pp > 1) + CP * (rows.cp > 1) + EP * (rows.ep > 1)
 
 
@@ -63,7 +63,7 @@ def name_of(plan: Plan) -> str:
 
 def complexity(rows: Table, own_order: int) -> np.ndarray:
     """Smaller is simpler. Above all, how many things there are to set up and to get wrong: axes in use, hybrid sharding, weights kept or
-    gradients summed against a ZeRO stage's habit, an order other than the stack's, experts split otherwise, tensor without sequence
+    gradients summed otherwise than usual for the ZeRO stage, an order other than the stack's, experts split otherwise, tensor without sequence
     parallelism, virtual stages, a schedule beyond 1F1B and interleaving. Then the schedule, ZeRO stage, recompute and degrees."""
     rank = np.array([SIMPLE_SCHEDULES.index(name) for name in SCHEDULES])
     schedule = np.where(rows.pp > 1, rank[rows.schedule], 0)

@@ -1,15 +1,15 @@
 """Anti-patterns of a plan, each with its cost in seconds and a way out.
 
-A **rule** looks at an estimate and, where it sees its pattern, tells what the pattern costs: the seconds it exposes (against the
+A **rule** looks at an estimate and, where it finds its pattern, reports the cost of the pattern: the seconds it exposes (against the
 same plan on a network that does not have the fault), or what its fix saves, whichever is more. Its **fix** is the
 fastest legal neighbour of the plan that lacks the pattern and fits in memory, as `--set` words, estimated like the plan itself;
 where that neighbour is slower no fix is offered.
 
     error     the plan cannot run as it stands: illegal, or it does not fit
     warning   the fix saves at least 1% of the step, or the pattern costs at least 10% of it
-    note      the pattern is there, but costs little or nothing known is better
+    note      the pattern is there, but costs little, or no better plan is known
 
-What costs less than 0.1% of the step is not told. A searched winner may show a pattern and still be best: `justify` puts the
+A cost below 0.1% of the step is not reported. A searched winner may show a pattern and still be best: `justify` puts the
 reason, in figures, beside each finding.
 """
 
@@ -33,7 +33,7 @@ MOST_ACTIONS = 100_000  # of a pipeline that is walked to justify a plan
 
 
 def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
-    """Every pattern found, the costliest first; errors lead. An illegal plan is told by what makes it illegal."""
+    """Every pattern found, the costliest first; errors first. An illegal plan has one finding: what makes it illegal."""
     trial = Trial(config.model, config.cluster, config.workload, config.stack)
     try:
         config.check()
@@ -72,7 +72,7 @@ def reason(f: Finding, winner: Estimate, alternatives: Sequence[Estimate]) -> st
             return f"the fix saves {format_seconds(now - step(fixed))}, {1 - step(fixed) / now:.2%} of a step"
         if fixed is not None and simulated(fixed) > simulated(winner) * (1 - SAVES):
             walked = f"{format_seconds(simulated(fixed))} against {format_seconds(simulated(winner))}"
-            return f"by the closed forms the fix is faster; with its stages walked one by one it takes {walked}"
+            return f"by the closed forms the fix is faster; with its pipeline simulated it takes {walked}"
     without = [e for e in alternatives if fits(e) and not shows(f.code, e)]
     if without:
         best = min(without, key=step)

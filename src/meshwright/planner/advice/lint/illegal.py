@@ -1,4 +1,4 @@
-"""What makes a plan illegal, told as the anti-pattern behind it, with what the usual workaround would cost.
+"""The anti-pattern that makes a plan illegal, with the cost of the usual workaround.
 
 **Indivisible heads.** Frameworks that allow it pad: 52 heads over 8 ranks become 56, and every rank computes heads that are thrown
 away. The cost is the padded step beyond the fastest legal degree's.
@@ -47,7 +47,7 @@ def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> F
     model = padded(config.model, plan.tp)
     worst = trial.elsewhere(plan, model=model)
     what = f"{error.what}: padded to {model.heads} heads, {1 - config.model.heads / model.heads:.1%} of attention is thrown away"
-    return told(
+    return illegal_finding(
         "MW-LINT-011",
         "indivisible heads",
         what,
@@ -68,12 +68,12 @@ def batch_arithmetic(config: Config, trial: Trial, error: MeshwrightError) -> Fi
     worst = trial.elsewhere(plan, workload=workload.but(batch=whole))
     idle = 1 - workload.batch / whole
     what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
-    return told(
+    return illegal_finding(
         "MW-LINT-012", "batch arithmetic", what, plan, fixed, worst, error, idle * step(worst) if worst else None
     )
 
 
-def told(
+def illegal_finding(
     code: str,
     name: str,
     what: str,
