@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from meshwright.cost.estimate import Estimate
-    from meshwright.cost.walked import Simulation
+    from meshwright.cost.estimate import Estimate, Simulation
     from meshwright.describe.config import Config
     from meshwright.describe.plan import Plan
     from meshwright.parallel.user_module.module import ParallelModule
@@ -102,10 +101,10 @@ def plan(model: Any, cluster: Any = "", *, set: Sequence[str] = (), **question: 
 
 def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simulation:
     """The step of a plan walked action by action on every rank; takes what `estimate` takes."""
-    from meshwright.cost.walked import Simulation, walk_step
+    from meshwright.cost.estimate import Simulation
 
     result = estimate(model, set=set, **parts)
-    return Simulation(result, walk_step(result.program, result.cost, result.plan))
+    return Simulation(result, result.walked)
 
 
 def verify(

@@ -47,30 +47,34 @@ def test_regimes_change_at_the_seeds_cut_offs(share, name):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.floats(1e9, 1e18), st.floats(1, 1e12), st.floats(1, 1e5), st.floats(1e12, 1e16), st.floats(1e9, 1e12))
-def test_position_is_consistent(flops, sent, batch, peak, bandwidth):
-    place = roofline.position(flops, sent, batch, peak, bandwidth)
+@given(st.floats(1e9, 1e18), st.floats(1, 1e12), st.floats(1e12, 1e16), st.floats(1e9, 1e12))
+def test_position_is_consistent(flops, sent, peak, bandwidth):
+    place = roofline.position(flops, [sent], peak, uniform(8, 1e-6, bandwidth))
     assert 0 < place.efficiency <= 1
-    # At the critical batch the workload stands on the ridge, at nine tenths of it at 90%.
-    scaled = roofline.position(flops * place.critical_batch / batch, sent, place.critical_batch, peak, bandwidth)
-    assert scaled.ccr == pytest.approx(scaled.ridge)
-    assert roofline.efficiency(place.ccr * place.batch_for_90 / batch, place.ridge) == pytest.approx(0.9)
+    assert place.ceilings[0].seconds == pytest.approx(sent / bandwidth)
     # Below the ridge the network's seconds rule, above it the device's.
     assert (place.efficiency < 1) == (sent / bandwidth > flops / peak)
+    # The regime follows the cost model's word on what bounds the step.
+    assert "communication-bound" in roofline.position(flops, [sent], peak, uniform(8, 1e-6, bandwidth), True).regime
+    assert (
+        "communication-bound" not in roofline.position(flops, [sent], peak, uniform(8, 1e-6, bandwidth), False).regime
+    )
 
 
 def test_no_traffic_is_no_bound():
-    place = roofline.position(1e15, 0, 8, 1e15, 1e11)
+    place = roofline.position(1e15, [0.0], 1e15, uniform(8, 1e-6, 1e11))
     assert (place.efficiency, place.regime) == (1, "no communication")
 
 
-def test_every_level_has_its_ceiling():
+def test_every_level_has_its_bytes_and_its_ceiling():
     cluster = catalog.load("clusters", "dgx-h100").with_gpus(1024)
-    tops = roofline.ceilings(cluster, 989.4e12, 10_000)
+    place = roofline.position(1e15, [1e12, 1e9, 0.0], 989.4e12, cluster)
+    tops = place.ceilings
     assert [t.level for t in tops] == [level.name for level in cluster.levels]
     assert all(t.ridge == pytest.approx(989.4e12 / t.bandwidth) for t in tops)
     assert tops[0].ridge < tops[1].ridge
-    assert tops[0].efficiency == 1 > tops[1].efficiency
+    assert tops[0].efficiency < 1 == tops[1].efficiency == tops[2].efficiency
+    assert (place.level, place.efficiency) == (tops[0].level, tops[0].efficiency)
 
 
 # Chunks, buckets, overlap

@@ -236,3 +236,12 @@ def test_orders_permute_only_axes_in_use() -> None:
 
 def test_settings_name_what_differs() -> None:
     assert settings(Plan(tp=4), Plan(tp=8, sp=True)) == "--set plan.tp=8 --set plan.sp=true"
+
+
+def test_tensor_parallelism_spread_by_the_axis_order_is_found() -> None:
+    """tp=8 fits a node, but an order with dp fastest puts its ranks into eight nodes."""
+    spread = config("llama3-8b", "dgx-h100", 64, 64, tp=8, sp=True, replicate=8, order=("dp", "tp", "cp", "pp"))
+    (f,) = (f for f in lint.check(spread) if f.code == "MW-LINT-001")
+    assert (f.cost_s or 0) > 0
+    assert f.fixed is not None
+    assert f.fixed.tp == 1 or (f.fixed.tp <= 8 and (f.fixed.order or ("tp",))[0] == "tp")

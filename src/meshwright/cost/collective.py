@@ -20,7 +20,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.errors import unknown
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
-from meshwright.programs.collectives.formulas import FORMULAS, Rates, Shape, switch_segments, switch_wire
+from meshwright.programs.collectives.formulas import FORMULAS, Rates, Shape, switch_segments, switch_shards, switch_wire
 
 OPERATIONS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
               "all_to_all": "all-to-all", "send": "point-to-point"}  # fmt: skip
@@ -91,6 +91,7 @@ class Curve:
         start, byte = terms.alpha * self.rates.alpha, terms.beta * self.rates.beta
         self.start, self.byte, self.wire = start, byte, byte
         self.outer: tuple[Array, Array] | None = None
+        self.inner_wire, self.outer_wire = byte, terms.outer_beta * self.rates.outer_beta
         if self.crosses:
             outer = terms.outer_alpha * self.rates.outer_alpha, terms.outer_beta * self.rates.outer_beta
             if terms.together:
@@ -120,6 +121,14 @@ class Curve:
             seconds = np.maximum(seconds, self.outer_begin + n * self.outer_per_byte)
         return seconds if self.per_root is None else seconds + self.per_root * root
 
+    def shares(self, shape: int) -> tuple[float, float]:
+        """Bytes that a device sends inside its node and through its card, for each byte of the buffer."""
+        rates = (np.broadcast_to(rate, self.call.shape)[shape] for rate in (self.rates.beta, self.rates.outer_beta))
+        outer = self.outer_wire if self.crosses else 0.0
+        wires = (np.broadcast_to(wire, self.call.shape)[shape] for wire in (self.inner_wire, outer))
+        inside, outside = (float(wire / rate) for wire, rate in zip(wires, rates, strict=True))
+        return inside, outside
+
     @cached_property
     def available(self) -> Array:
         """Where the library would consider the program; `True` for everywhere."""
@@ -138,7 +147,10 @@ class SwitchCurve(Curve):
 
     def fit(self) -> None:
         self.fabric = self.algorithm == "sharp"
-        self.wire = switch_wire(1.0, shape_of(self.group), self.rates, self.fabric)
+        shape = shape_of(self.group)
+        self.wire = switch_wire(1.0, shape, self.rates, self.fabric)
+        self.inner_wire = (1 + 1 / self.group.per_node) * self.rates.beta
+        self.outer_wire = switch_shards(self.group.nodes, self.fabric) / self.group.per_node * self.rates.outer_beta
 
     def at(self, shapes: Array) -> SwitchCurve:
         """The same with a row for each of `shapes`."""
@@ -259,6 +271,27 @@ class Network:
         times = [curve.improve(n, np.sqrt(n), none)[at] for curve in self._of(op)]
         name = self._of(op)[int(np.argmin(times))].algorithm
         return "ring" if name == "multi-ring" and self.nodes(op.axis)[at] == 1 else name
+
+    def level(self, axis: str, at: int = 0) -> int:
+        """The highest level of links that the groups of an axis use, of one plan of the batch."""
+        size = self.batch.size(axis)[at]
+        spans = enumerate(self.cluster.spans)
+        return next(
+            (k for k, span in spans if self.batch.members(axis, span)[at] >= size), len(self.cluster.levels) - 1
+        )
+
+    def bytes_by_level(self, op: Op, at: int = 0) -> dict[int, float]:
+        """Bytes that one device sends through its links in the node and through its card, by the program that runs."""
+        n = op.message_bytes
+        none = np.full(self.batch.n, np.inf)
+        curve = min(self._of(op), key=lambda curve: float(curve.improve(n, np.sqrt(n), none)[at]))
+        inside, outside = curve.shares(int(curve.group.of_plan[at]))
+        size = float(np.broadcast_to(n, self.batch.n)[at])
+        found = {0: inside * size}
+        if outside:
+            level = self.level(op.axis, at)
+            found[level] = found.get(level, 0.0) + outside * size
+        return found
 
     def nodes(self, axis: str) -> Array:
         """Nodes that a group of an axis spans."""

@@ -7,21 +7,26 @@ exposed communication below 20% of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from meshwright.cost import advice, roofline
+from meshwright.cost import advice
+from meshwright.cost.collective import Network
+from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.predict import COMMUNICATION, prediction
 from meshwright.cost.recompute import SPARE, resolve_recompute
+from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
+from meshwright.cost.walked import WalkedStep, walk_step
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import StepProgram
+from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.step import step_program
 
 
@@ -53,13 +58,33 @@ class Estimate:
     program: StepProgram
     cost: StepCost
     prediction: Prediction
-    verdicts: tuple[Verdict, ...]
-    roofline: roofline.Position
     levels: dict[str, str]
     inference: tuple[Latency, ...]
 
+    @cached_property
+    def walked(self) -> WalkedStep:
+        """The step walked action by action, as `simulate` draws it."""
+        return walk_step(self.program, self.cost, self.plan)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over the time of the schedule, as walked; 0 without a pipeline."""
+        return self.walked.walk.bubble_fraction if self.plan.pp > 1 else 0.0
+
+    @cached_property
+    def critical_batch(self) -> CriticalBatch:
+        return critical_batch(self.model, self.cluster, self.plan, self.workload, self.stack)
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        return judge(self)
+
+    @cached_property
+    def roofline(self) -> Position:
+        return place(self)
+
     def as_dict(self) -> dict[str, Any]:
-        place = self.roofline
+        roof = self.roofline
         return {
             **self.prediction.as_dict(),
             "parameters": self.model.total,
@@ -68,44 +93,54 @@ class Estimate:
             "plan": self.plan.as_dict(),
             "world": self.plan.world,
             "verdicts": {v.name: {"value": v.value, "target": v.target, "good": v.good} for v in self.verdicts},
+            "bubble_fraction": self.bubble_fraction,
+            "critical_batch": self.critical_batch.sequences,
+            "critical_batch_reason": self.critical_batch.reason,
             "roofline": {
-                "ccr": place.ccr,
-                "ridge": place.ridge,
-                "efficiency": place.efficiency,
-                "regime": place.regime,
-                "critical_batch": place.critical_batch,
-                "batch_for_90": place.batch_for_90,
-                "advice": list(place.advice),
-                "ceilings": [c.__dict__ for c in place.ceilings],
+                "level": roof.level,
+                "ccr": None if roof.ccr == float("inf") else roof.ccr,
+                "ridge": roof.ridge,
+                "efficiency": roof.efficiency,
+                "regime": roof.regime,
+                "advice": list(roof.advice),
+                "ceilings": [c.as_dict() for c in roof.ceilings],
             },
             "inference_latency_s": {f"tp={x.tp}": x.seconds for x in self.inference},
+        }
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """An estimate and its step, walked."""
+
+    estimate: Estimate
+    walked: WalkedStep
+
+    def as_dict(self) -> dict[str, Any]:
+        ranks = self.walked.walk
+        return {
+            "step_time_s": self.walked.time,
+            "closed_form_s": self.estimate.prediction.step_time_s,
+            "makespan_s": ranks.makespan,
+            "closing_s": self.walked.closing,
+            "bubble_fraction": self.estimate.bubble_fraction,
+            "bubble_overhead": ranks.bubble_overhead if self.estimate.plan.pp > 1 else 0.0,
+            "busy_s": ranks.busy.tolist(),
+            "in_flight": ranks.peak_memory.tolist(),
         }
 
 
 def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
-    """Check, lower, cost and judge one configuration."""
+    """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are worked out when asked for."""
     plan.check(model, workload, cluster, stack)
     plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
     cost = step_cost(program, cluster, every_rank=True)
     result = prediction(cost, model, cluster, plan, workload, stack, assumed)
     levels = axis_levels(program, cluster)
-    return Estimate(
-        model,
-        cluster,
-        plan,
-        workload,
-        stack,
-        program,
-        cost,
-        result,
-        verdicts(cost, result, plan),
-        place(result, cost, cluster, workload, plan),
-        levels,
-        inference(model, cluster),
-    )
+    return Estimate(model, cluster, plan, workload, stack, program, cost, result, levels, inference(model, cluster))
 
 
 def communication(cost: StepCost) -> tuple[float, float]:
@@ -116,13 +151,13 @@ def communication(cost: StepCost) -> tuple[float, float]:
     return max(total, exposed), exposed
 
 
-def verdicts(cost: StepCost, result: Prediction, plan: Plan) -> tuple[Verdict, ...]:
-    step = result.step_time_s
-    total, exposed = communication(cost)
+def judge(e: Estimate) -> tuple[Verdict, ...]:
+    """The estimate against the targets."""
+    result, step = e.prediction, e.prediction.step_time_s
+    total, exposed = communication(e.cost)
     out = [Verdict("MFU", result.mfu or 0.0, "above 40%, excellent above 50%", (result.mfu or 0) > 0.40)]
-    if plan.pp > 1:
-        bubble = result.exposed_s.get("bubble", 0.0) / step
-        out.append(Verdict("bubble fraction", bubble, "below 10%", bubble < 0.10))
+    if e.plan.pp > 1:
+        out.append(Verdict("bubble fraction", e.bubble_fraction, "below 10% of the schedule", e.bubble_fraction < 0.10))
     if total > 0:
         hidden = 1 - exposed / total
         out.append(Verdict("communication hidden", hidden, "above 80%", hidden > 0.80))
@@ -150,16 +185,40 @@ def axis_levels(program: StepProgram, cluster: Cluster) -> dict[str, str]:
     return out
 
 
-def place(result: Prediction, cost: StepCost, cluster: Cluster, workload: Workload, plan: Plan) -> roofline.Position:
-    """The roofline of the level that carries most of the traffic that leaves the innermost one, else of the innermost."""
-    peak = cluster.accelerator.peak_for(workload.precision)
-    flops = float(np.broadcast_to(cost.flops, 1)[0])
-    moved = sum(result.traffic_bytes.values())
-    level = 0 if plan.world <= cluster.node_size else min(1, len(cluster.levels) - 1)
-    ccr = flops / moved if moved else float("inf")
-    return roofline.position(
-        flops, moved, workload.batch, peak, cluster.device_bandwidth(level), roofline.ceilings(cluster, peak, ccr)
-    )
+def place(e: Estimate) -> Position:
+    """The step under the roof of every level of links: each has the bytes that the collectives' programs send through it."""
+    peak = e.cluster.accelerator.peak_for(e.workload.precision)
+    flops = float(np.broadcast_to(e.cost.flops, 1)[0])
+    return position(flops, level_bytes(e), peak, e.cluster, e.prediction.bound_by in COMMUNICATION.values())
+
+
+def level_bytes(e: Estimate) -> list[float]:
+    """Bytes that one device of the slowest rank sends through each level in a step; a node's cards share what leaves it."""
+    network = Network(e.cluster, e.program.batch)
+    out = [0.0] * len(e.cluster.levels)
+    held = e.cost.stage_blocks[int(e.cost.slowest[0])]
+    rounds = max(1.0, float(e.program.batch.microbatches[0]))
+
+    def add(op: Op, times: float) -> None:
+        if times and float(e.program.batch.size(op.axis)[0]) > 1:
+            for level, size in network.bytes_by_level(op).items():
+                out[level] += times * size
+
+    for key, ops in e.program.blocks.items():
+        for op in ops:
+            if op.axis:
+                add(op, rounds * one(op.count) * one(held.times(*key)))
+    for op in e.cost.syncs:
+        if op.axis and op.axis != "ends":
+            add(op, one(op.count))
+    sends = one(e.cost.traffic.get("pp", 0.0))
+    if sends:
+        out[network.level("pp")] += sends
+    return out
+
+
+def one(value: Array) -> float:
+    return float(np.broadcast_to(value, 1)[0])
 
 
 def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:

@@ -1,19 +1,24 @@
-"""The communication roofline: is a step bound by arithmetic or by the network?
+"""The communication roofline: how much of the peak each level of links leaves a step.
 
-    CCR   = FLOPs per device and step / bytes a device sends per step
-    CCR*  = peak FLOP/s / bandwidth                                  the ridge, one for each level of the cluster
+    CCR   = FLOPs per device and step / bytes a device sends through the level per step
+    CCR*  = peak FLOP/s / bandwidth of a device at the level                         the ridge
     throughput ≤ min( peak, CCR · bandwidth ),  efficiency = min(1, CCR / CCR*)
 
-Both sides are per device. CCR of data parallelism grows with the local batch, so below the ridge efficiency is proportional to the
-batch and the **critical batch** is batch · CCR*/CCR. (The seeds' ridges use sparse peaks and count both directions of NVLink: an H100 has
-989 TFLOP/s over 450 GB/s a direction, CCR* = 2,198; over one 400 Gb/s card 19,780. Their efficiency formula divides FLOP/s by samples.)
+Every level has its own bytes and its own ridge: what stays inside NVLink never meets the network's roof. The bytes are those of the programs that the
+cost model prices: a ring over nodes of g sends 1/g of its traffic through each of a node's g cards. The level with the lowest efficiency
+is the roof of the step.
+
+(The seeds' ridges use sparse peaks and count both directions of NVLink: an H100 has 989 TFLOP/s over 450 GB/s a direction, CCR* = 2,198; over one
+400 Gb/s card 19,780. Their efficiency formula divides FLOP/s by samples.)
 
 Regimes, with the seeds' cut-offs: below 0.2·CCR* severely communication-bound, below 0.8 communication-bound, below 1.2 near the
-ridge, above compute-bound.
+ridge, above compute-bound. A roof is a bound, and compute hides communication: where the cost model finds that communication is not the largest
+part of the step, the roofline does not call it communication-bound; where it is, the roofline says so too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.describe.cluster import Cluster
@@ -30,25 +35,34 @@ REGIMES = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One level's slope of the roof."""
+    """One level's roof over a step: bytes a device sends there, its bandwidth, the ridge and what share of the peak is left."""
 
     level: str
+    bytes: float
     bandwidth: float
+    ccr: float
     ridge: float
     efficiency: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the level is busy."""
+        return self.bytes / self.bandwidth
+
+    def as_dict(self) -> dict[str, float | str | None]:
+        return {**self.__dict__, "ccr": None if self.ccr == float("inf") else self.ccr, "seconds": self.seconds}
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a step stands."""
+    """Where a step stands: under the lowest of its roofs."""
 
+    level: str
     ccr: float
     ridge: float
     efficiency: float
     regime: str
     advice: tuple[str, ...]
-    critical_batch: float
-    batch_for_90: float
     ceilings: tuple[Ceiling, ...]
 
 
@@ -74,21 +88,22 @@ def regime(ccr: float, ridge_point: float) -> tuple[str, tuple[str, ...]]:
 
 
 def position(
-    flops: float, sent_bytes: float, batch: float, peak: float, bandwidth: float, ceilings: tuple[Ceiling, ...] = ()
+    flops: float, sent: Sequence[float], peak: float, cluster: Cluster, communication_bound: bool | None = None
 ) -> Position:
-    """Place a step of `flops` and `sent_bytes` per device under a roof; CCR is taken as proportional to the batch."""
-    if sent_bytes <= 0:
-        return Position(float("inf"), ridge(peak, bandwidth), 1.0, "no communication", (), 0.0, 0.0, ceilings)
-    ccr, top = flops / sent_bytes, ridge(peak, bandwidth)
-    name, advice = regime(ccr, top)
-    critical = batch * top / ccr
-    return Position(ccr, top, efficiency(ccr, top), name, advice, critical, 0.9 * critical, ceilings)
+    """Place a step of `flops` and, for each level, bytes sent per device under the roofs of a cluster.
 
-
-def ceilings(cluster: Cluster, peak: float, ccr: float) -> tuple[Ceiling, ...]:
-    """Every level's ridge: communication that stays inside a level meets only that level's roof."""
-    out = []
-    for k, level in enumerate(cluster.levels):
+    `communication_bound` is the cost model's word on it, which the regime follows; None: none is known.
+    """
+    ceilings = []
+    for k, (level, size) in enumerate(zip(cluster.levels, sent, strict=True)):
         bandwidth = cluster.device_bandwidth(k)
-        out.append(Ceiling(level.name, bandwidth, ridge(peak, bandwidth), efficiency(ccr, ridge(peak, bandwidth))))
-    return tuple(out)
+        ccr, top = flops / size if size else float("inf"), ridge(peak, bandwidth)
+        ceilings.append(Ceiling(level.name, size, bandwidth, ccr, top, efficiency(ccr, top)))
+    lowest = min(ceilings, key=lambda c: c.ccr / c.ridge)
+    if not any(sent):
+        return Position(lowest.level, float("inf"), lowest.ridge, 1.0, "no communication", (), tuple(ceilings))
+    share = lowest.ccr / lowest.ridge
+    if communication_bound is not None:
+        share = min(share, 0.79) if communication_bound else max(share, 0.8)
+    name, advice = regime(share, 1.0)
+    return Position(lowest.level, lowest.ccr, lowest.ridge, lowest.efficiency, name, advice, tuple(ceilings))

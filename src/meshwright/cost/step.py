@@ -42,6 +42,7 @@ AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "d
 TOLD_AS = {"stage": "dp"}  # bytes between the ranks of a stage; their time is the experts' own
 RUNS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that run as one
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
+LAYERS = ("dense", "moe")  # blocks whose weights can be gathered behind the block before
 HIDEABLE = 0.85  # share of compute that communication can really run behind
 GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
@@ -90,6 +91,9 @@ class StepCost:
     after: Array  # seconds of sums that follow the gradients' own, over tp, a pipeline's ends and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
     tail: Array  # seconds by which the last message of gradients is longer than what else of them is not hidden
+    unhidden: (
+        Array  # seconds of data-parallel communication that may overlap but finds too little compute to hide behind
+    )
     program: StepProgram
     syncs: list[Op]
 
@@ -169,6 +173,14 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     syncs = sync.step_ops(program, fullest, sums=_largest_sums(program, held))
     slow = RankTime(*(of_slowest([getattr(r, name) for r in ranks]) for name in ("f", "i", "w", "waits")))
     closing = _closing(program, cluster, network, syncs, slow)
+    gathers = sum(
+        (
+            some.get(phase, counts)[block] * t.parts["dp"]
+            for (block, phase), t in times.items()
+            if block in LAYERS and "dp" in t.parts
+        ),
+        np.zeros(b.n),
+    )
     exposed["dp"] = exposed.get("dp", 0.0) + closing["dp"]
     exposed["optimizer"] = closing["optimizer"]
     for axis in ("tp", "pp", "ep"):
@@ -189,6 +201,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         closing["after"],
         closing["reduce"],
         closing["tail"],
+        closing["unhidden"] + gathers,
         program,
         syncs,
     )
@@ -313,7 +326,8 @@ def _closing(
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)
     exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
-    exposed = exposed + gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"]) + compress
+    late = gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"])
+    exposed = exposed + late + compress
     return {
         **after,
         "after": sum(after.values()),
@@ -321,6 +335,7 @@ def _closing(
         "optimizer": update,
         "reduce": reduce + gather,
         "tail": tail,
+        "unhidden": reduce - hidden + late,
     }
 
 

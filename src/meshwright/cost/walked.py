@@ -8,11 +8,9 @@ draws it; the planner ranks its leaders by it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from meshwright.cost.estimate import Estimate
 from meshwright.cost.step import RankTime, StepCost, rank_time, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
@@ -34,27 +32,6 @@ class WalkedStep:
     @property
     def time(self) -> float:
         return self.walk.makespan + sum(self.closing.values())
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """An estimate and its step, walked."""
-
-    estimate: Estimate
-    walked: WalkedStep
-
-    def as_dict(self) -> dict[str, Any]:
-        ranks = self.walked.walk
-        return {
-            "step_time_s": self.walked.time,
-            "closed_form_s": self.estimate.prediction.step_time_s,
-            "makespan_s": ranks.makespan,
-            "closing_s": self.walked.closing,
-            "bubble_fraction": ranks.bubble_fraction,
-            "bubble_overhead": ranks.bubble_overhead,
-            "busy_s": ranks.busy.tolist(),
-            "in_flight": ranks.peak_memory.tolist(),
-        }
 
 
 def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:

@@ -141,7 +141,7 @@ class Result:
             sensitivities=sensitivities(self.space, best, rivals),
             why_not=self.why_not,
             memory_band=tuple((e.prediction.memory_gib or 0.0) * b for b in why.MEMORY_BAND),  # type: ignore[arg-type]
-            critical=why.critical_batch(e)[1],
+            critical=e.critical_batch.reason,
             calibrated=e.prediction.calibrated,
             assumed=self.assumed,
         )
@@ -221,7 +221,9 @@ class Result:
                 "batch": x.batch,
                 "bound": x.bound,
                 "reasons": x.reasons,
-                "critical_batch": x.critical,
+                "critical_batch": x.estimate.critical_batch.sequences,
+                "critical_batch_reason": x.critical,
+                "bubble_fraction": x.estimate.bubble_fraction,
                 "memory_low_gib": x.memory_band[0],
                 "memory_high_gib": x.memory_band[1],
                 "training": asdict(x.training) if x.training else None,

@@ -188,15 +188,20 @@ def notes(e: Estimate) -> Group:
     p, place = e.prediction, e.roofline
     lines = [Text.assemble(("bound by ", "dim"), (p.bound_by, "bold"))]
     if place.ccr != float("inf"):
-        ceilings = ", ".join(f"{c.level} {c.ridge:,.0f} ({format_rate(c.bandwidth)})" for c in place.ceilings[:3])
+        roofs = [c for c in place.ceilings if c.bytes]
+        each = "; ".join(
+            f"{c.level} {c.ccr:,.0f} of {c.ridge:,.0f} ({format_decimal_bytes(c.bytes)} at {format_rate(c.bandwidth)})"
+            for c in roofs
+        )
         lines.append(
             Text.assemble(
                 ("roofline ", "dim"),
-                f"{place.ccr:,.0f} FLOP/byte against a ridge of {place.ridge:,.0f}: {place.regime}",
-                (f"; ridges: {ceilings}", "dim"),
+                f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak",
+                (f"; FLOP/byte of ridge by level: {each}", "dim"),
             )
         )
         lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
+    lines.append(Text.assemble(("critical batch ", "dim"), e.critical_batch.reason))
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]
         words = (

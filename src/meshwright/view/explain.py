@@ -145,7 +145,11 @@ def explain_bubble(e: Estimate) -> RenderableType:
     means = [sum(one(getattr(r, k)) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
     idle = e.prediction.exposed_s.get("bubble", 0.0)
     return Group(
-        Text(f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}", style="bold"),
+        Text(
+            f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}; "
+            f"bubble fraction {e.bubble_fraction:.1%} of the schedule, as walked",
+            style="bold",
+        ),
         Text(
             "1F1B and GPipe: idle = (P−1)·(f+b);  interleaved: (P−1)·(f+b)/V;  zero-bubble: less, see `meshwright show zb-h1`",
             style="cyan",
@@ -155,8 +159,8 @@ def explain_bubble(e: Estimate) -> RenderableType:
             f"weight gradient {format_seconds(means[2])}"
         ),
         Text(
-            f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  overhead (P−1)/(V·M) = {100 * (p - 1) / (v * m):.1f}%, "
-            f"fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"
+            f"(P−1)·(f+b)/V = {format_seconds((p - 1) * sum(means) / v)};  on equal stages: bubble overhead (P−1)/(V·M) = "
+            f"{100 * (p - 1) / (v * m):.1f}%, bubble fraction (P−1)/(V·M+P−1) = {100 * (p - 1) / (v * m + p - 1):.1f}%"
         ),
     )
 
@@ -198,17 +202,21 @@ def explain_mfu(e: Estimate) -> RenderableType:
 def explain_roofline(e: Estimate) -> RenderableType:
     place = e.roofline
     table = Table(box=None, pad_edge=False)
-    for name in ("level", "bandwidth a device", "ridge", "ceiling"):
+    for name in ("level", "sent by a device", "bandwidth of a device", "busy", "CCR", "ridge", "ceiling"):
         table.add_column(name)
     for c in place.ceilings:
-        table.add_row(c.level, f"{c.bandwidth / 1e9:,.1f} GB/s", f"{c.ridge:,.0f}", f"{100 * c.efficiency:.0f}%")
+        ccr = f"{c.ccr:,.0f}" if c.bytes else "none"
+        sent, rate = format_decimal_bytes(c.bytes), f"{c.bandwidth / 1e9:,.1f} GB/s"
+        table.add_row(
+            c.level, sent, rate, format_seconds(c.seconds), ccr, f"{c.ridge:,.0f}", f"{100 * c.efficiency:.0f}%"
+        )
     return Group(
-        Text(f"{place.regime}: CCR {place.ccr:,.0f} FLOP/byte", style="bold"),
+        Text(f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak", style="bold"),
         Text(
-            "CCR = FLOPs per device / bytes sent per device;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
+            "by level: CCR = FLOPs per device / bytes a device sends there;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
             style="cyan",
         ),
         table,
-        Text(f"critical batch {place.critical_batch:,.0f} sequences, {place.batch_for_90:,.0f} for 90%"),
+        Text(f"critical batch {e.critical_batch.reason}"),
         Text("; ".join(place.advice), style="dim"),
     )

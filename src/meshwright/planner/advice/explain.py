@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from meshwright.cost import roofline
 from meshwright.cost.estimate import Estimate, estimate
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.model import Model
@@ -91,7 +88,8 @@ def walked_estimate(space: Space, plan: Plan, time: float, assumed: list[str] | 
 def as_walked(p: Prediction, time: float) -> Prediction:
     """A prediction moved to a simulated step time; its band keeps its ratios."""
     exposed = dict(p.exposed_s)
-    exposed["bubble"] = max(0.0, exposed.get("bubble", 0.0) + time - p.step_time_s)
+    if "bubble" in exposed:  # without a pipeline the two differ by rounding
+        exposed["bubble"] = max(0.0, exposed["bubble"] + time - p.step_time_s)
     exposed = {part: seconds for part, seconds in exposed.items() if seconds}
     total = sum(exposed.values())
     by = p.step_time_s / total
@@ -191,28 +189,6 @@ def training(e: Estimate) -> Training | None:
     low, high = p.step_time_low_s / p.step_time_s, p.step_time_high_s / p.step_time_s
     hours = 24 * days * e.plan.world
     return Training(tokens, days, days * low, days * high, hours, e.cluster.price, hours * e.cluster.price)
-
-
-def critical_batch(e: Estimate) -> tuple[float, str]:
-    """Sequences at which arithmetic outlasts the data-parallel communication of a step, by the roofline of its level, and in words.
-
-    Gradients are reduced once a step however large the batch, so their share falls with it. Where every micro-batch gathers or reduces, the
-    micro-batch decides instead.
-    """
-    moved, level = e.prediction.traffic_bytes.get("dp", 0.0), e.levels.get("dp", "")
-    if not moved or not level:
-        return 0.0, "none: no data-parallel communication"
-    bandwidth = e.cluster.device_bandwidth([x.name for x in e.cluster.levels].index(level))
-    flops = float(np.broadcast_to(e.cost.flops, 1)[0])
-    needed = roofline.ridge(e.cluster.accelerator.peak_for(e.workload.precision), bandwidth) / (flops / moved)
-    if e.plan.reduces_each:
-        size = needed * e.plan.microbatch
-        return (
-            size,
-            f"a micro-batch of {size:.2g} {pieces(e.model)} a rank: below it data-parallel communication outlasts compute",
-        )
-    size = needed * e.workload.batch
-    return size, f"{size:,.0f} {pieces(e.model)}: below it data-parallel communication outlasts compute"
 
 
 def memory_words(p: Prediction) -> str:

@@ -98,14 +98,12 @@ def _in_place(axis: str, other: Estimate | None, e: Estimate) -> str:
 
 def pipeline(e: Estimate) -> dict[str, str]:
     """Stages and their layers; the schedule and its bubble."""
-    plan, step_s = e.plan, e.prediction.step_time_s
-    rounds, bubble = plan.microbatches(e.workload), e.prediction.exposed_s.get("bubble", 0.0)
+    plan, rounds = e.plan, e.plan.microbatches(e.workload)
     stages = plan.stage_layers(e.model.layers)
     layers = f"{min(stages)}" if min(stages) == max(stages) else f"{min(stages)} to {max(stages)}"
-    share = f"{format_seconds(bubble)} ({100 * bubble / step_s:.1f}%)"
     return {
         "pp": f"{plan.stages} stages of {layers} layer{'s' * (layers != '1')} over {plan.pp} ranks",
-        "schedule": f"{rounds} micro-batches a step; bubble {share}, simulated",
+        "schedule": f"{rounds} micro-batches a step; bubble fraction {e.bubble_fraction:.1%} of the schedule, as walked",
     }
 
 

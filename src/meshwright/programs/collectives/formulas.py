@@ -179,9 +179,14 @@ def switch_stages(nodes: Number, fabric: bool) -> Number:
     return 4 + (2 * (nodes > 1) if fabric else log2ceil(nodes))
 
 
+def switch_shards(nodes: Number, fabric: bool) -> Number:
+    """Shards that a rank sends between nodes for one buffer."""
+    return 1.0 * (nodes > 1) if fabric else log2ceil(nodes)
+
+
 def switch_wire(size: Number, s: Shape, rates: Rates, fabric: bool) -> Number:
     """Seconds that the bytes of many segments take where links are busiest: (1 + 1/g)·nβ inside, or the shards between nodes."""
-    shards = 1.0 * (s.nodes > 1) if fabric else log2ceil(s.nodes)
+    shards = switch_shards(s.nodes, fabric)
     return size * np.maximum((1 + 1 / s.per_node) * rates.beta, shards / s.per_node * rates.outer_beta)
 
 

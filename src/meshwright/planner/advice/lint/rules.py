@@ -64,13 +64,10 @@ def tensor_across(seen: Seen) -> Finding | None:
     level = crosses(seen, "tp")
     if seen.plan.tp == 1 or level == 0:
         return None
-    ideal = seen.trial.elsewhere(seen.plan, cluster=as_one_node(seen.now.cluster, seen.plan.tp))
+    ideal = seen.trial.elsewhere(seen.plan, cluster=as_one_node(seen.now.cluster, seen.plan.world))
     cost = exposed(seen.now, "tp") - (exposed(ideal, "tp") if ideal else 0.0)
-    inside = [
-        p
-        for p in moves(seen.plan, "tp", seen.config.workload, seen.config.stack)
-        if p and p.tp <= seen.now.cluster.node_size
-    ]
+    tries = [*moves(seen.plan, "tp", seen.config.workload, seen.config.stack), *orders(seen.plan)]
+    inside = [p for p in tries if p and p.tp <= seen.now.cluster.node_size and (not p.order or p.order[0] == "tp")]
     what = (
         f"tensor parallel groups of {seen.plan.tp} span {level_words(seen.now.cluster, level)}, "
         f"{format_rate(seen.now.cluster.device_bandwidth(0))} inside a node of {seen.now.cluster.node_size}"
@@ -124,7 +121,7 @@ def few_microbatches(seen: Seen) -> Finding | None:
     enough = [p for p in near if p.microbatches(workload) >= min(ENOUGH_ROUNDS * p.pp, 2 * m) or p.pp == 1]
     fixed = seen.trial.fastest([*enough, *interleavings(plan, seen.config.model)])
     cost = exposed(seen.now, "bubble")
-    what = f"{m} micro-batches for {plan.pp} stages (at least {ENOUGH_ROUNDS * plan.pp} wanted): {cost / seen.step:.0%} of the step is bubble"
+    what = f"{m} micro-batches for {plan.pp} stages (at least {ENOUGH_ROUNDS * plan.pp} wanted): bubble fraction {seen.now.bubble_fraction:.0%}"
     if fixed is not None and step(fixed) < seen.step:
         return finding(seen, "MW-LINT-004", "too few micro-batches", what, cost, fixed)
     words, saves = larger_batch(seen, lambda e: e.plan.microbatches(e.workload) >= ENOUGH_ROUNDS * e.plan.pp)

@@ -1,0 +1,126 @@
+"""One question, one answer: roofline by level, critical batch and bubble fraction are the same number in every command."""
+
+import json
+
+import numpy as np
+import pytest
+
+from meshwright import api
+from meshwright.cost.critical import critical_batch
+from meshwright.cost.estimate import Simulation, estimate, level_bytes
+from meshwright.cost.predict import COMMUNICATION
+from meshwright.cost.step import step_cost
+from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+from meshwright.view.estimate import page
+from meshwright.view.tables import console
+
+STACK = catalog.load("stacks", "default")
+
+
+def estimated(model, gpus, batch, seq=1024, cluster="dgx-h100", **plan):
+    parts = catalog.load("models", model), catalog.load("clusters", cluster).with_gpus(gpus)
+    return estimate(*parts, Plan(**plan), Workload(batch=batch, seq=seq), STACK)
+
+
+def printed(e):
+    out = console()
+    with out.capture() as capture:
+        out.print(page(e))
+    return " ".join(capture.get().split())
+
+
+def test_the_roofline_of_a_level_is_the_collectives_own_time():
+    """gpt2-xl under DDP on 64 H100: the cards of a node share the all-reduce; the roofline implied eight times the cost model's time."""
+    e = estimated("gpt2-xl", 64, 512, replicate=64, microbatch=8, bucket=1e12)
+    busy = {c.level: c.seconds for c in e.roofline.ceilings}
+    assert busy["rail"] == pytest.approx(float(e.cost.reduce[0]), rel=0.15)
+    assert busy["spine"] == 0
+    assert e.roofline.level == "rail"
+
+
+def test_traffic_inside_nodes_never_meets_the_networks_roof():
+    e = estimated("llama3-8b", 16, 64, 8192, tp=8, sp=True, replicate=2, microbatch=1)
+    inside, rail, spine = level_bytes(e)
+    assert inside > 5 * rail > 0 == spine
+    alone = estimated("llama3-8b", 8, 32, 8192, tp=8, sp=True, microbatch=1)
+    assert level_bytes(alone)[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("model", ["gpt2-xl", "llama3-8b"])
+@pytest.mark.parametrize(
+    "plan",
+    [{"replicate": 64}, {"shard": 64, "zero": 3}, {"tp": 8, "replicate": 8}, {"tp": 16, "replicate": 4}],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [64, 1024])
+def test_what_bounds_the_step_and_the_roofline_agree(model, plan, batch):
+    tp = plan.get("tp", 1)
+    if model == "gpt2-xl" and tp > 1:
+        pytest.skip("25 heads")
+    e = estimated(model, 64, batch, 1024, microbatch=1, **plan)
+    bound = e.prediction.bound_by in COMMUNICATION.values()
+    assert bound == ("communication-bound" in e.roofline.regime)
+    text = printed(e)
+    assert not ("bound by compute" in text and "communication-bound" in text)
+
+
+# Critical batch
+
+
+def hidden(model, cluster, plan, workload):
+    cost = step_cost(step_program(model, plan, workload, STACK), cluster, every_rank=True)
+    return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 64}, {"shard": 64, "zero": 1}, {"shard": 64, "zero": 3}], ids=str)
+def test_the_critical_batch_is_the_smallest_that_hides(plan):
+    model, cluster = catalog.load("models", "gpt2-xl"), catalog.load("clusters", "dgx-h100").with_gpus(64)
+    plan, workload = Plan(**plan), Workload(batch=64, seq=1024)
+    found = critical_batch(model, cluster, plan, workload, STACK)
+    assert found.sequences is not None
+    micro = found.sequences // 64
+    assert hidden(model, cluster, plan.but(microbatch=micro), workload.but(batch=found.sequences))
+    if micro > 1:
+        assert not hidden(model, cluster, plan.but(microbatch=micro - 1), workload.but(batch=found.sequences - 64))
+    else:
+        assert "already hidden at the smallest batch" in found.reason
+
+
+def test_no_data_parallelism_has_no_critical_batch():
+    e = estimated("gpt2-xl", 1, 8)
+    assert e.critical_batch.sequences is None
+    assert e.critical_batch.reason.startswith("none")
+
+
+def test_plan_and_estimate_tell_one_critical_batch_and_bubble():
+    result = api.plan("gpt2-xl", "dgx-h100", gpus=16, batch=128, seq=1024)
+    told = result.as_dict()["explanation"]
+    x = result.estimate
+    again = estimate(x.model, x.cluster, x.plan, x.workload, x.stack)
+    assert told["critical_batch"] == again.as_dict()["critical_batch"]
+    assert told["critical_batch"] is None or (isinstance(told["critical_batch"], int) and told["critical_batch"] >= 1)
+    assert told["bubble_fraction"] == again.bubble_fraction
+
+
+# Bubble
+
+
+def test_the_bubble_fraction_is_that_of_the_walk():
+    e = estimated("gpt2-xl", 8, 64, pp=4, replicate=2, microbatch=1)
+    simulated = Simulation(e, e.walked).as_dict()["bubble_fraction"]
+    verdict = next(v for v in e.verdicts if v.name == "bubble fraction")
+    assert verdict.value == e.as_dict()["bubble_fraction"] == simulated > 0
+    assert f"{100 * simulated:.1f}%" in printed(e)
+
+
+def test_no_pipeline_has_no_bubble():
+    e = estimated("gpt2-xl", 8, 64, replicate=8, microbatch=1)
+    assert e.bubble_fraction == 0
+    assert "bubble" not in e.prediction.exposed_s
+    result = api.plan("gpt2-small", "dgx-h100", gpus=8, batch=64, seq=1024)
+    if result.estimate.plan.pp == 1:
+        assert "bubble" not in result.estimate.prediction.exposed_s
+    assert json.loads(json.dumps(e.as_dict(), allow_nan=False))
