@@ -124,3 +124,35 @@ def test_no_pipeline_has_no_bubble():
     if result.estimate.plan.pp == 1:
         assert "bubble" not in result.estimate.prediction.exposed_s
     assert json.loads(json.dumps(e.as_dict(), allow_nan=False))
+
+
+# Ring attention and the optimizer
+
+
+def step_of(plan, seq=131072, batch=8, gpus=16, model="llama3-8b", precision="bf16"):
+    parts = catalog.load("models", model), Plan(**plan), Workload(batch=batch, seq=seq, precision=precision), STACK
+    return step_cost(step_program(*parts), catalog.load("clusters", "dgx-h100").with_gpus(gpus), every_rank=True)
+
+
+def test_ring_attention_overlaps_by_default_and_the_other_kinds_do_not():
+    """8B at 128K tokens, cp 2: the ring's sends hide behind attention; an all-gather before attention has nothing to hide behind."""
+    plan = {"cp": 2, "shard": 8, "zero": 3, "recompute": "full"}
+    ring, gather = (step_of({**plan, "cp_kind": kind}) for kind in ("ring", "all-gather"))
+    assert float(ring.busy["comm:cp"][0]) > 0
+    assert float(ring.exposed["cp"][0]) == pytest.approx(0, abs=1e-9)
+    assert float(gather.exposed["cp"][0]) == pytest.approx(float(gather.busy["comm:cp"][0]))
+
+
+def test_an_fp32_optimizer_has_no_master_to_read_and_write():
+    narrow, wide = (
+        next(
+            op
+            for op in step_of({"replicate": 8, "param_dtype": dtype}, 1024, 64, 8, "gpt2-xl").syncs
+            if op.name == "update"
+        )
+        for dtype in ("bf16", "fp32")
+    )
+    # bf16: gradient 4, two states of 4 read and written, master 8, parameter 2 + 2; fp32: the parameter is its own master
+    assert float(np.broadcast_to(narrow.bytes, 1)[0]) / float(np.broadcast_to(wide.bytes, 1)[0]) == pytest.approx(
+        32 / 28
+    )

@@ -55,6 +55,11 @@ class Batch:
         self.one_unit: Any = False  # a stage is one ZeRO unit, with the embedding and the head
         self.__dict__.update(fields)
         self.n = len(fields["tp"])
+        if (
+            stack.overlap
+        ):  # ring attention passes one block on while it computes the other: it overlaps wherever anything does
+            ring = np.maximum(self.overlap["cp"], self.cp_kind == CP_KINDS.index("ring"))
+            self.overlap = {**self.overlap, "cp": ring}
         self.dp = self.replicate * self.shard
         self.world = self.dp * self.tp * self.cp * self.pp
         self.microbatches = workload.batch / (self.microbatch * self.dp)

@@ -118,7 +118,8 @@ def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> 
 def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:
     """The update: memory-bound over the states this rank owns. Unfused, each of `tensors` launches a dozen kernels."""
     copies, state = b.workload.state_copies, b.state_bytes
-    touched = b.grad_bytes + 2 * copies * state + np.where(b.master, 8.0, 0.0) + 2 * b.param_bytes
+    masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
+    touched = b.grad_bytes + 2 * copies * state + masters + 2 * b.param_bytes
     fused = "optimizer" in b.stack.fused
     launches = np.ceil(tensors / 100) + 1 if fused else UPDATE_LAUNCHES * tensors
     moved = elements * touched * (1 if fused else 2.5)
