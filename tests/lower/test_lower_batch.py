@@ -44,7 +44,7 @@ def numbers(program, i):
     out |= {("gathered", block): at(size) for block, size in program.gathered.items()}
     for h in bounding_ranks(program.batch)[:1]:
         out |= {("elements", group): at(count) for group, count in elements(program, h).items()}
-        add(("step",), sync.step_ops(program, h))
+        add(("step",), sync.step_ops(program, h, zero_3=True))
     return {key: value for key, value in out.items() if value}
 
 
