@@ -62,6 +62,7 @@ STRATEGIES = [
     *({**pipeline, "pp": 4, "tp": 2, "sp": True, "replicate": 2, "bucket": SMALL} for pipeline in PIPELINES),
     *({**pipeline, "pp": 2, "shard": 2, "zero": z, "cp": 2} for pipeline in PIPELINES[3::3] for z in (1, 3)),
     *({"pp": 2, "tp": 2, "sp": True, "schedule": "zb-h1", "recompute": r} for r in ("selective", "full")),
+    *({**pipeline, "pp": 2, "tp": 2, "sp": True, "recompute": "full", "recompute_every": 2} for pipeline in PIPELINES[5:8]),
     *({"shard": 8, "zero": z, "ep": 4} for z in (1, 2, 3)), {"replicate": 8, "ep": 4, "bucket": SMALL},
     {"tp": 2, "replicate": 4, "ep": 4, "expert_tp": 1}, {"tp": 4, "sp": True, "shard": 8, "zero": 1, "ep": 2, "expert_tp": 2},
     {"tp": 2, "shard": 16, "zero": 3}, {"replicate": 2, "average_every": 3}, {"shard": 3, "zero": 2, "tp": 2, "replicate": 2},
