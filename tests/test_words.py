@@ -33,7 +33,7 @@ BANNED = re.compile("|".join(PHRASES), re.IGNORECASE)
 NAMES = {
     "told", "said", "known", "put_on", "settle", "settled", "holds", "holding", "Holding", "again", "made_again", "apart", "alone", "Alone",
     "Several", "Apart", "Parted", "give_up", "forget", "spoken", "slopes", "meet", "laid", "lap", "wants", "lay", "others",
-    "every", "alike", "held", "beside", "guarded", "obey", "flushed", "heard", "hear", "tell", "showing", 
+    "every", "alike", "held", "beside", "guarded", "obey", "flushed", "heard", "hear", "tell", "showing",
     "once", "nothing", "here", "there", "now", "mine", "ours", "theirs", "Stay", "Journey",
 }  # fmt: skip
 # Where other rooms are still renaming. Shrink it; it must end empty.

@@ -14,7 +14,7 @@ from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.planner.search.choices import choices
 from meshwright.planner.search.space import Space
-from meshwright.proof.fold import small_copy
+from meshwright.proof.small import small_copy
 from meshwright.training.run import check, run_training
 
 SHAPE = {"hidden": 24, "layers": 4, "heads": 6, "kv_heads": 3, "ffn": 36, "vocab": 257}
