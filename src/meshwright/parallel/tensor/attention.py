@@ -99,7 +99,7 @@ class _Forward:
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
             weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, dim=-1), drop, part.training)
             out = weights @ v
-            weights = self.told(weights, average_attn_weights)
+            weights = self.all_weights(weights, average_attn_weights)
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, drop)
         out = out.transpose(1, 2).flatten(2)  # [B, S, N·D]
@@ -134,7 +134,7 @@ class _Forward:
             total = padding if total is None else total + padding
         return total
 
-    def told(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
+    def all_weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         """The probabilities of all heads, or their mean, on every rank."""
         group = self.done.group
         if average:

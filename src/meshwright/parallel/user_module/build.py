@@ -22,7 +22,7 @@ from meshwright.parallel.pipeline import Pipeline, Stage
 from meshwright.parallel.recompute import recompute
 from meshwright.parallel.tensor.split import matches, split
 from meshwright.parallel.tensor.tables import Table
-from meshwright.parallel.user_module.holdings import Holding
+from meshwright.parallel.user_module.holdings import LocalParameter
 from meshwright.parallel.user_module.module import ParallelModule
 from meshwright.parallel.user_module.stages import Recorded, StageModule
 from meshwright.programs.pipelines import SCHEDULES
@@ -64,7 +64,7 @@ class Build:
         parallel.stages[stage] = own
         entries = parallel.entries
         parallel.holdings[stage] = [
-            Holding(entries[name].source, p, mesh, done, name in spread, stage == entries[name].stages[0])
+            LocalParameter(entries[name].source, p, mesh, done, name in spread, stage == entries[name].stages[0])
             for name, p in root.named_parameters()
         ]
 

@@ -25,7 +25,7 @@ from meshwright.parallel.tensor.cuts import Split, cut_out
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalParameter:
     """One parameter on this rank."""
 
     name: str
@@ -118,7 +118,7 @@ def shard_start(parameter: DTensor, dim: int, index: int) -> int:
     return start if sharded == dim else 0
 
 
-def sum_partial(holdings: list[Holding]) -> None:
+def sum_partial(holdings: list[LocalParameter]) -> None:
     """Complete the gradients that are partial sums over tp, and over the ranks that hold a copy of a head."""
     over_tp = [h.gradient for h in holdings if h.partial and h.parameter.requires_grad]
     copied: dict[ProcessGroup, list[torch.Tensor]] = {}

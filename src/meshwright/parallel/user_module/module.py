@@ -26,7 +26,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import LossScale, Masters, at_least_single
 from meshwright.parallel.user_module.batches import call, map_tensors, microbatches, samples_in
-from meshwright.parallel.user_module.holdings import Holding, sum_partial
+from meshwright.parallel.user_module.holdings import LocalParameter, sum_partial
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -46,7 +46,7 @@ class ParallelModule:
     plan: Plan
     mesh: Mesh
     stages: dict[int, nn.Module]  # without a pipeline one, the module itself
-    holdings: dict[int, list[Holding]]
+    holdings: dict[int, list[LocalParameter]]
     reductions: list[Any]
     entries: dict[str, Entry]
     rank_of: tuple[int, ...]  # the pipeline rank of each stage
@@ -67,7 +67,7 @@ class ParallelModule:
         return next(iter(self.stages.values()))
 
     @property
-    def all_holdings(self) -> list[Holding]:
+    def all_holdings(self) -> list[LocalParameter]:
         return [holding for held in self.holdings.values() for holding in held]
 
     @property
@@ -214,7 +214,7 @@ class ParallelModule:
 
     # The state
 
-    def named_updated(self) -> Iterator[tuple[Holding, nn.Parameter]]:
+    def named_updated(self) -> Iterator[tuple[LocalParameter, nn.Parameter]]:
         """Each parameter with what the optimizer updates for it: itself, or its wide copy."""
         masters = self.masters
         pairs = zip(masters.sources, masters.pieces, strict=True) if masters is not None else ()
@@ -233,7 +233,7 @@ class ParallelModule:
         held = {h.name: h.gather(h.parameter.grad) for h in self.all_holdings if h.parameter.grad is not None}
         return self._gathered(held, buffers=False)
 
-    def _as_held(self, holding: Holding, updated: nn.Parameter) -> torch.Tensor:
+    def _as_held(self, holding: LocalParameter, updated: nn.Parameter) -> torch.Tensor:
         return updated if updated is holding.parameter else updated.to(holding.local.device)
 
     def _gathered(self, held: dict[str, torch.Tensor], buffers: bool) -> dict[str, torch.Tensor]:

@@ -87,7 +87,7 @@ def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) 
         return hook
 
     hooks = [layer.register_forward_hook(note_layer, with_kwargs=True) for layer in layers]
-    hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in beside(module, path)]
+    hooks += [module.get_submodule(name).register_forward_hook(note(name)) for name in modules_outside(module, path)]
     buffers = [(b, b.clone()) for b in module.buffers()]
     try:
         cuda = {p.device for p in module.parameters() if p.is_cuda}
@@ -110,7 +110,7 @@ def record(module: nn.Module, path: str, layers: list[nn.Module], example: Any) 
     return seen
 
 
-def beside(module: nn.Module, path: str) -> list[str]:
+def modules_outside(module: nn.Module, path: str) -> list[str]:
     """The modules next to the way from the root to the list of layers: all that is not in a layer."""
     out, here = [], ""
     for step in path.split(".") if path else []:
