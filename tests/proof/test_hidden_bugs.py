@@ -37,7 +37,7 @@ def ring_takes_blocks_from_the_wrong_rank():
 
 
 def tied_embedding_summed_over_the_first_two_stages():
-    ends = cached_property(lambda self: self._new_groups([list(map(int, row[:2])) for row in self.layout.groups("pp")]))
+    ends = cached_property(lambda self: self.new_groups([list(map(int, row[:2])) for row in self.layout.groups("pp")]))
     ends.__set_name__(Mesh, "ends")
     Mesh.ends = ends
 
