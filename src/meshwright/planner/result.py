@@ -1,6 +1,6 @@
-"""What a search hands back: the winner, leaders, strategies, front and why; a plan file; something to look at.
+"""The result of a search: the winner, leaders, strategies, Pareto front and reasons; a plan file; a page.
 
-`Result` computes lazily what is not always asked for: predictions of leaders, the explanation, the comparison with a plan of one's own.
+`Result` computes on first use what is not always needed: predictions of leaders, the explanation, the comparison with the user's plan.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from meshwright.planner.sites import LATENCY, Crossing, crossing
 
 @dataclass(frozen=True)
 class Comparison:
-    """A plan of one's own beside the winner."""
+    """The user's plan beside the winner."""
 
     mine: Estimate | None
     best: Estimate
-    refused: str = ""  # why the own plan is not legal here
+    refused: str = ""  # why the user's plan is not legal here
 
     @property
     def slower(self) -> float:
-        """By what share of the winner's step the own plan takes longer; below 0 it is faster."""
+        """How much longer the user's plan takes, as a share of the winner's step; below 0 it is faster."""
         assert self.mine is not None
         return self.mine.prediction.step_time_s / self.best.prediction.step_time_s - 1
 
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:
-        """Fields of the plans that differ: (own, winner's)."""
+        """Fields in which the plans differ: (the user's, the winner's)."""
         assert self.mine is not None
         a, b = self.mine.plan.model_dump(), self.best.plan.model_dump()
         return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
@@ -80,9 +80,9 @@ class Result:
     seconds: float
     assumed: list[str] = field(default_factory=list)
     top: int = 10
-    reliability: Reliability | None = None  # failures and saves, where asked for
-    sites: int = 0  # that many such clusters …
-    line: float = 0.0  # … joined by a line of so many bytes/s
+    reliability: Reliability | None = None  # failures and checkpoints, where given
+    sites: int = 0  # number of clusters, 0: one …
+    line: float = 0.0  # … and bytes/s of the line between them
 
     @property
     def plan(self) -> Plan:
@@ -107,7 +107,7 @@ class Result:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """The winner's estimate, its pipeline walked."""
+        """The winner's estimate, its pipeline simulated."""
         return why.walked_estimate(self.space, self.plan, self.ranking.best.time, self.assumed)
 
     @property
@@ -116,7 +116,7 @@ class Result:
 
     @cached_property
     def leaders(self) -> list[tuple[Candidate, Prediction]]:
-        """The winner and the next best of other looks, with their predictions."""
+        """The winner and the fastest plans of other shapes, with their predictions."""
         rest = [
             (c, why.walked_estimate(self.space, c.plan, c.time, self.assumed).prediction)
             for c in self.ranking.leaders[1 : self.top]
@@ -153,11 +153,11 @@ class Result:
 
     @cached_property
     def crossing(self) -> Crossing | None:
-        """What several such clusters, each running the winner, would exchange."""
+        """The traffic between several clusters that each run the winner."""
         return crossing(self.estimate, self.sites, self.line, LATENCY) if self.sites else None
 
     def compare(self, plan: Plan) -> Comparison:
-        """Put a plan of one's own beside the winner; both walked."""
+        """Compare the user's plan with the winner; both simulated."""
         s = self.space
         try:
             mine = estimate(s.model, s.cluster, plan, s.workload, s.stack)
@@ -168,7 +168,7 @@ class Result:
             mine = why.replace(mine, prediction=walked)
         return Comparison(mine, self.estimate)
 
-    # What programs read
+    # JSON
 
     def as_dict(self) -> dict[str, Any]:
         x = self.explanation
@@ -235,7 +235,7 @@ class Result:
         } | self._survival()
 
     def _survival(self) -> dict[str, Any]:
-        """Goodput and sites, where asked for."""
+        """Goodput and sites, where the question has them."""
         out: dict[str, Any] = {}
         if (rel := self.reliability) is not None:
             x = self.explanation.training
@@ -248,7 +248,7 @@ class Result:
             out["sites"] = asdict(self.crossing) | {"slowdown": self.crossing.slowdown}
         return out
 
-    # What people see. `view` stands above the planner, so it is looked up by name, and only when something is shown.
+    # Text and HTML. `view` stands above the planner, so it is imported by name, and only when needed.
 
     def __rich__(self) -> Any:
         return importlib.import_module("meshwright.view.plan").page(self)

@@ -1,4 +1,4 @@
-"""Past one cluster, on paper: a hundred thousand devices, and several sites joined by a slow line.
+"""Beyond one cluster, modelled: a hundred thousand devices, and several sites connected by a slow line.
 
 **More devices.** Copies of a plan are added along data parallelism, `replicate · k`. Weak scaling lets the batch grow with the devices
 (the step stays, convergence may not: beyond the critical batch size more data a step buys little); strong scaling keeps the batch,

@@ -1,7 +1,7 @@
 """What to change first: the winner's throughput with one thing a fifth better or worse, and how it scales.
 
 Each row re-costs the winner under a cluster, stack or batch that differs in one number by ±20%, and asks whether another leader would then
-win. What changes most is what to buy or tune first; what changes nothing can be left alone.
+win. The largest change is what to buy or tune first; a row without change needs no attention.
 
 Scaling. **Weak**: the same work a device on the fewest devices on which this plan's shape fits; T(few) / T(all), 100% is perfect. **Strong**: twice
 the data-parallel ranks on the same batch; twice as fast is perfect.

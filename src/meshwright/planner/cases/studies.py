@@ -1,6 +1,6 @@
 """Case studies: published trainings, evaluated as published, with the planner's own choice beside them.
 
-Each case in `cases.toml` says what its makers told, what we had to assume, and figures to hold the estimate to. Published figures are
+Each case in `cases.toml` has what its authors published, what we had to assume, and figures to compare the estimate with. Published figures are
 not all of one kind, so each is compared with its own counterpart:
 
     step_s, tokens_per_s_per_gpu, mfu, hfu    of a step, as estimated
@@ -163,7 +163,7 @@ def estimated(case: Case, plan: Plan) -> Estimate:
 
 
 def days(e: Estimate) -> float:
-    """Days of the token budget at this step, nothing else."""
+    """Days of the token budget at this step time, without restarts or evaluation."""
     return step(e) * e.workload.tokens / e.workload.tokens_per_step / DAY
 
 
@@ -206,7 +206,7 @@ def choices() -> dict[str, dict[str, Any]]:
 
 
 def chosen(name: str) -> Plan | None:
-    """The plan the search chose for a case when it was last asked."""
+    """The plan that the search chose for a case when `case_choices.toml` was written."""
     kept = choices().get(name)
     return Plan(**kept) if kept else None
 

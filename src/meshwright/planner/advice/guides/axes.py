@@ -1,7 +1,7 @@
 """The seeds' guides to single strategies: ZeRO stages, tensor, pipeline, all three together, ZeRO-3's network, inference.
 
 Tensor and pipeline guides are lists of conditions ("use when", "avoid when", "best practices"). Each condition is judged for the case
-at hand and told with its verdict, so that the reader sees why the guide says what it says.
+at hand and shown with its verdict, so that the reader sees the reason for the recommendation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A model, a cluster and a batch as the guides of a textbook see them, and wishes turned into legal plans.
+"""A model, a cluster and a batch as decision guides see them, and their recommendations turned into legal plans.
 
-A guide says "TP=8, PP=8–16, the rest data parallel". `Problem.shaped` finds the nearest legal plan to such a wish: the largest degree
-up to the wished one that divides what it must split, the rest of the devices to data parallelism, the batch divisible. Then it settles
-what guides leave open by their own rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch
+A guide says "TP=8, PP=8–16, the rest data parallel". `Problem.shaped` finds the nearest legal plan: the largest degree up to the
+recommended one that divides what it must split, all other devices to data parallelism, the batch divisible. Then it chooses what guides
+leave open by their own rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch
 that fits and keeps M ≥ 4·P.
 """
 
@@ -33,7 +33,7 @@ MOST_MICROBATCH = 64
 
 
 class Problem:
-    """What a guide asks about, and plans shaped to it."""
+    """The problem of a guide, and legal plans for its recommendations."""
 
     def __init__(self, model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> None:
         self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def slow_between(self) -> bool:
-        """A network of the cloud-Ethernet kind: so many FLOPs a byte that only large batches hide it."""
+        """Whether the network is like cloud Ethernet: the FLOPs per byte are so high that only large batches hide it."""
         return self.nodes > 1 and self.cluster.accelerator.peak_for(self.workload.precision) / self.between > SLOW_RIDGE
 
     @property
@@ -85,7 +85,7 @@ class Problem:
         return last
 
     def aside(self, plan: Plan | None) -> str:
-        """What a plan needed beyond the wish of pure data parallelism."""
+        """Why a plan has a pipeline although pure data parallelism was recommended."""
         if plan is None or plan.pp == 1:
             return ""
         return f"; pp {plan.pp}, since batch {self.workload.batch} does not divide over {self.world} ranks"
@@ -103,7 +103,7 @@ class Problem:
     def shaped(
         self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False, virtual: int = 1
     ) -> Plan | None:
-        """The nearest legal plan to a wish, settled; None where there is none."""
+        """The nearest legal plan to a recommendation, completed; None where there is none."""
         wish = (tp, pp, cp, ep, zero, hybrid, virtual)
         if wish not in self._shaped:
             self._shaped[wish] = self._nearest(*wish)

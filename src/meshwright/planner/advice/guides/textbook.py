@@ -3,7 +3,7 @@
 The guides (`planner.advice.guides`) are rules of thumb: size against memory, topology, batch, architecture, typical configurations, when to
 use each ZeRO stage, the tensor and pipeline guides, the practical tree, "start simple", inference. Each names a plan, the reason with
 this case's figures, the wording it follows, and where that wording errs. `compare` estimates every recommended plan with the same
-model as the winner, so that the difference is told in seconds a step and, with a token budget, in days.
+model as the winner, so that the difference is in seconds a step and, with a token budget, in days.
 
 Rules of thumb are good teachers: on a common cluster several of them land within a few percent of the optimum. Where they do not, the
 reason column says which of their assumptions does not hold.
@@ -80,7 +80,7 @@ class Compared:
 
 
 def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> list[Recommendation]:
-    """What every guide says of this case, in the order a newcomer meets them."""
+    """The recommendation of every guide, in the order a newcomer meets them."""
     problem = Problem(model, cluster, workload, stack)
     return [guide(problem) for guide in GUIDES]
 
@@ -102,7 +102,7 @@ def beside(r: Recommendation, trial: Trial, winner: Estimate) -> Compared:
 
 
 def differences(a: Plan, b: Plan) -> str:
-    """What distinguishes two plans, field by field: `tp 8 → 4, zero 1 → 3`."""
+    """The fields in which two plans differ: `tp 8 → 4, zero 1 → 3`."""
     left, right = a.model_dump(), b.model_dump()
     words = {"bucket": lambda x: f"{x / 1e6:,.0f} MB"}
     shown = [
