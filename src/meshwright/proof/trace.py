@@ -40,7 +40,7 @@ def record(context: RankContext, job: Job) -> dict[str, Trace]:
 def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
-    parallel = put_on(context, job, dtype)
+    parallel = build_parallel(context, job, dtype)
     trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
@@ -68,7 +68,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     return trace
 
 
-def put_on(context: RankContext, job: Job, dtype: str) -> Parallel:
+def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
     """The plan on the model; a reference emulates fp8 products with code of its own, where the device has none."""
     emulates = job.reference and job.workload.precision == "fp8" and context.device == "cpu"
     parallel = apply(
@@ -152,7 +152,7 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
     """One device emulates local SGD: a trainer for each replica, and their average every few steps."""
     share = job.workload.batch // plan.replicate
     trainers = [
-        Trainer(put_on(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
+        Trainer(build_parallel(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
         for _ in range(plan.replicate)
     ]
     traces = [recorded(trainer, i, dtype) for i, trainer in enumerate(trainers)]

@@ -165,12 +165,12 @@ def values_page(program: Program, inputs: Sequence[Any]) -> Group:
     width = max((len(number(x)) for _, frame, _ in film for data in frame.values() for x in data), default=1)
     grid = table("", *(f"rank {rank}" for rank in range(program.ranks)))
     for name, frame, written in film:
-        grid.add_row(Text(name, "dim"), *held(program, frame, written, width))
+        grid.add_row(Text(name, "dim"), *slot_cells(program, frame, written, width))
     ends = np.zeros(program.endpoints * program.chunks, dtype=bool)
     ends[program.ends] = True
     promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
     grid.add_section()
-    grid.add_row(Text("result", "bold"), *held(program, promised, {}, width))
+    grid.add_row(Text("result", "bold"), *slot_cells(program, promised, {}, width))
     return Group(
         heading(f"{program.algorithm} {program.operation}", shape(program)),
         Text(OPERATIONS[program.operation], "dim"),
@@ -181,7 +181,7 @@ def values_page(program: Program, inputs: Sequence[Any]) -> Group:
     )
 
 
-def held(program: Program, slots: Slots, written: dict[tuple[int, int], bool], width: int) -> Iterator[Text]:
+def slot_cells(program: Program, slots: Slots, written: dict[tuple[int, int], bool], width: int) -> Iterator[Text]:
     """Each rank's chunks in order, those just written coloured; of an all-to-all only those that are there."""
     for rank in range(program.ranks):
         text = Text()

@@ -98,7 +98,7 @@ def command(
     ),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINE_PANEL),
     html: str = typer.Option("", "--html", help="Write a figure to this file."),
-    as_json: bool = typer.Option(False, "--json", help="Print what a program can read."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Show a collective, a pipeline schedule, or a table worth knowing; without a topic, list them all."""
     if not topic:

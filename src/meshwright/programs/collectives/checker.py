@@ -47,7 +47,7 @@ class Single(NamedTuple):
 def check(program: Program) -> Program:
     """The program itself, proved; or an error that names rank, step and chunk."""
     keeps_promise(program)
-    singles = apart(program)
+    singles = single_chunk_moves(program)
     if not program.moves.in_place:
         copies_fit(program, singles)
     slots = program.endpoints * program.chunks
@@ -87,7 +87,7 @@ def keeps_promise(program: Program) -> None:
         )
 
 
-def apart(program: Program) -> Single:
+def single_chunk_moves(program: Program) -> Single:
     """The program's moves, one row a chunk."""
     table, chunks = program.moves, program.chunks
     index = None
@@ -305,4 +305,4 @@ def ranks_of(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + listed([str(r) for r in ranks], 8)
 
 
-__all__ = ["apart", "check"]
+__all__ = ["check", "single_chunk_moves"]

@@ -69,10 +69,10 @@ class PerRankGradients:
             elif scaled and layout.plan.cp > 1 and isinstance(owner, nn.Linear) and path.startswith("layers."):
                 self._put_on_scaled(path, owner, rows)
             elif isinstance(owner, LearnedPositions):
-                self._put_on(path, owner, "forward", lambda x: rows, of_positions)
+                self._replace(path, owner, "forward", lambda x: rows, of_positions)
             elif not isinstance(owner, GroupedLinear):
                 used = "logits" if isinstance(owner, Router) else "forward"
-                self._put_on(path, owner, used, lambda x: rows, of_tokens)
+                self._replace(path, owner, used, lambda x: rows, of_tokens)
 
     def _experts(self, path: str, layer: MixtureOfExperts, rows: Rows) -> None:
         token_R = torch.empty(0, dtype=torch.long)
@@ -86,9 +86,9 @@ class PerRankGradients:
 
         layer.router.register_forward_hook(remember)
         for kind, linear in layer.experts.named_children():
-            self._put_on(f"{path}.experts.{kind}", linear, "forward", rows_of, of_experts)
+            self._replace(f"{path}.experts.{kind}", linear, "forward", rows_of, of_experts)
 
-    def _put_on(self, path: str, owner: nn.Module, used: str, rows_of: Callable[[Any], Rows], part: Callable) -> None:
+    def _replace(self, path: str, owner: nn.Module, used: str, rows_of: Callable[[Any], Rows], part: Callable) -> None:
         """Let a module's method run once for each rank, on its rows and with its copies."""
         own = {name: p for name, p in owner.named_parameters(recurse=False) if p.requires_grad}
         use = getattr(owner, used)

@@ -86,7 +86,7 @@ def topology(s: Problem) -> Recommendation:
 def batch_size(s: Problem) -> Recommendation:
     """Training takes large batches, many micro-batches and a bubble of 10 to 20%."""
     base = practical_tree(s).plan
-    plan = s.settled(base) if base else None
+    plan = s.with_recompute(base) if base else None
     if plan is not None and plan.pp > 1 and (small := plan.but(microbatch=1)) and s.fits(small):
         plan = small
     reason = "no pipeline: accumulate only what does not fit at once"

@@ -117,7 +117,7 @@ class Problem:
                 for p in self._stage_counts(t * c, pp):
                     plan = self._built(t, c, p, ep, zero, hybrid, virtual)
                     if plan is not None:
-                        return self.settled(plan)
+                        return self.with_recompute(plan)
         return None
 
     def _stage_counts(self, taken: int, wished: int) -> list[int]:
@@ -156,7 +156,7 @@ class Problem:
     def bucket(self, ranks: int) -> float:
         return float(bucket_for(self.cluster, ranks))
 
-    def settled(self, plan: Plan) -> Plan:
+    def with_recompute(self, plan: Plan) -> Plan:
         """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P where that is possible."""
         local = self.workload.batch // plan.dp
         sizes = [d for d in reversed(divisors(local)) if d <= MOST_MICROBATCH]

@@ -88,10 +88,10 @@ def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
     """Estimate each recommended plan as the winner was estimated."""
     trial = Trial(winner.model, winner.cluster, winner.workload, winner.stack)
-    return [beside(r, trial, winner) for r in recommendations]
+    return [compare_one(r, trial, winner) for r in recommendations]
 
 
-def beside(r: Recommendation, trial: Trial, winner: Estimate) -> Compared:
+def compare_one(r: Recommendation, trial: Trial, winner: Estimate) -> Compared:
     e = trial.of(r.plan)
     if e is None:
         return Compared(r, None, False, None, None, None, False)
