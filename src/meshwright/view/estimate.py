@@ -18,7 +18,7 @@ FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once a step
 COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once a step": "green"}
 WORDS = {
     **COMMUNICATION,
-    "bubble": "pipeline bubble",
+    "bubble": "pipeline bubble of the busiest rank",
     "host": "waiting for the host",
     "interference": "slowed by overlap",
     "dp": "data-parallel communication",
