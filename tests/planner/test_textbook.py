@@ -1,4 +1,4 @@
-"""Every guide of the seeds, corrected where they err: what it recommends is legal, and what it is worth is told."""
+"""Every textbook guide: its recommendation is legal, and the output says what following it costs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_size_against_memory_by_16_bytes_a_parameter() -> None:
     small = general.size_against_memory(problem("llama3.2-1b", "dgx-h100", 8, 64))
     assert small.plan is not None
     assert (small.plan.zero, small.plan.replicate) == (0, 8)
-    # The seed gives 7B to DDP on 80 GB; its state alone is 112 GB.
+    # The text recommends DDP for 7B on 80 GB; its state alone is 112 GB.
     seven = general.size_against_memory(problem("llama-7b", "dgx-h100", 8, 64, 2048))
     assert seven.plan is not None
     assert seven.plan.zero == 3
@@ -76,12 +76,12 @@ def test_topology_of_one_node_of_many_and_of_ethernet() -> None:
     assert cloud.pp > 1 or cloud.zero == 3
 
 
-def test_batch_tells_its_bubble() -> None:
-    r = general.batch_size(problem("gpt3-175b", "dgx-a100", 1024, 1536, 2048))
+def test_batch_guide_shows_the_walked_bubble_of_the_estimate() -> None:
+    c = config("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
+    r = general.batch_size(Problem(c.model, c.cluster, c.workload, c.stack))
     assert r.plan is not None
     assert r.plan.microbatch == 1
-    m = r.plan.microbatches(config("gpt3-175b", "dgx-a100", 1024, 1536, 2048).workload)
-    assert f"{(r.plan.pp - 1) / (m + r.plan.pp - 1):.0%} of the time is bubble" in r.reason
+    assert f"{estimated(c, r.plan).bubble_fraction:.0%} of the time is bubble" in r.reason
     assert "too much" in general.batch_size(problem("gpt3-175b", "dgx-a100", 1024, 32, 2048)).reason
 
 

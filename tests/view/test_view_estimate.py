@@ -1,17 +1,19 @@
-"""An estimate as tables: parts that add up to what is told of the whole, whatever the size of the model."""
+"""An estimate as tables: the parts add up to the total for every size of model."""
+
+from dataclasses import replace
 
 import pytest
 
 from meshwright.cost.estimate import estimate
 from meshwright.describe.config import load
-from meshwright.view.estimate import memory
+from meshwright.view.estimate import memory, traffic
 from meshwright.view.tables import console
 
 
 @pytest.mark.parametrize(
     ("plan", "unit", "limit"), [("demo-pp2-shard2", "MiB", "2,048"), ("llama3-70b-64xh100", "GiB", "79")]
 )
-def test_memory_is_told_in_a_unit_that_shows_its_parts(plan, unit, limit):
+def test_memory_is_printed_in_a_unit_that_shows_its_parts(plan, unit, limit):
     c = load(f"examples/{plan}.toml")
     with (out := console()).capture() as text:
         out.print(memory(estimate(c.model, c.cluster, c.plan, c.workload, c.stack)))
@@ -22,3 +24,17 @@ def test_memory_is_told_in_a_unit_that_shows_its_parts(plan, unit, limit):
         *parts, total = (float(cell) for cell in stage.split()[1:-1])
         assert min(parts) > 0
         assert sum(parts) == pytest.approx(total, abs=0.3)
+
+
+@pytest.mark.parametrize(("exposed_s", "shown"), [(2.0, "2 s"), (0.0, "hidden")])
+def test_communication_without_exposed_time_is_shown_as_hidden(exposed_s, shown):
+    c = load("examples/llama3-70b-64xh100.toml")
+    e = estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+    exposed = e.prediction.exposed_s | {"tp": exposed_s}
+    e = replace(e, prediction=replace(e.prediction, exposed_s=exposed))
+    with (out := console()).capture() as text:
+        out.print(traffic(e))
+    rows = {line.split()[0]: line for line in text.get().splitlines()[2:]}
+    assert rows["tp"].endswith(shown)
+    assert rows["pp"].endswith("in bubble")
+    assert "0 ns" not in text.get()

@@ -15,7 +15,7 @@ from meshwright.units import parse_bytes, parse_count, parse_flops, parse_rate, 
 
 
 def quantity(*examples: str) -> WithJsonSchema:
-    """A schema that allows a number or a text with its unit."""
+    """A JSON schema that allows a number or a string with a unit."""
     return WithJsonSchema({"type": ["number", "string"], "examples": list(examples)}, mode="validation")
 
 
@@ -26,11 +26,11 @@ Flops = Annotated[float, BeforeValidator(parse_flops), quantity("989TFLOP/s")]
 Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
 
 SECTIONS = ("model", "cluster", "stack", "workload", "plan")
-MOST = 2**40  # no dimension, degree or batch is larger: keeps arithmetic exact and hostile input bounded
+MOST = 2**40  # upper limit of dimensions, degrees and batch: arithmetic stays exact, and hostile input stays bounded
 
 
 def number(value: Any) -> Any:
-    """Refuse a boolean where a number is needed: Python would take true for 1."""
+    """Refuse a boolean where a number is needed, because Python treats true as 1."""
     if isinstance(value, bool):
         raise MeshwrightError("MW-CONF-003", f"{str(value).lower()} is not a number")
     return value
@@ -65,7 +65,7 @@ class Described(BaseModel):
 
 
 def _placed(what: str, path: str, cls: type[BaseModel], place: str) -> str:
-    """An error of a table within a section, such as [model.router], with the path of that table."""
+    """The text of an error in a nested table such as [model.router], with the path of that table."""
     table = cls.model_fields[place].annotation if place in cls.model_fields else None
     name = getattr(table, "__name__", "").lower()
     if what.startswith(f"{name}."):
@@ -92,12 +92,12 @@ REASONS = {
 
 
 def _reason(error: Any) -> str:
-    """Why pydantic refused a value, in the words of a plan file instead of Python's."""
+    """Why pydantic refused a value, in the terms of a plan file instead of Python types."""
     return REASONS.get(error["type"]) or str(error["msg"]).replace("Input should be", "It must be")
 
 
 def translate(error: ValidationError, cls: type[BaseModel]) -> MeshwrightError:
-    """The first error that pydantic found, as a MeshwrightError."""
+    """Convert the first error that pydantic found into a MeshwrightError."""
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     place = ".".join(str(p) for p in first["loc"])

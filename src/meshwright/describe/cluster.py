@@ -1,15 +1,15 @@
-"""The machine: accelerators, links, and a hierarchy of levels that says who reaches whom, how fast.
+"""The cluster: accelerators, links, and a hierarchy of levels that gives the bandwidth and latency between any two devices.
 
-A **link** obeys the postal model: a message of n bytes takes T(n) = α + n·β, with β = 1 / (bandwidth × achievable share).
-Bandwidth is per port and per **direction**: NVLink 4's advertised 900 GB/s counts both, so it is 450 GB/s here.
+A message of n bytes on a **link** takes T(n) = α + n·β, with β = 1 / (bandwidth × achievable share). Bandwidth is per port and
+per **direction**: NVLink 4's advertised 900 GB/s counts both directions, so it is 450 GB/s here.
 
-A **level** joins `size` units of the level below it: level 0 joins devices into a node (or NVLink domain), level 1 nodes
-into a rail group, and so on up to sites. Devices are numbered so that a unit is a run of consecutive numbers. A message
-pays the α of the lowest level that holds both ends and passes these **ports**:
+A **level** joins `size` units of the level below it: level 0 joins devices into a node (or NVLink domain), level 1 joins nodes
+into a rail group, and so on up to sites. The devices of a unit have consecutive numbers. A message takes the α of the lowest
+level that contains both devices, and passes these **ports**:
 
-- inside level 0: the sender's way out and the receiver's way in (a shared bus is one port for all);
-- above: the sender's and the receiver's network card (several devices share one when a node has fewer cards than devices),
-  and, where a level is oversubscribed, the uplinks of the units it leaves and enters.
+- inside level 0: the sender's output port and the receiver's input port (a shared bus is one port for all devices);
+- above level 0: the sender's and the receiver's network card (devices share a card if a node has fewer cards than devices),
+  and, if a level is oversubscribed, the uplinks of the sender's and the receiver's unit.
 
 Flows through one port share it max-min fairly (`programs.walk`).
 """
@@ -45,10 +45,10 @@ PRIOR = "uncalibrated: never measured, so the median shares of the measured chip
 
 
 class Efficiency(Described):
-    """What share of its peaks a device reaches in long runs, from measured products and copies (`calibrate`).
+    """The share of its peak rates that a device sustains, from measured matrix products and copies (`calibrate`).
 
-    The defaults are the prior for a device that was never measured: the median of the measured ones. So it is never predicted to do better
-    than they typically do, and its predictions have a wider band (`cost.predict`).
+    The defaults are for a device that was never measured: the median of the measured devices. Its predictions have a wider band
+    (`cost.predict`).
     """
 
     gemm: float = Field(default=0.66, gt=0, le=1, description="large matrix products, sustained")
@@ -79,7 +79,7 @@ class Accelerator(Described):
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 
     def peak_for(self, dtype: str) -> float:
-        """Peak at a dtype; one the device lacks runs at the next wider type it has."""
+        """Peak FLOP/s of a dtype; a dtype that the device lacks runs at the rate of the next wider dtype."""
         wider = {
             "fp4": ["mxfp8", "fp8", "bf16"],
             "mxfp8": ["fp8", "bf16"],
@@ -140,11 +140,11 @@ class Level(Described):
     ports: Whole = Field(default=0, description="links that leave one node at this level; 0: one for each device")
     oversubscription: float = Field(default=1.0, ge=1, description="downlinks over uplinks of one unit below")
     shared: bool = Field(default=False, description="level 0 only: all devices share one bus")
-    reduces: bool = Field(default=False, description="the switch adds for us: all-reduce moves each byte once")
+    reduces: bool = Field(default=False, description="the switch reduces: an all-reduce sends each byte once")
 
 
 class Path(NamedTuple):
-    """What a message from one device to another meets: α, and the ports it passes."""
+    """The path of a message between two devices: α and the ports it passes."""
 
     alpha: float
     ports: tuple[tuple, ...]
@@ -195,7 +195,7 @@ class Cluster(Described):
         return next((k for k, s in enumerate(self.spans) if span <= s), len(self.spans) - 1)
 
     def device_bandwidth(self, level: int) -> float:
-        """Achievable bytes/s, one direction, that one device has to itself at a level when all devices talk."""
+        """Achievable bytes/s in one direction that each device gets at a level while all devices send."""
         entry = self.levels[level]
         rate = entry.link.bandwidth * entry.link.efficiency
         if level == 0:

@@ -1,7 +1,7 @@
-"""A configuration while it is being merged: the tables of its sections, and the origin of each value in them.
+"""A configuration while it is being merged: the table of each section, and the origin of each value.
 
-A catalog name is replaced by its table as soon as something is merged into it, so `--set cluster.accelerator.memory=60GiB` changes
-one number of a catalog entry and keeps the other fields. Nothing is validated here; the described objects do that.
+A catalog name is replaced by its table when a value is merged into it, so `--set cluster.accelerator.memory=60GiB` changes
+one number of a catalog entry and keeps the other fields. Nothing is validated here; the classes of `describe` validate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 
 class Source(NamedTuple):
-    """Where values come from: a file with the lines of its keys, the command line, or a catalog entry."""
+    """The origin of values: a file with the line of each key, the command line, or a catalog entry."""
 
     name: str
     lines: dict[str, int] = {}  # noqa: RUF012
@@ -86,7 +86,7 @@ class Draft:
         self._clear_origins(self.tables.pop(section, None), section)
 
     def _table_of(self, place: str, name: Any, path: str, source: Source, folder: Path = HERE) -> dict[str, Any]:
-        """The table behind a catalog name; for a model also of a Hugging Face config.json."""
+        """The table of a catalog name; for a model, the name may also be the path of a Hugging Face config.json."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
             raise MeshwrightError(
@@ -118,7 +118,7 @@ class Draft:
             self._record_origins(value, here, source)
 
     def _record_origins(self, value: Any, path: str, source: Source) -> None:
-        """Record where a value comes from, leaf by leaf."""
+        """Record the origin of each leaf of a value."""
         for leaf, _ in leaves(value, path):
             self.origins[leaf] = source.at(leaf)
 
@@ -147,7 +147,7 @@ class Draft:
         self._assign(self.tables.setdefault(section, {}), keys, value)
 
     def _assign(self, node: Any, keys: list[str], value: Any) -> None:
-        """Set the value at a path; names on the way are replaced by their tables."""
+        """Set the value at a path; catalog names along the path are replaced by their tables."""
         path = keys[0]
         for key in keys[1:-1]:
             inner = self._inside(node, key, path)
@@ -205,10 +205,12 @@ class Draft:
         given = {"extends": given} if isinstance(given, str) else given
         if isinstance(given, dict) and "extends" in given:
             source = Source(self.origins.pop(here, "") or self.origins.pop(f"{here}.extends", ""))
-            rest = {inner: value for inner, value in given.items() if inner != "extends"}
-            origins_before = {leaf: self.origins.get(leaf, source.name) for leaf, _ in leaves(rest, here) if rest}
+            overrides = {inner: value for inner, value in given.items() if inner != "extends"}
+            origins_before = {
+                leaf: self.origins.get(leaf, source.name) for leaf, _ in leaves(overrides, here) if overrides
+            }
             table[key] = self._table_of(POSITION.sub("", here), given["extends"], here, source)
-            self._overlay(table[key], rest, here, source)
+            self._overlay(table[key], overrides, here, source)
             self.origins.update(origins_before)
 
 
@@ -250,7 +252,7 @@ def parse_value(text: str, path: str) -> Any:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """The line of each key by its dotted path, found by reading line by line."""
+    """The line number of each key, by its dotted path."""
     lines: dict[str, int] = {}
     prefix = ""
     for number, line in enumerate(text.splitlines(), 1):

@@ -38,7 +38,7 @@ def read_text(path: str | Path) -> str:
         if isinstance(error, MeshwrightError):
             raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise MeshwrightError("MW-CONF-004", f"cannot read '{shown}'", why=why, fix=_beside(path)) from None
+        raise MeshwrightError("MW-CONF-004", f"cannot read '{shown}'", why=why, fix=_similar_file(path)) from None
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -50,8 +50,8 @@ def write_text(path: str | Path, text: str) -> Path:
     return Path(path)
 
 
-def _beside(path: str | Path) -> str:
-    """A file in the same folder whose name is close to one that is missing."""
+def _similar_file(path: str | Path) -> str:
+    """Path of a file in the same folder with a name similar to the missing one; empty if there is none."""
     try:
         folder = Path(path).parent
         near = nearest(Path(path).name, [entry.name for entry, _ in zip(os.scandir(folder), range(1000), strict=False)])
@@ -61,7 +61,7 @@ def _beside(path: str | Path) -> str:
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """A TOML document, refused where it is malformed or nested beyond reason."""
+    """Parse a TOML document; raises if it is malformed or nested deeper than `DEPTH` levels."""
     for number, line in enumerate(text.splitlines(), 1):
         if line.count(".") > DOTS:
             raise MeshwrightError(
@@ -70,7 +70,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
                 why="No key is nested that deep",
             )
     try:
-        return shallow(tomllib.loads(text), name)
+        return check_depth(tomllib.loads(text), name)
     except RecursionError:
         raise MeshwrightError("MW-CONF-007", f"{name} is nested too deep", why=f"At most {DEPTH} levels") from None
     except ValueError as error:
@@ -79,8 +79,8 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
         raise MeshwrightError("MW-CONF-006", f"{name} is not TOML", why=str(error)[:300]) from None
 
 
-def shallow(document: Any, name: str) -> Any:
-    """`document` itself, if it is at most `DEPTH` levels deep; walked without recursion."""
+def check_depth(document: Any, name: str) -> Any:
+    """Return `document` if it is at most `DEPTH` levels deep, else raise. The check does not recurse."""
     level = [document]
     for _ in range(DEPTH):
         level = [child for node in level for child in _children(node)]

@@ -1,7 +1,8 @@
-"""A prediction, a measurement, and their difference: the product's honesty.
+"""A prediction, a measurement, and the difference between them.
 
-Both have one shape, so they subtract. A prediction always carries a band, what it assumed and where its constants came from;
-a measurement leaves unknown what it could not see, and tells its steps, warm-up and spread. Keys are the JSON keys everywhere.
+Both have the same fields, so a prediction can be subtracted from a measurement. A prediction always has a band, its assumptions and the
+sources of its constants. A measurement has its number of steps, warm-up and spread; quantities that it could not observe are `None` or
+empty. Field names are the JSON keys.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from math import isfinite
 from typing import Any
 
 GIB = 2.0**30
-OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator: no tensors
+OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator, without tensors
 
 
 @dataclass(frozen=True)
 class Result:
-    """Step time, where it went, memory, traffic. `None` and empty mean unknown."""
+    """Step time and its parts, memory, traffic. `None` or empty means unknown."""
 
     step_time_s: float
     step_time_low_s: float
@@ -47,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Prediction(Result):
-    """What the cost model says. `exposed_s` sums exactly to `step_time_s`."""
+    """The result of the cost model. `exposed_s` sums exactly to `step_time_s`."""
 
     fits: bool = True
     memory_limit_gib: float = 0.0
@@ -57,7 +58,7 @@ class Prediction(Result):
 
 @dataclass(frozen=True)
 class Measurement(Result):
-    """What a run showed: the median of `steps` after `warmup`, low and high its 10th and 90th percentiles."""
+    """The result of a run: the median of `steps` after `warmup`; low and high are the 10th and 90th percentiles."""
 
     steps: int = 0
     warmup: int = 0
@@ -65,11 +66,11 @@ class Measurement(Result):
     loss: list[float] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """A loss that diverged is unknown: JSON has no word for it."""
+        """All fields; a loss that is NaN or infinite becomes null, because JSON cannot represent it."""
         return super().as_dict() | {"loss": [loss if isfinite(loss) else None for loss in self.loss]}
 
     def __sub__(self, prediction: Prediction) -> list[Difference]:
-        """Measured against predicted, for everything both sides know."""
+        """Predicted and measured values of every quantity that both results have."""
         rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
         if self.tensors_gib and prediction.tensors_gib:
             rows.append(Difference("peak memory of tensors", "GiB", max(prediction.tensors_gib), max(self.tensors_gib)))
@@ -86,7 +87,7 @@ class Measurement(Result):
 
 @dataclass(frozen=True)
 class Difference:
-    """One line of predicted against measured."""
+    """One quantity, predicted and measured."""
 
     what: str
     unit: str
@@ -95,7 +96,7 @@ class Difference:
 
     @property
     def error(self) -> float:
-        """Signed error of the prediction relative to the measurement; 0 where both are 0."""
+        """Signed error of the prediction relative to the measurement; 0 if both are 0."""
         if self.measured == 0:
             return 0.0 if self.predicted == 0 else float("inf")
         return self.predicted / self.measured - 1

@@ -1,24 +1,24 @@
-"""How large, how fast, and on how much data: what the scaling laws say before any cluster is chosen.
+"""Scaling laws: model size, training tokens and compute budget, independent of any cluster.
 
-Growth. From the Transformer of 2017 (65M) to a trillion parameters in 2023 is 15,400×, 13.9 doublings: one every five
-months. The memory of an accelerator went from 16 GB (V100, 2017) to 80 GB (H100, 2022), one doubling in 26 months; the
-gap between the two curves is why training is distributed.
+Growth. Models grew from 65M parameters (Transformer, 2017) to a trillion (2023): 15,400×, or 13.9 doublings, one every five
+months. The memory of an accelerator grew from 16 GB (V100, 2017) to 80 GB (H100, 2022): one doubling in 26 months. The gap
+between the two curves is the reason for distributed training.
 
-Loss against size (Kaplan et al. 2020), data and compute not the limit:
+Loss as a function of size (Kaplan et al. 2020), if neither data nor compute is the limit:
 
-    L(N) ∝ N^−0.076      so a loss r times lower needs N larger by r^(1/0.076): halving it, 2^13.2 = 9,139×
+    L(N) ∝ N^−0.076      a loss r times lower needs N larger by r^(1/0.076); half the loss needs 2^13.2 = 9,139×
 
-Loss against size and data (Hoffmann et al. 2022, "Chinchilla"), with C = 6·N·D FLOPs to train N parameters on D tokens:
+Loss as a function of size and data (Hoffmann et al. 2022, "Chinchilla"), with C = 6·N·D FLOPs to train N parameters on D tokens:
 
     L(N, D) = E + A/N^α + B/D^β
 
-For a budget C the optimum follows from ∂L/∂N = 0 with D = C/6N. With G = (αA / βB)^(1/(α+β)):
+For a budget C, the optimum follows from ∂L/∂N = 0 with D = C/6N. With G = (αA / βB)^(1/(α+β)):
 
     N* = G · (C/6)^(β/(α+β))        D* = (C/6)^(α/(α+β)) / G
 
-Their rule of thumb is D ≈ 20·N. The constants they print (`PRINTED`: α = 0.34, β = 0.28) do not give it: at
-Chinchilla's own budget they ask for 93 tokens a parameter, being rounded, and fitted by a search that stopped early. A
-refit of the same data (`REFITTED`, Besiroglu et al. 2024) asks for 18, as the paper's two other methods do.
+Their rule of thumb is D ≈ 20·N. The constants printed in the paper (`PRINTED`: α = 0.34, β = 0.28) do not
+give this ratio: at Chinchilla's budget they give 93 tokens per parameter, because they are rounded and their fit stopped too
+early. A refit of the same data (`REFITTED`, Besiroglu et al. 2024) gives 18, close to the paper's two other methods.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ GROWTH = (
 
 
 def growth_factor(first: Milestone = GROWTH[0], last: Milestone = GROWTH[-1]) -> float:
-    """How many times larger: 15,400 over the whole table."""
+    """Ratio of the parameter counts: 15,400 over the whole table."""
     return last.parameters / first.parameters
 
 
 def doubling_months(first: Milestone = GROWTH[0], last: Milestone = GROWTH[-1]) -> float:
-    """Months in which size doubled, had it grown evenly between the two."""
+    """Months per doubling of model size, for constant growth between two models."""
     if last.year <= first.year or last.parameters <= first.parameters:
         raise MeshwrightError("MW-SCALE-001", f"{last.model} is not later and larger than {first.model}")
     return 12 * (last.year - first.year) / math.log2(growth_factor(first, last))
 
 
 def size_factor_for_loss(ratio: float, exponent: float = SIZE_EXPONENT) -> float:
-    """How much larger a model must be for its loss to fall to `ratio` of what it was: 0.5 needs 9,139×."""
+    """Factor by which a model must grow for its loss to fall to `ratio` of the current loss: 0.5 needs 9,139×."""
     _positive("ratio", ratio, most=1)
     _positive("exponent", exponent)
     try:
@@ -75,7 +75,7 @@ def size_factor_for_loss(ratio: float, exponent: float = SIZE_EXPONENT) -> float
 
 
 def loss_ratio_for_size(factor: float, exponent: float = SIZE_EXPONENT) -> float:
-    """The loss of a model `factor` times larger, as a share of what it was."""
+    """Loss of a model `factor` times larger, as a share of the current loss."""
     return _positive("factor", factor) ** -_positive("exponent", exponent)
 
 
@@ -97,7 +97,7 @@ class LossLaw:
         return self.irreducible + of_size + of_data
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens of the lowest loss a budget of FLOPs can buy."""
+        """Parameters and tokens that give the lowest loss for a budget of FLOPs."""
         product = _positive("flops", flops) / FLOPS_PER_PARAMETER_TOKEN
         a, b = self.size_exponent, self.data_exponent
         balance = (a * self.size_scale / (b * self.data_scale)) ** (1 / (a + b))
@@ -105,7 +105,7 @@ class LossLaw:
         return parameters, product / parameters
 
     def tokens_for_loss(self, parameters: float, loss: float) -> float:
-        """Tokens a model of this size needs for a loss; infinite where no amount reaches it."""
+        """Tokens that a model of this size needs to reach a loss; infinite if no number of tokens does."""
         left = loss - self.irreducible - self.size_scale / _positive("parameters", parameters) ** self.size_exponent
         return (self.data_scale / left) ** (1 / self.data_exponent) if left > 0 else math.inf
 
@@ -115,17 +115,17 @@ REFITTED = LossLaw("besiroglu", 1.8172, 482.01, 2085.43, 0.3478, 0.3658, "Besiro
 
 
 def compute_optimal_tokens(parameters: float, ratio: float = TOKENS_PER_PARAMETER) -> float:
-    """The rule of thumb: 20 tokens a parameter (1.4T for Chinchilla's 70B)."""
+    """Tokens by the rule of thumb of 20 per parameter (1.4T for Chinchilla's 70B)."""
     return _positive("parameters", parameters) * _positive("ratio", ratio)
 
 
 def training_flops(parameters: float, tokens: float) -> float:
-    """C = 6·N·D, attention's quadratic part left out; `Model.model_flops` counts it."""
+    """C = 6·N·D, without the quadratic part of attention, which `Model.model_flops` counts."""
     return FLOPS_PER_PARAMETER_TOKEN * _positive("parameters", parameters) * _positive("tokens", tokens)
 
 
 def compute_optimal(flops: float, ratio: float = TOKENS_PER_PARAMETER) -> tuple[float, float]:
-    """Parameters and tokens of a budget by the rule of thumb: N = √(C / 6·20)."""
+    """Parameters and tokens for a compute budget by the rule of thumb: N = √(C / 6·20)."""
     parameters = math.sqrt(_positive("flops", flops) / (FLOPS_PER_PARAMETER_TOKEN * _positive("ratio", ratio)))
     return parameters, parameters * ratio
 

@@ -1,7 +1,7 @@
-"""How a training framework behaves: a few physical numbers with defaults, and what it cannot run.
+"""Properties of a training framework: host times, fused kernels, overlap, memory overheads, and limits on what it can run.
 
-Two stacks on one cluster differ in host time per launch, in what they fuse, in their attention kernel and in what they overlap.
-These differences decide small runs: a layer of 60 launches at 6 µs takes at least 0.36 ms on any GPU (the *host floor*).
+Two stacks on the same cluster differ in host time per launch, fused kernels, attention kernel and overlapped communication.
+In small runs these differences dominate: a layer of 60 launches at 6 µs takes at least 0.36 ms on any GPU (the *host floor*).
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Stack(Described):
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
     early_stop: bool = Field(
-        default=True, description="recompute stops as soon as backward has the tensors it needs, as torch does"
+        default=True, description="recompute stops as soon as backward has the tensors it needs, as in torch"
     )
     shared_scales: bool = Field(
         default=False,
-        description="fp8: ranks that hold parts of a tensor agree on one scale, a small message a product",
+        description="fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product",
     )
     flat_shards: bool = Field(
         default=False,
-        description="ZeRO-1 and 2 shard one flat buffer, sent in buckets; else unit by unit, each tensor's rows padded to the ranks",
+        description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",
     )
     interleaved_rounds: bool = Field(
         default=False,
-        description="interleaved schedules take micro-batches in rounds of pp: their number must be a multiple of pp",
+        description="interleaved schedules run micro-batches in rounds of pp: the number of micro-batches must be a multiple of pp",
     )
-    blocking_p2p: bool = Field(default=False, description="pipeline sends wait for their receive")
+    blocking_p2p: bool = Field(default=False, description="a pipeline send blocks until it is received")
     order: tuple[str, ...] = Field(default=("tp", "cp", "pp", "dp"), description="axes, fastest first")
     gradient_dtype: str = Field(default="fp32", description="dtype gradients are accumulated and reduced in")
     compute_slowdown: float = Field(

@@ -1,4 +1,4 @@
-"""What is trained: batch, sequence, precision, optimizer and the token budget."""
+"""The training workload: batch, sequence length, precision, optimizer and token budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATE_COPIES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 
 
 class Workload(Described):
-    """`batch` is in sequences (samples), over all devices."""
+    """`batch` is the global batch in sequences (samples)."""
 
     batch: Size = 1024
     seq: Length = 4096

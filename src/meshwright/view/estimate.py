@@ -170,7 +170,10 @@ def traffic(e: Estimate) -> Table:
     for axis, size in sorted(e.prediction.traffic_bytes.items(), key=lambda item: -item[1]):
         degree = {"dp": e.plan.dp * e.plan.cp}.get(axis, getattr(e.plan, axis, 1))
         exposed = e.prediction.exposed_s.get(axis, 0.0)
-        table.add_row(axis, str(degree), format_decimal_bytes(size), e.levels.get(axis, ""), format_seconds(exposed))
+        # Pipeline messages that do not block only lengthen the ramp, so their time is part of the bubble.
+        hidden = "in bubble" if axis == "pp" else "hidden"
+        time = format_seconds(exposed) if exposed > 0 else hidden
+        table.add_row(axis, str(degree), format_decimal_bytes(size), e.levels.get(axis, ""), time)
     return table
 
 

@@ -1,10 +1,12 @@
-"""The seeds' decision guides, each a function from a situation to a recommendation.
+"""Textbook decision guides: each is a function from a problem to a recommendation.
 
-Sources are the seeds by number and section. Where a seed's figures err the function decides by the right ones and says so:
+The guides come from two texts, "Distributed Training Basics" and "A Guide to Distributed Training"; each recommendation names its section. Where a
+figure in a text is wrong, the function uses the correct figure and the recommendation says so:
 
     state          16 bytes a parameter (2 + 2 + 12), so 7B needs 112 GB and DDP ends at 2.5B on 40 GB and 5B on 80 GB
     ZeRO at P = 8  7B: ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 GB
-    bubble         overhead (P−1)/M, fraction (P−1)/(M+P−1): M ≥ 4·P keeps the fraction below 20%
+    bubble         overhead (P−1)/M, fraction (P−1)/(M+P−1): M ≥ 4·P keeps the fraction below 20%; the guide shows the walked
+                   fraction, as `estimate` does
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from meshwright.planner.advice.guides.recommendation import Recommendation
 from meshwright.planner.search.first_fit import first_that_fits
 from meshwright.units import format_count, format_decimal_bytes, format_rate
 
-SMALL, LARGE = 10e9, 100e9  # parameters: where the seeds change their advice
+SMALL, LARGE = 10e9, 100e9  # parameters: where the guides change their advice
 LONG = 65_536  # tokens: "long context 64K–1M"
 VERY_LONG = 100_000  # tokens: "sequences of 100K+"
 LIMITS = (
@@ -24,11 +26,11 @@ LIMITS = (
 
 
 def size_against_memory(s: Problem) -> Recommendation:
-    """Replicate what fits one device, shard what does not."""
-    alone = s.state < s.memory
-    ddp = s.shaped() if alone else None
+    """Replicate a model whose state fits one device; shard a larger one."""
+    fits_one = s.state < s.memory
+    ddp = s.shaped() if fits_one else None
     plan = ddp if s.fits(ddp) else s.shaped(zero=3)
-    compares = "below" if alone else "above"
+    compares = "below" if fits_one else "above"
     verdict = "replicate it" if plan == ddp and plan else "shard it over all devices"
     reason = f"{format_decimal_bytes(s.state)} of state is {compares} the {format_decimal_bytes(s.memory)} of one device: {verdict}{s.aside(plan)}"
     return Recommendation(
@@ -42,22 +44,22 @@ def size_against_memory(s: Problem) -> Recommendation:
 
 
 def topology(s: Problem) -> Recommendation:
-    """Match the busiest axis to the fastest level."""
+    """Place the axis with the most traffic on the fastest level."""
     source = "Distributed Training Basics, Strategy Selection"
     if s.model.kind != "transformer":
         return Recommendation("topology", s.shaped(), "no heads to split: data parallel on every level", source)
     if s.nodes == 1:
         plan = s.first_fitting(s.shaped(tp=t, zero=1) for t in (2, 4, s.node))
-        said = f"one node of {s.node}" + (
+        node = f"one node of {s.node}" + (
             " on NVLink" if s.fast_inside else f" at {format_rate(s.cluster.device_bandwidth(0))}"
         )
         return Recommendation(
             "topology",
             plan,
-            f"{said}: tensor parallel as far as memory asks, the rest data parallel",
+            f"{node}: as much tensor parallelism as memory needs, data parallelism over the other ranks",
             source,
             "single node 8 GPU NVLink: TP=8 or TP=2–4 + DP",
-            "" if s.fast_inside else "without NVLink the advice does not hold: see the tensor guide",
+            "" if s.fast_inside else "without NVLink this advice is wrong: see the tensor guide",
         )
     if s.slow_between:
         wished = [s.shaped(zero=3), s.first_fitting(s.shaped(tp=1, pp=p, zero=1) for p in (2, 4, 8, 16, 32))]
@@ -67,7 +69,7 @@ def topology(s: Problem) -> Recommendation:
         return Recommendation(
             "topology",
             plan,
-            f"{format_rate(s.between)} a device between nodes: of FSDP and pipeline, {kind}",
+            f"{format_rate(s.between)} a device between nodes: {kind} is the faster of FSDP and pipeline",
             source,
             "cloud Ethernet: FSDP or pipeline",
         )
@@ -76,58 +78,55 @@ def topology(s: Problem) -> Recommendation:
         "topology",
         plan,
         f"{s.nodes} nodes at {format_rate(s.between)} a device: tensor parallel inside, "
-        "pipeline between as far as memory asks, data parallel over the rest",
+        "as many pipeline stages between nodes as memory needs, data parallel over the other ranks",
         source,
         "multiple nodes InfiniBand: TP intra-node, DP/PP inter-node",
-        "TP=8 everywhere is a habit, not a need: small models lose more to it than they gain",
+        "TP=8 is not always needed: small models lose more to its communication than they gain",
     )
 
 
 def batch_size(s: Problem) -> Recommendation:
-    """Training takes large batches, many micro-batches and a bubble of 10 to 20%."""
+    """Use large batches and many micro-batches; a bubble of 10 to 20% is acceptable."""
     base = practical_tree(s).plan
     plan = s.with_recompute(base) if base else None
     if plan is not None and plan.pp > 1 and (small := plan.but(microbatch=1)) and s.fits(small):
         plan = small
-    reason = "no pipeline: accumulate only what does not fit at once"
-    if plan is not None and plan.pp > 1:
+    reason = "no pipeline: accumulate only if the batch does not fit in memory"
+    if plan is not None and plan.pp > 1 and (e := s.trial.of(plan)):
         m = plan.microbatches(s.workload)
-        share = (plan.pp - 1) / (m * plan.virtual + plan.pp - 1)
-        verdict = "acceptable" if share <= 0.2 else "too much: raise the batch"
-        reason = f"{m} micro-batches through {plan.pp} stages: {share:.0%} of the time is bubble, {verdict}"
+        verdict = "acceptable" if e.bubble_fraction <= 0.2 else "too much: raise the batch"
+        reason = f"{m} micro-batches through {plan.pp} stages: {e.bubble_fraction:.0%} of the time is bubble, {verdict}"
     return Recommendation(
         "batch (training)",
         plan,
         reason,
         "Distributed Training Basics, Strategy Selection",
         "large batches, aggressive accumulation, pipeline bubble 10–20% acceptable",
-        "accumulation helps a pipeline; without one it only costs launches (the seed's own anti-pattern)",
+        "accumulation helps a pipeline; without one it only adds kernel launches (the same text lists it as an anti-pattern)",
     )
 
 
 def architecture(s: Problem) -> Recommendation:
-    """What the model's kind asks for."""
+    """Choose by the kind of model: long sequences, experts, or dense."""
     source = "Distributed Training Basics, Strategy Selection; A Guide to Distributed Training, 11"
     if s.model.kind != "transformer":
-        return Recommendation(
-            "architecture", s.shaped(), "no transformer: only data parallelism is planned for it", source
-        )
+        return Recommendation("architecture", s.shaped(), "not a transformer: only data parallelism is planned", source)
     if s.workload.seq >= VERY_LONG:
         plan = s.first_fitting(s.shaped(tp=s.node, cp=c, zero=1) for c in (2, 4, 8, 16, 32))
         return Recommendation(
             "architecture",
             plan,
-            f"sequences of {s.workload.seq:,} tokens: split them, by context parallelism",
+            f"sequences of {s.workload.seq:,} tokens: split them by context parallelism",
             source,
             "long sequences 100K+: sequence parallelism",
-            "its transfers are free only where a block's attention outlasts them; the guide's µs should be ms",
+            "transfers are hidden only if the attention of a block takes longer than its transfer; the guide's µs should be ms",
         )
     if s.moe:
         tries = [s.shaped(tp=t, pp=p, ep=s.model.experts, zero=1) for p in (1, 2, 4, 8, 16) for t in (1, s.node)]
         return Recommendation(
             "architecture",
             s.first_fitting(tries),
-            f"{s.model.experts} experts: expert parallelism, tensor or pipeline for the dense layers as memory asks",
+            f"{s.model.experts} experts: expert parallelism, tensor or pipeline parallelism for the dense layers if memory needs it",
             source,
             "MoE: expert parallelism + TP/PP for dense layers",
             "expert parallelism re-uses the data-parallel ranks and adds no GPUs; its traffic grows with top-k",
@@ -136,21 +135,21 @@ def architecture(s: Problem) -> Recommendation:
     return Recommendation(
         "architecture",
         plan,
-        "a dense transformer splits by heads and by layers",
+        "a dense transformer can be split by heads and by layers",
         source,
         "transformer: suitable for tensor and pipeline",
     )
 
 
 def typical_configuration(s: Problem) -> Recommendation:
-    """Degrees by the model's size."""
+    """Choose degrees by the size of the model."""
     n, guide, source = s.model.total, "typical configuration", "Distributed Training Basics, Typical Configurations"
     size = f"{format_count(n)} parameters"
     if s.workload.seq >= LONG:
         return Recommendation(
             guide,
             s.shaped(tp=8, cp=4, zero=1),
-            f"{s.workload.seq:,} tokens of context: cp 4, tp 8, the rest dp",
+            f"{s.workload.seq:,} tokens of context: cp 4, tp 8, dp over the other ranks",
             source,
             "long context 64K–1M: SP=4 × TP=8 × DP=8 = 256 GPUs",
         )
@@ -159,7 +158,7 @@ def typical_configuration(s: Problem) -> Recommendation:
         return Recommendation(
             guide,
             plan,
-            f"a mixture of experts of {size}: experts over up to 64 ranks, tp 4 for the rest",
+            f"a mixture of experts of {size}: experts over up to 64 ranks, tp 4 for the dense layers",
             source,
             "MoE: 64 experts on 64 GPUs + TP=4 = 256 GPUs",
             "the 64 ranks of the experts are among the 256",
@@ -186,16 +185,16 @@ def typical_configuration(s: Problem) -> Recommendation:
             f"{size}: the faster of FSDP and tp {min(8, s.node)} + dp that fits",
             source,
             "10–70B: FSDP (ZeRO-3) or TP=4–8 intra-node + DP inter-node",
-            "the seed leaves 70B to 100B open; we read it as up to 100B",
+            "the text gives no advice from 70B to 100B; we apply this up to 100B",
         )
     plan = s.first_fitting(s.shaped(tp=8, pp=p, zero=1) for p in (8, 16))
     return Recommendation(
-        guide, plan, f"{size}: tp 8, pp 8 to 16, the rest dp", source, "100B–1T: TP=8 × PP=8–16 × DP=16+"
+        guide, plan, f"{size}: tp 8, pp 8 to 16, dp over the other ranks", source, "100B–1T: TP=8 × PP=8–16 × DP=16+"
     )
 
 
 def practical_tree(s: Problem) -> Recommendation:
-    """Size first, then whether a node holds the model, then dense or mixture."""
+    """Choose by size, then by whether the state fits one node, then by dense or mixture of experts."""
     n, source = s.model.total, "A Guide to Distributed Training, 12.5"
     size = format_count(n)
     if n < SMALL:
@@ -209,22 +208,22 @@ def practical_tree(s: Problem) -> Recommendation:
             "< 10B: use DDP or FSDP",
         )
     if n < LARGE:
-        holds = s.state < s.node * s.memory
+        fits_node = s.state < s.node * s.memory
         wished = (
-            [s.shaped(tp=t, zero=3) for t in (2, 4, 8)] if holds else [s.shaped(tp=8, pp=p, zero=3) for p in (2, 4)]
+            [s.shaped(tp=t, zero=3) for t in (2, 4, 8)] if fits_node else [s.shaped(tp=8, pp=p, zero=3) for p in (2, 4)]
         )
-        said = (
-            "a node holds it: tensor parallel inside, FSDP across"
-            if holds
-            else "a node does not hold it: add a pipeline"
+        advice = (
+            "it fits one node: tensor parallel inside, FSDP across"
+            if fits_node
+            else "it does not fit one node: add a pipeline"
         )
         return Recommendation(
             "practical tree",
             s.first_fitting(wished),
-            f"{size} is between 10B and 100B; {said}",
+            f"{size} is between 10B and 100B; {advice}",
             source,
             "10B–100B: single node fit? TP=2–8 + FSDP; else TP=8 + PP=2–4 + FSDP",
-            "FSDP under a pipeline gathers every layer again for each micro-batch; ZeRO-1 is the usual choice",
+            "FSDP with a pipeline gathers every layer once per micro-batch; ZeRO-1 is the usual choice",
         )
     wished = [s.shaped(tp=8, pp=p, zero=1, ep=s.model.experts if s.moe else 1) for p in (8, 16)]
     kind = "MoE: 3D + expert parallel" if s.moe else "dense: full 3D"
@@ -238,7 +237,7 @@ def practical_tree(s: Problem) -> Recommendation:
 
 
 def start_simple(s: Problem) -> Recommendation:
-    """The first rung that fits: DDP → FSDP → tensor → pipeline → 3D."""
+    """The first strategy that fits, from simple to complex: DDP → FSDP → tensor → pipeline → 3D."""
     source, wording = (
         "Distributed Training Basics, Key Takeaways; A Guide to Distributed Training, 13",
         "DDP → FSDP → tensor → pipeline → 3D: each step adds complexity",
@@ -246,9 +245,9 @@ def start_simple(s: Problem) -> Recommendation:
     try:
         plan = first_that_fits(s.model, s.cluster, s.workload, s.stack)
     except MeshwrightError as error:
-        return Recommendation("start simple", None, f"no rung is legal: {error.what}", source, wording)
+        return Recommendation("start simple", None, f"no strategy is legal: {error.what}", source, wording)
     plan = plan.but(bucket=s.bucket(plan.dp * plan.cp))
-    verdict = "the simplest rung that fits" if s.fits(plan) else "no rung fits; the closest"
+    verdict = "the simplest strategy that fits" if s.fits(plan) else "no strategy fits; the closest"
     return Recommendation(
         "start simple",
         plan,
