@@ -1,4 +1,4 @@
-"""Text 001: distributed training basics."""
+"""The text Distributed Training Basics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.lower.op import sent
 from meshwright.programs.pipelines import bubble_overhead
 from meshwright.units import parse_rate
 
-holds, wrong = rows("001")
+holds, bound, convention, wrong = rows("basics")
 YEAR = 365.25 * 86400
 
 
@@ -23,22 +23,22 @@ def sizes() -> list[Figure]:
     split = next(op for op in lowered("gpt3-6.7b", 2048, tp=4).blocks["dense", "F"] if op.name == "ffn-up")
     # fmt: off
     return [
-        wrong("Why", "GPT-3 needs 500+ GB for weights, gradients and optimizer", "500", zero_state_bytes(175e9, 1, 0) / GB, "GB",
-              "true as a bound, 5.6 times too low as a figure"),
+        bound("Why", "GPT-3 needs 500+ GB for weights, gradients and optimizer", "500+", zero_state_bytes(175e9, 1, 0) / GB, "GB",
+              "5.6 times the bound"),
         holds("Why", "GPT-3 would take 355 years on a V100", "355", compute / (28 * TERA) / YEAR, "years", half=1.0,
               remark="at 28 TFLOP/s, as its source assumes; 80 years at the tensor cores' 125 peak"),
         wrong("Data parallelism", "models up to 7–10B fit one GPU", "7–10", largest_model(80e9) / 1e9, "B",
-              "16 bytes a parameter in 80 GB; also its takeaways"),
+              "16 bytes per parameter in 80 GB; 10B needs all state in 16 bits. Also in its takeaways"),
         holds("Tensor parallelism", "4096×16384 in 4 parts is 4096×4096 each", "4096", one(split.shape[2]), "columns"),
         wrong("Strategy", "7B: ~84 GB, so 80 GB suffices", "84", zero_state_bytes(7e9, 1, 0) / GB, "GB",
-              "84 is the optimizer alone; neither fits 80 GB"),
-        wrong("Strategy", "70B: ~840 GB", "840", zero_state_bytes(70e9, 1, 0) / GB, "GB"),
+              "12 bytes per parameter: the optimizer state alone; 84 GB does not fit into 80 GB either"),
+        wrong("Strategy", "70B: ~840 GB", "840", zero_state_bytes(70e9, 1, 0) / GB, "GB", "12 bytes per parameter: the optimizer state alone"),
     ]
     # fmt: on
 
 
 def traffic() -> list[Figure]:
-    ten = 10 * GB
+    ten, twice = 10 * GB, "~2D, as the sentence before says"
     ring, root = walked("all-reduce", "ring", (8, ten, 0, 1e9)), walked("broadcast", "naive", (8, ten, 0, 1e9))
     gradients = 70e9 * 2
     seconds = float(sent("all_reduce", gradients, 1e6)) / (50 * GB)
@@ -49,8 +49,8 @@ def traffic() -> list[Figure]:
     return [
         holds("Ring", "2(N−1) steps", "14", ring.steps, "steps", "8 GPUs"),
         holds("Ring", "naive: 70 GB per GPU for 8 GPUs and 10 GB", "70", root.sent[0] / GB, "GB", "what the root sends to seven others"),
-        wrong("Ring", "ring: 20 GB per GPU", "20", ring.sent[0] / GB, "GB", "2(N−1)/N · D"),
-        wrong("Ring", "3.5× improvement", "3.5", root.sent[0] / ring.sent[0], "×"),
+        convention("Ring", "ring: 20 GB per GPU", "20", ring.sent[0] / GB, "GB", twice, 2 * ten / GB, "2(N−1)/N · D"),
+        convention("Ring", "3.5× improvement", "3.5", root.sent[0] / ring.sent[0], "×", twice, root.sent[0] / (2 * ten)),
         holds("Overlap", "without overlap 1200 ms", "1200", advice.overlapped_step(1000, 200, 0), "ms"),
         holds("Overlap", "with overlap 1000 ms", "1000", hidden, "ms"),
         holds("Overlap", "speedup 20%", "20", 100 * (1200 / hidden - 1), "%"),
@@ -61,7 +61,7 @@ def traffic() -> list[Figure]:
         holds("Ratio", "3 s of compute: overhead 65%", "65", 100 * slower, "%"),
         holds("Ratio", "… efficiency 35%", "35", 100 * less, "%"),
         holds("Ratio", "above 80% efficiency needs communication below 20%", "80", 100 * advice.communication_share(80, 20)[1], "%"),
-        wrong("Ratio", "FSDP instead of DDP improves the ratio", "<1", fsdp, "× DDP's bytes", "it moves half as much again; it saves memory"),
+        wrong("Ratio", "FSDP instead of DDP improves the ratio", "<1", fsdp, "× DDP's bytes", "it moves 1.5 times the bytes; it saves memory"),
         holds("Accumulation", "batch = micro-batch × accumulation × GPUs", "8", advice.accumulation(1024, 4, 32), "micro-batches",
               "1024 = 4 × 8 × 32"),
     ]
@@ -75,11 +75,11 @@ def hierarchy() -> list[Figure]:
     return [
         holds("Hierarchy", "HBM: 3 TB/s", "3", h100.memory_bandwidth / TB, "TB/s", "H100: 3.35"),
         holds("Hierarchy", "NVLink: 900 GB/s", "900", 2 * nv4 / GB, "GB/s", "both directions"),
-        wrong("Hierarchy", "NVLink 3× slower than HBM", "3", h100.memory_bandwidth / (2 * nv4), "×"),
+        convention("Hierarchy", "NVLink 3× slower than HBM", "3", h100.memory_bandwidth / (2 * nv4), "×", "from its own rounded 3 TB/s", 3 * TB / (2 * nv4)),
         holds("Hierarchy", "InfiniBand: 50 GB/s", "50", ndr / GB, "GB/s", "one NDR port, one direction"),
-        wrong("Hierarchy", "InfiniBand 18× slower than NVLink", "18", nv4 / ndr, "×", "both directions against one"),
+        wrong("Hierarchy", "InfiniBand 18× slower than NVLink", "18", nv4 / ndr, "×", "it divides both directions of NVLink by one direction"),
         holds("Hierarchy", "Ethernet: 12 GB/s", "12", ethernet / GB, "GB/s", "100 Gb/s"),
-        wrong("Hierarchy", "Ethernet 75× slower than NVLink", "75", nv4 / ethernet, "×", "both directions against one"),
+        wrong("Hierarchy", "Ethernet 75× slower than NVLink", "75", nv4 / ethernet, "×", "it divides both directions of NVLink by one direction"),
     ]
     # fmt: on
 

@@ -1,4 +1,4 @@
-"""What the tables share: known models and hardware, one-line lowering, sums over its operations, and walks at one point."""
+"""Helpers of all tables: models and hardware from the catalog, lowered plans, sums over their operations, and walked programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.programs.collectives import Program, Walk, build, walk
 GB, MB, KB, TB = 1e9, 1e6, 1e3, 1e12
 TERA, MIB, GIB = 1e12, 2.0**20, 2.0**30
 STORED = Stack(name="stored", attention="stored")
-FLAT = Stack(name="flat", flat_shards=True)  # as the texts count ZeRO: nothing is padded
+FLAT = Stack(name="flat", flat_shards=True)  # the texts count ZeRO shards without padding
 POINT = (8, 80e6, 5e-6, 50e9)  # P, n bytes, α, bytes/s: where formulas are evaluated
 
 
@@ -43,7 +43,7 @@ def link(name: str) -> Link:
 
 
 def gpt_like(hidden: int, layers: int, heads: int) -> Model:
-    """The textbook's layer: GELU, layer norms, dropout; no word embeddings to speak of."""
+    """The textbook's layer: GELU, layer norms, dropout; a vocabulary of one, so embeddings count for nothing."""
     return Model(
         name="textbook",
         hidden=hidden,
@@ -68,12 +68,12 @@ def lowered(
 
 
 def costed(which: Model | str, seq: int, batch: int = 1, **plan: Any) -> StepCost:
-    """The cost of one plan on H100 nodes; the tables read only its traffic, which knows no hardware."""
+    """The cost of one plan on H100 nodes; the tables read only its traffic, which does not depend on the hardware."""
     shape = model(which) if isinstance(which, str) else which
-    said = Plan(**plan)
+    layout = Plan(**plan)
     work = Workload(batch=batch, seq=seq)
-    cluster: Cluster = catalog.load("clusters", "dgx-h100").with_gpus(said.world)
-    return cost_of(shape, cluster, said.check(shape, work), work, FLAT)
+    cluster: Cluster = catalog.load("clusters", "dgx-h100").with_gpus(layout.world)
+    return cost_of(shape, cluster, layout.check(shape, work), work, FLAT)
 
 
 def one(value: Any) -> float:
@@ -131,7 +131,9 @@ def slow_steps(program: Program, per_node: int) -> int:
 
 
 def compression_ratio(name: str, side: int = 1000, rank: int = 4) -> float:
-    """How many times smaller the fp32 gradient of a square matrix is on the wire, among 8 ranks; what an all-to-all sends, an
-    all-gather sends once more, as a ring all-reduce does."""
-    said = exchanges(Plan(replicate=8, compression=name, compression_rank=rank), side**2, 4, [(side, side)], 8)
-    return 4 * side**2 / sum(n for operation, n in said if operation != "all_gather")
+    """Compression of the fp32 gradient of a square matrix among 8 ranks.
+
+    Only the all-to-all is counted: the all-gather sends the same bytes once more, as the second phase of a ring all-reduce does.
+    """
+    sent_by = exchanges(Plan(replicate=8, compression=name, compression_rank=rank), side**2, 4, [(side, side)], 8)
+    return 4 * side**2 / sum(n for operation, n in sent_by if operation != "all_gather")

@@ -1,13 +1,22 @@
-"""One figure: what a text claims, what we compute, and the rule by which it holds.
+"""One figure: what a text claims, what Meshwright computes, and the rule that gives the verdict.
 
-A figure **holds** when ours lies within half a unit of the last digit it is printed with: "8.6" means 8.55 to 8.65. Whole
-numbers are taken to two digits at least, and trailing zeros beyond those are taken as rounding: "42" means 41.5 to 42.5, "400"
-means 395 to 405, "8000" means 7950 to 8050. A range "50–200" is widened likewise at both ends; "2,000+" has no upper end;
-"<1" is a claim of less ("smaller", "improves"). A claim that is a formula is evaluated at the case told beside it and must agree
-within half a percent.
+| verdict | meaning |
+| --- | --- |
+| holds | our value lies within the rounding of the printed one |
+| bound | the text prints a bound ("over 1.2 TB", "500+ GB", "less than") and our value satisfies it |
+| convention | our value lies outside, but the value by another convention lies inside; the entry names the convention |
+| wrong | neither; our value is the right one |
 
-The verdict is written down by hand (`holds(...)` or `wrong(...)` in the tables) and a test asserts that it follows by the rule. What
-is right is then `ours`; the remark says why, or under which reading the claim would stand.
+Rounding: half a unit of the last printed digit. "8.6" means 8.55 to 8.65. Whole numbers count to at least two digits and further
+trailing zeros count as rounding: "42" means 41.5 to 42.5, "400" means 395 to 405, "8000" means 7950 to 8050. A range "50–200" is
+widened by the same rule at both ends. A bound is written "2,000+" or "<1". A formula is evaluated at the case named in the entry
+and must agree within half a percent.
+
+A convention counts only if the text states it (rounded inputs of its own included), if the published source that it quotes uses it (a data
+sheet, a paper), or if digits are cut off instead of rounded. A text that states one convention and then breaks it is wrong.
+
+Each verdict is chosen by hand in the tables (`holds(...)`, `bound(...)`, `convention(...)`, `wrong(...)`); a test asserts that it
+follows from the numbers by these rules. The remark gives the reason.
 """
 
 from __future__ import annotations
@@ -22,21 +31,26 @@ FORMULA = 0.005  # relative, for claims that are formulas
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
+Verdict = Literal["holds", "bound", "convention", "wrong"]
+
+
 @dataclass(frozen=True)
 class Figure:
-    seed: str
+    text: str  # key of the text in `page.TEXTS`
     place: str
-    claim: str  # as written, or nearly
+    claim: str  # the text's wording, shortened
     claimed: str | float  # as printed; a number where the claim is a formula
     ours: float
     unit: str
-    verdict: Literal["holds", "wrong"]
+    verdict: Verdict
     remark: str = ""
-    half: float | None = None  # told where the printed digits are not the rounding: absolute
+    half: float | None = None  # absolute rounding, where the printed digits do not give it
+    convention: str = ""  # the convention by which the claim holds
+    by_convention: float | None = None  # our value by that convention
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Where ours must lie for the claim to hold."""
+        """The interval of values for which the claim holds."""
         if not isinstance(self.claimed, str):
             return self.claimed * (1 - FORMULA), self.claimed * (1 + FORMULA)
         ends = _NUMBER.findall(self.claimed)
@@ -47,15 +61,27 @@ class Figure:
         return low - below, math.inf if self.claimed.endswith("+") else high + above
 
     @property
-    def follows(self) -> bool:
-        """Whether the verdict is what the rule says; a hair of the bound is left to binary fractions."""
+    def is_bound(self) -> bool:
+        return isinstance(self.claimed, str) and (self.claimed.startswith("<") or self.claimed.endswith("+"))
+
+    def within(self, value: float) -> bool:
+        """Whether a value lies inside the bounds, with a margin for binary fractions."""
         low, high = self.bounds
-        hair = 1e-9 * abs(self.ours)
-        return (low - hair <= self.ours <= high + hair) == (self.verdict == "holds")
+        margin = 1e-9 * abs(value)
+        return low - margin <= value <= high + margin
+
+    @property
+    def expected(self) -> Verdict:
+        """The verdict that follows from the numbers."""
+        if self.within(self.ours):
+            return "bound" if self.is_bound else "holds"
+        if self.by_convention is not None and self.within(self.by_convention):
+            return "convention"
+        return "wrong"
 
     @property
     def error(self) -> float:
-        """The claim over ours, less one: 0 inside a range, by its nearer end outside."""
+        """Relative error of the claim: 0 inside a range, measured from the nearer end outside it."""
         if isinstance(self.claimed, str):
             ends = [float(end.replace(",", "")) for end in _NUMBER.findall(self.claimed)]
             bottom = -math.inf if self.claimed.startswith("<") else ends[0]
@@ -81,10 +107,13 @@ def half_unit(printed: str) -> float:
 Row = Callable[..., Figure]
 
 
-def rows(seed: str) -> tuple[Row, Row]:
-    """The two ways to enter a figure of a text: (place, claim, claimed, ours, unit, remark)."""
+def rows(text: str) -> tuple[Row, Row, Row, Row]:
+    """Constructors for the figures of one text: holds, bound, convention, wrong.
 
-    def enter(verdict: Literal["holds", "wrong"]) -> Row:
+    All take (place, claim, claimed, ours, unit); `convention` then takes the convention's name and our value by it; a remark is last.
+    """
+
+    def enter(verdict: Verdict) -> Row:
         def row(
             place: str,
             claim: str,
@@ -94,11 +123,25 @@ def rows(seed: str) -> tuple[Row, Row]:
             remark: str = "",
             half: float | None = None,
         ) -> Figure:
-            return Figure(seed, place, claim, claimed, float(ours), unit, verdict, remark, half)
+            return Figure(text, place, claim, claimed, float(ours), unit, verdict, remark, half)
 
         return row
 
-    return enter("holds"), enter("wrong")
+    def convention(
+        place: str,
+        claim: str,
+        claimed: str | float,
+        ours: float,
+        unit: str,
+        name: str,
+        by_convention: float,
+        remark: str = "",
+    ) -> Figure:
+        return Figure(
+            text, place, claim, claimed, float(ours), unit, "convention", remark, None, name, float(by_convention)
+        )
+
+    return enter("holds"), enter("bound"), convention, enter("wrong")
 
 
 def number(value: float) -> str:

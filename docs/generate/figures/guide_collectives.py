@@ -1,4 +1,4 @@
-"""Text 000, parts 2 to 4: what collectives move and take, by walking their programs."""
+"""The guide, parts 2 to 4: bytes and times of collectives, from walking their programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from figures.figure import Figure, Row, rows
 from meshwright.programs.collectives import build
 from meshwright.programs.collectives.arrays import run_on_arrays
 
-holds, wrong = rows("000")
+holds, _, convention, wrong = rows("guide")
 AT = "P = 8, n = 80 MB, α = 5 µs, 50 GB/s"
 
 
@@ -52,6 +52,7 @@ def all_reduce() -> list[Figure]:
     groups = [list(range(8 * k, 8 * k + 8)) for k in range(8)]
     nested = build("all-reduce", "hierarchical", 64, 6400, groups=groups)
     naive = 2 * (p - 1) * (alpha + n * beta)
+    phase = "one of the two phases of an all-reduce; the sentence before counts both"
     rabenseifner = 2 * log * alpha + 2 * share * n * beta
     # fmt: off
     return [
@@ -65,9 +66,10 @@ def all_reduce() -> list[Figure]:
         holds("3.4", "halving-doubling: 2log₂P·α + 2(P−1)/P·nβ", rabenseifner * 1e3, walked("all-reduce", "halving-doubling").makespan * 1e3,
               "ms", AT),
         holds("3.6", "flat ring on 64 GPUs: 2×63 steps", "126", flat.steps, "steps"),
-        wrong("3.6", "… of which the slow link sees ~63", "63", slow_steps(flat, 8), "steps", "all 126: every step of a ring crosses every link"),
-        wrong("3.6", "hierarchical: the slow link sees only N−1 = 7 steps", "7", slow_steps(nested, 8), "steps",
-              "2(N−1), reduce and gather; with whole nodes in a row both send the same bytes through a node's cards"),
+        convention("3.6", "… of which the slow link sees ~63", "63", slow_steps(flat, 8), "steps", phase, slow_steps(flat, 8) / 2,
+                   "every step of a ring crosses every link"),
+        convention("3.6", "hierarchical: the slow link sees only N−1 = 7 steps", "7", slow_steps(nested, 8), "steps", phase, slow_steps(nested, 8) / 2,
+                   "if the ring visits the nodes one after another, both algorithms send the same bytes through a node's network cards"),
         holds("3.6", "hierarchical: 2×7 slow steps", "14", slow_steps(nested, 8), "steps"),
     ]
     # fmt: on
@@ -77,7 +79,7 @@ def complexity() -> list[Figure]:
     """The table of 4.4, where n is the *shard*: a rank of P starts or ends with n, the whole is nP."""
     p, whole, alpha, rate = POINT
     shard, beta, log = whole / p, 1 / rate, math.log2(p)
-    remark = "n is the shard here; P times that is sent"
+    remark = "by the sizes in its own table (nP → n) the term is (P−1)nβ; the printed one needs n to be the whole buffer"
 
     def row(
         verdict: Row, name: str, claim: str, seconds: float, operation: str, algorithm: str, note: str = ""
@@ -90,7 +92,7 @@ def complexity() -> list[Figure]:
     # fmt: off
     return [
         row(wrong, "broadcast, binomial tree", "log₂P·α + nβ", a + whole * beta, "broadcast", "binomial",
-            "every round sends all of n: log₂P(α + nβ); also 5.2"),
+            "every round of a binomial tree sends all of n: log₂P(α + nβ); also 5.2"),
         row(wrong, "reduce, binomial tree", "log₂P·α + nβ", a + whole * beta, "reduce", "binomial", "log₂P(α + nβ); also 5.2"),
         row(wrong, "scatter", "log₂P·α + (P−1)/P·nβ", a + 7 / 8 * shard * beta, "scatter", "binomial", remark),
         row(wrong, "gather", "log₂P·α + (P−1)/P·nβ", a + 7 / 8 * shard * beta, "gather", "binomial", remark),
@@ -99,8 +101,9 @@ def complexity() -> list[Figure]:
         row(holds, "all-gather, ring (4.1)", "(P−1)α + (P−1)nβ", 7 * alpha + 7 * shard * beta, "all-gather", "ring"),
         row(wrong, "reduce-scatter", "log₂P·α + (P−1)/P·nβ", a + 7 / 8 * shard * beta, "reduce-scatter", "recursive-halving", f"{remark}; also 5.2"),
         row(wrong, "all-to-all", "(P−1)α + (P−1)/P·nβ", 7 * alpha + 7 / 8 * shard * beta, "all-to-all", "pairwise", f"{remark}; also 5.2"),
-        wrong("4.4", "all-to-all has the worst latency, (P−1)α", 7 * alpha * 1e6, walked("all-to-all", "bruck", (8, 0, alpha, rate)).makespan * 1e6,
-              "µs", "pairwise; Bruck's needs log₂P messages"),
+        holds("4.4", "all-to-all has the worst latency, (P−1)α", 7 * alpha * 1e6,
+              walked("all-to-all", "pairwise", (8, 0, alpha, rate)).makespan * 1e6, "µs",
+              "for the pairwise algorithm that the table names; Bruck's algorithm needs log₂P messages, 15 µs"),
         holds("4.4", "all-reduce moves 2 × what reduce-scatter moves", "2",
               walked("all-reduce", "ring").sent[0] / walked("reduce-scatter", "ring").sent[0], "×"),
     ]

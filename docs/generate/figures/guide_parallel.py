@@ -1,4 +1,4 @@
-"""Text 000, parts 9 to 11: tensor, pipeline, three-dimensional and expert parallelism."""
+"""The guide, parts 9 to 11: tensor, pipeline, three-dimensional and expert parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram
 from meshwright.programs.pipelines import bubble_fraction, bubble_overhead, build, looped, walk
 
-holds, wrong = rows("000")
+holds, _, convention, wrong = rows("guide")
 
 
 def tensor() -> list[Figure]:
@@ -27,8 +27,8 @@ def tensor() -> list[Figure]:
         holds("9.2", "one all-reduce per attention block", "1", calls(program, "F", part="attention"), "forward"),
         holds("9.4", "2 all-reduces per layer", "2", calls(program, "F"), "forward", "4 with backward"),
         holds("9.5", "4 · 2(T−1)/T · B·S·H per layer", formula / MB, layer_bytes(program, "tp") / MB, "MB", "GPT-3, one sequence, T = 8, 16 bits"),
-        wrong("9.5", "printed: ~175 MB per layer", "175", layer_bytes(program, "tp") / MB, "MB", "what its own code computes"),
-        wrong("9.5", "96 layers: ~16.8 GB", "16.8", 96 * layer_bytes(program, "tp") / GB, "GB"),
+        wrong("9.5", "printed: ~175 MB per layer", "175", layer_bytes(program, "tp") / MB, "MB", "its own code computes our value; forward alone is 176 MB"),
+        wrong("9.5", "96 layers: ~16.8 GB", "16.8", 96 * layer_bytes(program, "tp") / GB, "GB", "96 times the figure above; forward alone is 16.9 GB"),
         holds("9.6", "sequence parallelism: norms keep B·S·H/TP", "8", norms(bare) / norms(sequence), "× less"),
         holds("9.6", "all of a layer is sharded 8×", "8", saved(bare) / saved(sequence), "× less", "every saved tensor"),
     ]
@@ -47,7 +47,7 @@ def pipeline() -> list[Figure]:
     return [
         holds("10.1", "naive bubble (P−1)/P = 75% with 4 stages", "75", 100 * naive.bubble_fraction, "%"),
         wrong("10.1", "each GPU is active 2/P of the time", "50", 100 * (1 - naive.bubble_fraction), "%",
-              "1/P: a forward and a backward of P of each"),
+              "1/P, by its own bubble of (P−1)/P"),
         holds("10.2", "GPipe (P−1)/(M+P−1) ≈ 43% with P = 4, M = 4", "43", 100 * gpipe.bubble_fraction, "%"),
         holds("10.2", "GPipe keeps M micro-batches", "4", gpipe.peak_in_flight.max(), "in flight"),
         holds("10.3", "1F1B keeps at most P", "4", one_f.peak_in_flight.max(), "in flight", "P = 4, M = 8"),
@@ -55,10 +55,10 @@ def pipeline() -> list[Figure]:
         holds("10.4", "interleaved (P−1)/(M·V+P−1)", 100 * 3 / 19, 100 * looping.bubble_fraction, "%", "P = 4, M = 8, V = 2"),
         holds("10.4", "V = 2 halves the bubble", "0.5", idle, "×", "idle over busy"),
         wrong("10.4", "V = 2 also reduces the message size", "<1", boundary(virtual) / boundary(plain), "×",
-              "as large as before, and V times as many"),
+              "messages have the same size, and there are V times as many"),
         wrong("10.4", "V = 2: layers 13–15 on GPU 3", "3", looped(4, 2)[4], "GPU",
-              "interleaved stages go round: 0 1 2 3 0 1 2 3; the drawn 0 1 2 3 3 2 1 0 is V-shaped"),
-        wrong("10.5", "a message is B × S × H bytes", 1.0, boundary(plain) / (2048 * 12288), "B an element", "elements: two bytes each; 10.6 has it"),
+              "interleaved stages are not consecutive, as it says itself: 0 1 2 3 0 1 2 3; the drawn 0 1 2 3 3 2 1 0 is V-shaped"),
+        wrong("10.5", "a message is B × S × H bytes", 1.0, boundary(plain) / (2048 * 12288), "B an element", "B × S × H elements of two bytes, as its own 10.6 says"),
         holds("10.6", "2 · B · S · H · bytes per micro-batch and boundary", 2 * 2048 * 12288 * 2 / MB, 2 * boundary(plain) / MB, "MB"),
         holds("10.6", "8 stages, 32 micro-batches: efficiency ~82%", "82", 100 * (1 - float(bubble_fraction("1f1b", 8, 32))), "%"),
     ]
@@ -90,18 +90,21 @@ def experts() -> list[Figure]:
     mixtral = model("mixtral-8x7b")
     program = lowered("mixtral-8x7b", 4096, 8, ep=8, replicate=8)
     half = lowered("mixtral-8x7b", 4096, 8, ep=4, replicate=8)
+    switch = lowered(mixtral.but(top_k=1), 4096, 8, ep=8, replicate=8)
     element = 2 * 4096 * mixtral.hidden
     world = Plan(replicate=8, pp=8, tp=8, ep=8).world
     expert = mixtral.parameters()["experts"] / 8
     dense = mixtral.flops(4096)["experts"] / (2 * expert / mixtral.layers) / mixtral.layers
     # fmt: off
     return [
-        wrong("11.5, 12.3", "4 · B·S·H · (E−1)/E per MoE layer", 4 * 7 / 8, layer_bytes(program, "ep", "moe") / element, "B·S·H",
-              "top-2: twice that; also 12.6's 4·B·S·H"),
-        wrong("11.5", "(E−1)/E of it leaves a rank", 7 / 8, layer_bytes(half, "ep", "moe", "F") / (2 * 2 * element), "",
-              "(ep−1)/ep: here 8 experts on 4 ranks"),
-        wrong("11.8", "DP 8 × PP 8 × TP 8 × EP 8 = 4096 GPUs", "4096", world, "GPUs",
-              "expert parallelism re-factorises the data-parallel ranks and adds none"),
+        convention("11.5, 12.6", "4 · B·S·H · (E−1)/E per MoE layer", 4 * 7 / 8, layer_bytes(program, "ep", "moe") / element, "B·S·H",
+                   "top-1 routing", layer_bytes(switch, "ep", "moe") / element, "top-2, which 11.4 also allows, sends twice that"),
+        convention("11.5", "(E−1)/E of it leaves a rank", 7 / 8, layer_bytes(half, "ep", "moe", "F") / (2 * 2 * element), "",
+                   "one expert per rank, as drawn", layer_bytes(program, "ep", "moe", "F") / (2 * 2 * element),
+                   "in general (ep−1)/ep; ours is for 8 experts on 4 ranks"),
+        convention("11.8", "DP 8 × PP 8 × TP 8 × EP 8 = 4096 GPUs", "4096", world, "GPUs",
+                   "DP counts copies of the whole model, experts included", Plan(replicate=64, pp=8, tp=8, ep=8).world,
+                   "the dense layers then have 64 data-parallel ranks; usually EP divides the data-parallel ranks and adds none"),
         holds("11.8", "8× the parameters", "8", mixtral.parameters()["experts"] / expert, "×", "of the FFN; the whole model 6.4× (46.7 over 7.2B)"),
         holds("11.8", "with only 2× the compute (top-2)", "2", dense, "×", "of the FFN; the whole model 1.8×"),
     ]

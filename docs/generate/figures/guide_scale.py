@@ -1,6 +1,8 @@
-"""Text 000, part 1: growth, the memory wall, and the hardware it quotes."""
+"""The guide, part 1: growth, the memory wall, and the hardware it quotes."""
 
 from __future__ import annotations
+
+import math
 
 from figures.cases import GB, GIB, STORED, TB, TERA, device, gpt_like, link, lowered, model, saved
 from figures.figure import Figure, rows
@@ -8,17 +10,21 @@ from meshwright.cost.memory import minimum_gpus, zero_state_bytes
 from meshwright.describe import catalog, scale
 from meshwright.units import parse_rate
 
-holds, wrong = rows("000")
+holds, _, convention, wrong = rows("guide")
+GPT2_PRINTED = 1.542  # billions: Radford et al. 2019, table 2
 
 
 def growth() -> list[Figure]:
     bert = model("bert-large").total + 1_049_600 + 2_048
     # fmt: off
     return [
-        wrong("1.1", "~10,000× growth in 6 years", "10,000", scale.growth_factor(), "×", "65M to 1T"),
-        wrong("1.1", "to halve the loss, 2^(1/0.076) ≈ 8000× the size", "8000", scale.size_factor_for_loss(0.5), "×"),
+        convention("1.1", "~10,000× growth in 6 years", "10,000", scale.growth_factor(), "×",
+                   "the nearest power of ten", 10.0 ** round(math.log10(scale.growth_factor())), "65M to ~1T"),
+        wrong("1.1", "to halve the loss, 2^(1/0.076) ≈ 8000× the size", "8000", scale.size_factor_for_loss(0.5), "×",
+              "1/0.076 is 13.16; 2^13 is 8,192"),
         holds("1.1", "BERT-Large 340M", "340", bert / 1e6, "M", "our count with the pooler and the token types it leaves out"),
-        wrong("1.1", "GPT-2 1.5B", "1.5", model("gpt2-xl").total / 1e9, "B", "the paper prints 1,542M; the weights hold 1,558M"),
+        convention("1.1", "GPT-2 1.5B", "1.5", model("gpt2-xl").total / 1e9, "B", "the size in its paper, 1,542M", GPT2_PRINTED,
+                   "the published weights hold 1,558M"),
         holds("1.1", "GPT-3 175B", "175", model("gpt3-175b").total / 1e9, "B"),
         holds("1.1", "MT-NLG 530B", "530", model("mt-nlg-530b").total / 1e9, "B"),
         holds("1.1", "PaLM 540B", "540", model("palm-540b").total / 1e9, "B"),
@@ -63,17 +69,18 @@ def hardware() -> list[Figure]:
     dgx = catalog.load("clusters", "dgx-h100")
     cards = dgx.levels[1].ports or dgx.node_size
     paper, sheet = "NVIDIA H100 white paper", "NVIDIA A100 datasheet"
+    sparse, dense = "with 2:1 sparsity, as NVIDIA's data sheet prints it", "training runs dense; the text does not say so"
     both = "both directions; one is 450 GB/s"
     # fmt: off
     return [
         holds("1.5", "H100: 80 GB", "80", h100.memory / GIB, "GiB", "79.1 of the label's 80 can be allocated", half=1.0),
         holds("1.5", "H100: 3.35 TB/s of memory bandwidth", "3.35", h100.memory_bandwidth / TB, "TB/s", paper),
-        wrong("1.5", "H100: 989 TFLOPS TF32", "989", h100.peak_for("tf32") / TERA, "TFLOP/s", f"the figure with sparsity; {paper}"),
-        wrong("1.5", "H100: 1979 TFLOPS FP16/BF16", "1979", h100.peak_for("bf16") / TERA, "TFLOP/s", f"the figure with sparsity; {paper}"),
+        convention("1.5", "H100: 989 TFLOPS TF32", "989", h100.peak_for("tf32") / TERA, "TFLOP/s", sparse, 2 * h100.peak_for("tf32") / TERA, dense),
+        convention("1.5", "H100: 1979 TFLOPS FP16/BF16", "1979", h100.peak_for("bf16") / TERA, "TFLOP/s", sparse, 2 * h100.peak_for("bf16") / TERA, dense),
         holds("1.3, 1.5", "H100: 900 GB/s NVLink", "900", 2 * nv4.bandwidth / GB, "GB/s", both),
         holds("1.5", "A100: 2.0 TB/s of memory bandwidth", "2.0", a100.memory_bandwidth / TB, "TB/s", sheet),
-        wrong("1.5", "A100: 312 TFLOPS TF32", "312", a100.peak_for("tf32") / TERA, "TFLOP/s", f"the figure with sparsity; {sheet}"),
-        wrong("1.5", "A100: 624 TFLOPS FP16/BF16", "624", a100.peak_for("bf16") / TERA, "TFLOP/s", f"the figure with sparsity; {sheet}"),
+        convention("1.5", "A100: 312 TFLOPS TF32", "312", a100.peak_for("tf32") / TERA, "TFLOP/s", sparse, 2 * a100.peak_for("tf32") / TERA, dense),
+        convention("1.5", "A100: 624 TFLOPS FP16/BF16", "624", a100.peak_for("bf16") / TERA, "TFLOP/s", sparse, 2 * a100.peak_for("bf16") / TERA, dense),
         holds("1.5", "A100: 600 GB/s NVLink", "600", 2 * nv3.bandwidth / GB, "GB/s", "both directions; one is 300 GB/s"),
         holds("1.3, 1.5", "InfiniBand NDR: 400 Gb/s is 50 GB/s a direction", "50", ndr.bandwidth / GB, "GB/s"),
         holds("1.5", "8 ports per DGX node", "8", cards, "ports"),
@@ -82,7 +89,7 @@ def hardware() -> list[Figure]:
               "like for like it is 9×, for a GPU and for a node; 18 sets both directions of NVLink against one of InfiniBand"),
         holds("5.1", "NVLink 4.0 is 450 GB/s", "450", nv4.bandwidth / GB, "GB/s", "one direction"),
         holds("5.3", "100GbE is 12.5 GB/s", "12.5", parse_rate("100Gb/s") / GB, "GB/s"),
-        wrong("5.3, 6.4", "InfiniBand HDR is 200 GB/s", "200", link("ib-hdr").bandwidth / GB, "GB/s", "200 Gb/s a port; eight make 200 GB/s a node"),
+        wrong("5.3, 6.4", "InfiniBand HDR is 200 GB/s", "200", link("ib-hdr").bandwidth / GB, "GB/s", "200 Gb/s per port; the eight ports of a node together make 200 GB/s"),
         holds("9.4", "NVLink 600–900 GB/s on H100", "600–900", 2 * nv4.bandwidth / GB, "GB/s", "900, both directions; 600 is the A100's"),
     ]
     # fmt: on

@@ -1,4 +1,4 @@
-"""Text 003: the lecture on parallelism."""
+"""The text Lecture 08: Parallelism 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.lower.op import sent
 from meshwright.programs.collectives import build
 from meshwright.programs.collectives.arrays import run_on_arrays
 
-holds, wrong = rows("003")
+holds, bound, _, wrong = rows("lecture")
 
 
 def hardware() -> list[Figure]:
@@ -22,7 +22,7 @@ def hardware() -> list[Figure]:
         holds("Hardware", "PCIe 7.0, 16 lanes: 242 GB/s", "242", lanes * transfers / 8 * flit / GB, "GB/s",
               "128 GT/s, 242 of 256 bytes of a flit carry data; PCI-SIG"),
         holds("Hardware", "H100: 18 NVLink 4.0 links, 900 GB/s", "900", 2 * link("nvlink4").bandwidth / GB, "GB/s", "18 × 25 GB/s, both directions"),
-        wrong("Hardware", "HBM of the H100: 3.9 TB/s", "3.9", device("h100-sxm").memory_bandwidth / TB, "TB/s", "3.9 is the H100 NVL's"),
+        wrong("Hardware", "HBM of the H100: 3.9 TB/s", "3.9", device("h100-sxm").memory_bandwidth / TB, "TB/s", "3.9 is the H100 NVL, which has no 900 GB/s of NVLink"),
     ]
     # fmt: on
 
@@ -35,7 +35,7 @@ def collectives() -> list[Figure]:
     gathered = run_on_arrays(build("all-gather", "ring", ranks, 4), shards)
     expected = [6.0, 10.0, 14.0, 18.0]
     n = 100e6 * 4
-    # What the text says it divides: 2n (or n) bytes by P times the duration.
+    # The text divides 2n (or n) bytes by P times the duration.
     lasted = {"all_reduce": 2 * n / (ranks * 277 * GB), "reduce_scatter": n / (ranks * 75 * GB)}
     bus = {name: float(sent(name, n, ranks)) / seconds for name, seconds in lasted.items()}
     alike = 2 * walked("reduce-scatter", "ring").makespan / walked("all-reduce", "ring").makespan
@@ -49,10 +49,10 @@ def collectives() -> list[Figure]:
         holds("Examples", "all-reduce = reduce-scatter + all-gather", both * 1e3, walked("all-reduce", "ring").makespan * 1e3, "ms",
               "80 MB on 8 ranks"),
         wrong("Benchmark", "all-reduce of 100M elements on 4 GPUs, 2n/(P·t): ~277 GB/s", "<450", bus["all_reduce"] / GB, "GB/s",
-              "what a rank would then send, and NVLink carries 450: 277 was counted otherwise than described"),
-        holds("Benchmark", "reduce-scatter, n/(P·t): ~75 GB/s", "<450", bus["reduce_scatter"] / GB, "GB/s", "what a rank then sends"),
+              "the rate at which a rank would send; NVLink carries 450, so 277 was not computed as described. It is plausible as bus bandwidth"),
+        bound("Benchmark", "reduce-scatter, n/(P·t): ~75 GB/s", "<450", bus["reduce_scatter"] / GB, "GB/s", "the rate at which a rank then sends; NVLink carries 450"),
         wrong("Benchmark", "277 against 75 shows hardware acceleration of all-reduce", 277 / 75, alike, "×",
-              "2n/t of a ring's all-reduce is n/t of its reduce-scatter: the two rates were not counted alike"),
+              "a ring's all-reduce takes twice the time of its reduce-scatter, so 2n/t and n/t are equal: the two rates count bytes differently"),
     ]
     # fmt: on
 
