@@ -134,7 +134,21 @@ def test_no_plan_beats_the_bounds_above_it(seed):
     assert (rows.time <= least).all()
     # Under a memory limit the schedules that do not keep to it are left out of the bounds, and never one that does.
     limit = float(np.median(exact.memory)) * (1 + 1e-9)
-    frame = ("tp", "cp", "pp", "dp", "sp", "cp_kind", "etp", "ep", "recompute", "dtype", "lap", "microbatch", "order")
+    frame = (
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+        "sp",
+        "cp_kind",
+        "etp",
+        "ep",
+        "recompute",
+        "dtype",
+        "overlap_index",
+        "microbatch",
+        "order",
+    )
     sharding = rows.only("replicate", "shard", "zero", "reshard", "reduce_each").columns
     sharded = bounds.of_kernels(where, bounds.kernels(where, rows.only(*frame)).but(**sharding), limit)
     for some in (bounds.of_shapes(where, rows.only(*frame), limit), sharded, bounds.of_sharded(where, sharded, limit)):

@@ -1,12 +1,12 @@
-"""What one change would do: neighbours of a plan, estimated.
+"""Neighbours of a plan and their estimates: the effect of one change.
 
-A neighbour differs from a plan in a few fields and is legal for the same model, workload and cluster (`describe.legality`). Degrees move between axes
-so that the product stays the number of devices:
+A neighbour differs from the plan in a few fields and is legal for the same model, workload and cluster (`describe.legality`). When one degree
+changes, another changes with it, so that the product stays the number of devices:
 
     tp · cp · pp · dp = devices       tp ÷ f  ⇒  pp · f  or  dp · f
 
-Where the batch no longer divides, the micro-batch shrinks to the nearest that does. `Trial` estimates neighbours once each, so
-that the rules of `lint` and the guides of `textbook` speak in seconds and not in opinions.
+If the batch no longer divides, the micro-batch shrinks to the largest legal size. `Trial` estimates each neighbour once. The rules of `lint` and
+the guides of `textbook` use it to give costs in seconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshwright.errors import MeshwrightError
 
 @dataclass
 class Trial:
-    """A place to try plans: one model, cluster, workload and stack."""
+    """Estimates of plans for one model, cluster, workload and stack; each plan is estimated once."""
 
     model: Model
     cluster: Cluster
@@ -43,7 +43,7 @@ class Trial:
     _seen: dict[str, Estimate | None] = field(default_factory=dict, repr=False)
 
     def of(self, plan: Plan | None) -> Estimate | None:
-        """The estimate of a plan; None where it is no plan or not legal here."""
+        """The estimate of a plan; None if `plan` is None or not legal."""
         if plan is None:
             return None
         key = repr(plan)
@@ -54,7 +54,7 @@ class Trial:
                 self._seen[key] = None
         return self._seen[key]
 
-    def elsewhere(
+    def with_changes(
         self, plan: Plan, cluster: Cluster | None = None, workload: Workload | None = None, model: Model | None = None
     ) -> Estimate | None:
         """The same plan on another cluster, workload or model."""
@@ -62,7 +62,7 @@ class Trial:
         return other.of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
-        """The fastest of those that are legal and leave `1 − spare` of the memory free; ties go to the first."""
+        """The fastest legal plan that uses at most `spare` of the memory; the first of equals."""
         fitting = [e for plan in plans if (e := self.of(plan)) is not None and fits(e, spare)]
         return min(fitting, key=step, default=None)
 
@@ -80,7 +80,7 @@ def fits(e: Estimate, spare: float = 1.0) -> bool:
 
 
 def changed(plan: Plan, **changes: Any) -> Plan | None:
-    """The plan with some fields changed; None where it contradicts itself."""
+    """The plan with some fields changed; None if the fields contradict each other."""
     try:
         return plan.but(**changes)
     except MeshwrightError:
@@ -88,12 +88,12 @@ def changed(plan: Plan, **changes: Any) -> Plan | None:
 
 
 def data_parallel(plan: Plan, dp: int) -> dict[str, int]:
-    """`replicate` and `shard` for another data-parallel degree: replicated, sharded or hybrid as the plan is."""
+    """`replicate` and `shard` for another data-parallel degree: replicated, sharded or hybrid like the plan."""
     return data_parallel_sizes(plan.zero, plan.replicate, plan.shard, dp)
 
 
 def rebatched(plan: Plan | None, workload: Workload, stack: Stack | None = None) -> Plan | None:
-    """The plan with the largest legal micro-batch up to its own; None where there is none."""
+    """The plan with the largest legal micro-batch up to its current one; None if there is none."""
     if plan is None or workload.batch % plan.dp:
         return None
     sizes = np.array([d for d in divisors(workload.batch // plan.dp) if d <= plan.microbatch])
@@ -126,7 +126,7 @@ def moved(
 def moves(
     plan: Plan, source: str, workload: Workload, stack: Stack | None = None, targets: Iterable[str] = AXES
 ) -> Iterator[Plan | None]:
-    """Every way to take some of one axis and give it to another."""
+    """All plans that divide one axis by a factor and multiply another by it."""
     for factor in divisors(getattr(plan, source))[1:]:
         for target in targets:
             if target != source:
@@ -134,7 +134,7 @@ def moves(
 
 
 def orders(plan: Plan) -> Iterator[Plan | None]:
-    """The plan under every order of its axes that places them differently."""
+    """The plan with every order of its axes that gives a different placement."""
     used = [axis for axis in AXES if getattr(plan, axis) > 1]
     idle = [axis for axis in AXES if axis not in used]
     for order in permutations(used):
@@ -142,7 +142,7 @@ def orders(plan: Plan) -> Iterator[Plan | None]:
 
 
 def microbatches(plan: Plan, workload: Workload) -> Iterator[Plan | None]:
-    """The plan with every other micro-batch the batch allows, smallest first."""
+    """The plan with every other micro-batch that divides the batch, smallest first."""
     if workload.batch % plan.dp == 0:
         for size in divisors(workload.batch // plan.dp):
             if size != plan.microbatch:
@@ -150,7 +150,7 @@ def microbatches(plan: Plan, workload: Workload) -> Iterator[Plan | None]:
 
 
 def interleavings(plan: Plan, model: Model) -> Iterator[Plan | None]:
-    """The plan with looped virtual stages."""
+    """The plan with other numbers of interleaved virtual stages."""
     if plan.pp > 1:
         for virtual in (2, 3, 4, 6, 8):
             if plan.pp * virtual <= model.layers and virtual != plan.virtual:
@@ -159,7 +159,7 @@ def interleavings(plan: Plan, model: Model) -> Iterator[Plan | None]:
 
 
 def settings(old: Plan, new: Plan) -> str:
-    """The `--set` words that turn one plan into another."""
+    """The `--set` options that turn one plan into another."""
     words = []
     for name, value in new.model_dump().items():
         if value == getattr(old, name):

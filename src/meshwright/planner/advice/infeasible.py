@@ -61,7 +61,7 @@ def no_plan(space: Space) -> MeshwrightError:
     if said and len(other(space, ()).frames):
         return MeshwrightError(
             "MW-PLANNER-004",
-            "no plan is legal under " + ", ".join(c.said for c in said),
+            "no plan is legal under " + ", ".join(c.option for c in said),
             why="Without them there are plans; no single one of them is to blame",
             fix=" or ".join([*other_batch, "drop two of them"]),
         )
@@ -70,7 +70,7 @@ def no_plan(space: Space) -> MeshwrightError:
     why = f"{world} is prime, so one axis must take all devices: " if prime else "For this model "
     why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
     fixes = (
-        [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.said}" for c in said] or ["--gpus 1 --batch 1"]
+        [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.option}" for c in said] or ["--gpus 1 --batch 1"]
     )
     return MeshwrightError(
         "MW-PLANNER-004",
@@ -98,12 +98,12 @@ def _blame(space: Space, one: Constraint, batches: list[int]) -> MeshwrightError
     rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
     legal = sorted(legal_values(rest, one.field)) if one.field in NUMBERS else []
     near = nearest_number(one.value, legal) if legal and isinstance(one.value, int) else None
-    option = one.said.split()[0]
-    fixes = [f"{option} {one.field}={near}" if near is not None else f"drop {one.said}"]
+    option = one.option.split()[0]
+    fixes = [f"{option} {one.field}={near}" if near is not None else f"drop {one.option}"]
     fixes += [f"--batch {nearest_number(space.workload.batch, batches)}"] if batches else []
     return MeshwrightError(
         "MW-PLANNER-004",
-        f"no plan is legal with {one.said} for {space.model.name} on {space.cluster.world} GPUs",
+        f"no plan is legal with {one.option} for {space.model.name} on {space.cluster.world} GPUs",
         why=f"Without it there are {len(rest):,} plans",
         valid=[f"{one.field}={v}" for v in legal],
         fix=" or ".join(fixes),
@@ -174,7 +174,7 @@ def remedies(space: Space, limit: float, memory: float) -> Iterator[str]:
     for one in space.choices.constraints:
         rest = other(space, tuple(x for x in space.choices.constraints if x is not one))
         if fits(rest, limit):
-            yield f"drop {one.said}"
+            yield f"drop {one.option}"
     if len(space.choices.constraints) > 1 and fits(other(space, ()), limit):
         yield "drop all constraints"
     if space.base.grad_dtype == "fp32" and fits(other(space, base=space.base.but(grad_dtype="bf16")), limit):

@@ -1,14 +1,14 @@
-"""Case studies: published trainings, evaluated as published, with the planner's own choice beside them.
+"""Case studies: published training runs, estimated with the published plan and compared with the planner's choice.
 
-Each case in `cases.toml` has what its authors published, what we had to assume, and figures to compare the estimate with. Published figures are
-not all of one kind, so each is compared with its own counterpart:
+Each case in `cases.toml` has the published settings, our assumptions, and figures to compare the estimate with. The figures are of
+several kinds, and each is compared with the matching quantity:
 
     step_s, tokens_per_s_per_gpu, mfu, hfu    of a step, as estimated
     days, gpu_hours                           step · tokens / (batch · sequence): a run without failures, ramps or evaluation
     flops                                     of the model, 3 × forward, causal attention counted half
 
-A whole run takes longer than its steps: published GPU-hours hold restarts, batch ramps and evaluation, so an honest estimate of the
-steps stands a little below them. The planner's choice (`chosen`) is kept in `case_choices.toml`, written by `kept`, so that reading a case
+A whole run takes longer than its steps: published GPU-hours include restarts, batch ramps and evaluation, so a correct estimate of the
+steps is slightly below them. The planner's choice (`chosen`) is kept in `case_choices.toml`, written by `kept`, so that reading a case
 takes milliseconds and not a search.
 """
 
@@ -62,17 +62,17 @@ class Case:
     by: str
     story: str
     config: Config
-    told: tuple[str, ...]
+    told: tuple[str, ...]  # published settings
     assumed: tuple[str, ...]
     sources: tuple[str, ...]
-    seeds: tuple[str, ...]  # where the seeds' account is wrong
-    difference: str  # why ours and theirs are not the same
+    seeds: tuple[str, ...]  # corrections to the account in the introductory texts
+    difference: str  # why our estimate differs from the published figures
     published: tuple[Published, ...]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure beside ours."""
+    """A published figure and our estimate of it."""
 
     what: str
     unit: str

@@ -1,25 +1,27 @@
-"""What no plan of a frame or shape can beat: lower bounds of time and memory, so that most of the space need not be costed.
+"""Lower bounds of step time and memory for all plans below a row of the space, so that most plans need not be costed.
 
-A step takes T = M·t_slowest + ramp(schedule) + closing(sharding). Going down the layers of `space`, each bound keeps what is decided
-and takes the best of what is open:
+A step takes T = M·t_slowest + ramp(schedule) + closing(sharding). Each bound uses the fields that the row has, and the best value of each field
+that belongs to a lower layer of `space`:
 
-**Shape**. Let F, I, W be the seconds of all blocks of the model for one micro-batch. The slowest of P pipeline ranks takes at least their
-mean, whatever stages it was given; each phase takes what the device or the host needs, and the sum of maxima is at least the maximum
-of sums. ZeRO-3 adds gathers to this and takes nothing away, and `closing` is not negative:
+**Shape**. Let F, I, W be the seconds of all blocks of the model for one micro-batch. The slowest of P pipeline ranks takes at least the mean
+over the ranks, for any division into stages: each phase takes at least the time of the device and of the host, and a sum of maxima is at least
+the maximum of the sums. ZeRO-3 only adds gathers, and `closing` is not negative:
 
     T ≥ min over schedules of makespan(P, M, F/P, I/P, W/P) + the stack's step overhead
 
-Memory is at least the mean over ranks: all states sharded as far as ZeRO goes, one micro-batch in flight. Without an order every axis
-counts as innermost: no order puts more members of a group into a node.
+Memory is at least the mean over ranks, with states sharded by the highest allowed ZeRO stage and one micro-batch in flight. Without an order,
+every axis counts as innermost: no order puts more members of a group into a node.
 
-**Frame**. Seconds a token fall as the micro-batch grows (fixed costs are shared, nothing grows faster than it), so the largest
-micro-batch without a bubble bounds all; memory falls with it, so the smallest one does.
+**Frame**. Seconds per token fall as the micro-batch grows, because fixed costs are shared and no cost grows faster than the micro-batch. So the
+largest micro-batch without a bubble gives the bound of time. Memory grows with the micro-batch, so the smallest one gives the bound of memory.
 
-**Sharded shape**. Closing, gathers and states are exact, the schedule is open: T ≥ M·mean + ramp + closing. Reducing gradients hides behind
-backward, so a slower rank closes sooner, but by less than it is slower: hiding reaches at most 85% of backward. Where each of several stages
-cuts its gradients into buckets by itself there are more and smaller messages: longer in all, but the last, which nothing hides, may be shorter.
+**Sharded shape**. Closing, gathers and states are exact; only the schedule is undecided: T ≥ M·mean + ramp + closing. Gradient reduction is hidden
+behind backward, so a slower rank has a shorter closing; but it gains less there than it loses, because at most 85% of backward can hide
+communication. If each virtual stage cuts its gradients into buckets separately, there are more and smaller messages: their total time is longer,
+but the last message, which nothing hides, may be shorter.
 
-F, I and W depend on what happens inside a layer, not on pp, dp or the batch: few **kernels** are costed for all frames.
+F, I and W depend only on the fields that change the work inside a layer, not on pp, dp or the batch. So a few **kernels** (distinct combinations of
+these fields) are costed for all frames.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table, codes, grouped, join
 from meshwright.programs.pipelines import formulas
 
-Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages a rank may have: one, or the fewest and the most
+Virtuals = tuple[np.ndarray, ...]  # numbers of virtual stages per rank: one number, or the smallest and the largest
 CHUNK = 4096  # rows costed at once: their arrays stay in cache
-KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "lap")
-SAMPLED = 5  # ranks of a pipeline that a batch looks at, at most
+KERNEL = ("tp", "sp", "cp", "cp_kind", "etp", "ep", "microbatch", "recompute", "dtype", "overlap_index")
+SAMPLED = 5  # most pipeline ranks that a batch evaluates
 RANKS = tuple(
     f"{x}{k}" for x in "rbo" for k in range(SAMPLED)
-)  # their numbers, bytes, and bytes of one more micro-batch in flight
-# Columns that the bounds of a schedule read.
+)  # r: rank number, b: bytes, o: bytes of one more micro-batch in flight
+# Columns that the bounds of a schedule need.
 SCHEDULED = (
     "pp",
     "dp",
@@ -71,8 +73,9 @@ SCHEDULED = (
 
 
 def kernel(space: Space, rows: Table) -> Table:
-    """Cost rows without sharding or pipeline: f, i, w of the whole model, dense and expert elements of a tensor-parallel rank, bytes kept for
-    backward by the model and by its largest layer, how much less all others keep, bytes alive while a layer is recomputed."""
+    """Cost rows without sharding or pipeline. The columns are f, i, w of the whole model; dense and expert elements of a tensor-parallel rank;
+    bytes saved for backward by the model (`saved`) and by its largest layer (`layer`); the sum over layers of how much less than the largest
+    they save (`lighter`); bytes that recomputing one layer needs (`recompute_bytes`)."""
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
     b, counts = program.batch, average_blocks(program.batch).counts
@@ -87,7 +90,7 @@ def kernel(space: Space, rows: Table) -> Table:
     layers = [np.broadcast_to(sum(program.saved[kind].values()), b.n) for kind in kinds]
     layer = np.maximum.reduce(layers)
     lighter = sum(counts[kind] * b.pp * (layer - size) for kind, size in zip(kinds, layers, strict=True))
-    again = np.where(b.recompute == 2, program.transient, 0.0)
+    recompute_bytes = np.where(b.recompute == 2, program.transient, 0.0)
     kept = slack * ~b.offload_activations
     return Table(
         f=mean.f * b.pp,
@@ -98,12 +101,12 @@ def kernel(space: Space, rows: Table) -> Table:
         saved=kept * saved * b.pp,
         layer=kept * layer,
         lighter=kept * lighter,
-        again=np.broadcast_to(slack * again, b.n),
+        recompute_bytes=np.broadcast_to(slack * recompute_bytes, b.n),
     )
 
 
 def kernels(space: Space, rows: Table) -> Table:
-    """Rows with what their kernel costs, each distinct kernel costed once."""
+    """Rows with the costs of their kernel; each distinct kernel is costed once."""
     columns = [rows.columns[name] for name in KERNEL]
     if "order" in rows:
         columns += [rows.order, rows.pp, rows.dp]
@@ -113,7 +116,7 @@ def kernels(space: Space, rows: Table) -> Table:
 
 
 def of_frames(space: Space, rows: Table) -> Table:
-    """Frames with the least seconds and bytes of their plans: the largest micro-batch has the best rate, the smallest saves least."""
+    """Frames with lower bounds of time (from the largest micro-batch) and memory (from the smallest)."""
     rows = kernels(space, rows)
     smallest = np.ones(len(rows))
     for (dp, pp), at in grouped((rows.dp, rows.pp)):
@@ -123,21 +126,22 @@ def of_frames(space: Space, rows: Table) -> Table:
 
 
 def of_shapes(space: Space, rows: Table, limit: float = np.inf) -> Table:
-    """Shapes, placed or not, with the least seconds and bytes of their plans that keep to a memory limit."""
+    """Shapes, with or without an order, with lower bounds of time and memory of their plans within a memory limit."""
     return of_kernels(space, kernels(space, rows), limit)
 
 
 def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
-    """Rows that know their kernel, sharded or not, with the same; `alone` are the bytes of one micro-batch in flight. Sharded rows are bounded so
-    before they are costed: of most only the naive schedule fits."""
+    """Rows that have the columns of their kernel, with the bounds of `of_shapes`. `alone` is the bytes with one micro-batch in flight. Sharded rows
+    get this bound before they are costed: for most of them only the naive schedule fits."""
     m, alone = space.microbatches(rows), least_memory(space, rows)
 
     def memory(name: str, some: Table, virtuals: Virtuals, fewest: np.ndarray) -> np.ndarray:
-        """The mean rank keeps what its layers save, times the micro-batches in flight: of the fewest layers that a rank has those of the first and
-        last rank halved, since they fall (or rise, and then stop) from one to the other; of the rest, and of smaller layers, the least and most."""
+        """Bytes of the mean rank: the bytes that its layers save, times the micro-batches in flight. In flight means, for the `fewest` layers that
+        every rank has, the mean of the first and the last rank, because the number falls from one to the other (or rises, then stays constant);
+        for the remaining layers, the smaller of the two numbers; for the correction by lighter layers, the larger."""
         ends = [least_in_flight(name, some, virtuals, rank) for rank in (0, some.pp - 1)]
-        rest = space.model.layers / some.pp - fewest
-        kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + rest * np.minimum(*ends))
+        remaining = space.model.layers / some.pp - fewest
+        kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + remaining * np.minimum(*ends))
         return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
     over = np.full(len(rows), space.stack.step_overhead)
@@ -151,7 +155,8 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
 
 def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> np.ndarray:
-    """Bytes of the mean rank with one micro-batch in flight (a `share` of the kernel's); sharded as the row says, or as far as possible."""
+    """Bytes of the mean rank with one micro-batch in flight (`share` scales the kernel's micro-batch). The states are sharded by the row's ZeRO stage
+    if it has one, else by the highest allowed stage."""
     n, base, work = len(rows), space.base, space.workload
     sizes = np.array([[DTYPE_BYTES[d] for d in (p, g, s)] for p, g, s, _ in space.dtypes])[rows.dtype].T  # type: ignore[index]
     param, grad, state = sizes
@@ -162,7 +167,7 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     zero = rows.columns.get("zero", np.full(n, most))
     each = rows.columns.get("reduce_each", np.full(n, most >= 2))
     shard = rows.columns.get("shard", rows.dp) * rows.cp * 1.0
-    spread = rows.tp / (rows.etp * rows.ep)  # experts are repeated on this many times fewer ranks than dense weights
+    spread = rows.tp / (rows.etp * rows.ep)  # data-parallel ranks of experts over those of dense weights
     states = np.zeros(n)
     for elements, ranks in (
         (rows.dense, shard),
@@ -174,15 +179,16 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
             + moments / np.where(zero >= 1, ranks, 1.0)
         )
         states += elements / rows.pp * cut
-    return states + (rows.saved / rows.pp + rows.again) * share + space.stack.context
+    return states + (rows.saved / rows.pp + rows.recompute_bytes) * share + space.stack.context
 
 
 def best_schedule(
     space: Space, work: Table, memory: Callable[[str, Table, Virtuals, np.ndarray], np.ndarray], limit: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Least seconds and bytes of rows under the schedules that keep to a memory limit. Most virtual stages have the least bubble; what is in
-    flight rises or falls with them, so that the fewest or the most have the least. `work` has pp, m and f, i, w of a mean rank; `looped` and
-    `folded` are the seconds to add for ranks that keep their layers together, and for others."""
+    """Lower bounds of time and memory of rows over all schedules within a memory limit. The largest number of virtual stages has the smallest bubble.
+    The micro-batches in flight rise or fall monotonically with that number, so either the smallest or the largest number has the fewest. `work` has
+    pp, m and f, i, w of a mean rank. `looped` and `folded` are the closing seconds to add for schedules that keep the layers of a rank, and for
+    schedules that regroup them (`regroups`)."""
     time, least = np.full(len(work), np.inf), np.full(len(work), np.inf)
     piped = np.flatnonzero(work.pp > 1)
     some, layers = work.take(piped), space.model.layers
@@ -192,7 +198,7 @@ def best_schedule(
     looped = [np.array(x, np.int64)[which] for x in ([min(vs) for vs in legal], [max(vs) for vs in legal], fewest)]
     for name in space.choices.words["schedule"] if len(piped) else ():
         rule = RULES[name]
-        if name == "auto":  # found by search: it may have no bubble, and one micro-batch in flight
+        if name == "auto":  # a searched schedule may have no bubble and one micro-batch in flight
             seconds, size = some.m * (some.f + some.i + some.w), some.alone
         else:
             v = np.full_like(some.pp, rule.virtual)
@@ -206,27 +212,27 @@ def best_schedule(
 
 
 def least_in_flight(schedule: str, rows: Table, virtuals: Virtuals, rank: np.ndarray | int) -> np.ndarray:
-    """Micro-batches in flight on a rank, counted in the rank's own, with whichever number of virtual stages has fewer."""
+    """Micro-batches in flight on a rank, in units of all stages of the rank, for the number of virtual stages that has fewer."""
     return reduce(np.minimum, (formulas.in_flight(schedule, rows.pp, rows.m, v, rank) / v for v in virtuals))
 
 
 def span(
     schedule: str, pp: np.ndarray, m: np.ndarray, virtual: np.ndarray, f: np.ndarray, i: np.ndarray, w: np.ndarray
 ) -> np.ndarray:
-    """Seconds of M micro-batches on equal ranks whose f, i, w are a rank's, messages free."""
+    """Makespan of M micro-batches on equal ranks with times f, i, w per rank and no message time."""
     total = formulas.makespan(schedule, pp, m, virtual, f / virtual, i / virtual, w / virtual)
     return np.maximum(total, m * (f + i + w))
 
 
 def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
-    """Sharded rows, bounded by `of_kernels`, with the least seconds and bytes of their plans that keep to a memory limit.
+    """Sharded rows, already bounded by `of_kernels`, with lower bounds of time and memory of their plans within a memory limit.
 
-    They are costed under the naive schedule. Without a pipeline that is exact. Otherwise it adds what any schedule keeps: f, i, w of the mean
-    rank; `closing`, what is neither micro-batches nor bubble, and `pace`, the micro-batches of the slowest rank; the seconds of a message; and of
-    the sampled ranks (first, last, the longest) the bytes with one micro-batch in flight and what one more adds; whether gradients go in
-    buckets of each stage (`parts`), and whether a split backward asks for its inputs `twice`. Looped schedules
-    cost at least that: however many stages a rank has, no fewer layers meet the embedding or the head. V-shaped ones, and looped ones of layers of
-    two kinds, deal out layers otherwise; for them only the mean is a bound.
+    The rows are costed under the naive schedule. Without a pipeline this is exact. With a pipeline, it gives the columns that do not depend on the
+    schedule: f, i, w of the mean rank; `pace`, the seconds of all micro-batches on the slowest rank; `closing`, the step without micro-batches and
+    bubble; `message`, the seconds of a message; for the sampled ranks (first, last, those with most layers) the bytes with one micro-batch in flight
+    and the bytes of one more; `parts`, whether each stage has separate gradient buckets; `twice`, whether a split backward gathers or scales its
+    inputs twice. Looped schedules cost at least this, because the rank with the embedding or the head never has fewer layers. V-shaped
+    schedules, and looped schedules of models with two kinds of layers, divide the layers differently; for them only the mean is a bound.
     """
     program = lower(space.batch(rows))
     cost = step_cost(program, space.cluster)
@@ -235,7 +241,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
     pace = np.maximum(b.microbatches, 1.0) * slowest
     closing = cost.time - cost.exposed["bubble"] - pace
     rank = rank_time(program, cost.times, average_blocks(b), np.zeros(n))
-    folded = rows.alone + besides(program, cost)
+    folded = rows.alone + overhead_bytes(program, cost)
     parts = (rows.dp * rows.cp > 1) & ((rows.zero == 0) | space.stack.flat_shards | bool(space.model.experts))
     twice = (rows.sp & (rows.tp > 1)) | (space.workload.precision == "fp8" and space.stack.shared_scales)
     tail = np.where(parts, cost.tail, 0.0)
@@ -261,7 +267,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
 
 def regroups(space: Space, schedule: str) -> bool:
-    """Whether a schedule puts other layers together than one stage a rank does: V-shaped ones, and looped ones of layers of two kinds."""
+    """Whether the ranks hold other layers than with one stage per rank: V-shaped schedules, and looped ones if the model has two kinds of layers."""
     rule = RULES[schedule]
     return rule.placement == "v" or (space.mixed and rule.most_virtual > 2)
 
@@ -277,7 +283,7 @@ def in_flight_bytes(
 
 
 def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
-    """Of the sampled ranks: their numbers (r0, r1, …), their bytes (b0, …), and the bytes of one more micro-batch in flight (o0, …)."""
+    """For the sampled ranks: rank numbers (r0, r1, …), bytes (b0, …), and bytes of one more micro-batch in flight (o0, …)."""
     b, out = program.batch, {}
     for k in range(SAMPLED):
         at = min(k, len(cost.stage_blocks) - 1)
@@ -289,9 +295,9 @@ def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]
     return out
 
 
-def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
-    """Bytes that any rank has besides states and activations: gathered weights, working memory, communicators. The least of the sampled
-    ranks. With two ranks both hold an end of the model, so the bound is 0."""
+def overhead_bytes(program: StepProgram, cost: StepCost) -> np.ndarray:
+    """Bytes of gathered weights, working memory and communicators: the minimum over the sampled ranks. With two ranks each holds the embedding or
+    the head, so the bound is 0."""
     b = program.batch
     parts = [
         (1 + b.stack.allocator_slack) * (m["gathered"] + m["working"]) + m["context"] - b.stack.context
@@ -301,10 +307,10 @@ def besides(program: StepProgram, cost: StepCost) -> np.ndarray:
 
 
 def of_schedules(space: Space, plans: Table) -> Table:
-    """Plans with their least seconds and bytes, from their sharded rows and the closed forms of their schedules.
+    """Plans with lower bounds of time and memory, from their sharded rows and the closed forms of their schedules.
 
-    `exact` marks rows whose intervals (`planner.search.intervals`) and bytes equal those of costing the plan: looped schedules whose ranks hold what
-    they hold with one stage each. There `time` is the low end of the interval.
+    `exact` marks plans whose intervals (`planner.search.intervals`) and bytes equal those of costing the plan: looped schedules whose ranks hold the
+    same layers as with one stage per rank. For these, `time` is the low end of the interval.
     """
     plans = plans.but(m=space.microbatches(plans), bytes=plans.folded)
     time, memory, exact = plans.time.copy(), plans.memory.copy(), np.zeros(len(plans), bool)
@@ -321,7 +327,7 @@ def of_schedules(space: Space, plans: Table) -> Table:
         time[at] = span(name, rows.pp, rows.m, v, rows.f, rows.i, rows.w) + closing
         if (
             looped and not space.stack.blocking_p2p
-        ):  # blocking messages are part of every stage's time, more of them with more stages
+        ):  # blocking messages are part of every stage's time, so more stages cost more
             same = (v == 1) | ~(space.uneven(rows) | space.mixed | cut)
             if RULES[name].splits:
                 same &= ~rows.twice
@@ -335,9 +341,9 @@ def of_schedules(space: Space, plans: Table) -> Table:
 
 
 def looped_bytes(rows: Table, schedule: str, virtuals: Virtuals) -> np.ndarray:
-    """Bytes of the fullest sampled rank, with the micro-batches in flight that a looped schedule has there."""
+    """Bytes of the fullest sampled rank, with the micro-batches in flight under a looped schedule."""
     by_rank = []
     for k in range(SAMPLED):
-        flying = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
-        by_rank.append(rows.columns[f"b{k}"] + (flying - 1) * rows.columns[f"o{k}"])
+        in_flight = least_in_flight(schedule, rows, virtuals, rows.columns[f"r{k}"])
+        by_rank.append(rows.columns[f"b{k}"] + (in_flight - 1) * rows.columns[f"o{k}"])
     return np.maximum.reduce(by_rank)

@@ -61,7 +61,7 @@ PLAN = (
     "reduce_each",
     "order",
     "dtype",
-    "lap",
+    "overlap_index",
 )
 COSTED = ("time", "memory", "low", "closed", "high", "estimate")
 BOUNDED = (

@@ -1,13 +1,14 @@
-"""What the search may choose from, and what a person forbids or demands.
+"""The values that the search may choose for each field, and the constraints of the command line that narrow them.
 
-Numbers (tp, cp, pp, shard, …) have a least and a most; words (schedule, recompute, dtypes, …) a list. A constraint narrows them:
+A numeric field (tp, cp, pp, shard, …) has a minimum and a maximum. A field of words (schedule, recompute, dtypes, …) has a list. A constraint
+narrows them:
 
     --fix tp=8           --max pp=4          --min microbatch=2         --without zero3
-    --allow grad_dtype=bf16,fp32             widens a list that starts with one entry: dtypes and overlap
+    --allow grad_dtype=bf16,fp32             adds to a list that has one entry by default: dtypes and overlap
 
-Unless told otherwise dtypes are those of the base plan, what overlaps is what the stack overlaps, and a rank has at most 16 virtual
-stages, which divide the layers evenly where any do. A contradiction (`--fix tp=8 --max tp=4`) is refused here; one with the model or the
-cluster shows as an empty space, and `planner.advice.infeasible` says which constraint to drop.
+Defaults: the dtypes of the base plan, the overlap of the stack, and at most 16 virtual stages per rank, which divide the layers evenly if any
+number does. Constraints that contradict each other (`--fix tp=8 --max tp=4`) raise an error here. Constraints that contradict the model or
+the cluster leave an empty space, and `planner.advice.infeasible` names the constraint to drop.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ SEARCHED = (*NUMBERS, "sp", "cp_kind", "schedule", "recompute", "reshard", "redu
 
 @dataclass(frozen=True)
 class Constraint:
-    """One thing a person said, as said and as read."""
+    """One constraint: the text of the command-line option, and its parsed form."""
 
-    said: str
+    option: str
     kind: str  # fix | max | min | without | allow
     field: str
     value: Any
@@ -41,13 +42,13 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Choices:
-    """Allowed values of every searched field."""
+    """The allowed values of every searched field."""
 
     words: dict[str, tuple[Any, ...]]
     least: dict[str, int] = field(default_factory=dict)
     most: dict[str, int] = field(default_factory=dict)
-    hybrid: bool = True  # sharding inside groups, replicas between them
-    uneven: bool = True  # stages with different numbers of layers
+    hybrid: bool = True  # allow sharding inside groups with replicas between them
+    uneven: bool = True  # allow stages with different numbers of layers
     constraints: tuple[Constraint, ...] = ()
 
     def numbers(self, name: str, candidates: Iterable[int]) -> list[int]:
@@ -65,7 +66,7 @@ class Choices:
 
 
 def free(base: Plan) -> Choices:
-    """Everything but what only the base plan says."""
+    """All choices, without constraints. Dtypes and overlap are those of the base plan."""
     return Choices(
         words={
             "zero": (0, 1, 2, 3),
@@ -83,7 +84,7 @@ def free(base: Plan) -> Choices:
     )
 
 
-# Words of --without, beside the names of schedules, recompute and context-parallel kinds.
+# Values of --without: axes, ZeRO stages and features, and the names of schedules, kinds of recompute and of context parallelism.
 WITHOUT: dict[str, tuple[str, str, Any]] = {
     **{axis: ("max", axis, 1) for axis in ("tp", "cp", "pp", "ep", "dp", "virtual")},
     "zero": ("max", "zero", 0), "fsdp": ("drop", "zero", 3), **{f"zero{k}": ("drop", "zero", k) for k in (1, 2, 3)},
@@ -103,20 +104,21 @@ def choices(base: Plan, constraints: Sequence[Constraint], stack_order: tuple[st
         out = narrowed(out, constraint, stack_order)
         for name in set(out.least) & set(out.most):
             if out.least[name] > out.most[name]:
-                contradicted(out, name)
+                raise_contradiction(out, name)
         if not out.numbers("zero", out.words["zero"]):
-            contradicted(out, "zero")
+            raise_contradiction(out, "zero")
         for name, words in out.words.items():
             if not words:
-                contradicted(out, name)
+                raise_contradiction(out, name)
     return out
 
 
-def contradicted(out: Choices, name: str) -> None:
-    said = [c.said for c in out.constraints if c.field == name]
-    what = f"{' and '.join(said)} leave{'s' * (len(said) == 1)} no value of {name}"
+def raise_contradiction(out: Choices, name: str) -> None:
+    """Raise the error for constraints that leave no value of a field."""
+    options = [c.option for c in out.constraints if c.field == name]
+    what = f"{' and '.join(options)} leave{'s' * (len(options) == 1)} no value of {name}"
     raise MeshwrightError(
-        "MW-PLANNER-003", what, why="The constraints contradict each other, or the plan", fix=f"drop {said[-1]}"
+        "MW-PLANNER-003", what, why="The constraints contradict each other, or the plan", fix=f"drop {options[-1]}"
     )
 
 
@@ -132,7 +134,7 @@ def narrowed(c: Choices, one: Constraint, stack_order: tuple[str, ...]) -> Choic
             most = value if name == "virtual" else min(value, c.most.get(name, MOST))
             return replace(c, least={**c.least, name: max(value, c.least.get(name, 0))}, most={**c.most, name: most})
         case "fix" if (name, value) == ("recompute", "auto"):
-            return c  # what fits is what a search finds
+            return c  # the search itself finds the recompute that fits
         case "fix":
             free_words = name in DTYPES or name == "overlap" or value == "auto"
             return replace(c, words={**c.words, name: (value,) if free_words or value in c.words[name] else ()})
@@ -159,7 +161,7 @@ def read(
     without: Sequence[str] = (),
     allow: Sequence[str] = (),
 ) -> list[Constraint]:
-    """Constraints from the words of the command line."""
+    """Parse the constraints of the command line."""
     out = [_without(word) for words in without for word in words.split(",") if word.strip()]
     out += [_bound("--max", word, "max") for word in most] + [_bound("--min", word, "min") for word in least]
     out += [_allowed(word) for word in allow]
@@ -196,29 +198,29 @@ def _number(option: str, name: str, text: str) -> int:
             "MW-PLANNER-001", f"{option} {name}={text[:40]}: a whole number is needed", valid=[f"{option} {name}=4"]
         )
     if int(text) == 0 and name != "zero":
-        raise MeshwrightError("MW-PLANNER-001", f"{option} {name}=0: it is 1 at least", fix=f"{option} {name}=1")
+        raise MeshwrightError("MW-PLANNER-001", f"{option} {name}=0: the minimum is 1", fix=f"{option} {name}=1")
     return int(text)
 
 
 def _fixed(word: str) -> Constraint:
     name, text = _split("--fix", word, SEARCHED)
-    said = f"--fix {name}={text}"
+    option = f"--fix {name}={text}"
     if name in NUMBERS:
-        return Constraint(said, "fix", name, _number("--fix", name, text))
-    return Constraint(said, "fix", name, _word(name, text))
+        return Constraint(option, "fix", name, _number("--fix", name, text))
+    return Constraint(option, "fix", name, _word(name, text))
 
 
 def _word(name: str, text: str) -> Any:
-    """A value of a word field, checked by the plan itself."""
+    """Parse the value of a non-numeric field; `Plan` validates it."""
     if name in ("order", "overlap"):
-        said: Any = tuple(w.strip(" \"'") for w in text.strip("[]()").replace("+", ",").split(",") if w.strip(" \"'"))
+        value: Any = tuple(w.strip(" \"'") for w in text.strip("[]()").replace("+", ",").split(",") if w.strip(" \"'"))
         valid = AXES if name == "order" else OVERLAP_AXES
-        for axis in said:
+        for axis in value:
             if axis not in valid:
                 raise unknown("MW-PLANNER-002", f"{name}: axis", axis, valid, f"{name}={{}}")
     else:
-        said = parse_value(text, name)
-    return getattr(Plan(**{name: said}), name)
+        value = parse_value(text, name)
+    return getattr(Plan(**{name: value}), name)
 
 
 def _allowed(word: str) -> Constraint:

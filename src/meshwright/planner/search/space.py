@@ -1,23 +1,24 @@
-"""Every legal plan, as arrays, in layers.
+"""The space of legal plans: arrays of plans, built in five layers.
 
     frame      tp, cp and its kind, pp, dp, sp, expert tp, ep, recompute, dtypes, overlap
-    shape      its micro-batch
-    placed     the order of the axes over the levels of the cluster
-    sharded    the data-parallel ranks as replicate × shard, ZeRO stage, reshard, when gradients are reduced
-    scheduled  the pipeline's schedule and virtual stages: a whole plan
+    shape      + micro-batch
+    placed     + the order of the axes over the levels of the cluster
+    sharded    + the data-parallel ranks as replicate × shard, ZeRO stage, reshard, when gradients are reduced
+    scheduled  + pipeline schedule and virtual stages: a complete plan
 
-What a layer offers depends on few numbers of the ones above, so the space is counted without being written down: GPT-3 on 512 GPUs
-has over a hundred million plans in some ten thousand frames. `search` goes down the layers only where it can pay.
+The options of a layer depend on only a few fields of the layers above it, so the plans can be counted without enumerating them: GPT-3 on
+512 GPUs has over a hundred million plans in about ten thousand frames. The search expands a row into the next layer only if its bound allows
+a better plan.
 
-**Legal** is what `describe.legality` accepts: each layer asks the one predicate, with the layers below at their least demanding values. Stages
-may have unequal numbers of layers; unequal *virtual* stages are offered where no equal ones exist (or where a constraint names `virtual`), since
-ranks then wait for each other.
+**Legal** plans are those that `describe.legality` accepts. Each layer calls this one predicate, with the fields of lower layers at their least
+demanding values. Stages may have unequal numbers of layers. Unequal *virtual* stages are enumerated only if no equal ones exist or if a
+constraint names `virtual`, because ranks then wait for each other.
 
-**Twins**, plans that are the same plan written twice, are enumerated once: schedules of one stage, sp of one tensor-parallel rank,
-the kind of one context-parallel rank, ZeRO that shards nothing or whose gradients stay whole (ZeRO-2 that reduces once a step is
-ZeRO-1), looped schedules with one stage a rank, and orders of the axes that put the same number of every group's members into every
-unit of the cluster. One choice is left out since it is dominated: reducing every micro-batch under ZeRO-0 or 1 sends more and saves nothing.
-Gradient buckets are not searched: their size follows from the group that reduces them (`bucket_for`).
+**Duplicates**, different fields for the same plan, are enumerated once: schedules of a one-stage pipeline, sp with tp = 1, cp_kind with cp = 1,
+ZeRO that shards nothing or keeps whole gradients (ZeRO-2 that reduces once per step is ZeRO-1), looped schedules with one stage per rank, and
+orders of the axes that put the same number of members of every group into every unit of the cluster. One dominated choice is excluded: reducing
+after every micro-batch under ZeRO-0 or 1 sends more bytes and saves no memory. Gradient buckets are not searched: their size follows from the
+group that reduces them (`bucket_for`).
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ from meshwright.planner.search.choices import DTYPES, Choices, free
 from meshwright.planner.search.table import Table, grid, grouped, join
 
 NAIVE = SCHEDULES.index("naive")
-BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's to what a ring of thousands needs
-BUCKET_MARGIN = 4  # buckets this many times P·α/β: latency a quarter of the time at most
-# [order, axis, other]: whether another axis runs faster than an axis.
+BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs
+BUCKET_MARGIN = 4  # bucket size over P·α/β: latency is at most a quarter of the time
+# [order, axis, other]: whether the other axis varies faster than the axis.
 FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])
 LOOPED = tuple(name for name, rule in RULES.items() if rule.most_virtual > 2)  # any number of stages per rank
 LEAST = ("replicate", "shard", "zero", "tp", "sp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "recompute")
-MOST_UNEVEN = 8  # virtual stages that do not divide the layers, where none does
+MOST_UNEVEN = 8  # most virtual stages per rank if no number divides the layers evenly
 
 
 def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
-    """A gradient bucket for groups of `ranks`: a few times P·α/β of the widest level, in whole megabytes."""
+    """Gradient bucket for groups of `ranks`: `BUCKET_MARGIN` times P·α/β of the top level, in whole megabytes."""
     top = cluster.level_of_span(cluster.world)
     least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
     return np.clip(1e6 * np.ceil(BUCKET_MARGIN * least * np.asarray(ranks, float) / 1e6), *BUCKETS)
 
 
 class Innermost(Batch):
-    """Plans of which no order is known: every axis is placed as if it alone came first. No order does better by any axis."""
+    """Plans without an order of the axes: each axis is placed as if it were the innermost. No order is better for any axis."""
 
     def _axis_strides(self) -> dict[str, np.ndarray]:
         return {axis: np.ones(self.n) for axis in ("tp", "cp", "pp", "shard", "replicate")}
@@ -82,7 +83,7 @@ def distinct(degrees: np.ndarray, *columns: int) -> list[list[int]]:
 
 
 class Space:
-    """The legal plans of one problem. `frames` is a table; `shaped`, `placed`, `sharded` and `scheduled` add the lower layers to its rows."""
+    """The legal plans of one problem. `frames` is a table; `shaped`, `placed`, `sharded` and `scheduled` each expand rows by one layer."""
 
     def __init__(
         self,
@@ -105,8 +106,8 @@ class Space:
     # Legality
 
     def legal(self, columns: Mapping[str, Any]) -> np.ndarray:
-        """Which rows are legal, by the one predicate. Fields that `columns` leaves out belong to lower layers and take the value that
-        demands least: one micro-batch size of 1, plain data parallelism, no sequence parallelism, no pipeline schedule to satisfy."""
+        """Which rows are legal. Fields missing from `columns` belong to lower layers and take their least demanding value: micro-batch 1,
+        replicated data parallelism, no sequence parallelism, the naive schedule."""
         rows = len(next(iter(columns.values())))
         return np.broadcast_to(legality.legal(self.least.varied(columns)), rows)
 
@@ -122,7 +123,7 @@ class Space:
 
     @cached_property
     def frames(self) -> Table:
-        """The first layer; its `microbatch` is the largest one, so that a frame stands for all of its shapes."""
+        """The first layer. A frame has the largest legal micro-batch, whose bound holds for all shapes of the frame."""
         parts = [part for row in self.degrees.T.tolist() if len(part := self._frames(*row))]
         return join(parts) if parts else Table(tp=np.zeros(0, int))
 
@@ -150,7 +151,7 @@ class Space:
         return [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
 
     def _least_expert_tp(self, tp: np.ndarray) -> np.ndarray:
-        """Experts that are not split demand least; a model without experts has no such field."""
+        """The least demanding expert_tp: 1, or 0 for a model without experts."""
         return np.full(len(tp), 1 if self.model.experts else 0)
 
     @cached_property
@@ -202,14 +203,14 @@ class Space:
 
     @cache  # noqa: B019  (a space lives as long as its search)
     def sizes(self, dp: int, pp: int) -> Table:
-        """Micro-batches that divide a data-parallel rank's share of the batch into as many as some schedule can run."""
+        """Micro-batch sizes that divide a data-parallel rank's share of the batch and that some schedule can run."""
         share = self.workload.batch // dp
         legal = [d for d in self.choices.numbers("microbatch", divisors(share)) if len(self.schedules(pp, share // d))]
         return Table(microbatch=np.array(legal, np.int64))
 
     @cache  # noqa: B019
     def orders(self, tp: int, cp: int, pp: int, dp: int) -> Table:
-        """One order (its code) for each way to place the groups: members of a tp, cp, pp and dp group in each unit."""
+        """One order (its code) for each distinct placement: numbers of members of a tp, cp, pp and dp group in each unit."""
         codes = [ORDERS.index(o) for o in (tuple(self.stack.order), *ORDERS) if o in self.choices.words["order"]]
         sizes = np.array([tp, cp, pp, dp])
         stride = np.where(FASTER[codes], sizes, 1).prod(axis=2)  # [order, axis]: product of the axes before it
@@ -229,7 +230,7 @@ class Space:
             expert=range(len(experts)),
             recompute=self.recompute_codes,
             dtype=range(len(self.dtypes)),
-            lap=range(len(self.overlaps)),
+            overlap_index=range(len(self.overlaps)),
         )
         if not len(rows) or not len(sizes):
             return rows.take(slice(0, 0))
@@ -244,17 +245,17 @@ class Space:
             ep=ep,
             recompute=rows.recompute,
             dtype=rows.dtype,
-            lap=rows.lap,
+            overlap_index=rows.overlap_index,
         )
         return found.take(found.counted(self._sharding_keys(found), self.shardings) > 0)
 
     @property
     def mixed(self) -> bool:
-        """Whether layers are of two kinds."""
+        """Whether the model has dense and expert layers."""
         return self.model.kind != "counts" and len(set(self.model.layer_kinds)) > 1
 
     def uneven(self, rows: Table) -> np.ndarray:
-        """Where stages have different numbers of layers."""
+        """Which rows have stages with different numbers of layers."""
         return self.model.layers % (rows.pp * rows.virtual) != 0
 
     def microbatches(self, rows: Table) -> np.ndarray:
@@ -263,19 +264,19 @@ class Space:
     # Lower layers
 
     def shaped(self, rows: Table) -> Table:
-        """Frames with every micro-batch."""
+        """Frames, each with every legal micro-batch."""
         return rows.crossed((rows.dp, rows.pp), self.sizes)
 
     def placed(self, rows: Table) -> Table:
-        """Shapes with every order of the axes."""
+        """Shapes, each with every distinct order of the axes."""
         return rows.crossed((rows.tp, rows.cp, rows.pp, rows.dp), self.orders)
 
     def sharded(self, rows: Table) -> Table:
-        """Rows with every sharding of their data-parallel ranks."""
+        """Rows, each with every sharding of its data-parallel ranks."""
         return rows.crossed(self._sharding_keys(rows), self.shardings)
 
     def scheduled(self, rows: Table) -> Table:
-        """Rows with every schedule of their pipeline."""
+        """Rows, each with every legal schedule of its pipeline."""
         return rows.crossed((rows.pp, self.microbatches(rows)), self.schedules)
 
     def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, np.ndarray]:
@@ -283,7 +284,8 @@ class Space:
 
     @cache  # noqa: B019
     def shardings(self, dp: int, repeated: int) -> Table:
-        """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: ZeRO has something to shard besides them."""
+        """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: context-parallel ranks
+        repeat the weights, so ZeRO can shard over them even if shard = 1."""
         c = self.choices
         found = []
         for zero in c.numbers("zero", c.words["zero"]):
@@ -303,8 +305,8 @@ class Space:
 
     @cache  # noqa: B019
     def virtuals(self, pp: int) -> list[int]:
-        """Stages a looped rank may have, two and more: those that divide the layers evenly. Where none does, or where a person speaks of
-        virtual stages, uneven ones too: they are slower than even ones, since ranks wait for each other's longer stages."""
+        """Numbers of virtual stages, two or more, of a looped schedule: those that divide the layers evenly. Uneven numbers are added only if
+        no even one exists or a constraint names `virtual`: they are slower, because ranks wait for each other's longer stages."""
         legal = self.choices.numbers("virtual", range(2, self.model.layers // pp + 1))
         if any(c.field == "virtual" for c in self.choices.constraints):
             return legal
@@ -313,7 +315,7 @@ class Space:
 
     @cache  # noqa: B019
     def schedules(self, pp: int, microbatches: int) -> Table:
-        """schedule (its code) and virtual stages of `pp` ranks."""
+        """Legal schedules (codes) and numbers of virtual stages for `pp` ranks."""
         c, layers = self.choices, self.model.layers
         if pp == 1:
             return Table(schedule=np.array([SCHEDULES.index("1f1b")]), virtual=np.array([1]))
@@ -324,14 +326,14 @@ class Space:
             if c.uneven or layers % (pp * virtual) == 0
         ]
         schedule, virtual = np.array(found, np.int64).reshape(-1, 2).T
-        workload = self.workload.model_copy(update={"batch": microbatches})  # of one rank, micro-batches of 1
+        workload = self.workload.model_copy(update={"batch": microbatches})  # the batch of one rank, with micro-batch 1
         case = Case(self.least.fields, self.model, workload, stack=self.stack)
         legal = legality.legal(case.varied({"pp": pp, "schedule": schedule, "virtual": virtual}))
         legal = np.broadcast_to(legal, len(schedule))
         return Table(schedule=schedule[legal], virtual=virtual[legal])
 
     def __len__(self) -> int:
-        """Legal plans, counted without writing them down."""
+        """Number of legal plans, counted without enumerating them."""
         rows = self.frames
         if not len(rows):
             return 0
@@ -347,28 +349,28 @@ class Space:
         return total
 
     def plans(self, size: int = 4096) -> Iterator[Table]:
-        """The whole space, some rows at a time."""
+        """The whole space, in tables of at most `size` rows."""
         for rows in self.frames.chunks(8):
             for part in self.placed(self.shaped(rows)).chunks(64):
                 yield from self.scheduled(self.sharded(part)).chunks(size)
 
-    # To what is costed, and to what is written
+    # Conversion to batches and plans
 
     @cached_property
     def _unsearched(self) -> dict[str, np.ndarray]:
-        """Fields of a batch as the base plan has them."""
+        """The fields of a batch, with the values of the base plan."""
         one = Batch.of([self.base], self.model, self.workload, self.stack)
         return {
             name: value for name, value in vars(one).items() if isinstance(value, np.ndarray) and value.shape == (1,)
         }
 
     def batch(self, rows: Table) -> Batch:
-        """Rows as a batch to lower. What lower layers would say is plain: data-parallel copies, naive schedule, every axis innermost."""
+        """Rows as a batch to lower. Missing fields of lower layers take a neutral value: replicas, the naive schedule, every axis innermost."""
         n = len(rows)
         f: dict[str, Any] = {name: np.repeat(value, n) for name, value in self._unsearched.items()}
         f |= {name: rows.columns[name].astype(float) for name in ("tp", "cp", "pp", "ep", "etp", "microbatch")}
-        unsaid = {"replicate": rows.dp, "shard": np.ones(n), "zero": np.zeros(n), "virtual": np.ones(n)}
-        f |= {name: rows.columns.get(name, default).astype(float) for name, default in unsaid.items()}
+        neutral = {"replicate": rows.dp, "shard": np.ones(n), "zero": np.zeros(n), "virtual": np.ones(n)}
+        f |= {name: rows.columns.get(name, default).astype(float) for name, default in neutral.items()}
         f |= {
             "sp": rows.sp,
             "recompute": rows.recompute,
@@ -383,31 +385,33 @@ class Space:
             name: sizes[rows.dtype, k]
             for k, name in enumerate(("param_bytes", "grad_bytes", "state_bytes", "comm_bytes"))
         }
-        laps = [self.stack.overlap if o is None else o for o in self.overlaps]
-        f["overlap"] = {axis: np.array([float(axis in o) for o in laps])[rows.lap] for axis in OVERLAP_AXES}
+        overlaps = [self.stack.overlap if o is None else o for o in self.overlaps]
+        f["overlap"] = {
+            axis: np.array([float(axis in o) for o in overlaps])[rows.overlap_index] for axis in OVERLAP_AXES
+        }
         f["bucket"] = np.full(n, self.bucket) if self.bucket else bucket_for(self.cluster, rows.dp * rows.cp)
-        f["layers_per_stage"] = ()  # as even as can be
+        f["layers_per_stage"] = ()  # as equal as possible
         return (Batch if "order" in rows else Innermost)(f, self.model, self.workload, self.stack)
 
     def plan(self, rows: Table, i: int) -> Plan:
-        """One row as a plan; what is as the stack or as the default stays unsaid."""
+        """One row as a plan; fields that equal the stack's or the default value are not set."""
         r = rows.row(i)
         order = ORDERS[r["order"]]
-        said: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: r[name] for name in ("replicate", "shard", "tp", "sp", "cp", "pp", "ep", "microbatch", "zero")
         }
-        said |= {
+        fields |= {
             "cp_kind": CP_KINDS[r["cp_kind"]],
             "recompute": RECOMPUTES[r["recompute"]],
-            "overlap": self.overlaps[r["lap"]],
+            "overlap": self.overlaps[r["overlap_index"]],
         }
-        said |= {"schedule": SCHEDULES[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
-        said |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
+        fields |= {"schedule": SCHEDULES[r["schedule"]], "virtual": r["virtual"]} if r["pp"] > 1 else {}
+        fields |= dict(zip(DTYPES, self.dtypes[r["dtype"]], strict=True))
         if r["zero"] == 3:
-            said |= {"reshard": r["reshard"], "reduce": "auto" if r["reduce_each"] else "step"}
-        said["bucket"] = self.bucket or float(bucket_for(self.cluster, r["dp"] * r["cp"]))
+            fields |= {"reshard": r["reshard"], "reduce": "auto" if r["reduce_each"] else "step"}
+        fields["bucket"] = self.bucket or float(bucket_for(self.cluster, r["dp"] * r["cp"]))
         if r["etp"] != r["tp"]:
-            said["expert_tp"] = r["etp"]
+            fields["expert_tp"] = r["etp"]
         if order != tuple(self.stack.order):
-            said["order"] = order
-        return self.base.but(**said)
+            fields["order"] = order
+        return self.base.but(**fields)

@@ -1,7 +1,7 @@
-"""The seeds' guides to single strategies: ZeRO stages, tensor, pipeline, all three together, ZeRO-3's network, inference.
+"""Textbook guides to single strategies: ZeRO stages, tensor, pipeline, all three together, ZeRO-3's network, inference.
 
-Tensor and pipeline guides are lists of conditions ("use when", "avoid when", "best practices"). Each condition is judged for the case
-at hand and shown with its verdict, so that the reader sees the reason for the recommendation.
+Tensor and pipeline guides are lists of conditions ("use when", "avoid when", "best practices"). Each condition is checked for
+the given problem and shown with its result, so that the reader sees the reason for the recommendation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.units import format_bytes, format_rate, format_seconds
 
 GATES = {"unusable": 12.5e9, "standard": 50e9}  # bytes/s a device: 100 Gb/s and 400 Gb/s ports
 MUCH_FASTER = 4.0  # inside a node against between nodes: from here sharding inside only is worth its memory
-TRADE = "ZeRO-2 with accumulation reduces once a micro-batch, not once a step: only without accumulation is it free"
+TRADE = "ZeRO-2 with accumulation reduces once a micro-batch, not once a step: it is free only without accumulation"
 
 
 def zero_stage(s: Problem) -> Recommendation:
@@ -79,7 +79,7 @@ def tensor(s: Problem) -> Recommendation:
             f"avoid: {judged(use)}",
             source,
             wording,
-            '"avoid for small models" is about need: a small batch can make it the faster choice all the same',
+            '"avoid for small models" means that it is not needed: with a small batch it can still be the fastest choice',
         )
     plan = s.first_fitting(s.shaped(tp=s.node, pp=p, zero=1) for p in (1, 2, 4, 8, 16))
     return Recommendation(
@@ -102,7 +102,7 @@ def pipeline(s: Problem) -> Recommendation:
     ideal = {
         f"{s.nodes} nodes": s.nodes > 1,
         f"{s.model.layers} layers to distribute": s.model.layers >= 8,
-        "memory asks for it beyond tensor parallelism": not s.fits(s.shaped(tp=s.node, zero=1)),
+        "tensor parallelism alone does not fit": not s.fits(s.shaped(tp=s.node, zero=1)),
     }
     if s.model.kind != "transformer" or not rounds:
         return Recommendation("pipeline guide", None, f"avoid: {judged(ideal)}", source, wording)
@@ -128,52 +128,52 @@ def pipeline(s: Problem) -> Recommendation:
 
 
 def three_dimensions(s: Problem) -> Recommendation:
-    """Tensor inside nodes, pipeline across them, data over the rest: 70B on 512 as 8 × 8 × 8."""
+    """Tensor inside nodes, pipeline across them, data over the other ranks: 70B on 512 as 8 × 8 × 8."""
     plan = s.shaped(tp=s.node, pp=min(8, s.nodes), zero=1)
-    said = f"{plan.tp} × {plan.pp} × {plan.dp} = {plan.world} GPUs" if plan else "no legal split"
+    product = f"{plan.tp} × {plan.pp} × {plan.dp} = {plan.world} GPUs" if plan else "no legal split"
     return Recommendation(
         "3D",
         plan,
-        f"each strategy at the level that bears it: {said}",
+        f"each strategy on the level with enough bandwidth for it: {product}",
         "Distributed Training at Scale, 8; A Guide to Distributed Training, 11.1",
         "70B on 512 GPUs: TP=8 in the node, PP=8 across nodes, DP=8",
-        "70B does not need a pipeline on 80 GB devices; it pays only where data parallelism runs out of batch",
+        "70B does not need a pipeline on 80 GB devices; it is faster only if the batch is too small for more data parallelism",
     )
 
 
 def zero3_network(s: Problem) -> Recommendation:
-    """Whether the network bears ZeRO-3."""
+    """Whether the network is fast enough for ZeRO-3."""
     source, wording = (
         "Bandwidth and Efficiency Modeler, 4",
         "on a 100G link ZeRO-3 is unusable; on 400G/800G it is the standard",
     )
     plan = s.shaped(zero=3)
-    said = f"{format_rate(s.between)} a device between nodes"
+    rate = f"{format_rate(s.between)} a device between nodes"
     if s.nodes == 1:
-        return Recommendation("ZeRO-3's network", plan, "one node: its gathers never leave it", source, wording)
+        return Recommendation("ZeRO-3's network", plan, "one node: its gathers stay inside the node", source, wording)
     if s.between <= GATES["unusable"]:
         hidden = s.trial.of(plan)
         share = hidden.prediction.exposed_s.get("dp", 0.0) / step(hidden) if hidden else 1.0
         return Recommendation(
             "ZeRO-3's network",
             None,
-            f"avoid: {said}, {share:.0%} of its step would wait for weights",
+            f"avoid: {rate}, {share:.0%} of its step would wait for weights",
             source,
             wording,
-            "what decides is the work between two gathers, not the port",
+            "the compute between two gathers decides, not the port",
         )
     verdict = (
         "the standard"
         if s.between >= 0.75 * GATES["standard"]
-        else "between unusable and standard: watch what is exposed"
+        else "between unusable and standard: check the exposed communication"
     )
     return Recommendation(
         "ZeRO-3's network",
         plan,
-        f"{said}: {verdict}",
+        f"{rate}: {verdict}",
         source,
         wording,
-        "what decides is the work between two gathers, not the port",
+        "the compute between two gathers decides, not the port",
     )
 
 

@@ -1,9 +1,8 @@
-"""A model, a cluster and a batch as decision guides see them, and their recommendations turned into legal plans.
+"""The input of a decision guide (model, cluster, workload), and the legal plan nearest to its recommendation.
 
-A guide says "TP=8, PP=8–16, the rest data parallel". `Problem.shaped` finds the nearest legal plan: the largest degree up to the
-recommended one that divides what it must split, all other devices to data parallelism, the batch divisible. Then it chooses what guides
-leave open by their own rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch
-that fits and keeps M ≥ 4·P.
+A guide recommends, for example, "TP=8, PP=8–16, DP for all other ranks". `Problem.shaped` finds the nearest legal plan: the largest legal degree up
+to the recommended one, data parallelism over all other devices, and a batch that divides. Fields that the guides do not mention follow their
+other rules: buckets above P·α/β, the least recompute that fits, and with it the largest micro-batch that fits and keeps M ≥ 4·P.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits
 from meshwright.planner.search.space import bucket_for
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
-FAST_INSIDE = 100e9  # bytes/s a device: NVLink and its kin, not PCIe
-SLOW_RIDGE = 1e5  # FLOP/byte: the seeds put InfiniBand near 20,000 and cloud Ethernet above 200,000
+FAST_INSIDE = 100e9  # bytes/s per device: NVLink and similar links, not PCIe
+SLOW_RIDGE = 1e5  # FLOP/byte: InfiniBand is near 20,000 and cloud Ethernet above 200,000
 MOST_MICROBATCH = 64
 
 
@@ -63,7 +62,7 @@ class Problem:
 
     @property
     def slow_between(self) -> bool:
-        """Whether the network is like cloud Ethernet: the FLOPs per byte are so high that only large batches hide it."""
+        """Whether the network is as slow as cloud Ethernet: FLOPs per byte are above `SLOW_RIDGE`, so only large batches hide it."""
         return self.nodes > 1 and self.cluster.accelerator.peak_for(self.workload.precision) / self.between > SLOW_RIDGE
 
     @property
@@ -75,7 +74,7 @@ class Problem:
         return e is not None and fits(e)
 
     def first_fitting(self, plans: Iterable[Plan | None]) -> Plan | None:
-        """The first that fits, else the last that is legal."""
+        """The first plan that fits, else the last legal one."""
         last = None
         for plan in plans:
             if plan is not None:
@@ -103,7 +102,7 @@ class Problem:
     def shaped(
         self, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, zero: int = 0, hybrid: bool = False, virtual: int = 1
     ) -> Plan | None:
-        """The nearest legal plan to a recommendation, completed; None where there is none."""
+        """The nearest legal plan to a recommendation, with all other fields chosen; None if there is none."""
         wish = (tp, pp, cp, ep, zero, hybrid, virtual)
         if wish not in self._shaped:
             self._shaped[wish] = self._nearest(*wish)
@@ -121,7 +120,7 @@ class Problem:
         return None
 
     def _stage_counts(self, taken: int, wished: int) -> list[int]:
-        """Legal pipeline degrees, the wished first, then smaller, then larger ones: some batches need more stages to divide."""
+        """Legal pipeline degrees, the recommended one first, then smaller, then larger ones: some batches divide only with more stages."""
         legal = [d for d in divisors(self.world // taken) if d <= self.model.layers or d == 1]
         return sorted(legal, key=lambda d: (d > wished, abs(d - wished)))
 
@@ -157,7 +156,7 @@ class Problem:
         return float(bucket_for(self.cluster, ranks))
 
     def with_recompute(self, plan: Plan) -> Plan:
-        """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P where that is possible."""
+        """The least recompute that fits, with the largest micro-batch that then fits and keeps M ≥ 4·P if possible."""
         local = self.workload.batch // plan.dp
         sizes = [d for d in reversed(divisors(local)) if d <= MOST_MICROBATCH]
         if plan.pp > 1:

@@ -1,4 +1,4 @@
-"""What a decision guide answers: a plan (or none), the reason with this problem's figures, and the guide's source."""
+"""The answer of a decision guide: a plan (or none), the reason with this problem's figures, and the guide's source."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from meshwright.describe.plan import Plan
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What a guide says here. `plan` is legal for the case, or None where the guide advises against or is not about training."""
+    """The answer of a guide. `plan` is legal for the problem, or None if the guide advises against its strategy or is not about training."""
 
     guide: str
     plan: Plan | None
     reason: str
     source: str
     wording: str = ""
-    correction: str = ""  # where the wording errs
+    correction: str = ""  # what is wrong in the wording
 
     def as_dict(self) -> dict[str, Any]:
         return {

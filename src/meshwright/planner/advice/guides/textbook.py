@@ -1,12 +1,13 @@
-"""The textbook's advice beside the searched winner: what each decision guide of the seeds recommends, and what following it is worth.
+"""The recommendations of the textbook guides compared with the winner of the search, in seconds per step and days.
 
 The guides (`planner.advice.guides`) are rules of thumb: size against memory, topology, batch, architecture, typical configurations, when to
-use each ZeRO stage, the tensor and pipeline guides, the practical tree, "start simple", inference. Each names a plan, the reason with
-this case's figures, the wording it follows, and where that wording errs. `compare` estimates every recommended plan with the same
-model as the winner, so that the difference is in seconds a step and, with a token budget, in days.
+use each ZeRO stage, the tensor and pipeline guides, the practical tree, "start simple", inference. Each has a plan, the reason with
+the figures of this problem, the wording of its text, and a correction where the wording is wrong.
+`compare` estimates every recommended plan with the same
+model as the winner, so that the difference is known in seconds per step and, with a token budget, in days.
 
-Rules of thumb are good teachers: on a common cluster several of them land within a few percent of the optimum. Where they do not, the
-reason column says which of their assumptions does not hold.
+On a common cluster several rules of thumb are within a few percent of the optimum. Where one is not, the reason column says which of
+its assumptions is false.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ GUIDES: tuple[Callable[[Problem], Recommendation], ...] = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A recommendation beside the winner."""
+    """A recommendation compared with the winner."""
 
     recommendation: Recommendation
     estimate: Estimate | None
     fits: bool
     ratio: float | None  # its step over the winner's
-    costs_s: float | None  # a step more than the winner's
-    costs_days: float | None  # over the token budget, where there is one
+    costs_s: float | None  # seconds per step above the winner
+    costs_days: float | None  # days above the winner over the token budget, if one is given
     same: bool  # the winner itself
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,13 +81,13 @@ class Compared:
 
 
 def recommend(model: Model, cluster: Cluster, workload: Workload, stack: Stack) -> list[Recommendation]:
-    """The recommendation of every guide, in the order a newcomer meets them."""
+    """The recommendation of every guide, in the order of `GUIDES`."""
     problem = Problem(model, cluster, workload, stack)
     return [guide(problem) for guide in GUIDES]
 
 
 def compare(recommendations: Iterable[Recommendation], winner: Estimate) -> list[Compared]:
-    """Estimate each recommended plan as the winner was estimated."""
+    """Estimate each recommended plan for the winner's problem."""
     trial = Trial(winner.model, winner.cluster, winner.workload, winner.stack)
     return [compare_one(r, trial, winner) for r in recommendations]
 

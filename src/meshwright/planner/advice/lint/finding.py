@@ -99,7 +99,7 @@ def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, f
     words, saves = "", None
     for factor in (2, 4, 8, 16):
         workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)
-        e = seen.trial.elsewhere(seen.plan, workload=workload)
+        e = seen.trial.with_changes(seen.plan, workload=workload)
         if e is not None and fits(e):
             words, saves = f"--set workload.batch={workload.batch}", seen.step - step(e) / factor
             if enough(e):

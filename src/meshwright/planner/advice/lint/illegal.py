@@ -45,7 +45,7 @@ def indivisible_heads(config: Config, trial: Trial, error: MeshwrightError) -> F
     plan = config.plan
     fixed = trial.fastest(other_degrees(plan, config))
     model = padded(config.model, plan.tp)
-    worst = trial.elsewhere(plan, model=model)
+    worst = trial.with_changes(plan, model=model)
     what = f"{error.what}: padded to {model.heads} heads, {1 - config.model.heads / model.heads:.1%} of attention is thrown away"
     return illegal_finding(
         "MW-LINT-011",
@@ -65,7 +65,7 @@ def batch_arithmetic(config: Config, trial: Trial, error: MeshwrightError) -> Fi
     whole = -(-workload.batch // unit) * unit
     smaller = [p for p in microbatches(plan, workload) if p is not None and p.microbatch < plan.microbatch]
     fixed = trial.fastest([*smaller, *moves(plan, "dp", workload, config.stack, ("tp", "pp", "cp"))])
-    worst = trial.elsewhere(plan, workload=workload.but(batch=whole))
+    worst = trial.with_changes(plan, workload=workload.but(batch=whole))
     idle = 1 - workload.batch / whole
     what = f"{error.what}: of a step for {whole}, {idle:.0%} is idle or repeated"
     return illegal_finding(
@@ -91,7 +91,7 @@ def illegal_finding(
 
 
 def other_degrees(plan: Plan, config: Config) -> Iterator[Plan | None]:
-    """Every tensor-parallel degree with the rest of the devices given to data parallelism."""
+    """Every tensor-parallel degree with data parallelism over all other devices."""
     room = config.cluster.world // (plan.cp * plan.pp)
     for tp in divisors(room):
         changes = {"tp": tp, **data_parallel(plan, room // tp)}

@@ -1,6 +1,6 @@
 """The rules of `lint` for plans that are legal: placement, batch, memory, messages.
 
-The seeds' list, each corrected by what it costs here and now:
+The anti-patterns of "A Guide to Distributed Training" and "Distributed Training Basics". Each finding has its cost for this plan:
 
 - tensor parallelism over a slow link: "GPUs wait 80% of the time". The cost is the time its collectives take beyond what they would
   inside one node.
@@ -11,7 +11,7 @@ The seeds' list, each corrected by what it costs here and now:
 - ring attention below s/P ≥ kv·bytes·F / (heads·B): K and V arrive later than they are used up.
 - ZeRO-3 on a slow network: every layer's weights cross it twice or thrice a micro-batch.
 - an oversubscribed fabric: the cost is the step's time beyond that on a non-blocking one.
-- buckets below α/β: the seeds' rule. A ring cuts its bucket in P chunks, so the real bound is P·α/β.
+- buckets below α/β: the texts' rule. A ring cuts its bucket in P chunks, so the real bound is P·α/β.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tensor_across(seen: Seen) -> Finding | None:
     level = crosses(seen, "tp")
     if seen.plan.tp == 1 or level == 0:
         return None
-    ideal = seen.trial.elsewhere(seen.plan, cluster=as_one_node(seen.now.cluster, seen.plan.world))
+    ideal = seen.trial.with_changes(seen.plan, cluster=as_one_node(seen.now.cluster, seen.plan.world))
     cost = exposed(seen.now, "tp") - (exposed(ideal, "tp") if ideal else 0.0)
     tries = [*moves(seen.plan, "tp", seen.config.workload, seen.config.stack), *orders(seen.plan)]
     inside = [p for p in tries if p and p.tp <= seen.now.cluster.node_size and (not p.order or p.order[0] == "tp")]
@@ -103,9 +103,9 @@ def against_topology(seen: Seen) -> Finding | None:
     best = seen.trial.fastest(orders(seen.plan))
     if best is None or step(best) >= seen.step:
         return None
-    said = seen.plan.order or seen.now.stack.order
+    order = seen.plan.order or seen.now.stack.order
     far = [axis for axis in ("tp", "cp", "ep") if crosses(seen, axis) and seen.now.program.batch.size(axis)[0] > 1]
-    what = f"order {', '.join(said)} places {' and '.join(far) or 'busy groups'} across nodes where another order keeps them nearer"
+    what = f"order {', '.join(order)} places {' and '.join(far) or 'busy groups'} across nodes where another order keeps them nearer"
     return finding(seen, "MW-LINT-003", "groups against the topology", what, seen.step - step(best), best)
 
 
@@ -190,7 +190,7 @@ def oversubscribed(seen: Seen) -> Finding | None:
     if not thin:
         return None
     free = cluster.but(levels=[level.but(oversubscription=1.0) for level in cluster.levels])
-    ideal = seen.trial.elsewhere(seen.plan, cluster=free)
+    ideal = seen.trial.with_changes(seen.plan, cluster=free)
     cost = seen.step - step(ideal) if ideal else 0.0
     unit = cluster.spans[thin[0] - 1]
     shards = [s for s in {math.gcd(seen.plan.dp, unit), math.gcd(seen.plan.dp, cluster.node_size)} if s > 1]
@@ -209,7 +209,7 @@ def experts_over_slow(seen: Seen) -> Finding | None:
     if seen.plan.ep == 1 or level == 0:
         return None
     near = as_one_node(seen.now.cluster, seen.plan.ep * seen.plan.etp)
-    ideal = seen.trial.elsewhere(seen.plan, cluster=near)
+    ideal = seen.trial.with_changes(seen.plan, cluster=near)
     cost = exposed(seen.now, "ep") - (exposed(ideal, "ep") if ideal else 0.0)
     node = seen.now.cluster.node_size
     pairs = [
