@@ -79,7 +79,9 @@ def complexity() -> list[Figure]:
     """The table of 4.4, where n is the *shard*: a rank of P starts or ends with n, the whole is nP."""
     p, whole, alpha, rate = POINT
     shard, beta, log = whole / p, 1 / rate, math.log2(p)
-    remark = "by the sizes in its own table (nP → n) the term is (P−1)nβ; the printed one needs n to be the whole buffer"
+    remark = (
+        "by the sizes in its own table (nP → n) the term is (P−1)nβ; the printed one needs n to be the whole buffer"
+    )
 
     def row(
         verdict: Row, name: str, claim: str, seconds: float, operation: str, algorithm: str, note: str = ""

@@ -69,7 +69,10 @@ def hardware() -> list[Figure]:
     dgx = catalog.load("clusters", "dgx-h100")
     cards = dgx.levels[1].ports or dgx.node_size
     paper, sheet = "NVIDIA H100 white paper", "NVIDIA A100 datasheet"
-    sparse, dense = "with 2:1 sparsity, as NVIDIA's data sheet prints it", "training runs dense; the text does not say so"
+    sparse, dense = (
+        "with 2:1 sparsity, as NVIDIA's data sheet prints it",
+        "training runs dense; the text does not say so",
+    )
     both = "both directions; one is 450 GB/s"
     # fmt: off
     return [

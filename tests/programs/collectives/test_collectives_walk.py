@@ -220,7 +220,7 @@ def test_uneven_nodes_and_odd_placements_walk(data, ranks):
 
 
 def test_a_cluster_too_small_is_refused():
-    with pytest.raises(MeshwrightError, match="5 ranks do not stand on"):
+    with pytest.raises(MeshwrightError, match="5 ranks do not fit on"):
         walk(build("all-reduce", "ring", 5, 10), uniform(4, 1e-6, 1e9))
     with pytest.raises(MeshwrightError, match="separate device"):
         walk(build("all-reduce", "ring", 2, 10), uniform(4, 1e-6, 1e9), placement=[1, 1])

@@ -113,7 +113,7 @@ def place(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) 
     if len(devices) != ranks or len(set(devices)) != ranks or min(devices) < 0 or max(devices) >= cluster.world:
         raise MeshwrightError(
             "MW-PROG-008",
-            f"{ranks} ranks do not fit on {len(set(devices))} of the {cluster.world} devices of {cluster.name}",
+            f"{ranks} ranks do not fit on {min(len(set(devices)), cluster.world)} of the {cluster.world} devices of {cluster.name}",
             why=f"Each rank needs a separate device, numbered 0 to {cluster.world - 1}",
         )
     return devices

@@ -133,7 +133,7 @@ class Emulated:
 
     def begin(self, last: bool) -> None:
         if self.begun:
-            self.taken.append(self.per_rank.taken())
+            self.taken.append(self.per_rank.take_gradients())
         self.begun = True
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class Emulated:
 
     @torch.no_grad()
     def finish(self) -> None:
-        self.taken.append(self.per_rank.taken())
+        self.taken.append(self.per_rank.take_gradients())
         whole = added(self.taken)
         total = {name: sum_of([mine[name] for mine in whole.values() if name in mine]) for name in self.parameters}
         for summed in self.summed:

@@ -150,7 +150,7 @@ class PerRankGradients:
             mine[name].grad_dtype = parameter.grad_dtype
         return mine[name]
 
-    def taken(self) -> dict[Source, dict[str, torch.Tensor]]:
+    def take_gradients(self) -> dict[Source, dict[str, torch.Tensor]]:
         """The gradients of all copies, which begin anew."""
         out = {s: {name: p.grad for name, p in mine.items() if p.grad is not None} for s, mine in self.copies.items()}
         for mine in self.copies.values():
