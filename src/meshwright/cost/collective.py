@@ -26,7 +26,7 @@ OPERATIONS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_sc
               "all_to_all": "all-to-all", "send": "point-to-point"}  # fmt: skip
 
 
-MOST_IN_NODE = 128  # ranks of one node in the table of shapes; beyond it shapes are found by sorting
+MOST_KEYS = 2**20  # entries of the table in which shapes are looked up; beyond it they are found by sorting
 
 
 class Group(NamedTuple):
@@ -45,21 +45,20 @@ class Group(NamedTuple):
 
         `level` is the highest level that each plan's groups span, of those above the node; `rates` the bytes/s of a device there.
         """
-        key = (ranks * (MOST_IN_NODE + 1) + per_node) * len(rates) + level
-        whole = key.astype(np.int64)
-        if whole.max() < 2**22 and per_node.max() <= MOST_IN_NODE and (whole == key).all():
-            seen = np.zeros(int(whole.max()) + 1, dtype=np.int32)
-            seen[whole] = 1
-            seen = np.cumsum(seen, dtype=np.int32) - 1
-            of_plan = seen[whole]
-            first = np.empty(int(of_plan.max()) + 1, dtype=np.int64)
-            first[of_plan] = np.arange(len(whole))
+        key = ((ranks * (np.floor(per_node.max()) + 1) + per_node) * len(rates) + level).astype(np.int64)
+        if key.max() < MOST_KEYS and all((np.floor(x) == x).all() for x in (ranks, per_node)):
+            first = np.full(int(key.max()) + 1, -1)  # of each key, a plan that has it
+            first[key] = np.arange(len(key))
+            found = np.flatnonzero(first >= 0)
+            place = np.empty_like(first)
+            place[found] = np.arange(len(found))
+            first, of_plan = first[found], place[key]
         else:
             columns = np.stack(np.broadcast_arrays(ranks, per_node, level))
             _, first, of_plan = np.unique(columns, axis=1, return_index=True, return_inverse=True)
             of_plan = of_plan.ravel()
         ranks, per_node = ranks[first], per_node[first]
-        outside = np.array(rates)[np.broadcast_to(level, whole.shape)[first]]
+        outside = np.array(rates)[np.broadcast_to(level, key.shape)[first]]
         return cls(ranks, per_node, ranks / per_node, outside, of_plan)
 
 
@@ -186,11 +185,12 @@ class SwitchCurve(Curve):
         return np.where(self.available, self.call, np.inf)[at], self.wire[at]
 
     def improve(self, n: Array, root: Array, best: Array) -> Array:
-        """Only where the bytes alone, without any latency, would be faster: elsewhere the formula need not be worked out."""
+        """Only where there are bytes and they alone, without any latency, would be faster: elsewhere the formula need not be worked
+        out."""
         of_plan = self.group.of_plan
         if np.ndim(n) == 0:  # one size: once for each shape
             return np.minimum(best, np.where(self.available, self.time(n, root), np.inf)[of_plan])
-        rows = np.flatnonzero(self.least[0] + n * self.least[1] < best)
+        rows = np.flatnonzero((self.least[0] + n * self.least[1] < best) & (n > 0))
         if len(rows) == 0:
             return best
         best = best.copy()

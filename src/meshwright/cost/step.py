@@ -135,11 +135,12 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     m = np.maximum(b.microbatches, 1.0)
 
     slowest = np.stack([np.broadcast_to(r.total, b.n) for r in ranks]).argmax(axis=0)
+    place = slowest * b.n + np.arange(b.n)  # of the slowest rank, where the values of all ranks follow each other
 
     def of_slowest(values: list[Array]) -> Array:
         if len(values) == 1:
             return np.broadcast_to(values[0], b.n)
-        return np.take_along_axis(np.stack([np.broadcast_to(v, b.n) for v in values]), slowest[None, :], 0)[0]
+        return np.concatenate([np.broadcast_to(v, b.n) for v in values])[place]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
     others = {

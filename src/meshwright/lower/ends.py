@@ -16,7 +16,7 @@ def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     b, m = low.b, low.m
     if not m.vocab or m.kind != "transformer":
         return low.phases
-    n = b.tokens * m.hidden * low.element
+    n = low.message(m.hidden)
     low.memory("F", "lookup", "embedding", n, 2, 3)
     low.collective("F", "embedding-out", "embedding", "all_reduce", "tp", n, low.with_tp * ~b.sp)
     low.collective("F", "embedding-out", "embedding", "reduce_scatter", "tp", n, low.with_sp)

@@ -151,9 +151,10 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     row_split = np.where(b.gather_form, 1.0, b.tp)
     kept_core = (b.recompute == 0) | (not recompute)
     out: dict[str, Array] = {}
+    zero = np.zeros(b.n)
 
     def add(part: str, size: Array) -> None:
-        out[part] = out.get(part, 0.0) + size * np.ones(b.n)
+        out[part] = out.get(part, zero) + size
 
     for s in block.saved:
         if s.condition in conditions:

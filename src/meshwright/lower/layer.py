@@ -34,14 +34,14 @@ from meshwright.lower.op import NARROW, Array, Op, present
 class LayerLowering:
     """The operations of one block, collected phase by phase."""
 
-    def __init__(self, batch: Batch, block: Block, element: float) -> None:
+    def __init__(self, batch: Batch, block: Block, element: float, messages: dict[int, Array]) -> None:
         self.b, self.block, self.element = batch, block, element
+        self.messages = messages  # of `message`; all blocks of a program share them
         self.m = batch.model
         self.fused = set(batch.stack.fused)
         self.degrees = degrees(batch)
         self.wide = "bf16" if batch.workload.precision in NARROW else ""  # dtype of products that are never narrower
         self.phases: dict[str, list[Op]] = {"F": [], "I": [], "W": [], "R": []}
-        self._messages: dict[float, Array] = {}
         self.row_tokens = batch.tokens / batch.seq_split  # tokens the regions between the products see
         self.with_tp = (batch.tp > 1).astype(float)
         self.with_sp = self.with_tp * batch.sp
@@ -99,12 +99,13 @@ class LayerLowering:
 
     # Tensor and sequence parallel edges
 
-    def message(self, width: Array) -> Array:
+    def message(self, width: int) -> Array:
         """Bytes of this rank's tokens at a width. Equal widths return the same array, so that it is timed once."""
-        key = width if isinstance(width, int | float) else id(width)
-        return self._messages.setdefault(key, self.b.tokens * width * self.element)
+        if width not in self.messages:
+            self.messages[width] = self.b.tokens * width * self.element
+        return self.messages[width]
 
-    def enter_columns(self, part: str, width: Array) -> None:
+    def enter_columns(self, part: str, width: int) -> None:
         """Add the communication before a column-split product with an input of `width`."""
         n = self.message(width)
         self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
@@ -114,7 +115,7 @@ class LayerLowering:
             self.collective("G", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp * self.b.splits)
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
 
-    def leave_rows(self, part: str, width: Array, inner: Array) -> None:
+    def leave_rows(self, part: str, width: int, inner: int) -> None:
         """Add the communication after a row-split product with an output of `width` and an input of `inner`. The all-gather form gathers
         both."""
         n, n_inner = self.message(width), self.message(inner)

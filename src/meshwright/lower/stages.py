@@ -20,14 +20,12 @@ import numpy as np
 
 from meshwright.describe import stages as placement
 from meshwright.describe.plan import Plan
-from meshwright.describe.schedules import SCHEDULES
-from meshwright.describe.schedules import V_SHAPED as V_SHAPED_NAMES
+from meshwright.describe.schedules import IS_V_SHAPED, SCHEDULES
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array
 from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
-V_SHAPED = tuple(SCHEDULES.index(name) for name in V_SHAPED_NAMES)
 LAYERS = ("dense", "moe")
 DUALPIPEV = SCHEDULES.index("dualpipev")
 
@@ -75,7 +73,7 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
 
 def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     """The blocks of all stages of one pipeline rank."""
-    v_shaped = np.isin(batch.schedule, V_SHAPED)
+    v_shaped = IS_V_SHAPED[batch.schedule]
     if _layers_alike(batch):
         held = _blocks_of_one_kind(batch, rank, v_shaped & (batch.virtual > 1))
     else:
@@ -100,7 +98,7 @@ def _layers_alike(batch: Batch) -> bool:
 def _stages_of(batch: Batch, rank: Array) -> Array:
     """All virtual stages of a rank at once: (virtual, plans); negative where a plan has fewer."""
     v = np.arange(int(batch.virtual.max()))[:, None]
-    folded = np.isin(batch.schedule, V_SHAPED) & (v == 1)
+    folded = IS_V_SHAPED[batch.schedule] & (v == 1)
     stage = np.where(folded, batch.pp * batch.virtual - 1 - rank, rank + v * batch.pp)
     return np.where(batch.virtual > v, stage, -1.0)
 

@@ -44,8 +44,9 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         _counts_only(program, element)
         return program
     makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
+    messages: dict[int, Array] = {}
     for kind, block in model.blocks.items():
-        low, held = LayerLowering(batch, block, element), footprint.tensors(batch, block)
+        low, held = LayerLowering(batch, block, element, messages), footprint.tensors(batch, block)
         for phase, ops in makers[kind](low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = footprint.saved(batch, block, element)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.describe.schedules import IS_V_SHAPED
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op, StepProgram
-from meshwright.lower.stages import V_SHAPED, StageBlocks, rank_blocks
+from meshwright.lower.stages import StageBlocks, rank_blocks
 
 Key = tuple[str, str]  # axis, collective
 DATA_PARALLEL = ("dense", "expert")  # parts of ZeRO-3's operations in the blocks: counted unit by unit instead
@@ -95,7 +96,7 @@ def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
     are on rank 0 and the turn is on the last rank, which passes to itself.
     """
     first, last = (rank == 0) * 1.0, (rank == batch.pp - 1) * 1.0
-    several, v_shaped = (batch.pp > 1) * 1.0, np.isin(batch.schedule, V_SHAPED)
+    several, v_shaped = (batch.pp > 1) * 1.0, IS_V_SHAPED[batch.schedule]
     on = several * (batch.virtual - np.where(v_shaped, first + last, last))
     back = several * (batch.virtual - np.where(v_shaped, first + last, first))
     return on, back
