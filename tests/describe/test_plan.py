@@ -195,6 +195,7 @@ OTHER_VALUES = {
     "prefetch": False, "wrap": 0, "reduce": "step", "average_every": 2, "recompute": "selective", "recompute_every": 2,
     "recompute_layers": 1, "recompute_budget": 1e9, "param_dtype": "fp16", "grad_dtype": "bf16", "state_dtype": "bf16", "master": False,
     "comm_dtype": "bf16", "overlap": ("dp",), "compression": "int8", "offload": "states", "order": ("tp", "cp", "dp", "pp"),
+    "gather_dtype": "fp8",
 }  # fmt: skip
 
 

@@ -106,6 +106,8 @@ class Plan(PlanFields):
             words.append("no fp32 master weights")
         if self.comm_dtype and self.wire == "none" and self.comm_dtype != self.grad_dtype:
             words.append(f"reduced in {self.comm_dtype}")
+        if self.gather_dtype == "fp8" and self.gathers:
+            words.append("fp8 all-gathers")
         if self.recompute_budget:
             words.append(f"activations up to {format_decimal_bytes(self.recompute_budget)}")
         if self.compression in ("top-k", "random-k"):

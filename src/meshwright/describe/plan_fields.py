@@ -25,6 +25,7 @@ Compression = Literal["none", "fp16", "bf16", "int8", "int4", "top-k", "powersgd
 Dtype = Literal["fp64", "fp32", "fp16", "bf16", "fp8"]
 Offload = Literal["none", "states", "activations", "both"]
 TensorForm = Literal["megatron", "all-gather"]
+GatherDtype = Literal["same", "fp8"]
 
 AXES = ("tp", "cp", "pp", "dp")
 ORDERS = tuple(permutations(AXES))
@@ -33,6 +34,7 @@ CP_KINDS: tuple[str, ...] = get_args(ContextKind)
 COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 DTYPES: tuple[str, ...] = get_args(Dtype)
 TP_FORMS: tuple[str, ...] = get_args(TensorForm)
+GATHER_DTYPES: tuple[str, ...] = get_args(GatherDtype)
 
 
 class PlanFields(Described):
@@ -86,6 +88,10 @@ class PlanFields(Described):
     state_dtype: Dtype = Field(default="fp32", description="dtype of optimizer states")
     master: bool = Field(default=True, description="keep an fp32 copy of 16-bit parameters")
     comm_dtype: Dtype | None = Field(default=None, description="dtype of gradient reduction; default: grad_dtype")
+    gather_dtype: GatherDtype = Field(
+        default="same",
+        description="fp8: sequence parallelism all-gathers the operands of fp8 products, and ZeRO-3 their weights, in fp8; same: as they are",
+    )
     overlap: tuple[Axis, ...] | None = Field(
         default=None, description="axes whose communication overlaps with compute; default: the stack's"
     )
@@ -131,6 +137,11 @@ class PlanFields(Described):
         """How gradients are sent: a compression, a narrower dtype than they are accumulated in, or "none"."""
         narrow = self.comm_dtype in ("fp16", "bf16", "fp8") and self.comm_dtype != self.grad_dtype
         return str(self.comm_dtype) if self.compression == "none" and narrow else self.compression
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather_dtype` has an effect: sequence parallelism gathers activations, ZeRO-3 weights."""
+        return (self.sp and self.tp > 1) or (self.zero == 3 and self.shard * self.cp > 1)
 
     @property
     def lossy(self) -> bool:

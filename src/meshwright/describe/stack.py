@@ -36,6 +36,10 @@ class Stack(Described):
         default=False,
         description="fp8: ranks that hold shards of a tensor agree on one scale, with a small message per matrix product",
     )
+    fp8_gathers: bool = Field(
+        default=False,
+        description="fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)",
+    )
     flat_shards: bool = Field(
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",

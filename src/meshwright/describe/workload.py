@@ -8,6 +8,7 @@ from pydantic import Field
 
 from meshwright.describe.base import Count, Described, Length, Size
 
+FP8 = ("fp8", "mxfp8")  # precisions whose operands have 8 bits
 Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "fp4", "fp64"]
 STATE_COPIES = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
 

@@ -40,6 +40,7 @@ INTEGERS = (
     "compression_rank",
     "average_every",
 )
+SCALE_BYTES, MX_BLOCK = 4.0, 32.0  # a scale of fp8 is a float32; one of mxfp8 is a byte for 32 elements
 FLAGS = ("sp", "reshard", "prefetch", "master")
 
 
@@ -53,7 +54,9 @@ class Batch:
         self.compression_threshold: np.ndarray | float = 2.0
         self.wrap: Any = 1.0  # layers of a ZeRO unit, at most those of a stage
         self.one_unit: Any = False  # a stage is one ZeRO unit, with the embedding and the head
+        self.gather_fp8: Any = False  # plans with `gather_dtype = "fp8"`
         self.__dict__.update(fields)
+        self.gathers_fp8 = bool(np.any(self.gather_fp8))
         self.n = len(fields["tp"])
         if (
             stack.overlap
@@ -150,6 +153,7 @@ class Batch:
         fields["compression"] = np.array([COMPRESSIONS.index(name) for name in eight])
         fields["compression_threshold"] = np.array([p.compression_threshold for p in plans])
         fields["gather_form"] = np.array([p.tp_form == "all-gather" for p in plans])
+        fields["gather_fp8"] = np.array([p.gather_dtype == "fp8" for p in plans])
         fields["reduce_each"] = np.array([p.reduces_each for p in plans])
         fields["reduce_said"] = np.array([p.reduce == "microbatch" for p in plans])
         fields["param_bytes"] = np.array([DTYPE_BYTES[p.param_dtype] for p in plans])
@@ -182,6 +186,12 @@ class Batch:
     def sends(self, wire: str) -> Any:
         """Where gradients are sent in this way."""
         return sum((on for name, on in self.wires if name == wire), np.False_)
+
+    def fp8_gather_bytes(self, elements: Any, axis: str) -> Any:
+        """Bytes of the full buffer of an all-gather in fp8: one per element, and the scales. `fp8` has a scale of 4 bytes for each rank's
+        part of the buffer, `mxfp8` one of 1 byte for each 32 elements (3% more)."""
+        scales = elements / MX_BLOCK if self.workload.precision == "mxfp8" else SCALE_BYTES * self.size(axis)
+        return elements + scales
 
     def size(self, axis: str) -> np.ndarray:
         """Ranks in one group of an axis."""

@@ -46,6 +46,7 @@ class Tensor(NamedTuple):
     learns: bool
     size: Array
     padding: Array = 0.0  # elements that ZeRO adds: rows up to a multiple of the ranks
+    multiplied_in_fp8: bool = False  # in an fp8 workload
 
     @property
     def group(self) -> str:
@@ -69,9 +70,8 @@ def tensors(b: Batch, block: Block) -> list[Tensor]:
     out = []
     for p, on in found:
         shape = local_shape(p.style, p.shape, d)
-        out.append(
-            Tensor(p.style, shape, p.learns, math.prod(shape) * on, _padding(b, p.style, shape) * on if b.pads else 0.0)
-        )
+        added = _padding(b, p.style, shape) * on if b.pads else 0.0
+        out.append(Tensor(p.style, shape, p.learns, math.prod(shape) * on, added, p.multiplied_in_fp8))
     return out
 
 
@@ -92,7 +92,8 @@ def _load(b: Batch, held: list[Tensor]) -> Load:
         d = degrees(b)
         exact = sum(((t.size + t.padding) * np.logical_not(compressible(t.style, d)) for t in learns), 0.0) * b.lossy
     first, second = (sum((sums[k] for sums in compressed(b, learns)), 0.0) for k in (1, 2))
-    return Load(whole, sent - exact, exact, first, second)
+    fp8 = sum((t.size + t.padding for t in held if t.multiplied_in_fp8), 0.0) if b.gathers_fp8 else 0.0
+    return Load(whole, sent - exact, exact, first, second, fp8)
 
 
 def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]:

@@ -40,13 +40,14 @@ LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
 
 class Load(NamedTuple):
     """Elements of some parameters on one rank, as ZeRO pads them: all of them, and of their gradients those sent as the plan
-    compresses them, those sent exactly, and PowerSGD's two sums."""
+    compresses them, those sent exactly, and PowerSGD's two sums; and the elements held that fp8 products multiply by."""
 
     held: Array = 0.0
     sent: Array = 0.0
     exact: Array = 0.0
     first: Array = 0.0
     second: Array = 0.0
+    fp8: Array = 0.0
 
 
 class Message(NamedTuple):
@@ -125,14 +126,28 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
             if b.compresses:
                 extra = extra + times * message.load.sent * _passes(b)
         if message.unit and mine.any():
-            n = message.load.held * b.param_bytes
+            updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
-            for name, when, times in (("gather-parameters", b.zero < 3, 1.0), ("gather-weights", b.zero == 3, freed)):
+            for name, when, times, n in (
+                ("gather-parameters", b.zero < 3, 1.0, updated),
+                ("gather-weights", b.zero == 3, freed, weights),
+            ):
                 add(Exchange(name, shard, "all_gather", when & (n > 0), n), mine * message.count * times)
     ops = [_op(name, group, *key, *amounts) for (name, *key), amounts in total.items() if present(amounts[0])]
     if present(extra):
         ops.append(Op("compress", group, "memory", (np.asarray(extra) > 0) * 1.0, bytes=extra, launches=4.0))
     return ops
+
+
+def gathered_weights(b: Batch, group: str, load: Load) -> Array:
+    """Bytes of the weights that ZeRO-3 gathers for a message. With `gather_dtype=fp8` the matrices that fp8 products multiply by take a
+    byte per element and their scales; the ends of the model, norms, biases and routers stay in the parameters' dtype."""
+    n = load.held * b.param_bytes
+    if not (b.gathers_fp8 and present(load.fp8)):
+        return n
+    narrow = b.fp8_gather_bytes(load.fp8, DATA_AXES[group].shard)
+    on = b.gather_fp8 & (b.param_bytes > 1) & (np.asarray(load.fp8) > 0)
+    return np.where(on, n - load.fp8 * b.param_bytes + narrow, n)
 
 
 def flat_gather(b: Batch, group: str, held: Array) -> list[Op]:
@@ -171,7 +186,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
     if b.compresses:
         passes = unit.sent * _passes(b)
         scatter.append(Op("compress", "optimizer", "memory", reduces * (passes > 0), bytes=passes, launches=4.0))
-    gather = Exchange("gather-weights", shard, "all_gather", 1.0, unit.held * b.param_bytes)
+    gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
     # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
     return {
         "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],

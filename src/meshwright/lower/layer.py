@@ -15,11 +15,17 @@ sequence for heads with all-to-alls of Q, K, V and the output.
 
 Arithmetic narrower than 16 bits (fp8) is used for the products with the weights of a layer and of its experts. The core of attention,
 the router and the head multiply in 16 bits (`wide`).
+
+fp8 products do not narrow what is sent, unless the plan has `gather_dtype=fp8`. Then sequence parallelism's all-gathers of their operands
+(the inputs forward and again for the gradient of the weights, the gradients of the outputs) have a byte per element and scales. What is
+summed (reduce-scatters, all-reduces) stays in 16 bits: a sum of tp numbers in fp8 would lose what cancels. Pipeline sends, context
+parallelism and the exchanges of experts are not narrowed either: their readers are not only fp8 products.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +40,7 @@ from meshwright.lower.op import NARROW, Array, Op, present
 class LayerLowering:
     """The operations of one block, collected phase by phase."""
 
-    def __init__(self, batch: Batch, block: Block, element: float, messages: dict[int, Array]) -> None:
+    def __init__(self, batch: Batch, block: Block, element: float, messages: dict[Any, Array]) -> None:
         self.b, self.block, self.element = batch, block, element
         self.messages = messages  # of `message`; all blocks of a program share them
         self.m = batch.model
@@ -105,14 +111,25 @@ class LayerLowering:
             self.messages[width] = self.b.tokens * width * self.element
         return self.messages[width]
 
-    def enter_columns(self, part: str, width: int) -> None:
-        """Add the communication before a column-split product with an input of `width`."""
+    def gathered(self, width: int, wide: int = 0) -> Array:
+        """Bytes of an all-gather over tp of an operand of products: those of `message`; in fp8 a byte for all but `wide` of its width, and
+        scales. The head multiplies in 16 bits."""
         n = self.message(width)
-        self.collective("F", f"{part}-in", part, "all_gather", "tp", n, self.with_sp)
+        if not self.b.gathers_fp8 or self.block.kind == "head":
+            return n
+        if (width, wide) not in self.messages:
+            narrow = self.b.fp8_gather_bytes(self.b.tokens * (width - wide), "tp")
+            self.messages[width, wide] = np.where(self.b.gather_fp8, narrow + self.b.tokens * wide * self.element, n)
+        return self.messages[width, wide]
+
+    def enter_columns(self, part: str, width: int, wide: int = 0) -> None:
+        """Add the communication before a column-split product with an input of `width`, of which `wide` is read in 16 bits."""
+        n, gathered = self.message(width), self.gathered(width, wide)
+        self.collective("F", f"{part}-in", part, "all_gather", "tp", gathered, self.with_sp)
         self.collective("I", f"{part}-in-grad", part, "reduce_scatter", "tp", n, self.with_sp)
-        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp)
+        self.collective("W", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp)
         if self.b.splits_twice:
-            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", n, self.with_sp * self.b.splits)
+            self.collective("G", f"{part}-in-again", part, "all_gather", "tp", gathered, self.with_sp * self.b.splits)
         self.collective("I", f"{part}-in-grad", part, "all_reduce", "tp", n, self.reduce_form + self.gather_form)
 
     def leave_rows(self, part: str, width: int, inner: int) -> None:
@@ -121,7 +138,7 @@ class LayerLowering:
         n, n_inner = self.message(width), self.message(inner)
         self.collective("F", f"{part}-out", part, "all_reduce", "tp", n, self.reduce_form)
         self.collective("F", f"{part}-out", part, "reduce_scatter", "tp", n, self.with_sp)
-        self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", n, self.with_sp)
+        self.collective("I", f"{part}-out-grad", part, "all_gather", "tp", self.gathered(width), self.with_sp)
         self.collective("F", f"{part}-inner", part, "all_gather", "tp", n_inner, self.gather_form)
         self.collective("F", f"{part}-out", part, "all_gather", "tp", n, self.gather_form)
         self.collective("I", f"{part}-inner-grad", part, "reduce_scatter", "tp", n_inner, self.gather_form)
@@ -169,7 +186,7 @@ class LayerLowering:
                     self.gemm(name, "attention", self.row_tokens, linears[name].d_out, linears[name].d_in)
             self.memory("F", "latent-norm", "norm", self.row_tokens * ranks * self.element, 2, 2)
             self.memory("I", "latent-norm-grad", "norm", self.row_tokens * ranks * self.element, 4, 4)
-            self.enter_columns("attention", (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim)
+            self.enter_columns("attention", (ranks if m.q_rank else m.hidden + m.kv_rank) + m.rope_dim, wide=m.rope_dim)
             for name in ("q_b", "q", "kv_b"):
                 if name in linears:
                     self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)

@@ -250,7 +250,12 @@ def load_of(unit: list[Box], plan: Plan) -> Load:
     compressed = sum(box.padded_size for box in sent)
     first, second = (float(sum(pair[k] for pair in factors)) for k in (0, 1))
     return Load(
-        float(sum(box.padded_size for box in unit)), float(compressed), float(total - compressed), first, second
+        float(sum(box.padded_size for box in unit)),
+        float(compressed),
+        float(total - compressed),
+        first,
+        second,
+        float(sum(box.padded_size for box in unit if box.parameter.multiplied_in_fp8)),
     )
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         _counts_only(program, element)
         return program
     makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
-    messages: dict[int, Array] = {}
+    messages: dict[Any, Array] = {}
     for kind, block in model.blocks.items():
         low, held = LayerLowering(batch, block, element, messages), footprint.tensors(batch, block)
         for phase, ops in makers[kind](low).items():

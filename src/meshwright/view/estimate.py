@@ -11,6 +11,7 @@ from rich.text import Text
 
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 
 BAR = 28
@@ -204,6 +205,8 @@ def notes(e: Estimate) -> Group:
             )
         )
         lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
+    if e.workload.precision in FP8:
+        lines.append(Text.assemble((f"{e.workload.precision} traffic ", "dim"), fp8_traffic(e)))
     lines.append(Text.assemble(("critical batch ", "dim"), e.critical_batch.reason))
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]
@@ -217,3 +220,15 @@ def notes(e: Estimate) -> Group:
     for item in p.assumed:
         lines.append(Text(f"assumed: {item}", style="dim"))
     return Group(*lines)
+
+
+def fp8_traffic(e: Estimate) -> str:
+    """What fp8 products halve of the traffic, and what they do not."""
+    rest = "not reductions (reduce-scatter, all-reduce: sums stay in 16 bits or more) or pipeline sends"
+    halves = "all-gathers of sequence-parallel activations and of ZeRO-3 weights"
+    if not e.plan.gathers:
+        return f"nothing halves: this plan has no {halves}"
+    if e.plan.gather_dtype == "fp8":
+        known = "" if e.stack.fp8_gathers else f"; {e.stack.name} is not known to do this (stack.fp8_gathers)"
+        return f"halved: {halves}; {rest}{known}"
+    return f"nothing is halved; --set plan.gather_dtype=fp8 halves {halves}, {rest}"

@@ -13,7 +13,16 @@ import numpy as np
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
-from meshwright.describe.plan_fields import COMPRESSIONS, CP_KINDS, DTYPES, ORDERS, RECOMPUTES, TP_FORMS, PlanFields
+from meshwright.describe.plan_fields import (
+    COMPRESSIONS,
+    CP_KINDS,
+    DTYPES,
+    GATHER_DTYPES,
+    ORDERS,
+    RECOMPUTES,
+    TP_FORMS,
+    PlanFields,
+)
 from meshwright.describe.schedules import SCHEDULES
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
@@ -30,6 +39,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "compression": COMPRESSIONS,
     "tp_form": TP_FORMS,
     "param_dtype": DTYPES,
+    "gather_dtype": GATHER_DTYPES,
 }
 
 
@@ -57,6 +67,7 @@ class Case:
     compression: Number
     tp_form: Number
     param_dtype: Number
+    gather_dtype: Number
     order: Number  # position in ORDERS; −1: not a permutation of the axes
     stage_entries: Number  # entries of layers_per_stage
     stage_sum: Number  # their sum

@@ -7,11 +7,13 @@ from meshwright.describe.legality.fixes import divisors, fitting_microbatch, val
 from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.model import Model
-from meshwright.describe.plan_fields import DTYPES
+from meshwright.describe.plan_fields import DTYPES, GATHER_DTYPES
 from meshwright.describe.schedules import IN_ROUNDS, LEAST_MICROBATCHES, MOST_ACTIONS, RULES, action_count
+from meshwright.describe.workload import FP8
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
+FP8_GATHERS = GATHER_DTYPES.index("fp8")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 
@@ -59,7 +61,10 @@ class DeviceHasPrecision(Rule):
             f"workload.precision={p.workload.precision}, and {device.name} has no {p.workload.precision} units",
             why="No peak rate is known for that dtype on this accelerator",
             valid=[d for d in device.peak if not d.startswith("int")],
-            fixes=[{"workload.precision": dtype} for dtype in likely],
+            fixes=[
+                *({"workload.precision": dtype} for dtype in likely),
+                *({"workload.precision": dtype, "plan.gather_dtype": "same"} for dtype in likely),
+            ],
         )
 
 
@@ -255,6 +260,41 @@ class GatheredColumnsDivide(Rule):
         )
 
 
+class GathersAreTrained(Rule):
+    code = "MW-PAR-001"
+    needs = ("trainer",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.gather_dtype == FP8_GATHERS
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            "plan.gather_dtype=fp8 can be planned, but `train` does not support it",
+            why="fp8 all-gathers are modelled only: our trainer gathers activations and weights in their own dtype",
+            fixes=[{"plan.gather_dtype": "same"}],
+        )
+
+
+class GathersNeedFp8Products(Rule):
+    code = "MW-PLAN-018"
+    needs = ("workload",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.gather_dtype == FP8_GATHERS) & (p.workload.precision not in FP8)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"plan.gather_dtype=fp8 with workload.precision={p.workload.precision}",
+            why="A tensor is gathered in fp8 because the product that reads it multiplies in fp8; other products would lose precision",
+            valid=["gather_dtype=same", *(f"precision={name}" for name in FP8)],
+            fixes=[{"plan.gather_dtype": "same"}, *({"workload.precision": name} for name in FP8)],
+        )
+
+
 class TokensDivideOverTensorRanks(Rule):
     code = "MW-EP-001"
     needs = ("model", "workload", "trainer")
@@ -333,6 +373,8 @@ RUN_RULES: tuple[type[Rule], ...] = (
     TransformerHasParts,
     PositionsAreLearned,
     GatheredColumnsDivide,
+    GathersAreTrained,
+    GathersNeedFp8Products,
     TokensDivideOverTensorRanks,
     ParametersAreTrained,
     ProductsAreTrained,

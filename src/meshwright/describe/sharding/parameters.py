@@ -53,6 +53,12 @@ class Parameter:
         return self.style.startswith("experts")
 
     @property
+    def multiplied_in_fp8(self) -> bool:
+        """Whether an fp8 workload multiplies by it in fp8: the matrices of a layer, except its router."""
+        matrix = len(self.shape) > 1 and self.name.endswith(".weight")
+        return matrix and self.block in ("dense", "moe") and not self.module.endswith("moe.router")
+
+    @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 

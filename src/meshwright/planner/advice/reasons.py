@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.plan import Plan
-from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits, moved, step
+from meshwright.describe.workload import FP8
+from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits, moved, settings, step
 from meshwright.units import format_decimal_bytes, format_seconds
 
 LONG_CONTEXT = 32_768  # tokens from which one expects context parallelism
+WORTH = 0.001  # share of the step below which fp8 all-gathers are not offered
 SHARDED = {
     0: "gradients all-reduced",
     1: "optimizer states sharded",
@@ -46,6 +48,8 @@ def reasons(e: Estimate) -> dict[str, str]:
     if plan.dp * plan.cp > 1 and plan.bucket != Plan().bucket:
         size = format_decimal_bytes(plan.bucket)
         out["bucket"] = f"gradients in buckets of {size}: small buckets cost latency, the last one is never hidden"
+    if words := fp8_gathers(e, trial):
+        out["gather_dtype"] = words
     out["microbatch"] = batch_arithmetic(e)
     if plan.recompute != "none":
         more = format_seconds(e.prediction.exposed_s.get("recompute", 0.0))
@@ -68,6 +72,27 @@ def sequence_parallel(e: Estimate, trial: Trial) -> str:
     return (
         f"off: with it a step takes {100 * longer:+.1f}% (one more gather in backward), for {saved:.1f} GiB less memory"
     )
+
+
+def fp8_gathers(e: Estimate, trial: Trial) -> str:
+    """What all-gathers in fp8 would save, where the workload multiplies in fp8 and the stack can gather so; "" where it cannot.
+
+    Without sequence parallelism nothing is gathered under tensor parallelism, so it is tried with it as well. Both plans are estimated by
+    the closed form: the winner's time may be a simulated one.
+    """
+    plan, now = e.plan, trial.of(e.plan)
+    if e.workload.precision not in FP8 or not e.stack.fp8_gathers or now is None:
+        return ""
+    if plan.gather_dtype == "fp8":
+        other = trial.of(changed(plan, gather_dtype="same"))
+        more = 100 * (step(other) / step(now) - 1) if other else 0.0
+        return f"operands and ZeRO-3 weights of fp8 products gathered in fp8: in 16 bits a step takes {more:+.1f}%"
+    tried = [changed(plan, gather_dtype="fp8"), *([changed(plan, sp=True, gather_dtype="fp8")] if plan.tp > 1 else [])]
+    best = trial.fastest((p for p in tried if p is not None and p.gathers), SPARE)
+    if best is None or step(best) > (1 - WORTH) * step(now):
+        return ""
+    less = f"with {settings(plan, best.plan)} a step takes {100 * (step(best) / step(now) - 1):+.1f}%"
+    return f"{less}: gathers halve, reductions and pipeline sends do not (modelled: {e.stack.name} can, `train` cannot)"
 
 
 def context_parallel(e: Estimate, trial: Trial) -> str:
