@@ -152,7 +152,8 @@ def test_powersgd_sends_two_factors():
     """m × n at rank 4: 4·(m + n) elements; vectors go whole."""
     program = lowered(replicate=8, compression="powersgd", compression_rank=4)
     h, wide = GPT.hidden, GPT.ffn
-    assert one(sum(program.loads["dense"]["dense"][-2:])) == 4 * (4 * 2 * h + 2 * (h + wide)) + 4 * h
+    load = program.loads["dense"]["dense"]
+    assert one(load.first + load.second) == 4 * (4 * 2 * h + 2 * (h + wide)) + 4 * h
     experts = sum(
         lowered(MOE, replicate=8, ep=2, compression="powersgd", compression_rank=4).loads["moe"]["expert"][-2:]
     )
