@@ -149,13 +149,15 @@ def test_a_chunk_cannot_be_sent_before_it_is_written():
 
 def test_a_contribution_must_not_count_twice():
     table = joined([rows([(0, 1, 0, 0, 1), (1, 0, 1, 0, 1), (2, 1, 0, 0, 1)], reduce=True)])
-    with pytest.raises(MeshwrightError, match="rank 1, step 1: adds chunk 0 from rank 0, though it holds the part of"):
+    with pytest.raises(
+        MeshwrightError, match="rank 1, step 1: adds chunk 0 from rank 0, though it already holds the contribution of"
+    ):
         check(collective("reduce", 2, 1, table))
 
 
 def test_a_missing_contribution_is_named():
     table = rows([(0, 1, 0, 0, 1)], reduce=True)
-    with pytest.raises(MeshwrightError, match=r"rank 0, after step 0: chunk 0 .* lacks the part of rank 2"):
+    with pytest.raises(MeshwrightError, match=r"rank 0, after step 0: chunk 0 .* lacks the contribution of rank 2"):
         check(collective("reduce", 3, 1, table))
 
 
@@ -198,7 +200,8 @@ def test_copies_through_a_scratch_chunk():
         check(program.but(sizes=np.array([3, 2])))
     mixed = joined([table, moves([3], [1], [0], [1], 1, True, [0])])
     with pytest.raises(
-        MeshwrightError, match="rank 0, step 3: adds chunk 1 from rank 1, though it holds the part of rank 0"
+        MeshwrightError,
+        match="rank 0, step 3: adds chunk 1 from rank 1, though it already holds the contribution of rank 0",
     ):
         check(program.but(moves=mixed))
 

@@ -67,7 +67,7 @@ def test_what_has_no_dual_says_so():
 
 
 def test_programs_on_different_chunks_do_not_compose():
-    with pytest.raises(MeshwrightError, match="do not compose"):
+    with pytest.raises(MeshwrightError, match="cannot be combined"):
         then("all-reduce", build("reduce", "binomial", 4, 8), build("broadcast", "chain", 4, 8))
 
 
@@ -117,7 +117,7 @@ def test_groups_come_from_the_cluster_and_the_placement():
     assert groups_of(cluster, 5, [9, 0, 8, 4, 1]) == ((0, 2), (1, 4), (3,))
     with pytest.raises(MeshwrightError, match="10 devices"):
         groups_of(cluster, 11)
-    with pytest.raises(MeshwrightError, match="do not part the ranks"):
+    with pytest.raises(MeshwrightError, match="do not partition the ranks"):
         build("all-reduce", "two-level", 4, 8, groups=[[0, 1], [1, 2, 3]])
 
 

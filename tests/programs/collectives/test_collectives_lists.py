@@ -47,7 +47,7 @@ def test_lists_make_the_program_again(operation, algorithm):
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_steps_numbered_apart_are_lined_up(data):
+def test_steps_with_different_numbers_are_aligned(data):
     """Each rank may number its own steps as it likes, as long as they rise."""
     program, _ = data.draw(
         drawn("all-reduce", data.draw(st.sampled_from(sorted(ALGORITHMS["all-reduce"]))), most=8, fewest=2)
@@ -68,7 +68,7 @@ def test_ranks_that_all_send_first_deadlock():
     lists = [
         [Instruction(0, "send", 1 - rank, rank), Instruction(1, "receive", 1 - rank, 1 - rank)] for rank in range(2)
     ]
-    with pytest.raises(MeshwrightError, match="rank 0, step 0: send chunk 0 to rank 1: waits for ever") as refused:
+    with pytest.raises(MeshwrightError, match="rank 0, step 0: send chunk 0 to rank 1: waits forever") as refused:
         assemble("all-gather", lists, 2)
     assert refused.value.code == "MW-PROG-019"
     together = [[i._replace(step=0) for i in own] for own in lists]
@@ -78,9 +78,9 @@ def test_ranks_that_all_send_first_deadlock():
 
 
 def test_a_send_that_nobody_receives_is_named():
-    with pytest.raises(MeshwrightError, match="rank 1, step 4: send chunk 0 to rank 0: waits for ever"):
+    with pytest.raises(MeshwrightError, match="rank 1, step 4: send chunk 0 to rank 0: waits forever"):
         assemble("reduce", [[], [Instruction(4, "send", 0, 0)]], 2)
-    with pytest.raises(MeshwrightError, match="rank 0, step 2: reduce chunk 0 from rank 1: waits for ever"):
+    with pytest.raises(MeshwrightError, match="rank 0, step 2: reduce chunk 0 from rank 1: waits forever"):
         assemble("reduce", [[Instruction(2, "reduce", 1, 0)], []], 2)
     with pytest.raises(MeshwrightError, match="there is no rank 7"):
         assemble("reduce", [[Instruction(2, "reduce", 7, 0)], []], 2)

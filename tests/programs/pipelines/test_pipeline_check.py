@@ -71,7 +71,7 @@ def test_a_backward_before_its_forward_and_weights_before_inputs():
     found = error(program, ranks)
     assert found.code == "MW-PIPE-012"
     assert "rank 1, position 0 (1B0" in str(found)
-    assert "stands before its forward" in str(found)
+    assert "is before its forward" in str(found)
     program, ranks = lists("zb-h1", 2, 2)
     ranks[0][2], ranks[0][3] = ranks[0][3], ranks[0][2]
     found = error(program, ranks)
@@ -96,7 +96,7 @@ def test_memory_beyond_the_promise():
     found = error(program, ranks, promised=np.array([4, 2]))
     assert found.code == "MW-PIPE-014"
     assert "rank 1, position 2 (1F2" in str(found)
-    assert "promises at most 2" in str(found)
+    assert "allows at most 2" in str(found)
 
 
 def test_a_join_needs_a_forward_and_the_backward_right_after_it():

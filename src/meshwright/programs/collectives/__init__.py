@@ -1,14 +1,14 @@
-"""Collectives as programs: each algorithm a table of moves that is checked, walked, drawn and run.
+"""Collectives as programs: each algorithm is a table of moves, which can be checked, simulated, drawn and run.
 
     program = build("all-reduce", "ring", ranks=8, elements=1000)
-    check(program)                                 # proves it, or names rank, step and chunk
+    check(program)                                 # proves it, or raises an error with rank, step and chunk
     walk(program, cluster).makespan                # seconds over the cluster's links
-    run_on_arrays(program, inputs)                 # the numbers themselves
+    run_on_arrays(program, inputs)                 # the output of each rank
 
-Read `program` for the form, then `ring` for the most used algorithm; `formulas` has the closed costs.
+Read `program` for the representation, then `ring` for the most used algorithm; `formulas` has the closed-form costs.
 """
 
-# the simplest first: algorithms are listed in the order of these imports
+# Algorithms are listed in the order of these imports, the simplest first.
 from meshwright.programs.collectives import (  # noqa: I001
     trees,
     ring,

@@ -1,8 +1,9 @@
-"""Programs on actual numbers: the smallest interpreter, for tests against numpy and for `show --values`.
+"""Run a program on numpy arrays: a minimal interpreter for tests against numpy and for `show --values`.
 
-A rank's input is the concatenation, in order, of the chunks it starts with; its output that of the chunks it ends with.
-So an all-reduce takes the whole buffer from each rank and gives it to each; an all-gather takes a shard; an all-to-all
-takes P blocks, one for each rank, and gives P blocks, one from each, exactly as `torch.distributed` has it.
+A rank's input is the concatenation of the chunks it starts with, in chunk order. Its output is the concatenation of the
+chunks it ends with. An all-reduce therefore reads the full buffer from each rank and returns the full buffer to each
+rank. An all-gather reads one shard per rank. An all-to-all reads P blocks, one for each rank, and returns P blocks, one
+from each rank. The conventions are those of `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Slots = dict[tuple[int, int], Array]  # (rank, chunk) → numbers
 
 
 def run_on_arrays(program: Program, inputs: Sequence) -> list[Array]:
-    """Each rank's output from each rank's input."""
+    """Return the output of each rank, given the input of each rank."""
     slots = loaded(program, inputs)
     for _ in states(program, slots):
         pass
@@ -31,7 +32,7 @@ def run_on_arrays(program: Program, inputs: Sequence) -> list[Array]:
 
 
 def loaded(program: Program, inputs: Sequence) -> Slots:
-    """The slots before the first step."""
+    """Return the content of the slots before the first step."""
     slots: Slots = {}
     for rank in range(program.ranks):
         chunks = chunks_of(program, program.starts, rank)
@@ -46,14 +47,14 @@ def loaded(program: Program, inputs: Sequence) -> Slots:
 
 
 def states(program: Program, slots: Slots) -> Iterator[dict[tuple[int, int], bool]]:
-    """Play the program on `slots`, in place; after each step yields the slots it wrote, and whether by adding."""
+    """Run the program on `slots`, in place. After each step, yield the slots that were written: slot → whether it was added to."""
     bounds = np.searchsorted(program.moves.step, np.arange(program.steps + 1))
     columns = [column.tolist() for column in program.moves]
     for low, high in pairwise(bounds.tolist()):
         posted = []
         for _, source, target, chunk, width, adds, into in zip(*(c[low:high] for c in columns), strict=True):
             posted += [(target, into + k, adds, slots[source, chunk + k].copy()) for k in range(width)]
-        arrived: set[tuple[int, int]] = set()  # at switches, which add up what arrives in one step and nothing else
+        arrived: set[tuple[int, int]] = set()  # a switch adds only the messages of the current step
         for target, into, adds, data in posted:
             fresh = target >= program.ranks and (target, into) not in arrived
             slots[target, into] = slots[target, into] + data if adds and not fresh else data
@@ -62,7 +63,7 @@ def states(program: Program, slots: Slots) -> Iterator[dict[tuple[int, int], boo
 
 
 def chunks_of(program: Program, slots: Array, rank: int) -> list[int]:
-    """The chunks of one rank among some slots, ascending."""
+    """Return the chunks of `rank` that occur in `slots`, in ascending order."""
     low, high = np.searchsorted(slots, [rank * program.chunks, (rank + 1) * program.chunks])
     return (slots[low:high] - rank * program.chunks).tolist()
 

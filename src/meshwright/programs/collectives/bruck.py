@@ -1,16 +1,16 @@
-"""Bruck's algorithms: ⌈log₂P⌉ rounds for any number of ranks, with partners at distance 2ᵏ round a circle.
+"""Bruck's algorithms: ⌈log₂P⌉ rounds for any number of ranks. In round k the partner is 2ᵏ ranks away (mod P).
 
-**All-gather.** Before round k rank r has the chunks r, r+1, …, r+2ᵏ−1 (mod P). It sends them to rank r−2ᵏ, and so gets
-the next 2ᵏ from r+2ᵏ; the last round sends only what lacks: ⌈log₂P⌉α + (P−1)/P·nβ. Recursive doubling's cost without
-its powers of two.
+**All-gather.** Before round k rank r holds the chunks r, r+1, …, r+2ᵏ−1 (mod P). It sends them to rank r−2ᵏ and
+receives the next 2ᵏ chunks from rank r+2ᵏ. The last round sends only the missing chunks. The cost is
+⌈log₂P⌉α + (P−1)/P·nβ: the same as recursive doubling, but P need not be a power of two.
 
-**Barrier** (dissemination) is that all-gather with empty chunks: after ⌈log₂P⌉ rounds everyone has heard of everyone:
-⌈log₂P⌉α.
+**Barrier** (dissemination) is that all-gather with empty chunks. After ⌈log₂P⌉ rounds every rank has a message that
+depends on every other rank: ⌈log₂P⌉α.
 
-**All-to-all.** The block from i to j must travel d = (j−i) mod P places. Write d in binary: in round k every block
-whose bit k is set, wherever it is by then, hops 2ᵏ ranks on, all of a rank's together in one message. ⌈log₂P⌉ messages
-instead of P−1, but a block is sent once for every bit set, about (log₂P)/2 times: log₂P·α + (log₂P)/2·nβ at powers of
-two. Best for small blocks.
+**All-to-all.** The block from i to j must travel d = (j−i) mod P ranks. Write d in binary. In round k every block whose
+bit k is set moves 2ᵏ ranks forward, and a rank sends all such blocks in one message. This needs ⌈log₂P⌉ messages
+instead of P−1, but each block is sent once per set bit, about (log₂P)/2 times: log₂P·α + (log₂P)/2·nβ if P is a power
+of two. It is the best choice for small blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshwright.programs.collectives.trees import rounds, wrapped
 
 
 def circle(ranks: int) -> Moves:
-    """The moves of the all-gather."""
+    """Return the moves of the all-gather."""
     table: list[Row] = []
     for k in range(rounds(ranks)):
         sent = min(2**k, ranks - 2**k)
@@ -36,25 +36,25 @@ def circle(ranks: int) -> Moves:
 
 @algorithm("all-gather", "bruck")
 def bruck_all_gather(ranks: int, elements: int) -> Program:
-    """Blocks double round the circle."""
+    """The number of chunks on each rank doubles in every round."""
     return collective("all-gather", ranks, elements, circle(ranks))
 
 
 @algorithm("reduce-scatter", "bruck")
 def bruck_reduce_scatter(ranks: int, elements: int) -> Program:
-    """The all-gather backwards."""
+    """The reversed all-gather."""
     return reverse(bruck_all_gather(ranks, elements))
 
 
 @algorithm("barrier", "dissemination")
 def dissemination_barrier(ranks: int, elements: int = 0) -> Program:
-    """The all-gather of P empty chunks: who has chunk r knows that rank r arrived."""
+    """An all-gather of P empty chunks: a rank that has chunk r knows that rank r has reached the barrier."""
     return collective("barrier", ranks, 0, circle(ranks))
 
 
 @algorithm("all-to-all", "bruck")
 def bruck_all_to_all(ranks: int, elements: int) -> Program:
-    """In round k the blocks whose distance has bit k set hop 2ᵏ ranks; they have made the lower bits' hops already."""
+    """In round k the blocks whose distance has bit k set move 2ᵏ ranks; earlier rounds have done the lower bits."""
     tables = []
     for k in range(rounds(ranks)):
         distance = np.arange(ranks)[(np.arange(ranks) >> k) & 1 == 1]

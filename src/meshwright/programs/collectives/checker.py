@@ -1,22 +1,22 @@
-"""Proof by symbolic execution that a program does what it promises.
+"""Prove by symbolic execution that a program computes its operation.
 
-Instead of numbers every slot holds a **value** made of contributions. At first rank r's own chunks are leaves, the
-contribution of r. A store copies the value; a reduction makes a new one of two. In the end the value of every promised
-slot must consist of the contribution of each rank that started with that chunk, each exactly once. As sums do not care
-for order, that proves the result for every possible input. On the way the check refuses
+Every slot holds a symbolic **value** instead of numbers. A value is a sum of contributions. At the start the chunks of
+rank r are leaves: the contribution of r. A store copies a value. A reduction makes a new value from two operands. At
+the end the value in every required slot must contain the contribution of each rank that started with that chunk,
+exactly once. The order of a sum does not matter, so this proves the result for all inputs. The check also rejects
 
 - a chunk that is sent, or added to, before it was written;
-- a chunk written twice in one step, or overwritten in the step that sends it (a race);
-- a store of what the same rank has sent before, with nothing changed since (a step said twice).
+- a chunk that is written twice in one step, or overwritten in the step that sends it (a race);
+- a chunk that the same rank sends again although neither side has changed (a duplicate transfer).
 
-**Each exactly once** is proved in one of two ways. If no value is an operand of two reductions, the values form a
-forest, so the leaves under a value are all different and it is enough to *count* them: that settles rings, trees and
-halving. Otherwise (two partners that both add the same pair) the sets of contributions are computed, as bits, and two
-operands must be disjoint.
+**Exactly once** is proved in one of two ways. If no value is an operand of two reductions, the values form a forest.
+Then the leaves under a value are all different, and it is enough to *count* them. Rings, trees and recursive halving
+are such programs. Otherwise (two partners that both add the same pair) the check computes the sets of contributions as
+bit sets, and requires that the two operands of a reduction are disjoint.
 
-Deadlock is impossible in this form (see `program`); lists written by rank are lined up, or refused, by
-`lists.assemble`. The loop runs over steps, with numpy on all moves of a step: a 1,024-rank ring, two million moves,
-takes some tenths of a second.
+A program in this form cannot deadlock (see `program`). Lists written by hand for each rank can: `lists.assemble`
+aligns their steps or raises an error. The Python loop runs over steps and uses numpy for all moves of a step: a
+1,024-rank ring with two million moves takes a few tenths of a second.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from meshwright.errors import MeshwrightError, listed
 from meshwright.programs.collectives.contract import OPERATIONS, SHARDED, chunk_sizes, contract
 from meshwright.programs.collectives.program import Array, Program
 
-DENSE_SLOTS = 2**25  # up to here a plain array holds all slots; above, only those that the program touches
+DENSE_SLOTS = 2**25  # above this, arrays cover only the slots that the program uses
 
 
 class Single(NamedTuple):
-    """Moves of one chunk each: a run of chunks is told apart."""
+    """Moves of one chunk each: a move of several chunks becomes several rows."""
 
     step: Array
-    move: Array | None  # the row of the program's table; None: the same row
+    move: Array | None  # row in the program's table of moves; None: the rows are the same
     chunk: Array
     source: Array  # slot read
     target: Array  # slot written
@@ -45,11 +45,11 @@ class Single(NamedTuple):
 
 
 def check(program: Program) -> Program:
-    """The program itself, proved; or an error that names rank, step and chunk."""
-    keeps_promise(program)
+    """Return the program if it is correct; else raise an error that names the rank, step and chunk."""
+    check_contract(program)
     singles = single_chunk_moves(program)
     if not program.moves.in_place:
-        copies_fit(program, singles)
+        check_copy_sizes(program, singles)
     slots = program.endpoints * program.chunks
     source, target, starts, ends = singles.source, singles.target, program.starts, program.ends
     first_switch = program.ranks * program.chunks
@@ -67,8 +67,8 @@ def check(program: Program) -> Program:
     return program
 
 
-def keeps_promise(program: Program) -> None:
-    """A program named after an operation must start and end as that operation does."""
+def check_contract(program: Program) -> None:
+    """Check that the program starts and ends with the slots that its operation requires."""
     if program.operation not in OPERATIONS:
         return
     target = int(program.ends[0]) // program.chunks if len(program.ends) else 0
@@ -88,30 +88,30 @@ def keeps_promise(program: Program) -> None:
 
 
 def single_chunk_moves(program: Program) -> Single:
-    """The program's moves, one row a chunk."""
+    """Return the program's moves with one row per chunk."""
     table, chunks = program.moves, program.chunks
     index = None
     chunk, into, source, target = table.chunk, table.into, table.source, table.target
     step, reduce = table.step, table.reduce
     if table.width.max(initial=1) > 1:
         index = np.repeat(np.arange(len(table.step)), table.width)
-        within = np.arange(len(index)) - np.repeat(np.cumsum(table.width) - table.width, table.width)
+        offset = np.arange(len(index)) - np.repeat(np.cumsum(table.width) - table.width, table.width)
         step, source, target, reduce = (column[index] for column in (step, source, target, reduce))
-        chunk = chunk[index] + within.astype(np.int32)
-        into = chunk if table.in_place else table.into[index] + within.astype(np.int32)
+        chunk = chunk[index] + offset.astype(np.int32)
+        into = chunk if table.in_place else table.into[index] + offset.astype(np.int32)
     number: type = np.int32 if program.endpoints * chunks < 2**31 else np.int64
-    read: Array = source.astype(number)
-    written: Array = target.astype(number)
-    read *= chunks
-    written *= chunks
-    read += chunk
-    written += into
+    source_slot: Array = source.astype(number)
+    target_slot: Array = target.astype(number)
+    source_slot *= chunks
+    target_slot *= chunks
+    source_slot += chunk
+    target_slot += into
     bounds = np.searchsorted(step, np.arange(program.steps + 1))
-    return Single(step, index, chunk, read, written, reduce, bounds)
+    return Single(step, index, chunk, source_slot, target_slot, reduce, bounds)
 
 
-def copies_fit(program: Program, singles: Single) -> None:
-    """A chunk that becomes another has its size."""
+def check_copy_sizes(program: Program, singles: Single) -> None:
+    """Check that a copy from one chunk to another joins chunks of equal size."""
     into = singles.target % program.chunks
     bad = program.sizes[singles.chunk] != program.sizes[into]
     if bad.any():
@@ -124,31 +124,35 @@ def copies_fit(program: Program, singles: Single) -> None:
 
 
 class State:
-    """What every slot holds, step after step."""
+    """The symbolic value in every slot, updated step by step."""
 
     def __init__(self, program: Program, singles: Single, slots: int, starts: Array, first_switch: int) -> None:
         self.program, self.singles = program, singles
-        self.first_switch = first_switch  # slots from here on are those of switches that reduce
+        self.first_switch = first_switch  # slots from this index on belong to switches
         self.leaves, self.reductions = len(starts), int(singles.reduce.sum())
-        self.held = np.full(slots, -1, dtype=np.int32)  # the number of a value, or nothing
-        self.held[starts] = np.arange(self.leaves)
-        self.origin = None  # the chunk that a slot's data is of, where copies may change it
+        self.value_in = np.full(slots, -1, dtype=np.int32)  # index of the value in each slot; −1: empty
+        self.value_in[starts] = np.arange(self.leaves)
+        self.origin = None  # the chunk whose data a slot holds; needed only if the program copies between chunks
         if not program.moves.in_place:
             self.origin = np.full(slots, -1, dtype=np.int32)
             self.origin[starts] = rank_and_chunk(program, program.starts)[1]
-        self.size = np.ones(self.leaves + self.reductions, dtype=np.int32)  # leaves under a value, repeated ones too
-        self.operands = np.zeros((2, self.reductions), dtype=np.int32)  # of the values after the leaves
-        self.made_by = np.zeros(self.reductions, dtype=np.int32)
-        self.made = 0
+        self.size = np.ones(
+            self.leaves + self.reductions, dtype=np.int32
+        )  # leaves under a value, counted with repetition
+        self.operands = np.zeros(
+            (2, self.reductions), dtype=np.int32
+        )  # of each reduction; their values are numbered after the leaves
+        self.reduction_row = np.zeros(self.reductions, dtype=np.int32)
+        self.reduced = 0
         self.added = np.concatenate([[0], np.cumsum(singles.reduce, dtype=np.int32)])  # reductions before each row
         self.writer = np.zeros(slots, dtype=np.int32)  # 1 + the row that last wrote a slot
-        self.giver = np.full(slots, -1, dtype=np.int32)  # the slot that a slot's content was last stored from
+        self.stored_from = np.full(slots, -1, dtype=np.int32)  # the slot from which this slot was last stored
 
     def advance(self, rows: slice) -> None:
-        """All moves of one step, on what was there before it."""
+        """Apply all moves of one step to the values before the step."""
         source, target = (slot[rows].astype(np.intp) for slot in (self.singles.source, self.singles.target))
         reduce = self.singles.reduce[rows]
-        sent, there = self.held[source], self.held[target]
+        sent, there = self.value_in[source], self.value_in[target]
         if sent.min() < 0:
             self.refuse(rows, sent < 0, "MW-PROG-011", "sends chunk {chunk} to rank {target} before it was written")
         added = self.added[rows.stop] - self.added[rows.start]
@@ -163,13 +167,13 @@ class State:
             which = np.arange(len(sent)) if added == len(sent) else np.flatnonzero(reduce)
             self.unite(rows, sent, there, which)
         if added < len(sent):
-            self.giver[target] = source
+            self.stored_from[target] = source
         if self.origin is not None:
             self.move_origin(rows, source, target, reduce)
-        self.held[target] = sent
+        self.value_in[target] = sent
 
     def unite(self, rows: slice, sent: Array, there: Array, which: Array) -> None:
-        """Where `reduce`, `sent` becomes a new value of what came and what was there."""
+        """For the rows `which`, replace `sent` by a new value: the sum of `sent` and `there`."""
         if len(which) == 0:
             return
         a, b = sent[which], there[which]
@@ -178,17 +182,17 @@ class State:
                 rows,
                 np.isin(np.arange(len(sent)), which[b < 0]),
                 "MW-PROG-011",
-                "adds chunk {chunk} from rank {source} to nothing: its own was never written",
+                "adds chunk {chunk} from rank {source} to a chunk that was never written",
                 at="target",
             )
-        first, self.made = self.made, self.made + len(which)
-        self.operands[0, first : self.made], self.operands[1, first : self.made] = a, b
-        self.made_by[first : self.made] = rows.start + which
-        self.size[self.leaves + first : self.leaves + self.made] = self.size[a] + self.size[b]
-        sent[which] = np.arange(self.leaves + first, self.leaves + self.made, dtype=np.int32)
+        first, self.reduced = self.reduced, self.reduced + len(which)
+        self.operands[0, first : self.reduced], self.operands[1, first : self.reduced] = a, b
+        self.reduction_row[first : self.reduced] = rows.start + which
+        self.size[self.leaves + first : self.leaves + self.reduced] = self.size[a] + self.size[b]
+        sent[which] = np.arange(self.leaves + first, self.leaves + self.reduced, dtype=np.int32)
 
     def combine(self, rows: slice, target: Array, sent: Array, there: Array, which: Array) -> None:
-        """What arrives at one slot of a switch in one step becomes one value, whatever the switch passed on before."""
+        """Sum all messages that reach one slot of a switch in one step; a switch keeps no value from earlier steps."""
         which = which[np.argsort(target[which], kind="stable")]
         first = np.flatnonzero(np.append(True, target[which][1:] != target[which][:-1]))
         turn = np.arange(len(which)) - np.repeat(first, np.diff(np.append(first, len(which))))
@@ -200,7 +204,7 @@ class State:
     def find_races(
         self, rows: slice, source: Array, target: Array, reduce: Array, in_switch: Array | None = None
     ) -> None:
-        """No slot is written twice in a step (but a switch adds up all that arrives), nor overwritten in the step that sends it."""
+        """Reject a slot that is written twice in a step (except in a switch, which adds), or overwritten in the step that sends it."""
         ticket = np.arange(rows.start + 1, rows.stop + 1, dtype=np.int32)
         self.writer[target] = ticket
         last = self.writer[target]
@@ -217,10 +221,10 @@ class State:
                 self.refuse(rows, lost, "MW-PROG-014", "has chunk {chunk} overwritten in the step that sends it")
 
     def find_repeats(self, rows: slice, source: Array, target: Array, same: Array) -> None:
-        """No rank is sent what it got from the very same slot before, with neither written since."""
-        again = same & (self.giver[target] == source) & (self.writer[source] < self.writer[target])
-        if again.any():
-            self.refuse(rows, again, "MW-PROG-012", "receives chunk {chunk} from rank {source} twice", at="target")
+        """Reject a transfer that repeats an earlier one although neither slot was written since."""
+        repeated = same & (self.stored_from[target] == source) & (self.writer[source] < self.writer[target])
+        if repeated.any():
+            self.refuse(rows, repeated, "MW-PROG-012", "receives chunk {chunk} from rank {source} twice", at="target")
 
     def move_origin(self, rows: slice, source: Array, target: Array, reduce: Array) -> None:
         assert self.origin is not None
@@ -230,45 +234,45 @@ class State:
         self.origin[target] = self.origin[source]
 
     def finish(self, ends: Array) -> None:
-        """Every promised slot holds the contributions of all ranks that started with its chunk."""
+        """Check that every required slot holds the contributions of all ranks that started with its chunk."""
         program = self.program
         rank, chunk = rank_and_chunk(program, program.ends)
-        held = self.held[ends]
-        if (held < 0).any():
-            self.refuse_end(rank, chunk, held < 0, "never receives it")
+        found = self.value_in[ends]
+        if (found < 0).any():
+            self.refuse_end(rank, chunk, found < 0, "never receives it")
         if self.origin is not None and (self.origin[ends] != chunk).any():
             self.refuse_end(rank, chunk, self.origin[ends] != chunk, "holds another chunk's data there")
         is_operand = np.zeros(len(self.size), dtype=bool)
-        is_operand[self.operands[0, : self.made]] = is_operand[self.operands[1, : self.made]] = True
-        sets = None if np.count_nonzero(is_operand) == 2 * self.made else self.contributions()
+        is_operand[self.operands[0, : self.reduced]] = is_operand[self.operands[1, : self.reduced]] = True
+        sets = None if np.count_nonzero(is_operand) == 2 * self.reduced else self.contributions()
         starters = np.bincount(rank_and_chunk(program, program.starts)[1], minlength=program.chunks)
-        wrong = self.size[held] != starters[chunk]  # disjoint leaves of one chunk: as many as there are is all of them
+        wrong = self.size[found] != starters[chunk]  # the leaves are distinct, so the right count means all of them
         if wrong.any():
             k = int(np.argmax(wrong))
             sets = sets or self.contributions()
             wanted = set((program.starts[program.starts % program.chunks == chunk[k]] // program.chunks).tolist())
-            lacking = sorted(wanted - set(members(sets[held[k]])))
-            self.refuse_end(rank, chunk, wrong, f"lacks the part of {ranks_of(lacking)}")
+            lacking = sorted(wanted - set(members(sets[found[k]])))
+            self.refuse_end(rank, chunk, wrong, f"lacks the contribution of {ranks_of(lacking)}")
 
     def contributions(self) -> list[int]:
-        """The ranks that each value is made of, as bits; two operands that share one are refused."""
+        """Return the ranks that contribute to each value, as bit sets; raise if two operands of a reduction share a rank."""
         sets = [1 << rank for rank in rank_and_chunk(self.program, self.program.starts)[0].tolist()]
-        for k, (a, b) in enumerate(self.operands[:, : self.made].T.tolist()):
+        for k, (a, b) in enumerate(self.operands[:, : self.reduced].T.tolist()):
             if sets[a] & sets[b]:
-                move = int(self.made_by[k])
+                move = int(self.reduction_row[k])
                 self.refuse(
                     slice(move, move + 1),
                     np.ones(1),
                     "MW-PROG-013",
                     "adds chunk {chunk} from rank {source}, though it "
-                    f"holds the part of {ranks_of(members(sets[a] & sets[b]))} already",
+                    f"already holds the contribution of {ranks_of(members(sets[a] & sets[b]))}",
                     at="target",
                 )
             sets.append(sets[a] | sets[b])
         return sets
 
     def refuse(self, rows: slice, bad: Array, code: str, what: str, at: str = "source") -> None:
-        """Raise for the first bad move of a step."""
+        """Raise an error for the first move in `bad`."""
         k = rows.start + int(np.argmax(bad))
         table, move = self.program.moves, k if self.singles.move is None else int(self.singles.move[k])
         chunk = int(self.singles.chunk[k])
@@ -286,8 +290,8 @@ class State:
         when = f"last written at step {table.step[written[-1]]}" if len(written) else "never written"
         raise MeshwrightError(
             "MW-PROG-016",
-            f"{self.program.name}: rank {rank[k]}, after step {self.program.steps - 1}: chunk {chunk[k]} ({when}) is not what "
-            f"was promised: the rank {what}",
+            f"{self.program.name}: rank {rank[k]}, after step {self.program.steps - 1}: chunk {chunk[k]} ({when}) has the "
+            f"wrong content: the rank {what}",
         )
 
 
@@ -297,7 +301,7 @@ def rank_and_chunk(program: Program, slots: Array) -> tuple[Array, Array]:
 
 
 def members(bits: int) -> list[int]:
-    """The ranks in a set."""
+    """Return the ranks in a bit set."""
     return [k for k in range(bits.bit_length()) if bits >> k & 1]
 
 

@@ -1,9 +1,9 @@
-"""Which algorithm is fastest for which message size, on a given cluster.
+"""Find the fastest algorithm for each message size on a given cluster.
 
-Every algorithm is built and walked at every size; nothing is read off formulas. Between two sizes at which different
-algorithms lead, the crossover is where their times, taken as linear in the size, meet: exact where α-β holds, for then
-they *are* linear. Node-aware algorithms get the cluster's nodes; pipelined ones the number of segments that suits the
-size and the slowest link.
+Every algorithm is built and simulated (`walk`) at every size; formulas are not used. If different algorithms are fastest
+at two neighbouring sizes, the crossover is the size at which their times are equal, interpolated linearly. It is exact
+where the α-β model holds, because times are then linear in the size. Node-aware algorithms receive the cluster's nodes.
+Pipelined algorithms receive the best number of segments for the size and the slowest link.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds by algorithm and size."""
+    """Time in seconds of each algorithm at each size."""
 
     operation: str
     cluster: str
@@ -43,17 +43,17 @@ class Comparison:
 
     @property
     def best(self) -> list[str]:
-        """The fastest at each size; the first of equals."""
+        """The fastest algorithm at each size; the first one of a tie."""
         return [min(self.times, key=lambda name: self.times[name][k]) for k in range(len(self.sizes))]
 
     @property
     def crossovers(self) -> list[Crossover]:
-        """Where the lead changes, smallest size first."""
+        """Sizes at which another algorithm becomes the fastest, in ascending order."""
         found = []
         for k, (before, after) in enumerate(pairwise(self.best)):
             if before != after:
-                ahead = [self.times[after][j] - self.times[before][j] for j in (k, k + 1)]
-                share = ahead[0] / (ahead[0] - ahead[1]) if ahead[0] > ahead[1] else 0.0
+                lead = [self.times[after][j] - self.times[before][j] for j in (k, k + 1)]
+                share = lead[0] / (lead[0] - lead[1]) if lead[0] > lead[1] else 0.0
                 size = self.sizes[k] + share * (self.sizes[k + 1] - self.sizes[k])
                 found.append(Crossover(size, before, after))
         return found
@@ -73,7 +73,7 @@ class Comparison:
 def options_for(
     operation: str, algorithm: str, cluster: Cluster, ranks: int, size: float, placement: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Nodes for node-aware algorithms, segments for pipelined ones."""
+    """Return the builder's options: nodes for node-aware algorithms, the number of segments for pipelined ones."""
     options: dict[str, Any] = {}
     accepted = accepts(operation, algorithm)
     devices = place(cluster, ranks, placement)
@@ -88,14 +88,14 @@ def options_for(
 
 
 def segments_for(algorithm: str, cluster: Cluster, ranks: int, nodes: int, size: float) -> int:
-    """Segments of a program whose switches reduce, as `formulas.switch_segments` has them for equal nodes."""
+    """Return the number of segments for in-switch reduction, by `formulas.switch_segments` for equal nodes."""
     inner, outer = (cluster.levels[min(k, len(cluster.levels) - 1)].link for k in (0, 1))
     rates = Rates(inner.alpha, inner.beta, outer.alpha, outer.beta)
     return int(switch_segments(size, Shape(ranks, 1, nodes, ranks / nodes), rates, algorithm == "sharp"))
 
 
 def runs_on(cluster: Cluster, algorithm: str) -> bool:
-    """Whether the cluster has the switches that an algorithm needs: ones that reduce inside nodes, and in the fabric."""
+    """Whether the cluster has the switches that an algorithm needs: NVLS needs in-node reduction, SHARP also the fabric's."""
     needed = {"nvls": 1, "sharp": 2}.get(algorithm, 0)
     return len(cluster.levels) >= needed and all(level.reduces for level in cluster.levels[:needed])
 
@@ -109,7 +109,7 @@ def compare(
     placement: Sequence[int] | None = None,
     element_bytes: float = 4.0,
 ) -> Comparison:
-    """Walk every algorithm (or those named) at every size, in bytes."""
+    """Simulate all algorithms, or the named ones, at every size in bytes."""
     times: dict[str, tuple[float, ...]] = {}
     for name in algorithms or [a for a in algorithms_of(operation) if runs_on(cluster, a)]:
         row = []

@@ -1,15 +1,15 @@
-"""Larger programs from smaller ones.
+"""Build larger programs from smaller ones.
 
-    in_turn(a, b)       the moves of a, then those of b: steps add up
-    together(a, b)      the moves of both in the same steps: groups of ranks, or parts of the buffer, at once
-    relabelled(a, …)    the moves of a small program played by some ranks of a larger one, on a finer grid of chunks
+    in_turn(a, b)       the moves of a, then the moves of b; the numbers of steps add up
+    together([a, b])    the moves of both in the same steps: for disjoint groups of ranks or parts of the buffer
+    relabelled(a, …)    the moves of a small program on a subset of the ranks of a larger one, with finer chunks
     then(op, p, q)      two programs on the same chunks as one, e.g. all-reduce = reduce-scatter then all-gather
-    reverse(p)          the dual: the film played backwards, where every copy handed out becomes a sum drawn in
+    reverse(p)          the dual: the steps in reverse order, each move in the opposite direction, stores become sums
 
-Why reversal works: in a broadcast every rank receives each chunk once, so its moves form a tree (or chain, or ring)
-away from the root. Turn the arrows and the order of steps around, and the same tree leads every rank's contribution to
-the root exactly once. Stores become additions; scatter, whose chunks each travel one path, has gather as its dual with
-stores on both sides.
+Why reversal works: in a broadcast every rank receives each chunk once, so the moves form a tree (or chain, or ring)
+that leads away from the root. Reverse the direction of every move and the order of the steps, and the same tree brings
+every rank's contribution to the root exactly once. Stores become additions. In a scatter each chunk travels along one
+path, so its dual, gather, has stores in both directions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ together = joined
 
 
 def in_turn(*tables: Moves) -> Moves:
-    """One table after the other."""
+    """Return the moves of the tables one after the other."""
     shifted, first = [], 0
     for table in tables:
         shifted.append(table._replace(step=table.step + np.int32(first)))
@@ -47,14 +47,14 @@ def relabelled(table: Moves, members: Sequence[int], edges: Array | None = None)
 
 
 def then(operation: str, *programs: Program) -> Program:
-    """Programs one after the other as one program of `operation`."""
-    first, *others = programs
-    for other in others:
+    """Run programs one after the other as one program of `operation`."""
+    first, *following = programs
+    for other in following:
         if other.ranks != first.ranks or not np.array_equal(other.sizes, first.sizes):
             raise MeshwrightError(
                 "MW-PROG-002",
-                f"{first!r} and {other!r} do not compose",
-                why="Both need the same ranks and the same chunks",
+                f"{first!r} and {other!r} cannot be combined",
+                why="Both need the same number of ranks and the same chunks",
             )
     table = in_turn(*(p.moves for p in programs))
     groups = next((p.groups for p in programs if p.groups), ())
@@ -62,19 +62,19 @@ def then(operation: str, *programs: Program) -> Program:
 
 
 def reverse(program: Program) -> Program:
-    """The dual program: broadcast becomes reduce, scatter gather, all-gather reduce-scatter, and back."""
+    """Return the dual program: broadcast ↔ reduce, scatter ↔ gather, all-gather ↔ reduce-scatter."""
     if program.operation not in DUAL:
         raise MeshwrightError("MW-PROG-003", f"{program.operation or 'this program'} has no dual", valid=sorted(DUAL))
     dual, table = DUAL[program.operation], program.moves
     reduces = np.full(len(table.step), dual in ("reduce", "reduce-scatter"))
-    backwards = table._replace(
+    reversed_moves = table._replace(
         step=np.int32(program.steps - 1) - table.step, source=table.target, target=table.source, reduce=reduces
     )
     return collective(
         dual,
         program.ranks,
         program.elements,
-        in_order(backwards),
+        in_order(reversed_moves),
         sizes=program.sizes,
         root=program.root,
         groups=program.groups,
@@ -82,9 +82,9 @@ def reverse(program: Program) -> Program:
 
 
 def grid(elements: int, parts: set[int]) -> tuple[Array, dict[int, Array]]:
-    """Chunks fine enough that the buffer splits into p equal parts for every p in `parts`, and where each part begins.
+    """Return chunk sizes such that every p in `parts` divides the buffer at chunk boundaries, and the first chunk of each part.
 
-    The cuts are the fractions c/p of the buffer, each rounded down to a whole element: exactly those of `split(n, p)`.
+    The boundaries are the fractions c/p of the buffer, rounded down to whole elements, as in `split(n, p)`.
     """
     cuts = sorted({Fraction(c, p) for p in parts for c in range(p + 1)})
     place = {cut: k for k, cut in enumerate(cuts)}

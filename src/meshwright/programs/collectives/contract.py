@@ -1,4 +1,4 @@
-"""What each operation promises: where its chunks start, and where each must end as the sum of its starts.
+"""The contract of each operation: where its chunks start, and where each must end as the sum of its initial copies.
 
     operation        chunks   starts                       ends
     broadcast        any      all at the root              all on every rank
@@ -10,11 +10,11 @@
     reduce-scatter   P·c      all on every rank            shard r at rank r
     all-to-all       P·P      chunk i·P + j at rank i      chunk i·P + j at rank j
     point-to-point   any      all at the sender            all at one other rank
-    barrier          P        chunk r (empty) at rank r    all on every rank: each knows that all arrived
+    barrier          P        chunk r (empty) at rank r    all on every rank: all ranks have arrived
 
-Read a row backwards and it is another row: reduce is the **dual** of broadcast, gather of scatter, reduce-scatter of
-all-gather. Put rows one after the other where ends meet starts, and they compose: all-reduce = reduce-scatter +
-all-gather = reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
+If starts and ends are exchanged, a row becomes another row: reduce is the **dual** of broadcast, gather of scatter, and
+reduce-scatter of all-gather. Two operations compose if the ends of the first are the starts of the second: all-reduce =
+reduce-scatter + all-gather = reduce + broadcast, all-gather = gather + broadcast, reduce-scatter = reduce + scatter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPERATIONS = {
     "reduce-scatter": "the sum of all ranks' buffers, one shard of it on each rank",
     "all-to-all": "a different block from every rank to every rank: a transpose",
     "point-to-point": "one rank's buffer to one other rank",
-    "barrier": "nobody leaves before all have arrived",
+    "barrier": "no rank continues before all ranks have arrived",
 }
 SHARDED = {"scatter", "gather", "all-gather", "reduce-scatter", "barrier"}
 ROOTED = {"broadcast", "reduce", "scatter", "gather"}
@@ -44,11 +44,11 @@ DUAL |= {dual: operation for operation, dual in DUAL.items()}
 
 
 def contract(operation: str, ranks: int, chunks: int, root: int = 0, target: int = 0) -> tuple[Array, Array]:
-    """The slots (rank·chunks + chunk) in which data starts and must end, ascending."""
+    """Return the slots (rank·chunks + chunk) that hold data at the start, and those required at the end, ascending."""
     everywhere = all_slots(ranks * chunks) if operation not in ("all-to-all", "point-to-point") else np.zeros(0)
     at_root = root * chunks + np.arange(chunks, dtype=np.int64)
     shards = np.arange(chunks, dtype=np.int64)
-    if operation in SHARDED:  # c chunks a shard: chunk r·c + j belongs to rank r
+    if operation in SHARDED:  # c chunks per shard: chunk r·c + j belongs to rank r
         shards = shards // (chunks // ranks) * chunks + shards
     match operation:
         case "broadcast":
@@ -75,14 +75,14 @@ def contract(operation: str, ranks: int, chunks: int, root: int = 0, target: int
 
 @lru_cache(maxsize=4)
 def all_slots(count: int) -> Array:
-    """0, 1, 2, …: every slot of every rank; kept, for the parts of a composed program share it."""
+    """Return all slots of all ranks: 0, 1, 2, …. Cached, because the parts of a composed program share the array."""
     slots = np.arange(count, dtype=np.int64)
     slots.flags.writeable = False
     return slots
 
 
 def chunk_sizes(operation: str, ranks: int, elements: int, chunks: int) -> Array:
-    """Whole elements of each chunk; an all-to-all block from any rank to rank j is as large as shard j."""
+    """Return the number of elements of each chunk; an all-to-all block to rank j is as large as shard j."""
     if operation == "all-to-all":
         return np.tile(split(elements, ranks), ranks)
     if operation in SHARDED and chunks > ranks:
@@ -103,9 +103,9 @@ def collective(
     groups: tuple[tuple[int, ...], ...] = (),
     switches: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """A program of `operation` with its promise filled in; an algorithm is only its table of moves.
+    """Return a program of `operation` with the operation's contract; an algorithm only adds its table of moves.
 
-    `chunks` counts the chunks of the buffer, or, where every rank has a shard, those of one shard.
+    `chunks` is the number of chunks of the buffer, or, in operations with one shard per rank, of one shard.
     """
     chunks = len(sizes) if sizes is not None else ranks * chunks if operation in SHARDED else chunks
     if operation == "all-to-all":

@@ -1,10 +1,10 @@
-"""The general engine of the walk: from one moment at which something changes to the next.
+"""The general engine of the walk: a discrete-event simulation with shared links.
 
-Two kinds of things lie ahead: **appointments** with a known time (a rank enters a step, a message has paid its α, a
-message whose ports are private has arrived), and **flows** that share ports, whose ends move whenever the rates change.
-Each turn takes the earliest moment, carries all flows forward to it, and treats everything that happens then at once,
-so that a thousand equal messages of a symmetric step cost one turn. Rates are found anew only when the set of sharing
-flows has changed.
+There are two kinds of future events. **Scheduled events** have a known time: a rank enters a step, the latency α of a
+message is over, a message on private ports has arrived. **Flows** share ports, and their end times change whenever the
+rates change. Each iteration advances all flows to the earliest event time and processes all events at that time
+together, so that a thousand equal messages of a symmetric step cost one iteration. Rates are recomputed only when the
+set of flows that share ports has changed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 from meshwright.programs.collectives.network import Array, Messages, Routes, max_min_rates
 
-ENTERS, FLOWS, ARRIVES = 0, 1, 2  # a visit (rank at a step) begins · a message has paid its α · a message is there
-SAME_TIME = 1e-12  # moments that differ by less, relatively, are one
+ENTERS, FLOWS, ARRIVES = 0, 1, 2  # a rank enters a step · the latency of a message is over · a message has arrived
+SAME_TIME = 1e-12  # relative difference below which two times are equal
 
 
 def play(sent: Messages, via: Routes, private: Array, ranks: int) -> tuple[Array, Array, Array]:
-    """When every message started, arrived, and was added up."""
+    """Return the time at which each message started, arrived, and was added."""
     if len(sent.step) == 0:
         return np.zeros(0), np.zeros(0), np.zeros(0)
     return Events(sent, via, private, ranks).run()
@@ -29,17 +29,19 @@ class Events:
         self.sent, self.via = sent, via
         self.private = private[via.pair] | (sent.bytes == 0)
         self.alpha = via.alpha[via.pair]
-        self.alone = self.alpha + np.where(sent.bytes == 0, 0.0, sent.bytes / via.bottleneck[via.pair])
+        self.private_time = self.alpha + np.where(sent.bytes == 0, 0.0, sent.bytes / via.bottleneck[via.pair])
         self._visits(ranks)
         count = len(sent.step)
         self.start, self.end, self.done = np.zeros(count), np.zeros(count), np.zeros(count)
-        self.absent = np.where(sent.source == sent.target, 1, 2)  # ranks that have not entered the message's step yet
-        self.busy = np.zeros(ranks)  # until when a rank adds
-        self.when, self.what, self.whom = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        self.absent = np.where(
+            sent.source == sent.target, 1, 2
+        )  # ranks (of sender and receiver) that have not entered the message's step yet
+        self.busy = np.zeros(ranks)  # time until which a rank is adding
+        self.when, self.kind, self.subject = np.zeros(0), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         self.flows, self.left, self.rates = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0)
 
     def _visits(self, ranks: int) -> None:
-        """Every (rank, step) at which a rank has something to do, in order; and the messages of each."""
+        """Find the visits, that is the (rank, step) pairs in which a rank sends or receives, in order, and their messages."""
         sent, steps = self.sent, len(self.sent.bounds)
         keys = [rank.astype(np.int64) * steps + sent.step for rank in (sent.source, sent.target)]
         visits, number = np.unique(np.concatenate(keys), return_inverse=True)
@@ -64,18 +66,18 @@ class Events:
                 soonest = min(soonest, now + (self.left / self.rates).min())
             self.left = self.left - self.rates * (soonest - now)
             now = soonest
-            self.turn(now)
+            self.process(now)
         return self.start, self.end, self.done
 
-    def turn(self, now: float) -> None:
-        """All that happens now."""
+    def process(self, now: float) -> None:
+        """Process all events at time `now`."""
         slack = SAME_TIME * now
         due = self.when <= now + slack
-        what, whom = self.what[due], self.whom[due]
-        self.when, self.what, self.whom = self.when[~due], self.what[~due], self.whom[~due]
+        kind, subject = self.kind[due], self.subject[due]
+        self.when, self.kind, self.subject = self.when[~due], self.kind[~due], self.subject[~due]
         over = self.left <= self.rates * slack
-        arrived = np.concatenate([whom[what == ARRIVES], self.flows[over]])
-        begun = whom[what == FLOWS]
+        arrived = np.concatenate([subject[kind == ARRIVES], self.flows[over]])
+        begun = subject[kind == FLOWS]
         if over.any() or len(begun):
             stay = ~over
             self.flows = np.concatenate([self.flows[stay], begun])
@@ -83,41 +85,41 @@ class Events:
             self.rates = max_min_rates(self.via.ports[self.via.pair[self.flows]], self.via.capacity)
         if len(arrived):
             self.arrive(arrived, now)
-        entered = whom[what == ENTERS]
+        entered = subject[kind == ENTERS]
         if len(entered):
             self.enter(entered, now)
 
-    def book(self, when: Array, what: int, whom: Array) -> None:
+    def schedule(self, when: Array, kind: int, subject: Array) -> None:
         self.when = np.concatenate([self.when, when])
-        self.what = np.concatenate([self.what, np.full(len(whom), what)])
-        self.whom = np.concatenate([self.whom, whom])
+        self.kind = np.concatenate([self.kind, np.full(len(subject), kind)])
+        self.subject = np.concatenate([self.subject, subject])
 
     def enter(self, visits: Array, now: float) -> None:
-        """Ranks enter a step; messages whose both ranks are there start."""
+        """Ranks enter a step; messages start if both of their ranks have entered it."""
         spans = zip(self.edge[visits], self.edge[visits + 1], strict=True)
-        here = self.message_of[np.concatenate([np.arange(low, high) for low, high in spans])]
-        np.subtract.at(self.absent, here, 1)
-        ready = np.unique(here[self.absent[here] == 0])
+        sent = self.message_of[np.concatenate([np.arange(low, high) for low, high in spans])]
+        np.subtract.at(self.absent, sent, 1)
+        ready = np.unique(sent[self.absent[sent] == 0])
         self.start[ready] = now
-        alone = self.private[ready]
-        self.book(now + self.alone[ready[alone]], ARRIVES, ready[alone])
-        self.book(now + self.alpha[ready[~alone]], FLOWS, ready[~alone])
+        private = self.private[ready]
+        self.schedule(now + self.private_time[ready[private]], ARRIVES, ready[private])
+        self.schedule(now + self.alpha[ready[~private]], FLOWS, ready[~private])
 
-    def arrive(self, here: Array, now: float) -> None:
-        """Messages have arrived; targets add them, and ranks that are done with their step enter the next."""
-        self.end[here] = now
-        target = self.sent.target[here]
-        away = self.sent.source[here] != target
-        over = np.concatenate([self.target_visit[here], self.source_visit[here[away]]])
+    def arrive(self, arrived: Array, now: float) -> None:
+        """Messages have arrived: their targets add them, and ranks that have completed a step enter the next one."""
+        self.end[arrived] = now
+        target = self.sent.target[arrived]
+        away = self.sent.source[arrived] != target
+        over = np.concatenate([self.target_visit[arrived], self.source_visit[arrived[away]]])
         np.subtract.at(self.pending, over, 1)
-        adds = self.sent.work[here] > 0
+        adds = self.sent.work[arrived] > 0
         self.busy[target[adds]] = np.maximum(self.busy[target[adds]], now)
-        np.add.at(self.busy, target[adds], self.sent.work[here[adds]])
-        self.done[here] = np.where(adds, self.busy[target], now)
+        np.add.at(self.busy, target[adds], self.sent.work[arrived[adds]])
+        self.done[arrived] = np.where(adds, self.busy[target], now)
         finished = np.unique(over[self.pending[over] == 0])
         until = np.maximum(self.busy[self.rank_of[finished]], now)
         goes_on = self.has_next[finished]
-        self.book(until[goes_on], ENTERS, finished[goes_on] + 1)
+        self.schedule(until[goes_on], ENTERS, finished[goes_on] + 1)
 
 
 __all__ = ["play"]

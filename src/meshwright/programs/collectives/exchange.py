@@ -1,12 +1,12 @@
-"""All-to-all: every rank has a block for every other; together they transpose a P×P table of blocks of n/P.
+"""All-to-all: every rank has a block for every other rank. Together they transpose a P×P table of blocks of n/P.
 
-**Direct.** Everyone posts all its sends and receives at once: α + (P−1)/P·nβ where every rank's port is its own and a
-switch keeps order. On a real fabric P(P−1) flows meet at once; walking shows what that costs where links are shared.
+**Direct.** Every rank posts all its sends and receives at once: α + (P−1)/P·nβ if no two ranks share a port. On a real
+fabric P(P−1) flows compete; the walk shows the cost where links are shared.
 
-**Pairwise.** One partner at a time: at step t rank r sends to r+t+1 and receives from r−t−1. No two flows meet at a
-rank: (P−1)α + (P−1)/P·nβ.
+**Pairwise.** Each rank has one partner at a time: in step t rank r sends to r+t+1 and receives from r−t−1. Each rank
+sends one flow and receives one flow: (P−1)α + (P−1)/P·nβ.
 
-Bruck's, with fewer and larger messages, is in `bruck`; the one that knows of nodes in `nodes`.
+Bruck's algorithm, with fewer and larger messages, is in `bruck`; the node-aware algorithm is in `nodes`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from meshwright.programs.collectives.registry import algorithm
 
 @algorithm("all-to-all", "direct")
 def direct(ranks: int, elements: int) -> Program:
-    """All blocks in one step."""
+    """Exchange all blocks in one step."""
     source, target = np.nonzero(~np.eye(ranks, dtype=bool))
     return collective("all-to-all", ranks, elements, moves(0, source, target, source * ranks + target))
 
 
 @algorithm("all-to-all", "pairwise")
 def pairwise(ranks: int, elements: int) -> Program:
-    """At step t rank r sends to rank r+t+1."""
+    """In step t rank r sends to rank r+t+1."""
     step, rank = np.ogrid[: ranks - 1, :ranks]
     target = (rank + step + 1) % ranks
     return collective("all-to-all", ranks, elements, moves(step, rank, target, rank * ranks + target))

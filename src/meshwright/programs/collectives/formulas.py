@@ -1,32 +1,32 @@
-"""Closed costs of the algorithms on a uniform network: T = a·α + b·nβ + c·nγ.
+"""Closed-form cost of the algorithms on a uniform network: T = a·α + b·nβ + c·nγ.
 
-Every algorithm's time there is linear in three constants: α, the latency of a message; β = 1/bandwidth, seconds a byte;
-γ, seconds to add a byte. n is **always the full, unsharded buffer**: what an all-reduce reduces, what an all-gather
-ends with, what a reduce-scatter starts with, what one rank of an all-to-all sends in all. (Tables that call the shard n
-cost P times as much by the same letter.) L = ⌈log₂P⌉.
+The time is linear in three constants: α, the latency of a message; β = 1/bandwidth, seconds per byte; γ, seconds to add
+one byte. n is **always the full, unsharded buffer**: the input of an all-reduce, the output of an all-gather, the input
+of a reduce-scatter, and all blocks that one rank sends in an all-to-all. (Other texts use n for the shard; their
+formulas differ by a factor P.) L = ⌈log₂P⌉.
 
     operation                algorithm           messages a    buffers sent b        remark
     broadcast, reduce        naive               P−1           P−1
-                             binomial            L             L                     not 1: every round sends all of n
+                             binomial            L             L                     not 1: each round sends n bytes
                              chain, k segments   P+k−2         (P+k−2)/k             → 1 for large n
     scatter, gather          naive               P−1           (P−1)/P
                              binomial            L             (P−1)/P
-    all-gather,              ring                P−1           (P−1)/P               the least b there is
+    all-gather,              ring                P−1           (P−1)/P               minimal b
     reduce-scatter           recursive, Bruck    L             (P−1)/P               recursive: P a power of two
     all-reduce               naive               2(P−1)        2(P−1)
                              tree                2L            2L
-                             ring                2(P−1)        2(P−1)/P              the least b there is
+                             ring                2(P−1)        2(P−1)/P              minimal b
                              halving-doubling    2L            2(P−1)/P              P a power of two, else +2 and +2
-    all-to-all               direct              1             (P−1)/P               all at once
+    all-to-all               direct              1             (P−1)/P               one step
                              pairwise            P−1           (P−1)/P
                              Bruck               L             about L/2
     barrier                  dissemination       L             0
 
-They hold for equal chunks, one kind of link, and no link shared; there the walk agrees to rounding (a test). A
-reduction's c is its part of b. Node-aware algorithms have terms for the links inside (α, β) and between nodes (α', β')
-of g ranks each. Where both kinds of link work in the same step (`together`), the step takes as long as the slower of them; those formulas
-leave γ out, since a library adds while it receives. Ranks, nodes and segments may be arrays: the cost model prices a batch of
-plans at once.
+The formulas hold for equal chunks, one kind of link, and no shared links; a test checks that the walk then agrees up to
+rounding. For a reduction, c is the part of b that is added. Node-aware algorithms have separate terms for the links
+inside nodes (α, β) and between nodes (α', β'), with g ranks per node. If both kinds of link work in the same step
+(`together`), the step takes as long as the slower link. Those formulas omit γ, because a library adds while it receives.
+Ranks, nodes and segments may be arrays: the cost model prices a batch of plans at once.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from meshwright.programs.collectives.trees import SEGMENTS
 from meshwright.programs.collectives.trees import rounds as log
 
 Number = Any  # a number, or an array over a batch of plans
-NONE = 0.0  # of terms that an algorithm does not have
+NONE = 0.0  # marks terms that an algorithm does not have
 
 
 class Rates(NamedTuple):
-    """α and β inside nodes, and between them."""
+    """α and β of the links inside nodes and between nodes."""
 
     alpha: Number
     beta: Number
@@ -58,7 +58,7 @@ class Rates(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Multiples of α, nβ, nγ, and of α' and nβ' between nodes; `together`: both levels work at once and the slower counts."""
+    """Coefficients of α, nβ, nγ, and of α' and nβ' between nodes; `together`: both levels overlap, so the time is the maximum."""
 
     alpha: Number
     beta: Number
@@ -68,12 +68,12 @@ class Terms(NamedTuple):
     together: bool = False
 
     def time(self, size: float, link: Link, gamma: float = 0.0, outer: Link | None = None) -> float:
-        """Seconds for a buffer of `size` bytes."""
+        """Return the seconds for a buffer of `size` bytes."""
         outer = outer or link
         return self.seconds(size, Rates(link.alpha, link.beta, outer.alpha, outer.beta)) + self.gamma * size * gamma
 
     def seconds(self, size: Number, rates: Rates) -> Number:
-        """The same without γ, for arrays."""
+        """Return the seconds without γ; the arguments may be arrays."""
         inside = self.alpha * rates.alpha + self.beta * (size * rates.beta)
         if self.outer_alpha is NONE:
             return inside
@@ -86,7 +86,7 @@ class Terms(NamedTuple):
 
 
 class Steps(tuple):
-    """Terms of steps that follow one another, each `together`."""
+    """Terms of consecutive steps, each with `together`; their times add up."""
 
     def time(self, size: float, link: Link, gamma: float = 0.0, outer: Link | None = None) -> float:
         return sum(step.time(size, link, gamma, outer) for step in self)
@@ -96,7 +96,7 @@ class Steps(tuple):
 
 
 class Shape(NamedTuple):
-    """P ranks as `nodes` nodes of `per_node`, and k segments."""
+    """P ranks in `nodes` nodes of `per_node` ranks, and k segments."""
 
     ranks: Number
     segments: Number
@@ -109,7 +109,7 @@ class Shape(NamedTuple):
 
 
 def terms(operation: str, algorithm: str, ranks: int, *, nodes: int = 1, segments: int = SEGMENTS) -> Terms | Steps:
-    """The terms of an algorithm; `nodes` equal nodes matter to node-aware ones only."""
+    """Return the terms of an algorithm; `nodes` (of equal size) affects node-aware algorithms only."""
     if (operation, algorithm) not in FORMULAS:
         known = [a for o, a in FORMULAS if o == operation] or sorted({o for o, _ in FORMULAS})
         raise unknown("MW-PROG-005", f"closed formula of {operation}", algorithm, known)
@@ -119,7 +119,7 @@ def terms(operation: str, algorithm: str, ranks: int, *, nodes: int = 1, segment
 
 
 def text(operation: str, algorithm: str) -> str:
-    """The formula as it is written."""
+    """Return the formula as text; empty if there is none."""
     return FORMULAS.get((operation, algorithm), ("", None))[0]
 
 
@@ -155,13 +155,13 @@ def _two_level(s: Shape) -> Terms:
 
 
 def _direct(s: Shape) -> Terms:
-    """All blocks at once: those of the node on its links, the others through the cards."""
-    alone, across = s.per_node > 1, s.nodes > 1
-    return Terms(1.0 * alone, (s.per_node - 1) / s.ranks, 0.0, 1.0 * across, (s.ranks - s.per_node) / s.ranks, True)
+    """All blocks at once: blocks inside the node use its links, the other blocks use the network cards."""
+    local, across = s.per_node > 1, s.nodes > 1
+    return Terms(1.0 * local, (s.per_node - 1) / s.ranks, 0.0, 1.0 * across, (s.ranks - s.per_node) / s.ranks, True)
 
 
 def _multi_ring(s: Shape) -> Terms:
-    """P−1 steps; g−1 of g rings stay inside a node in each, one leaves it. In one node a plain ring."""
+    """P−1 steps; in each step g−1 of the g rings stay inside a node and one leaves it. On one node it is a plain ring."""
     across = s.nodes > 1
     inside = np.where(across, (s.per_node - 1) / s.per_node, 1.0)
     steps = s.ranks - 1
@@ -175,37 +175,38 @@ def _rail_tree(s: Shape) -> Terms:
 
 
 def switch_stages(nodes: Number, fabric: bool) -> Number:
-    """Steps between the first and the last of one segment: four of the node's switch, and those between nodes."""
+    """Return the number of steps of one segment: four on the node's switch, plus the steps between nodes."""
     return 4 + (2 * (nodes > 1) if fabric else log2ceil(nodes))
 
 
 def switch_shards(nodes: Number, fabric: bool) -> Number:
-    """Shards that a rank sends between nodes for one buffer."""
+    """Return the number of shards that a rank sends to other nodes per buffer."""
     return 1.0 * (nodes > 1) if fabric else log2ceil(nodes)
 
 
 def switch_wire(size: Number, s: Shape, rates: Rates, fabric: bool) -> Number:
-    """Seconds that the bytes of many segments take where links are busiest: (1 + 1/g)·nβ inside, or the shards between nodes."""
+    """Return the transfer seconds on the busiest link: (1 + 1/g)·nβ inside the node, or the shards between nodes."""
     shards = switch_shards(s.nodes, fabric)
     return size * np.maximum((1 + 1 / s.per_node) * rates.beta, shards / s.per_node * rates.outer_beta)
 
 
 def switch_segments(size: Number, s: Shape, rates: Rates, fabric: bool) -> Number:
-    """How many segments suit a buffer: about √(3w/a), w its seconds on the wire, a the latency of one step; at least one a stage."""
+    """Return the best number of segments: about √(3w/a), w the transfer seconds, a the latency of a step; at least one per stage."""
     step = np.maximum(rates.alpha / 2, (0.5 if fabric else 1.0) * (s.nodes > 1) * rates.outer_alpha)
     best = np.rint(np.sqrt(3 / step * switch_wire(size, s, rates, fabric)))
     return np.minimum(np.maximum(best, switch_stages(s.nodes, fabric)), 4096.0)
 
 
 def _switched(s: Shape, fabric: bool) -> Steps:
-    """k segments, one step apart, k at least `switch_stages`; the first and last of them find part of the links idle.
+    """k segments that start one step apart, k at least `switch_stages`; links are partly idle in the first and last steps.
 
-    A step in which u segments' worth of bytes leave a rank through the node's links and x shards through its card takes
+    A step in which a rank sends u segments through the node's links and x shards through its network card takes
     M(u, x) = max(α/2 + u·n/k·β, α' + x·n/(gk)·β'). With R exchanges between nodes (N a power of two)
 
         T = (k−R−1)·M(1+1/g, R) + 4·M(1, 0) + 2·Σⱼ M(1, j), j = 1 … R
 
-    and through the fabric's switch, which takes and returns one shard at once with α'/2 each, (k−3)·M(1+1/g, 1) + 4·M(1, 0) + 4·M(1, 1).
+    and with a switch in the fabric, which receives one shard and returns another in the same step with α'/2
+    each, (k−3)·M(1+1/g, 1) + 4·M(1, 0) + 4·M(1, 1).
     """
     k, g = s.segments, s.per_node
     if np.max(s.nodes) == 1:
@@ -234,14 +235,14 @@ def _line(s: Shape) -> Terms:
     return Terms(hops, hops / s.segments)
 
 
-def added(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
-    """The dual with additions: what arrives is added, so c = b."""
+def with_additions(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
+    """Return the formula of the dual with additions: all received bytes are added, so c = b."""
     return lambda s: (t := one_way(s))._replace(gamma=t.beta + t.outer_beta)
 
 
-def both(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
-    """The dual and the way back."""
-    return lambda s: added(one_way)(s) + one_way(s)
+def dual_then_self(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
+    """Return the formula of the dual followed by the operation itself, e.g. reduce-scatter + all-gather."""
+    return lambda s: with_additions(one_way)(s) + one_way(s)
 
 
 def _naive(s: Shape) -> Terms:
@@ -252,21 +253,21 @@ def _tree(s: Shape) -> Terms:
     return Terms(log(s.ranks), log(s.ranks))
 
 
-def _one_by_one(s: Shape) -> Terms:
+def _shard_per_step(s: Shape) -> Terms:
     return Terms(s.ranks - 1, s.share)
 
 
-def _halves(s: Shape) -> Terms:
+def _shard_per_round(s: Shape) -> Terms:
     return Terms(log(s.ranks), s.share)
 
 
 def log2ceil(p: Number) -> Number:
-    """⌈log₂p⌉ of a number or an array."""
+    """Return ⌈log₂p⌉ for a number or an array."""
     return np.ceil(np.log2(np.maximum(p, 1)))
 
 
 def twice(one_way: Callable[[Shape], Terms]) -> Callable[[Shape], Terms]:
-    """There and back at the same cost, without γ."""
+    """Return the formula with all terms doubled and without γ."""
     return lambda s: (t := one_way(s))._replace(**{name: 2 * getattr(t, name) for name in t._fields[:5]})
 
 
@@ -276,34 +277,34 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("broadcast", "binomial"): ("⌈log₂P⌉(α + nβ)", _tree),
     ("broadcast", "chain"): ("(P+k−2)(α + nβ/k)", _line),
     ("broadcast", "double-tree"): ("≤ (F+2k−2)(α + nβ/2k)", _double_tree),
-    ("reduce", "naive"): ("(P−1)(α + nβ + nγ)", added(_naive)),
-    ("reduce", "binomial"): ("⌈log₂P⌉(α + nβ + nγ)", added(_tree)),
-    ("reduce", "chain"): ("(P+k−2)(α + n(β+γ)/k)", added(_line)),
-    ("reduce", "double-tree"): ("≤ (F+2k−2)(α + n(β+γ)/2k)", added(_double_tree)),
-    ("scatter", "naive"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),
-    ("scatter", "binomial"): ("⌈log₂P⌉α + (P−1)/P·nβ", _halves),
-    ("gather", "naive"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),
-    ("gather", "binomial"): ("⌈log₂P⌉α + (P−1)/P·nβ", _halves),
-    ("all-gather", "ring"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),
-    ("all-gather", "bruck"): ("⌈log₂P⌉α + (P−1)/P·nβ", _halves),
+    ("reduce", "naive"): ("(P−1)(α + nβ + nγ)", with_additions(_naive)),
+    ("reduce", "binomial"): ("⌈log₂P⌉(α + nβ + nγ)", with_additions(_tree)),
+    ("reduce", "chain"): ("(P+k−2)(α + n(β+γ)/k)", with_additions(_line)),
+    ("reduce", "double-tree"): ("≤ (F+2k−2)(α + n(β+γ)/2k)", with_additions(_double_tree)),
+    ("scatter", "naive"): ("(P−1)α + (P−1)/P·nβ", _shard_per_step),
+    ("scatter", "binomial"): ("⌈log₂P⌉α + (P−1)/P·nβ", _shard_per_round),
+    ("gather", "naive"): ("(P−1)α + (P−1)/P·nβ", _shard_per_step),
+    ("gather", "binomial"): ("⌈log₂P⌉α + (P−1)/P·nβ", _shard_per_round),
+    ("all-gather", "ring"): ("(P−1)α + (P−1)/P·nβ", _shard_per_step),
+    ("all-gather", "bruck"): ("⌈log₂P⌉α + (P−1)/P·nβ", _shard_per_round),
     ("all-gather", "recursive-doubling"): ("log₂P·α + (P−1)/P·nβ", _recursive),
-    ("all-gather", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ", lambda s: _halves(s) + _tree(s)),
+    ("all-gather", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ", lambda s: _shard_per_round(s) + _tree(s)),
     ("all-gather", "multi-ring"): ("(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", _multi_ring),
     ("all-gather", "two-level"): ("(g−1)α + (g−1)/g·nβ + (N−1)α' + (N−1)/P·nβ'", _two_level),
-    ("reduce-scatter", "ring"): ("(P−1)α + (P−1)/P·n(β+γ)", added(_one_by_one)),
-    ("reduce-scatter", "bruck"): ("⌈log₂P⌉α + (P−1)/P·n(β+γ)", added(_halves)),
-    ("reduce-scatter", "recursive-halving"): ("log₂P·α + (P−1)/P·n(β+γ)", added(_recursive)),
-    ("reduce-scatter", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ + ⌈log₂P⌉nγ", lambda s: added(_tree)(s) + _halves(s)),
+    ("reduce-scatter", "ring"): ("(P−1)α + (P−1)/P·n(β+γ)", with_additions(_shard_per_step)),
+    ("reduce-scatter", "bruck"): ("⌈log₂P⌉α + (P−1)/P·n(β+γ)", with_additions(_shard_per_round)),
+    ("reduce-scatter", "recursive-halving"): ("log₂P·α + (P−1)/P·n(β+γ)", with_additions(_recursive)),
+    ("reduce-scatter", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ + ⌈log₂P⌉nγ", lambda s: with_additions(_tree)(s) + _shard_per_round(s)),
     ("reduce-scatter", "multi-ring"): ("(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", _multi_ring),
-    ("reduce-scatter", "two-level"): ("(g−1)α + (g−1)/g·n(β+γ) + (N−1)α' + (N−1)/P·n(β'+γ)", added(_two_level)),
-    ("all-reduce", "naive"): ("2(P−1)(α + nβ) + (P−1)nγ", both(_naive)),
-    ("all-reduce", "tree"): ("2⌈log₂P⌉(α + nβ) + ⌈log₂P⌉nγ", both(_tree)),
-    ("all-reduce", "ring"): ("2(P−1)α + 2(P−1)/P·nβ + (P−1)/P·nγ", both(_one_by_one)),
+    ("reduce-scatter", "two-level"): ("(g−1)α + (g−1)/g·n(β+γ) + (N−1)α' + (N−1)/P·n(β'+γ)", with_additions(_two_level)),
+    ("all-reduce", "naive"): ("2(P−1)(α + nβ) + (P−1)nγ", dual_then_self(_naive)),
+    ("all-reduce", "tree"): ("2⌈log₂P⌉(α + nβ) + ⌈log₂P⌉nγ", dual_then_self(_tree)),
+    ("all-reduce", "ring"): ("2(P−1)α + 2(P−1)/P·nβ + (P−1)/P·nγ", dual_then_self(_shard_per_step)),
     ("all-reduce", "halving-doubling"): ("2log₂P·α + 2(P−1)/P·nβ + (P−1)/P·nγ", _halving_doubling),
-    ("all-reduce", "double-tree"): ("≤ 2(F+2k−2)(α + nβ/2k) + (F+2k−2)nγ/2k", both(_double_tree)),
+    ("all-reduce", "double-tree"): ("≤ 2(F+2k−2)(α + nβ/2k) + (F+2k−2)nγ/2k", dual_then_self(_double_tree)),
     ("all-reduce", "hierarchical"): (
         "2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ) + ((g−1)/g + (N−1)/N)nγ", _hierarchical),
-    ("all-reduce", "two-level"): ("2(g−1)(α + n/g·β) + 2(N−1)(α' + n/P·β') + (P−1)/P·nγ", both(_two_level)),
+    ("all-reduce", "two-level"): ("2(g−1)(α + n/g·β) + 2(N−1)(α' + n/P·β') + (P−1)/P·nγ", dual_then_self(_two_level)),
     ("all-reduce", "multi-ring"): ("2(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", twice(_multi_ring)),
     ("all-reduce", "rail-tree"): (
         "2⌈log₂g⌉α + 2(g−1)/g·nβ + 2⌈log₂N⌉(α' + n/g·β') + ((g−1)/g + ⌈log₂N⌉/g)nγ", _rail_tree),
@@ -314,7 +315,7 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         "(k−3)·M(1+1/g, 1) + 4·M(1, 0) + 4·M(1, 1), M(u, x) = max(α/2 + u·n/k·β, α'/2 + x·n/(gk)·β')",
         lambda s: _switched(s, True)),
     ("all-to-all", "direct"): ("max(α + (g−1)/P·nβ, α' + (P−g)/P·nβ')", _direct),
-    ("all-to-all", "pairwise"): ("(P−1)α + (P−1)/P·nβ", _one_by_one),
+    ("all-to-all", "pairwise"): ("(P−1)α + (P−1)/P·nβ", _shard_per_step),
     ("all-to-all", "bruck"): ("⌈log₂P⌉α + Σd₁(d)/P·nβ ≈ (log₂P)/2·nβ", _bruck_exchange),
     ("all-to-all", "two-level"): (
         "(g−1)(α + n/g·β) + (N−1)(α' + n/N·β')",

@@ -1,4 +1,4 @@
-"""A program as each rank sees it: its own list of steps. And back: lists written by rank, lined up into a program.
+"""Convert a program to one list of instructions per rank, and convert hand-written lists back to a program.
 
     >>> for line in instructions(build("all-reduce", "ring", 2, 4), rank=0): print(line)
     step 0: send chunk 1 to rank 1
@@ -6,11 +6,11 @@
     step 1: send chunk 0 to rank 1
     step 1: receive chunk 1 from rank 1
 
-Lists by hand need not number their steps alike on all ranks. **Lining up**: the k-th send from a to b belongs to b's
-k-th receive from a, as in MPI. A step of a and a step of b that share a message must happen together, so merge them;
-the steps of each rank are in order. If the merged steps have an order that suits all ranks they are numbered along it.
-If they have none, some ranks wait for each other in a circle: a **deadlock**, refused with the rank and step where it
-is stuck.
+Hand-written lists may number their steps differently on each rank. **Alignment**: the k-th send from a to b matches
+the k-th receive of b from a, as in MPI. A step of a and a step of b that share a message happen at the same time, so
+they are merged. Each rank runs its steps in order. If the merged steps have a topological order, it gives the common
+step numbers. If they have a cycle, some ranks wait for each other: a **deadlock**. The error names the rank and step
+that can never start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Visit = tuple[int, int]  # rank, step
 
 
 class Instruction(NamedTuple):
-    """One thing a rank does in a step. `into` is where a copy goes."""
+    """One instruction of a rank in a step. `into` is the target chunk of a copy."""
 
     step: int
     kind: str
@@ -48,21 +48,21 @@ class Instruction(NamedTuple):
 
 
 def instructions(program: Program, rank: int) -> list[Instruction]:
-    """What one rank does, in order; its sends before its receives within a step."""
+    """Return the instructions of one rank in order; within a step, sends come before receives."""
     table = take(program.moves, np.flatnonzero((program.moves.source == rank) | (program.moves.target == rank)))
-    told = []
+    found = []
     for step, source, target, chunk, width, adds, into in zip(*(c.tolist() for c in table), strict=True):
         if source == target:
-            told.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
+            found.append(Instruction(step, "reduce" if adds else "copy", rank, chunk, width, into))
         elif source == rank:
-            told.append(Instruction(step, "send", target, chunk, width))
+            found.append(Instruction(step, "send", target, chunk, width))
         else:
-            told.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
-    return sorted(told, key=lambda i: (i.step, i.kind != "send"))
+            found.append(Instruction(step, "reduce" if adds else "receive", source, into, width))
+    return sorted(found, key=lambda i: (i.step, i.kind != "send"))
 
 
 def rank_lists(program: Program) -> list[list[Instruction]]:
-    """The whole program, rank by rank."""
+    """Return the instructions of all ranks, then of the switches."""
     return [instructions(program, rank) for rank in range(program.endpoints)]
 
 
@@ -77,7 +77,7 @@ def assemble(
     target: int = 0,
     switches: tuple[tuple[int, ...], ...] = (),
 ) -> Program:
-    """A program from one list a rank (and switch), steps lined up; unmatched sends and deadlocks are refused."""
+    """Build a program from one list per rank (and switch) with aligned steps; raise for unmatched sends and deadlocks."""
     rows, visits = [], []
     for (a, send), (b, receive) in pairs(lists):
         rows.append((a, b, send.chunk, send.width, receive.kind == "reduce", receive.chunk))
@@ -89,7 +89,7 @@ def assemble(
                 visits.append(((rank, i.step), (rank, i.step)))
     number = {visit: visit[1] for pair in visits for visit in pair}
     if any(a[1] != b[1] for a, b in visits):
-        number = lined_up(visits, lists)
+        number = align_steps(visits, lists)
     columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
     source, receiver, chunk, width, adds, into = columns
     in_place = np.array_equal(chunk, into)
@@ -102,7 +102,7 @@ def assemble(
 
 
 def pairs(lists: Sequence[Sequence[Instruction]]) -> list[tuple[tuple[int, Instruction], tuple[int, Instruction]]]:
-    """Every send with its receive."""
+    """Return each send with its matching receive."""
     sends, receives = defaultdict(list), defaultdict(list)
     for rank, program in enumerate(lists):
         for i in sorted(program, key=lambda i: i.step):
@@ -118,22 +118,22 @@ def pairs(lists: Sequence[Sequence[Instruction]]) -> list[tuple[tuple[int, Instr
     for a, b in sorted(set(sends) | set(receives)):
         out, in_ = sends[a, b], receives[a, b]
         if len(out) != len(in_):
-            rank, lone = (a, out[len(in_)]) if len(out) > len(in_) else (b, in_[len(out)])
+            rank, unmatched = (a, out[len(in_)]) if len(out) > len(in_) else (b, in_[len(out)])
             raise MeshwrightError(
                 "MW-PROG-018",
-                f"rank {rank}, {lone}: waits for ever",
+                f"rank {rank}, {unmatched}: waits forever",
                 why=f"Rank {a} sends {len(out)} times to rank {b}, which receives {len(in_)} times from it",
             )
         for send, receive in zip(out, in_, strict=True):
             if send.width != receive.width:
-                said = f"rank {b}, {receive}: rank {a} sends {send.width} chunks at its step {send.step}"
-                raise MeshwrightError("MW-PROG-018", said)
+                what = f"rank {b}, {receive}: rank {a} sends {send.width} chunks at its step {send.step}"
+                raise MeshwrightError("MW-PROG-018", what)
             matched.append(((a, send), (b, receive)))
     return matched
 
 
-def lined_up(together: list[tuple[Visit, Visit]], lists: Sequence[Sequence[Instruction]]) -> dict[Visit, int]:
-    """A number for each (rank, step) such that visits that share a message have the same, and each rank's rise."""
+def align_steps(together: list[tuple[Visit, Visit]], lists: Sequence[Sequence[Instruction]]) -> dict[Visit, int]:
+    """Return a number for each (rank, step): equal where two share a message, and increasing on each rank."""
     leader: dict[Visit, Visit] = {}
 
     def find(visit: Visit) -> Visit:
@@ -147,8 +147,8 @@ def lined_up(together: list[tuple[Visit, Visit]], lists: Sequence[Sequence[Instr
     for visit in sorted(leader):
         queue[visit[0]].append(visit)
     waits_for: dict[Visit, set[Visit]] = defaultdict(set)
-    for own in queue.values():
-        for before, after in pairwise(own):
+    for visits in queue.values():
+        for before, after in pairwise(visits):
             waits_for[find(after)].add(find(before))
     number: dict[Visit, int] = {}
     open_steps = {find(visit) for visit in leader}
@@ -168,13 +168,13 @@ def stuck(
     find: Callable[[Visit], Visit],
     lists: Sequence[Sequence[Instruction]],
 ) -> MeshwrightError:
-    """The earliest step that can never begin."""
+    """Return the error for the earliest step that can never start."""
     step, rank = min((step, rank) for rank, step in leader if find((rank, step)) in open_steps)
     waiting = next(i for i in lists[rank] if i.step == step)
     return MeshwrightError(
         "MW-PROG-019",
-        f"rank {rank}, {waiting}: waits for ever",
-        why=f"Deadlock: rank {waiting.peer} comes to its side of it only after a step that waits, in turn, for rank {rank}",
+        f"rank {rank}, {waiting}: waits forever",
+        why=f"Deadlock: rank {waiting.peer} reaches the matching instruction only after a step that waits for rank {rank}",
     )
 
 

@@ -1,13 +1,13 @@
-"""A program's messages, and the ports of a cluster that they pass.
+"""The messages of a program, and the ports of a cluster that they pass.
 
-Chunks that one rank sends to another in one step are one **message**: they pay α once. A message from device to device
-passes ports (`Cluster.path`), each with a capacity in bytes/s. Flows that meet at a port share it **max-min fairly**:
-nobody can get more without someone who has less getting even less. The rates follow by *progressive filling*: raise all
-rates together until a port is full, freeze the flows through it, go on with the rest.
+All chunks that one rank sends to another in one step are one **message**: they pay α once. A message from device to
+device passes ports (`Cluster.path`), each with a capacity in bytes/s. Flows through the same port share it **max-min
+fairly**: no flow can get a higher rate without lowering the rate of a slower flow. The rates are found by *progressive
+filling*: raise all rates together until a port is full, freeze the flows through it, and continue with the other flows.
 
-A port is **private** to a message when no other message can ever be in it at the same time: all that pass it leave one
-rank, or all enter one rank, and never two in one step. Where every port is private no rate depends on what others do,
-and the walk needs no events at all (`walker`).
+A port is **private** if two messages can never use it at the same time: all messages through it leave the same rank, or
+all enter the same rank, and at most one does so per step. If every port is private, no rate depends on other messages,
+and the walk needs no event simulation (`walker`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Messages(NamedTuple):
     source: Array
     target: Array
     bytes: Array
-    work: Array  # seconds that the target computes once it has arrived: γ a byte added, ⅔γ a byte copied in place
+    work: Array  # seconds that the target computes after the arrival: γ per byte added, ⅔γ per byte copied in place
     bounds: Array  # messages of step t are [bounds[t], bounds[t+1])
 
 
 def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
-    """The moves of a program, those between the same ranks in the same step taken together."""
+    """Return the messages of a program: all moves between the same two ranks in one step are one message."""
     table = program.moves
     size = program.moved * float(element_bytes)
     work = np.zeros(len(size))
@@ -52,39 +52,39 @@ def messages(program: Program, element_bytes: float, gamma: float) -> Messages:
 
 
 class Routes(NamedTuple):
-    """What each pair of ranks that talk meets; `pair` gives the pair of each message."""
+    """Latency and ports of each pair of ranks that communicate; `pair` is the index of each message's pair."""
 
     pair: Array
     source: Array
     target: Array
     alpha: Array
-    ports: Array  # pairs × most ports on a path, padded with the number of a boundless port
-    capacity: Array  # bytes/s of each port, the boundless one last
+    ports: Array  # pairs × longest path, padded with the index of a port of infinite capacity
+    capacity: Array  # bytes/s of each port; the last one is infinite
     names: list[tuple]
 
     @property
     def bottleneck(self) -> Array:
-        """Bytes/s of each pair when it is alone."""
+        """Bytes/s of each pair without competing flows."""
         return self.capacity[self.ports].min(axis=1)
 
 
 def path_of(cluster: Cluster, program: Program, devices: Sequence[int], source: int, target: int) -> Path:
-    """What a message meets: between two ranks the whole path; between a rank and a switch its half, with half of α."""
+    """Return the path of a message: the full path between two ranks; half of it, with half of α, between a rank and a switch."""
     if max(source, target) < program.ranks:
         return cluster.path(devices[source], devices[target])
     rank, switch = min(source, target), max(source, target)
-    here = devices[rank]
+    device = devices[rank]
     members = [devices[r] for r in program.switches[switch - program.ranks] if r != rank]
     far = max(
-        members, key=lambda device: cluster.level_between(here, device)
-    )  # the switch stands at the level that joins all
-    way, whole = ("in", cluster.path(far, here)) if source == switch else ("out", cluster.path(here, far))
+        members, key=lambda other: cluster.level_between(device, other)
+    )  # the switch is at the level that connects all its members
+    way, full_path = ("in", cluster.path(far, device)) if source == switch else ("out", cluster.path(device, far))
     kinds = {"in": ("in", "nic-in", "down", "bus"), "out": ("out", "nic-out", "up", "bus")}[way]
-    return Path(whole.alpha / 2, tuple(port for port in whole.ports if port[0] in kinds))
+    return Path(full_path.alpha / 2, tuple(port for port in full_path.ports if port[0] in kinds))
 
 
 def routes(sent: Messages, cluster: Cluster, devices: Sequence[int], program: Program) -> Routes:
-    """The paths of all pairs of ranks and switches that exchange messages."""
+    """Return the paths of all pairs of ranks and switches that exchange messages."""
     ranks = program.endpoints
     key = sent.source * np.int32(ranks) + sent.target
     talks = np.zeros(ranks * ranks, dtype=bool)
@@ -116,7 +116,7 @@ def private_pairs(sent: Messages, via: Routes) -> Array:
         np.minimum.at(low, via.ports, rank[:, None])
         np.maximum.at(high, via.ports, rank[:, None])
         one_end |= low == high
-    one_end[-1] = True  # the boundless port is everybody's
+    one_end[-1] = True  # the padding port has no limit, so it is never shared
     crowded = one_end & (pairs_through > 1)
     crowded[-1] = False
     if crowded.any():
@@ -124,15 +124,15 @@ def private_pairs(sent: Messages, via: Routes) -> Array:
         keys = []
         for column in via.ports.T:
             port = column[via.pair]
-            there = crowded[port]
-            keys.append(port[there] * steps + sent.step[there])
+            is_crowded = crowded[port]
+            keys.append(port[is_crowded] * steps + sent.step[is_crowded])
         port_step, times = np.unique(np.concatenate(keys), return_counts=True)
         one_end[port_step[times > 1] // steps] = False
     return one_end[via.ports].all(axis=1)
 
 
 def max_min_rates(ports: Array, capacity: Array) -> Array:
-    """Fair rates of flows through `ports` (flows × ports, padded with the last, boundless port)."""
+    """Return the max-min fair rates of flows through `ports` (flows × ports, padded with the last, infinite port)."""
     rates = np.full(len(ports), np.inf)
     left = capacity.copy()
     open_flows = np.arange(len(ports))
@@ -155,7 +155,7 @@ def max_min_rates(ports: Array, capacity: Array) -> Array:
 
 
 def bytes_by_port(sent: Messages, via: Routes) -> dict[tuple, float]:
-    """Bytes through every port."""
+    """Return the bytes that pass each port."""
     by_pair = np.bincount(via.pair, weights=sent.bytes, minlength=len(via.alpha))
     total = np.zeros(len(via.capacity))
     np.add.at(total, via.ports, by_pair[:, None])

@@ -1,24 +1,25 @@
-"""Algorithms that know which ranks share a node: fast links inside, slow ones between.
+"""Node-aware algorithms: they use the fast links inside a node and send less over the slow links between nodes.
 
-**Hierarchical all-reduce**, as the textbooks draw it: all-reduce inside every node, all-reduce between one leader of
-each node, broadcast inside. With g ranks in each of N nodes, α' and β' between nodes:
+**Hierarchical all-reduce**, the textbook form: all-reduce inside every node, all-reduce between one leader of each
+node, broadcast inside every node. With g ranks in each of N nodes, α' and β' between nodes:
 
     T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/N·β') + ⌈log₂g⌉(α + nβ)
 
-The slow links see 2(N−1) messages instead of the flat ring's 2(P−1); but the leader alone carries 2(N−1)/N·n through
-its one card while its mates' cards idle. A flat ring with whole nodes in a row sends as many bytes through each node's
-card.
+The slow links carry 2(N−1) messages instead of 2(P−1) with a flat ring. But the leader sends 2(N−1)/N·n bytes through
+its one network card while the other cards of the node are idle. A flat ring whose order follows the nodes sends about
+as many bytes through one card of each node.
 
-**Two-level**: reduce-scatter inside every node, all-reduce of the shards between the ranks at the same *place* of each
-node, and all-gather inside. Every card works on 1/g of the buffer:
+**Two-level**: reduce-scatter inside every node, all-reduce of each shard between the ranks with the same *local rank*
+(`place`) in each node, and all-gather inside every node. Every card transfers 1/g of the buffer:
 
     T = 2(g−1)(α + n/g·β) + 2(N−1)(α' + n/(gN)·β')
 
-Nodes may be uneven: the rank at place l of a node stands in for the places l+g, l+2g, … that its node lacks.
+Nodes may have different sizes: in a small node of g ranks, local rank l also takes the role of the missing local ranks
+l+g, l+2g, ….
 
-**Two-level all-to-all**: exchange inside the node first, so that the mate at the receiver's place holds all that goes
-there; then between nodes along the places, g blocks a message: (g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead
-of (N−1)g slow messages.
+**Two-level all-to-all**: first exchange inside the node, so that the rank with the receiver's local rank holds all
+blocks for that local rank. Then exchange between ranks of equal local rank, g blocks per message:
+(g−1)(α + n/g·β) + (N−1)(α' + n/N·β'), with N−1 instead of (N−1)g slow messages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from meshwright.programs.collectives.trees import binomial_broadcast
 
 @algorithm("all-reduce", "hierarchical")
 def hierarchical_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """All-reduce inside nodes, between leaders, broadcast inside."""
+    """All-reduce inside nodes, all-reduce between the leaders, broadcast inside nodes."""
     sizes, edges = grid(elements, {1, len(groups), *(len(group) for group in groups)})
 
     def inside(group: tuple[int, ...]) -> Moves:
@@ -56,7 +57,7 @@ def hierarchical_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> P
 
 @algorithm("all-gather", "two-level")
 def two_level_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Rings between nodes along each place; then a ring inside each node passes on all that its ranks hold."""
+    """A ring between nodes for each local rank; then a ring inside each node forwards all chunks that its ranks hold."""
     node, place, at = coordinates(groups)
     nodes, chunk = len(groups), np.arange(ranks)
     hop = np.arange(nodes - 1)[:, None]
@@ -74,20 +75,20 @@ def two_level_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Prog
 
 @algorithm("reduce-scatter", "two-level")
 def two_level_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """The all-gather backwards: inside nodes first, then between."""
+    """The reversed all-gather: inside nodes first, then between nodes."""
     return reverse(two_level_all_gather(ranks, elements, groups=groups))
 
 
 @algorithm("all-reduce", "two-level")
 def two_level_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Reduce-scatter inside, reduce-scatter and all-gather of the shards between, all-gather inside."""
+    """Reduce-scatter inside nodes, reduce-scatter and all-gather of the shards between nodes, all-gather inside nodes."""
     halves = [build(ranks, elements, groups=groups) for build in (two_level_reduce_scatter, two_level_all_gather)]
     return then("all-reduce", *halves)
 
 
 @algorithm("all-to-all", "two-level")
 def two_level_all_to_all(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Inside nodes to the mate at the receiver's place, then between nodes along places; pairwise both times."""
+    """Inside nodes to the rank with the receiver's local rank, then between nodes at equal local rank; pairwise both times."""
     node, place, at = coordinates(groups)
     size = np.array([len(group) for group in groups])[node]
     source, target = np.nonzero(~np.eye(ranks, dtype=bool))
@@ -102,7 +103,7 @@ def two_level_all_to_all(ranks: int, elements: int, groups: Groups = ()) -> Prog
 
 
 def coordinates(groups: Groups) -> tuple[Array, Array, Array]:
-    """Node and place of each rank, and the rank at each (node, place); small nodes repeat theirs up to the widest node."""
+    """Return the node and local rank (place) of each rank, and the rank at each (node, place); small nodes repeat their ranks."""
     ranks, width = sum(map(len, groups)), max(map(len, groups))
     node, place = np.zeros((2, ranks), dtype=np.int64)
     for k, group in enumerate(groups):

@@ -1,29 +1,30 @@
-"""The form of a collective: chunks that move between ranks, step by step.
+"""The representation of a collective: chunks that move between ranks, step by step.
 
-The buffer of n elements is split into **chunks**. A chunk id names one piece of the data wherever it lies; every rank
-has one place (a *slot*) for each chunk, empty at first unless the rank starts with it. A program is a table of moves:
+The buffer of n elements is split into **chunks**. A chunk id names one piece of the data, on whichever rank it is.
+Every rank has one *slot* for each chunk; the slot is empty unless the rank starts with the chunk. A program is a table
+of moves:
 
-    at `step`, rank `source` sends chunks [chunk, chunk + width) to rank `target`, which stores them or adds them up
+    in `step`, rank `source` sends chunks [chunk, chunk + width) to rank `target`, which stores or adds them
 
-Read along one rank, the same table is that rank's list of steps: *send* here, *receive* or *reduce* (receive and add)
-there; a move from a rank to itself is a *copy*, from chunk to chunk `into`. The meaning of a step is fixed:
+The rows of one rank are its list of instructions: *send* where it is the source, *receive* or *reduce* (receive and
+add) where it is the target. A move from a rank to itself is a *copy* from one chunk to another (`into`). Rules:
 
-- Steps are numbered for all ranks together, and a send stands at the same step as its receive. A rank begins a step
-  when it is done with its step before. So a program **cannot deadlock**: among the ranks that are not done, those at
-  the lowest step wait for nobody but each other, and their sends and receives meet there. (Lists that were written by
-  hand, rank by rank, may deadlock: `lists.assemble` finds it when it lines their steps up.)
-- Within a step all sends read what was there before the step; what a rank sends to one peer in one step is one message.
-- What arrives replaces the slot, or with `reduce` is added to it.
+- Step numbers are common to all ranks, and a send has the same step number as its receive. A rank starts a step when it
+  has completed its previous one. So a program **cannot deadlock**: the ranks at the lowest unfinished step wait only
+  for each other, and each of their sends has its receive in that step. (Lists written by hand for each rank can
+  deadlock: `lists.assemble` detects it when it aligns their steps.)
+- Within a step all sends read the values before the step. All data from one rank to another in one step is one message.
+- Received data replaces the content of the slot, or with `reduce` is added to it.
 
-A **switch that reduces** (NVLink SHARP, InfiniBand SHARP) takes part as a node with a number above the ranks'. It keeps nothing
-from step to step: what arrives for a chunk with `reduce` in one step is added up there, and what it sends goes to any number of
-ranks. It starts with no data and owes none.
+A **reducing switch** (NVLink SHARP, InfiniBand SHARP) is an endpoint whose number is above those of the ranks. It keeps
+no data between steps: it adds all `reduce` messages that arrive for a chunk in one step, and sends the sum to any
+number of ranks. It starts with no data and needs none at the end.
 
-The promise is two sets of slots: a chunk **starts** in some, and must **end** in others as the sum of all the copies it
-started as, each exactly once. That one sentence is broadcast (starts at the root, ends everywhere), reduce (the
-reverse), all-gather, reduce-scatter, all-reduce and all-to-all (`contract`).
+The contract is two sets of slots: a chunk **starts** in some slots, and must **end** in others as the sum of all its
+initial copies, each exactly once. This covers broadcast (starts at the root, ends everywhere), reduce (the reverse),
+all-gather, reduce-scatter, all-reduce and all-to-all (`contract`).
 
-The table is a struct of numpy arrays, for a ring of 1,024 ranks has 2·1023·1024 ≈ 2.1 million moves.
+The table is a struct of numpy arrays, because a ring of 1,024 ranks has 2·1023·1024 ≈ 2.1 million moves.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Moves(NamedTuple):
     chunk: Array
     width: Array
     reduce: Array
-    into: Array  # the chunk it becomes at the target: the very array `chunk`, unless the program copies between chunks
+    into: Array  # chunk id at the target; the same array object as `chunk` unless the program copies between chunks
 
     @property
     def in_place(self) -> bool:
@@ -67,21 +68,21 @@ def moves(
     reduce: Numbers = False,
     into: Numbers | None = None,
 ) -> Moves:
-    """A table from arrays or numbers that broadcast against each other, sorted."""
-    given = [step, source, target, chunk, width, chunk if into is None else into]
-    numbers = [np.asarray(column, dtype=np.int32) for column in given]
+    """Return a sorted table from arrays or numbers, which are broadcast against each other."""
+    inputs = [step, source, target, chunk, width, chunk if into is None else into]
+    numbers = [np.asarray(column, dtype=np.int32) for column in inputs]
     flat = [column.ravel() for column in np.broadcast_arrays(*numbers, np.asarray(reduce, dtype=bool))]
     return in_order(Moves(flat[0], flat[1], flat[2], flat[3], flat[4], flat[6], flat[3 if into is None else 5]))
 
 
 def rows(table: Iterable[Row], reduce: bool = False) -> Moves:
-    """A table from (step, source, target, chunk, width) tuples."""
+    """Return a table from (step, source, target, chunk, width) tuples."""
     step, source, target, chunk, width = np.array(list(table), dtype=np.int32).reshape(-1, 5).T
     return moves(step, source, target, chunk, width, reduce)
 
 
 def in_order(table: Moves) -> Moves:
-    """Sorted by step, source, target; a table that is so already is returned as it is."""
+    """Return the table sorted by step, source, target; a sorted table is returned unchanged."""
     ordered = np.ones(max(0, len(table.step) - 1), dtype=bool)
     for column in (table.target, table.source, table.step):
         ordered &= column[1:] == column[:-1]
@@ -92,7 +93,7 @@ def in_order(table: Moves) -> Moves:
 
 
 def take(table: Moves, index: Array) -> Moves:
-    """The rows at `index`."""
+    """Return the rows at `index`."""
     chunk = table.chunk[index]
     into = chunk if table.in_place else table.into[index]
     return Moves(
@@ -107,7 +108,7 @@ def take(table: Moves, index: Array) -> Moves:
 
 
 def joined(tables: Sequence[Moves]) -> Moves:
-    """Several tables as one."""
+    """Return several tables as one; equal step numbers stay the same step."""
     step, source, target, chunk, width, reduce = (np.concatenate([t[k] for t in tables]) for k in range(6))
     in_place = all(table.in_place for table in tables)
     into = chunk if in_place else np.concatenate([table.into for table in tables])
@@ -116,12 +117,12 @@ def joined(tables: Sequence[Moves]) -> Moves:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One collective on `ranks` ranks: chunk sizes, what starts and ends where, and the moves between."""
+    """One collective on `ranks` ranks: the chunk sizes, the initial and the required slots, and the moves."""
 
     operation: str
     algorithm: str
     ranks: int
-    elements: int  # n: the full, unsharded buffer (of all-to-all: what one rank sends in all)
+    elements: int  # n: the full, unsharded buffer (in an all-to-all: all blocks that one rank sends)
     sizes: Array  # elements of each chunk
     starts: Array  # slots, rank·chunks + chunk, that hold data before the first step
     ends: Array  # slots that must hold the chunk's sum after the last
@@ -130,7 +131,7 @@ class Program:
     groups: tuple[tuple[int, ...], ...] = ()  # the nodes that a node-aware algorithm was built for
     switches: tuple[
         tuple[int, ...], ...
-    ] = ()  # the ranks that each reducing switch joins; switch k has the number ranks + k
+    ] = ()  # the ranks that each reducing switch connects; switch k has the number ranks + k
 
     def __post_init__(self) -> None:
         self._validate()
@@ -164,7 +165,7 @@ class Program:
 
     @property
     def endpoints(self) -> int:
-        """Everything that sends or receives: the ranks, then the switches that reduce."""
+        """Number of senders and receivers: the ranks, then the reducing switches."""
         return self.ranks + len(self.switches)
 
     @cached_property
@@ -173,12 +174,12 @@ class Program:
 
     @cached_property
     def offsets(self) -> Array:
-        """Where each chunk begins, and the end of the last."""
+        """Offset of each chunk in the buffer, and the end of the last chunk."""
         return np.concatenate([[0], np.cumsum(self.sizes)])
 
     @cached_property
     def moved(self) -> Array:
-        """Elements of each move."""
+        """Number of elements of each move."""
         if len(self.moves.width) and self.moves.width.max() == 1:
             return self.sizes[self.moves.chunk]
         return self.offsets[self.moves.chunk + self.moves.width] - self.offsets[self.moves.chunk]
@@ -199,8 +200,8 @@ class Program:
             other.root,
             other.switches,
         )
-        mine, theirs = ([p.sizes, p.starts, p.ends, *p.moves] for p in (self, other))
-        return same and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        left, right = ([p.sizes, p.starts, p.ends, *p.moves] for p in (self, other))
+        return same and all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
 
     __hash__ = object.__hash__
 
@@ -212,7 +213,7 @@ class Program:
 
 
 def split(elements: int, parts: int) -> Array:
-    """Sizes of `parts` chunks of whole elements: chunk c covers [c·n//C, (c+1)·n//C)."""
+    """Return the sizes of C = `parts` chunks of n elements: chunk c covers [c·n//C, (c+1)·n//C)."""
     edges = np.arange(parts + 1, dtype=object if elements * parts >= 2**62 else np.int64) * elements // parts
     return np.diff(edges).astype(np.int64)
 

@@ -1,19 +1,23 @@
-"""What NCCL runs between nodes: work for every network card at once (a card and its mates in other nodes are a *rail*).
+"""The algorithms that NCCL runs between nodes. They use all network cards at once.
 
-**Multi-ring.** With g ranks in each of N nodes, g rings pass all P ranks, each with 1/g of the buffer. Ring j enters a node at
-place j, visits the whole node and leaves from place j−1, so every card sends for one ring and receives for one. In a step a rank
-passes g−1 parts to its neighbour in the node and one part through its card, at the same time:
+The network cards of equal local rank in all nodes are a *rail*.
+
+**Multi-ring.** With g ranks in each of N nodes, g rings pass through all P ranks, each with 1/g of the buffer. Ring j
+enters a node at local rank j, visits all ranks of the node and leaves at local rank j−1. So every card sends for one
+ring and receives for one ring. In a step a rank sends g−1 parts to its neighbour in the node and, at the same time, one
+part through its card:
 
     T = (P−1) · max( α + (g−1)/(gP)·nβ , α' + 1/(gP)·nβ' )        all-gather and reduce-scatter; twice that for all-reduce
 
-One node has nothing to share out: there it is the plain ring.
+On one node it is the plain ring.
 
-**Rail-tree** (all-reduce of small buffers). Reduce-scatter inside every node (Bruck), a binomial tree up and down between the
-ranks at the same place of each node, all-gather inside. The number of messages grows with the logarithm of both sizes:
+**Rail-tree** (all-reduce of small buffers). Reduce-scatter inside every node (Bruck), reduce and broadcast by binomial
+trees between the ranks of equal local rank, all-gather inside every node. The number of messages is logarithmic in the
+node size and in the number of nodes:
 
     T = 2⌈log₂g⌉α + 2(g−1)/g·nβ + 2⌈log₂N⌉(α' + n/g·β')
 
-Unequal nodes have no common places: there one leader a node reduces, joins the tree and broadcasts.
+If the nodes have different sizes, one leader per node reduces, takes part in the tree, and broadcasts.
 """
 
 from __future__ import annotations
@@ -30,20 +34,20 @@ from meshwright.programs.collectives.trees import binomial_broadcast, binomial_r
 
 @algorithm("all-gather", "multi-ring")
 def multi_ring_all_gather(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Ring j passes part j of every shard; at step t a rank sends on the shard that started t places before it."""
+    """Ring j transfers part j of every shard; in step t a rank forwards the shard that started t positions before it."""
     rings = 1 if len(groups) == 1 else min(len(group) for group in groups)
     step, place = np.ogrid[: ranks - 1, :ranks]
     tables = []
     for j in range(rings):
-        turned = [np.roll(group, -(j * len(group) // rings)) for group in groups]
-        order = np.concatenate(turned)
+        rotated = [np.roll(group, -(j * len(group) // rings)) for group in groups]
+        order = np.concatenate(rotated)
         tables.append(moves(step, order[place], order[(place + 1) % ranks], order[(place - step) % ranks] * rings + j))
     return collective("all-gather", ranks, elements, together(tables), chunks=rings, groups=groups)
 
 
 @algorithm("reduce-scatter", "multi-ring")
 def multi_ring_reduce_scatter(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """The all-gather backwards."""
+    """The reversed all-gather."""
     return reverse(multi_ring_all_gather(ranks, elements, groups=groups))
 
 
@@ -56,7 +60,7 @@ def multi_ring_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Pro
 
 @algorithm("all-reduce", "rail-tree")
 def rail_tree_all_reduce(ranks: int, elements: int, groups: Groups = ()) -> Program:
-    """Reduce-scatter inside nodes, a tree between nodes on every rail, all-gather inside."""
+    """Reduce-scatter inside nodes, a tree between nodes on every rail, all-gather inside nodes."""
     equal = len({len(group) for group in groups}) == 1
     rails = len(groups[0]) if equal else 1
 

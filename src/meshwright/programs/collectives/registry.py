@@ -1,12 +1,13 @@
-"""The algorithms by operation and name. A new one is one function:
+"""The algorithms by operation and name. To add an algorithm, write one function:
 
     @algorithm("all-gather", "ring")
     def all_gather(ranks, elements):
         step, rank = np.ogrid[: ranks - 1, :ranks]
         return collective("all-gather", ranks, elements, moves(step, rank, (rank + 1) % ranks, (rank - step) % ranks))
 
-From then on it is checked, walked, compared, drawn and run, and the tests try it at every number of ranks. Beyond ranks
-and elements a builder may take options: `root`, `target`, `segments` (of pipelined ones) and `groups` (the nodes).
+The checker, the walk, the comparison, the figures, the runtime and the tests (at many numbers of ranks) then cover it.
+In addition to ranks and elements, a builder may accept the options `root`, `target`, `segments` (pipelined algorithms)
+and `groups` (the nodes).
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ ALGORITHMS: dict[str, dict[str, Builder]] = {operation: {} for operation in OPER
 
 
 def algorithm(operation: str, name: str) -> Callable[[Builder], Builder]:
-    """Register a builder; its arguments are validated and its program named."""
+    """Register a builder. The wrapper validates its arguments and sets the name of its program."""
 
     def register(builder: Builder) -> Builder:
         accepted = inspect.signature(builder).parameters
 
         @functools.wraps(builder)
         def build_it(ranks: int, elements: int, **options: Any) -> Program:
-            ranks = whole("ranks", ranks, 1, MOST_RANKS)
-            elements = whole("elements", elements, 0, MOST_ELEMENTS)
+            ranks = int_in_range("ranks", ranks, 1, MOST_RANKS)
+            elements = int_in_range("elements", elements, 0, MOST_ELEMENTS)
             for key in options:
                 if key not in accepted:
                     raise unknown("MW-PROG-004", f"option of {name} {operation}", key, list(accepted)[2:])
             for key in ("root", "target"):
                 if key in options:
-                    options[key] = whole(key, options[key], 0, ranks - 1)
+                    options[key] = int_in_range(key, options[key], 0, ranks - 1)
             if "segments" in options:
-                options["segments"] = whole("segments", options["segments"], 1, 2**16)
+                options["segments"] = int_in_range("segments", options["segments"], 1, 2**16)
             if "groups" in accepted:
                 options["groups"] = as_groups(options.get("groups"), ranks)
             return builder(ranks, elements, **options).but(algorithm=name)
@@ -59,7 +60,7 @@ def algorithm(operation: str, name: str) -> Callable[[Builder], Builder]:
 
 
 def build(operation: str, algorithm: str, ranks: int, elements: int, **options: Any) -> Program:
-    """The program of an operation by one algorithm; see ALGORITHMS for the names."""
+    """Return the program of an operation with an algorithm of ALGORITHMS."""
     return builder(operation, algorithm)(ranks, elements, **options)
 
 
@@ -77,12 +78,12 @@ def builder(operation: str, algorithm: str) -> Builder:
 
 
 def accepts(operation: str, algorithm: str) -> list[str]:
-    """Options of a builder beyond ranks and elements."""
+    """Return the options of a builder other than ranks and elements."""
     return list(inspect.signature(builder(operation, algorithm)).parameters)[2:]
 
 
-def whole(name: str, value: Any, low: int, high: int) -> int:
-    """`value` as a whole number between low and high."""
+def int_in_range(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` as an int; raise if it is not a whole number from low to high."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -93,22 +94,22 @@ def whole(name: str, value: Any, low: int, high: int) -> int:
 
 
 def as_groups(groups: Sequence[Sequence[int]] | None, ranks: int) -> Groups:
-    """Nodes as tuples of ranks, validated; when none are told, nodes of eight, or two halves of eight ranks and fewer."""
+    """Return the validated nodes as tuples of ranks. Default: nodes of eight ranks; up to eight ranks, two halves."""
     if groups is None:
         size = 8 if ranks > 8 else max(1, (ranks + 1) // 2)
         return tuple(tuple(range(a, min(a + size, ranks))) for a in range(0, ranks, size))
-    parts = tuple(tuple(whole("rank", r, 0, ranks - 1) for r in group) for group in groups if len(group))
+    parts = tuple(tuple(int_in_range("rank", r, 0, ranks - 1) for r in group) for group in groups if len(group))
     if sorted(r for group in parts for r in group) != list(range(ranks)):
         raise MeshwrightError(
             "MW-PROG-007",
-            f"the groups do not part the ranks 0 to {ranks - 1}",
-            why="Every rank must stand in exactly one group",
+            f"the groups do not partition the ranks 0 to {ranks - 1}",
+            why="Every rank must be in exactly one group",
         )
     return parts
 
 
 def place(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) -> list[int]:
-    """The device of each rank: `placement`, validated, or rank r on device r."""
+    """Return the device of each rank: the validated `placement`, or device r for rank r."""
     devices = list(range(ranks)) if placement is None else [operator.index(d) for d in placement]
     if len(devices) != ranks or len(set(devices)) != ranks or min(devices) < 0 or max(devices) >= cluster.world:
         raise MeshwrightError(
@@ -120,7 +121,7 @@ def place(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) 
 
 
 def groups_of(cluster: Cluster, ranks: int, placement: Sequence[int] | None = None) -> Groups:
-    """The ranks of each node, nodes in the order of their first rank."""
+    """Return the ranks of each node; nodes are in the order of their first rank."""
     nodes: dict[int, list[int]] = {}
     for rank, device in enumerate(place(cluster, ranks, placement)):
         nodes.setdefault(device // cluster.node_size, []).append(rank)

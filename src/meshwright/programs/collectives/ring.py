@@ -1,19 +1,20 @@
-"""The ring: every rank sends to its right neighbour and receives from its left, all links busy in every step.
+"""The ring: every rank sends to its right neighbour and receives from its left one; all links are busy in every step.
 
-**All-gather.** Rank r starts with chunk r. At step t it sends the chunk that arrived last, number r−t, and receives
-r−t−1. After P−1 steps every chunk has been round the ring.
+**All-gather.** Rank r starts with chunk r. In step t it sends the chunk that arrived last, r−t, and receives chunk
+r−t−1. After P−1 steps every rank has every chunk.
 
-**Reduce-scatter.** The same walk, but what arrives is *added* to one's own part before it is sent on. The sum of chunk
-c sets out from rank c+1, passes all other ranks and is complete when it reaches rank c: at step t rank r sends chunk
+**Reduce-scatter.** The same pattern, but a rank *adds* its local chunk to the received one before it forwards the sum.
+The sum of chunk c starts at rank c+1, passes all other ranks and is complete at rank c: in step t rank r sends chunk
 r−1−t.
 
-**All-reduce** is the one, then the other. With n/P bytes a step and no idle link, per rank
+**All-reduce** is a reduce-scatter followed by an all-gather. Each step transfers n/P bytes per rank, and no link is
+idle:
 
-    T = 2(P−1)(α + n/P·β) + (P−1)/P·nγ        bytes sent: 2(P−1)/P·n, the least any algorithm can do
+    T = 2(P−1)(α + n/P·β) + (P−1)/P·nγ        bytes sent per rank: 2(P−1)/P·n, the minimum for any algorithm
 
-so the bandwidth term hardly depends on P; the price is a latency term that grows with it.
+The bandwidth term is almost independent of P; the latency term is proportional to P−1.
 
-    step 0           step 1           step 2         P = 4, reduce-scatter: who holds how much of chunk 0
+    step 0           step 1           step 2         P = 4, reduce-scatter: contributions in the sum of chunk 0
     r1: 1 of 4  ──►  r2: 2 of 4  ──►  r3: 3 of 4  ──►  r0: 4 of 4
 """
 
@@ -29,7 +30,7 @@ from meshwright.programs.collectives.registry import algorithm
 
 @algorithm("all-gather", "ring")
 def all_gather(ranks: int, elements: int) -> Program:
-    """At step t rank r passes chunk r−t to the right."""
+    """In step t rank r sends chunk r−t to its right neighbour."""
     step, rank = np.ogrid[: ranks - 1, :ranks]
     table = moves(step, source=rank, target=(rank + 1) % ranks, chunk=(rank - step) % ranks)
     return collective("all-gather", ranks, elements, table)
@@ -37,7 +38,7 @@ def all_gather(ranks: int, elements: int) -> Program:
 
 @algorithm("reduce-scatter", "ring")
 def reduce_scatter(ranks: int, elements: int) -> Program:
-    """At step t rank r passes its sum of chunk r−1−t to the right, which adds its own."""
+    """In step t rank r sends its partial sum of chunk r−1−t to its right neighbour, which adds its local chunk."""
     step, rank = np.ogrid[: ranks - 1, :ranks]
     table = moves(step, source=rank, target=(rank + 1) % ranks, chunk=(rank - 1 - step) % ranks, reduce=True)
     return collective("reduce-scatter", ranks, elements, table)

@@ -1,19 +1,20 @@
-"""From one rank to all, and back: one by one, down a binomial tree, along a pipelined chain.
+"""Broadcast, scatter and their duals, in three ways: naive, binomial tree, pipelined chain.
 
-**Naive.** The root sends to one rank after the other: (P−1)(α + nβ). The root's link is the bottleneck, all others
-idle.
+**Naive.** The root sends to one rank after the other: (P−1)(α + nβ). The link of the root is the bottleneck; all other
+links are idle.
 
-**Binomial tree.** Whoever has the data helps: in round k the 2ᵏ ranks that have it send to 2ᵏ that do not. After
-⌈log₂P⌉ rounds all have it: ⌈log₂P⌉(α + nβ). Every round moves the whole buffer, so the bandwidth term keeps its
-logarithm; it is *not* nβ, which only pipelining reaches. To **scatter**, send halves instead: the root gives the upper
-half of the ranks their half of the buffer, then both halves go on alone: ⌈log₂P⌉α + (P−1)/P·nβ.
+**Binomial tree.** Every rank that has the data sends it on: in round k, 2ᵏ ranks send to 2ᵏ ranks that do not have it.
+After ⌈log₂P⌉ rounds all have it: ⌈log₂P⌉(α + nβ). Every round sends the full buffer, so the bandwidth term also has the
+factor ⌈log₂P⌉; only pipelining approaches nβ. A **scatter** sends halves: the root sends the upper half of the ranks
+their half of the buffer, then both halves continue independently: ⌈log₂P⌉α + (P−1)/P·nβ.
 
-**Pipelined chain.** Cut the buffer in k segments and pass them along a line; the line works on k segments at once. The
-last segment arrives after P−1+k−1 hops: (P+k−2)(α + nβ/k), which for k* = √((P−2)nβ/α) approaches nβ: best for large n.
+**Pipelined chain.** Divide the buffer into k segments and send them along a chain; up to k links work at once. The last
+segment arrives after P−1+k−1 hops: (P+k−2)(α + nβ/k). With k* = √((P−2)nβ/α) segments it approaches nβ, which is best
+for large n.
 
-Reduce and gather are the same trees with the arrows turned round (`compose.reverse`). All-reduce = reduce + broadcast,
-all-gather = gather + broadcast and reduce-scatter = reduce + scatter follow by composition: simple, and slow at the
-root.
+Reduce and gather are the same trees in the opposite direction (`compose.reverse`). All-reduce = reduce + broadcast,
+all-gather = gather + broadcast and reduce-scatter = reduce + scatter are compositions. They are simple, but the root is
+their bottleneck.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshwright.programs.collectives.contract import collective
 from meshwright.programs.collectives.program import Program, Row, moves, rows
 from meshwright.programs.collectives.registry import algorithm
 
-SEGMENTS = 8  # of the pipelined algorithms unless told; `formulas.best_segments` finds the best for a link and size
+SEGMENTS = 8  # default of pipelined algorithms; `formulas.best_segments` computes the best for a link and size
 
 
 @algorithm("broadcast", "naive")
@@ -49,7 +50,7 @@ def binomial_broadcast(ranks: int, elements: int, root: int = 0, chunks: int = 1
 
 @algorithm("broadcast", "chain")
 def chain_broadcast(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
-    """Segment s makes hop h at step h + s."""
+    """Segment s travels hop h in step h + s."""
     hop, segment = np.ogrid[: ranks - 1, :segments]
     table = moves(hop + segment, (root + hop) % ranks, (root + hop + 1) % ranks, segment)
     return collective("broadcast", ranks, elements, table, chunks=segments, root=root)
@@ -65,7 +66,7 @@ def naive_scatter(ranks: int, elements: int, root: int = 0) -> Program:
 
 @algorithm("scatter", "binomial")
 def binomial_scatter(ranks: int, elements: int, root: int = 0) -> Program:
-    """Counted from the root, rank r hands the shards [r+2ᵏ, r+2ᵏ⁺¹) to rank r+2ᵏ, the widest span first."""
+    """Counted from the root, rank r sends the shards [r+2ᵏ, r+2ᵏ⁺¹) to rank r+2ᵏ; k decreases from step to step."""
     table: list[Row] = []
     for step, k in enumerate(reversed(range(rounds(ranks)))):
         for r in range(0, ranks - 2**k, 2 ** (k + 1)):
@@ -83,13 +84,13 @@ def naive_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> P
 
 @algorithm("reduce", "binomial")
 def binomial_reduce(ranks: int, elements: int, root: int = 0, chunks: int = 1) -> Program:
-    """The binomial tree from the leaves to the root."""
+    """Partial sums travel up the binomial tree, from the leaves to the root."""
     return reverse(binomial_broadcast(ranks, elements, root=root, chunks=chunks))
 
 
 @algorithm("reduce", "chain")
 def chain_reduce(ranks: int, elements: int, root: int = 0, segments: int = SEGMENTS) -> Program:
-    """Segments pass along the line to the root, each rank adding its own."""
+    """Segments travel along the chain to the root; each rank adds its local segment."""
     return reverse(chain_broadcast(ranks, elements, root=root, segments=segments))
 
 
@@ -101,19 +102,19 @@ def naive_gather(ranks: int, elements: int, root: int = 0) -> Program:
 
 @algorithm("gather", "binomial")
 def binomial_gather(ranks: int, elements: int, root: int = 0) -> Program:
-    """Shards collect up the binomial tree."""
+    """Shards travel up the binomial tree to the root."""
     return reverse(binomial_scatter(ranks, elements, root=root))
 
 
 @algorithm("all-reduce", "naive")
 def naive_all_reduce(ranks: int, elements: int) -> Program:
-    """All to rank 0, one by one, then back to all, one by one."""
+    """Every rank sends to rank 0 in turn; then rank 0 sends the sum to every rank in turn."""
     return then("all-reduce", naive_reduce(ranks, elements), naive_broadcast(ranks, elements))
 
 
 @algorithm("all-reduce", "tree")
 def tree_all_reduce(ranks: int, elements: int) -> Program:
-    """Up a binomial tree, and down again."""
+    """Reduce up a binomial tree, then broadcast down the same tree."""
     return then("all-reduce", binomial_reduce(ranks, elements), binomial_broadcast(ranks, elements))
 
 
@@ -131,19 +132,19 @@ def tree_reduce_scatter(ranks: int, elements: int) -> Program:
 
 @algorithm("point-to-point", "direct")
 def point_to_point(ranks: int, elements: int, root: int = 0, target: int | None = None) -> Program:
-    """One message from `root` to `target`, the next rank unless told."""
+    """One message from `root` to `target`; the default target is the next rank."""
     target = (root + 1) % ranks if target is None else target
     table = rows([(0, root, target, 0, 1)] if target != root else [])
     return collective("point-to-point", ranks, elements, table, root=root, target=target)
 
 
 def rounds(ranks: int) -> int:
-    """⌈log₂P⌉."""
+    """Return ⌈log₂P⌉."""
     return (ranks - 1).bit_length()
 
 
 def wrapped(first: int, count: int, modulus: int) -> list[tuple[int, int]]:
-    """`count` chunks from `first` on, wrapping at `modulus`, as (first, count) runs without empty ones."""
+    """Return `count` chunks from `first` on, modulo `modulus`, as one or two (first, count) runs."""
     first %= modulus
     head = min(count, modulus - first)
     return [run for run in ((first, head), (0, count - head)) if run[1] > 0]

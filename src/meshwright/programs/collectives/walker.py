@@ -1,20 +1,20 @@
-"""The time of a program on a cluster, by discrete events.
+"""Simulate a program on a cluster (a *walk*): the start and end time of every message.
 
-The machine:
+The model:
 
-1. A rank works through its steps in order. It enters a step when all sends, receives and additions of its step before
-   are done; within a step they are concurrent. Nothing else holds it up: there is no barrier between ranks.
-2. A message starts when both its ranks have entered the step (the receiver's buffer is free, the sender's data is
-   there). It takes α, then its bytes flow through the ports of its path; links work in both directions at once.
-3. Flows that meet at a port share it max-min fairly (`network`), anew whenever a flow begins or ends.
-4. What is to be added is added on arrival, γ seconds a byte, one message at a time on a rank.
+1. A rank runs its steps in order. It enters a step when all sends, receives and additions of its previous step are
+   done. The messages of one step are concurrent. There is no barrier between ranks.
+2. A message starts when both its ranks have entered the step (the receive buffer is free, and the data to send is
+   ready). It first takes α, then its bytes flow through the ports of its path. Links are full-duplex.
+3. Flows through the same port share it max-min fairly (`network`). Rates are recomputed when a flow starts or ends.
+4. A rank adds received messages one at a time, with γ seconds per byte.
 
-With no shared port this is the α-β-γ model: the walk of a ring *is* 2(P−1)(α + n/P·β) + (P−1)/P·nγ (`formulas`). With
-mixed or shared links it tells what the formulas cannot: the ring that waits for its slowest hop, cards shared by
-devices, uplinks crowded by an all-to-all.
+Without shared ports this is the α-β-γ model: the walk of a ring takes exactly 2(P−1)(α + n/P·β) + (P−1)/P·nγ
+(`formulas`). With mixed or shared links it covers cases that the formulas cannot: a ring that waits for its slowest
+link, network cards shared by devices, uplinks shared by the flows of an all-to-all.
 
-Two engines give the same times. Where all ports are private a step is three numpy operations on all its messages
-(`rounds`); otherwise time goes from event to event (`events`).
+Two engines give the same times. If all ports are private, a step is three numpy operations on all its messages
+(`rounds`). Otherwise a discrete-event simulation runs (`events`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from meshwright.programs.collectives.registry import place
 
 @dataclass(frozen=True, eq=False)
 class Walk:
-    """When everything happened, and what passed where."""
+    """Times of messages and steps, and the bytes sent by each rank and through each port."""
 
     makespan: float
     messages: Messages
-    start: Array  # of each message: both ranks are there
+    start: Array  # of each message: both ranks have entered its step
     end: Array  # of each message: its last byte has arrived
     step_start: Array  # of each step: its first message starts
     step_end: Array  # of each step: its last message has arrived and is added
@@ -57,14 +57,14 @@ def walk(
     element_bytes: float = 4.0,
     engine: str = "auto",
 ) -> Walk:
-    """Walk a program over a cluster; rank r stands on device placement[r], or on device r."""
+    """Simulate a program on a cluster; rank r runs on device placement[r], by default on device r."""
     devices = place(cluster, program.ranks, placement)
     sent = messages(program, element_bytes, cluster.accelerator.gamma)
     via = routes(sent, cluster, devices, program)
     private = private_pairs(sent, via)
     fast = bool(private.all()) and one_sum_a_step(sent)
     if engine == "rounds" and not fast:
-        what = "the engine 'rounds' cannot walk messages that share a port or additions that queue"
+        what = "the engine 'rounds' cannot simulate messages that share a port or additions that queue"
         raise MeshwrightError("MW-PROG-020", what, fix="engine='events'")
     if engine != "events" and fast:
         start, end, done = rounds(sent, via, program.endpoints)
@@ -79,22 +79,22 @@ def walk(
 
 
 def rounds(sent: Messages, via: Routes, ranks: int) -> tuple[Array, Array, Array]:
-    """Step by step, all messages of a step at once: ready ranks start, and are ready again when theirs have ended."""
+    """Compute the times step by step: a message starts when both ranks are ready, and they are ready again at its end."""
     start, end = np.empty(len(sent.step)), np.empty(len(sent.step))
     ready = np.zeros(ranks)
     alpha, beta = via.alpha, 1.0 / via.bottleneck
     for low, high in zip(sent.bounds[:-1].tolist(), sent.bounds[1:].tolist(), strict=True):
         source, target, pair = (column[low:high].astype(np.intp) for column in (sent.source, sent.target, via.pair))
         begin = np.maximum(ready[source], ready[target])
-        there = begin + (alpha[pair] + sent.bytes[low:high] * beta[pair])
-        start[low:high], end[low:high] = begin, there
-        np.maximum.at(ready, source, there)
-        np.maximum.at(ready, target, there + sent.work[low:high])
+        arrival = begin + (alpha[pair] + sent.bytes[low:high] * beta[pair])
+        start[low:high], end[low:high] = begin, arrival
+        np.maximum.at(ready, source, arrival)
+        np.maximum.at(ready, target, arrival + sent.work[low:high])
     return start, end, end + sent.work
 
 
 def one_sum_a_step(sent: Messages) -> bool:
-    """No rank has two messages to add in one step: their additions would queue."""
+    """Whether no rank has two messages to add in one step, whose additions would queue."""
     adds = np.flatnonzero(sent.work)
     ranks = int(sent.target.max(initial=0)) + 1
     visited = np.zeros(len(sent.bounds) * ranks, dtype=bool)
@@ -103,7 +103,7 @@ def one_sum_a_step(sent: Messages) -> bool:
 
 
 def by_step(sent: Messages, start: Array, done: Array) -> tuple[Array, Array]:
-    """First start and last end of each step's messages; a step without messages is told as 0 to 0."""
+    """Return the first start and the last end of each step's messages; 0 and 0 for a step without messages."""
     first = np.full(len(sent.bounds) - 1, np.inf)
     last = np.zeros(len(sent.bounds) - 1)
     filled = np.flatnonzero(sent.bounds[1:] > sent.bounds[:-1])

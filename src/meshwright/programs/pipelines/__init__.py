@@ -1,4 +1,4 @@
-"""Pipeline schedules as programs: built by name, checked, walked, and searched for."""
+"""Pipeline schedules as programs: build them by name, check them, simulate them, or search for one."""
 
 from meshwright.describe.schedules import RULES
 from meshwright.programs.pipelines.auto import Found, auto, lower_bound, search

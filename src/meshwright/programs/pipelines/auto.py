@@ -1,20 +1,20 @@
-"""`auto`: a schedule for the stage times and the memory there are, at least as good as every handmade one.
+"""`auto`: search for a schedule for given stage times and a memory limit. It is never worse than a handmade schedule.
 
-The handmade schedules assume equal stages and F = I = W. Real stages differ (embedding, loss, uneven layers),
-attention makes I longer than W, transfers take time, and memory is whatever is left. So:
+The handmade schedules assume equal stages and F = I = W. Real stages differ (embedding, loss, uneven layers), attention
+makes I longer than W, transfers take time, and the memory limit varies. The search has three parts:
 
-1. walk every handmade schedule that is legal for P, M and V and fits the limit;
-2. play the list scheduler (`greedy`) under a grid of policies: how far forwards run ahead, whether backwards are
-   split, how long to wait for a backward, when a W may fill a gap; on looped and, with an even V, on V-shaped
-   placement;
-3. improve the best few by exchanging neighbours on their longest path (`improve`).
+1. simulate every handmade schedule that is legal for P, M and V and fits the memory limit;
+2. run the list scheduler (`greedy`) with a grid of policies: how far forwards run ahead, whether backwards are split,
+   how long to wait for a backward, when a W may fill a gap; on looped and, with an even V, on V-shaped placement;
+3. improve the best few by swapping neighbours on their longest path (`improve`).
 
-The best of all is kept, so nothing handmade beats it under the same limit. `effort` bounds the work, counted in actions
-walked: no clock and no chance is involved, and the same request gives the same schedule. A limit of P micro-batches
-is the setting that Qi et al. call ZB-1p, 2P is ZB-2p.
+The result is the best schedule found, so no handmade schedule beats it under the same limit. `effort` limits the work,
+counted in simulated actions. No clock and no random numbers are involved: the same request gives the same schedule. A
+limit of P micro-batches is what Qi et al. call ZB-1p; 2P is ZB-2p.
 
-`bound` is what no schedule can beat: a rank cannot start before the first activation reaches it and has its own work
-to do, and one micro-batch must go all the way down and back. A schedule that meets it ends the search.
+`bound` is a lower bound on the makespan: a rank cannot start before the first activation reaches it, and then has all
+its work to do; and one micro-batch must pass all stages forward and backward. The search ends when a schedule reaches
+the bound.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from meshwright.programs.pipelines.rules import refusal, require
 from meshwright.programs.pipelines.schedules import HANDMADE
 from meshwright.programs.pipelines.walk import Durations, Times, Walked, by_stage, walk
 
-EFFORT = 600_000  # actions walked: about a second
+EFFORT = 600_000  # simulated actions: about one second
 OBJECTIVES = ("makespan", "span")
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The best schedule, where it came from, and what else was tried."""
+    """The best schedule, how it was found, the lower bound, and the results of the handmade schedules."""
 
     walked: Walked
     origin: str
     bound: float
-    handmade: dict[str, float | None] = field(default_factory=dict)  # objective of each; None: does not fit the limit
+    handmade: dict[str, float | None] = field(default_factory=dict)  # objective of each; None: exceeds the memory limit
 
     @property
     def program(self) -> PipelineProgram:
@@ -52,7 +52,7 @@ class Found:
 
 
 def auto(ranks: int, microbatches: int, virtual: int = 1, **options: Any) -> PipelineProgram:
-    """The program that `search` finds; its options are search's."""
+    """Return the program that `search` finds; `options` are those of `search`."""
     return search(ranks, microbatches, virtual, **options).program
 
 
@@ -71,10 +71,10 @@ def search(
     objective: str = "makespan",
     effort: int = EFFORT,
 ) -> Found:
-    """Search for P ranks, M micro-batches, V stages a rank.
+    """Search a schedule for P ranks, M micro-batches, V stages per rank.
 
-    `limit` is the most memory a rank may hold, in the unit of `activation` (by default micro-batches of a whole rank).
-    The `objective` "span" is for steps that follow each other without a barrier.
+    `limit` is the memory limit of a rank, in the unit of `activation` (default: micro-batches through all stages of a
+    rank). The `objective` "span" is for steps that follow each other without a barrier.
     """
     require("auto", ranks, microbatches, virtual)
     if objective not in OBJECTIVES:
@@ -100,7 +100,7 @@ def search(
 
 
 class _Search:
-    """The best so far, and the effort left."""
+    """The state of the search: the schedules found so far and the remaining effort."""
 
     def __init__(self, setting: Setting, virtual: int, options: dict[str, Any], objective: str, effort: int) -> None:
         self.setting, self.virtual, self.options, self.objective = setting, virtual, options, objective
@@ -116,7 +116,7 @@ class _Search:
         for name, build in HANDMADE.items():
             if refusal(name, ranks, microbatches, virtual) is None:
                 handmade[name] = self.consider(name, build(ranks, microbatches, virtual))
-        self.play()
+        self.run_list_scheduler()
         if not self.pool:
             self.refuse()
         self.polish()
@@ -125,7 +125,7 @@ class _Search:
         return Found(walk(program, walked.durations, **self.options), origin, self.bound, handmade)
 
     def rate(self, program: PipelineProgram) -> tuple[Key, Walked] | None:
-        """What is minimised: the objective, then memory, then how soon ranks are done. None: over the limit."""
+        """Return the sort key (objective, peak memory, sum of spans) and the walk; None if the memory limit is exceeded."""
         walked = walk(program, self.setting.durations, **self.options)
         if (walked.peak_memory > self.setting.limit * (1 + 1e-9)).any():
             return None
@@ -144,15 +144,15 @@ class _Search:
     def at_bound(self) -> bool:
         return any(key[0] <= self.bound * (1 + 1e-11) for key, *_ in self.pool)
 
-    def play(self) -> None:
-        """List scheduling under the grid of policies, with half of the effort."""
-        games = [
-            (turn, policy, rank_of)
+    def run_list_scheduler(self) -> None:
+        """Run the list scheduler with the grid of policies, with half of the effort."""
+        candidates = [
+            (index, policy, rank_of)
             for rank_of in self.placements
-            for turn, policy in enumerate(_policies(self.setting, self.virtual, rank_of))
+            for index, policy in enumerate(_policies(self.setting, self.virtual, rank_of))
         ]
         reserve = self.left // 2
-        for _, policy, rank_of in sorted(games, key=lambda game: game[0]):
+        for _, policy, rank_of in sorted(candidates, key=lambda candidate: candidate[0]):
             if self.at_bound() or (self.left <= reserve and self.pool):
                 return
             program = list_schedule(replace(self.setting, rank_of=rank_of), policy)
@@ -160,7 +160,7 @@ class _Search:
                 self.consider("list scheduling", program)
 
     def polish(self) -> None:
-        """Improve the best few that differ, sharing what effort is left."""
+        """Improve the three best different schedules; they share the remaining effort."""
         self.pool.sort(key=lambda entry: entry[:2])
         seeds = list({entry[0]: entry for entry in reversed(self.pool)}.values())[::-1][:3]
         for k, (key, _, origin, walked) in enumerate(seeds):
@@ -178,7 +178,7 @@ class _Search:
         rank = int(np.argmin(setting.limit - needed))
         raise MeshwrightError(
             "MW-PIPE-030",
-            f"no schedule fits rank {rank}: the limit is {setting.limit[rank]:g}",
+            f"no schedule fits the memory limit of rank {rank}: {setting.limit[rank]:g}",
             why=f"One micro-batch needs {needed[rank]:g} there",
             valid=[f"{needed[rank]:g} or more"],
             exit_code=3,
@@ -186,27 +186,29 @@ class _Search:
 
 
 def lower_bound(setting: Setting, rank_of: np.ndarray, objective: str = "makespan") -> float:
-    """Seconds that no schedule on this placement can beat."""
+    """Return a lower bound, in seconds, of the objective of any schedule on this placement."""
     d = setting.durations
     hop = np.where(rank_of[1:] != rank_of[:-1], setting.p2p, 0.0)
-    whole = np.minimum(d.backward, d.input + d.weight)
-    work = np.bincount(rank_of, (d.forward + whole) * setting.microbatches, minlength=setting.ranks)
+    full_backward = np.minimum(d.backward, d.input + d.weight)
+    work = np.bincount(rank_of, (d.forward + full_backward) * setting.microbatches, minlength=setting.ranks)
     if objective == "span":
         return float(work.max())
     reached = np.concatenate([[0.0], np.cumsum(d.forward[:-1] + hop)])  # earliest start of each stage's first forward
     first = np.array([reached[rank_of == r].min() for r in range(setting.ranks)])
-    there_and_back = reached[-1] + d.forward[-1] + np.minimum(d.input, d.backward).sum() + hop.sum()
-    return float(max((first + work).max(), there_and_back))
+    round_trip = reached[-1] + d.forward[-1] + np.minimum(d.input, d.backward).sum() + hop.sum()
+    return float(max((first + work).max(), round_trip))
 
 
 def _policies(setting: Setting, virtual: int, rank_of: np.ndarray) -> Iterator[Policy]:
-    """The grid, the most promising first. How far ahead: `reach` times what the handmade schedules hold."""
+    """Yield the policies, the most promising first. `ahead` is `reach` times the activations of the handmade schedules."""
     ranks = setting.ranks
     on_v = virtual > 1 and ranks > 1 and rank_of[ranks] == ranks - 1
     looping = 0 if on_v else (virtual - 1) * min(ranks, setting.microbatches)
-    whole = virtual * ranks if on_v else ranks
+    most = virtual * ranks if on_v else ranks
     for split in (True, False):
-        held = np.full(ranks, whole) if split or on_v else np.arange(ranks, 0, -1)  # W pays late: all ranks hold alike
+        held = (
+            np.full(ranks, most) if split or on_v else np.arange(ranks, 0, -1)
+        )  # delayed Ws: all ranks hold equally many activations
         for patience, least_gap in ((0.0, 0.0), (0.25, 0.75), (0.5, 0.5), (0.0, 1.0), (1.0, 1.0)):
             for breadth_first in (False, True) if virtual > 1 else (False,):
                 for reach in (np.inf, 1.0, 1.5, 2.0, 1.25):

@@ -1,15 +1,15 @@
-"""Proof that a program is a pipeline step: all work once, nothing before its needs, no deadlock, memory as promised.
+"""Prove that a program is a valid pipeline step: all work once, dependencies respected, no deadlock, memory within limits.
 
-1. Every action names a stage its rank holds and a micro-batch that exists.
+1. Every action names a stage of its rank and an existing micro-batch.
 2. For each (stage, micro-batch): one F, and either one B or one I and one W.
-3. On a rank, by position: F before the B or I of the same piece, I before its W.
-4. Across ranks each action has one need (`needs`): F the F of the stage before; B or I that of the stage after (on
-   the last stage its own F). Run the lists, each as far as it goes, waking a rank when what it waits for is done: an
-   action that never runs is part of a **deadlock**, and the message follows who waits for whom until the circle
-   closes. The order in which actions ran is kept: it is a topological order, and `walk` needs no more than that.
-5. A running count of F minus B or W on each rank stays within what the builder promised.
+3. In the list of a rank, for each (stage, micro-batch): F is before B or I, and I is before W.
+4. Across ranks each action depends on one other action (`needs`): F on the F of the previous stage; B or I on the B or
+   I of the next stage (on the last stage, on the F of the same stage). The check runs each list as far as possible and
+   resumes a rank when the action it waits for is done. An action that never runs is part of a **deadlock**; the error
+   shows the cycle. The order in which actions ran is a topological order, which `walk` uses.
+5. On each rank the number of activations in flight (F minus B or W) never exceeds the limit that the builder states.
 
-1, 2, 3 and 5 are array arithmetic; 4 touches each action once.
+Checks 1, 2, 3 and 5 use array operations; 4 visits each action once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines.program import KIND_NAMES, KINDS, B, F, I, PipelineProgram, W
 
-IN_FLIGHT_STEP = np.array([1, -1, 0, -1])  # F, B, I, W: what an action adds to the activations in flight
+IN_FLIGHT_STEP = np.array([1, -1, 0, -1])  # F, B, I, W: change of the number of activations in flight
 
 
 def check(program: PipelineProgram) -> PipelineProgram:
-    """The program itself when it is sound; otherwise an error that names rank, position and action."""
+    """Return the program if it is valid; else raise an error that names the rank, position and action."""
     needs_and_order(program)
     return program
 
 
 def needs_and_order(program: PipelineProgram) -> tuple[np.ndarray, np.ndarray]:
-    """Check once, and remember what was learned: (needs, topological order)."""
+    """Check the program and return (needs, topological order); the result is cached on the program."""
     known = program.__dict__.get("_needs_and_order")
     if known is None:
         _check_places(program)
@@ -53,9 +53,9 @@ def count_in_flight(program: PipelineProgram) -> np.ndarray:
 
 
 def find_needs(program: PipelineProgram, table: np.ndarray) -> np.ndarray:
-    """(actions,) the one action that must be done first, beyond those earlier in the rank's own list; −1: none.
+    """(actions,) the index of the action that must be done first, in addition to the earlier ones of the rank; −1: none.
 
-    `table[k, s, m]` is where the F (k = 0) and the B or I (k = 1) of stage s and micro-batch m stand.
+    `table[k, s, m]` is the index of the F (k = 0) and of the B or I (k = 1) of stage s and micro-batch m.
     """
     stage, batch, last = program.stage, program.microbatch, program.stages - 1
     forward, backward = table[0], table[1]
@@ -70,9 +70,9 @@ def find_needs(program: PipelineProgram, table: np.ndarray) -> np.ndarray:
 
 
 def run_order(needs: list[int], first: list[int]) -> list[int]:
-    """Run every rank's list as far as it goes; the actions in the order they ran. Shorter than `needs`: a deadlock."""
+    """Run each rank's list as far as possible. Return the actions in the order they ran; fewer than `needs`: a deadlock."""
     done = [False] * len(needs) + [True]  # needs[i] = −1 reads the last entry
-    sleeper = [-1] * len(needs)  # which rank waits for an action; an action is needed by one other at most
+    sleeper = [-1] * len(needs)  # the rank that waits for an action; at most one other action needs it
     position = first[:-1]
     order: list[int] = []
     awake = list(range(len(position)))[::-1]
@@ -141,7 +141,7 @@ def _check_places(program: PipelineProgram) -> None:
 
 
 def _check_once(program: PipelineProgram) -> np.ndarray:
-    """Points 2 and 3; the table of positions of F and of B or I."""
+    """Checks 2 and 3. Return the table of the indices of F and of B or I."""
     size = program.stages * program.microbatches
     piece = program.stage * program.microbatches + program.microbatch
     where = np.full((4, size), -1)
@@ -150,7 +150,7 @@ def _check_once(program: PipelineProgram) -> np.ndarray:
     if twice is not None:
         other = int(where[program.kind[twice], piece[twice]])
         raise MeshwrightError(
-            "MW-PIPE-011", f"{place(program, twice)} is not the only one", why=f"Also at {place(program, other)}"
+            "MW-PIPE-011", f"{place(program, twice)} occurs twice", why=f"It is also at {place(program, other)}"
         )
     has = where >= 0
     for kind, missing in ((F, ~has[F]), (B, ~has[B] & ~has[I]), (W, has[I] & ~has[W]), (I, has[W] & ~has[I])):
@@ -162,11 +162,11 @@ def _check_once(program: PipelineProgram) -> np.ndarray:
         raise MeshwrightError(
             "MW-PIPE-011",
             f"{place(program, int(where[I, both]))} repeats part of a full backward",
-            why=f"The whole of it is at {place(program, int(where[B, both]))}",
+            why=f"The full backward is at {place(program, int(where[B, both]))}",
         )
     backward = np.maximum(where[B], where[I])
-    _check_position(program, backward, where[F], "stands before its forward")
-    _check_position(program, where[W][has[W]], where[I][has[W]], "stands before the backward of its inputs")
+    _check_position(program, backward, where[F], "is before its forward")
+    _check_position(program, where[W][has[W]], where[I][has[W]], "is before the backward of its inputs")
     return np.stack([where[F], backward]).reshape(2, program.stages, program.microbatches)
 
 
@@ -191,7 +191,7 @@ def _check_position(program: PipelineProgram, later: np.ndarray, earlier: np.nda
 
 
 def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int]) -> NoReturn:
-    """Follow the first stuck rank: it waits for an action, whose rank is stuck at another, until one comes again."""
+    """Raise the error with the cycle: follow, from the first stuck rank, the action it waits for, until one repeats."""
     done = np.zeros(len(program), bool)
     done[order] = True
     stuck = [next((i for i in range(a, b) if not done[i]), -1) for a, b in pairwise(program.first.tolist())]
@@ -200,13 +200,13 @@ def _raise_deadlock(program: PipelineProgram, needs: np.ndarray, order: list[int
     while at not in path:
         path.append(at)
         at = stuck[int(program.rank[needs[at]])]
-    circle = path[path.index(at) :]
-    chain = "; ".join(f"{place(program, i)} waits for {program.action(int(needs[i]))}" for i in circle[:6])
-    more = f"; and {len(circle) - 6} more" if len(circle) > 6 else ""
+    cycle = path[path.index(at) :]
+    chain = "; ".join(f"{place(program, i)} waits for {program.action(int(needs[i]))}" for i in cycle[:6])
+    more = f"; and {len(cycle) - 6} more" if len(cycle) > 6 else ""
     raise MeshwrightError(
         "MW-PIPE-013",
         f"deadlock: {chain}{more}",
-        why="Each stands behind another in its rank's list, so none can ever run",
+        why="Each is behind another of these actions in its rank's list, so none can ever run",
     )
 
 
@@ -219,5 +219,5 @@ def _check_memory(program: PipelineProgram) -> None:
         raise MeshwrightError(
             "MW-PIPE-014",
             f"{place(program, bad)} is activation number {held[bad]} in flight",
-            why=f"{program.schedule} promises at most {int(program.promised[program.rank[bad]])} on this rank",
+            why=f"{program.schedule} allows at most {int(program.promised[program.rank[bad]])} on this rank",
         )

@@ -1,30 +1,31 @@
-"""Closed forms: what a schedule costs on equal stages, without building it. All arguments may be arrays over plans.
+"""Closed forms: the cost of a schedule on equal stages, without building it. All arguments may be arrays over plans.
 
-A program's makespan is its longest path: a chain of actions, each waiting for the one before. On equal stages only a
-handful of chains can be the longest, so the makespan is a maximum over them, each counted in forwards, backwards of
-inputs, backwards of weights (a full backward is one of each) and transfers between ranks. With q = P−1 and n = M·V
-pieces of work a rank:
+The makespan of a program is its longest path: a chain of actions in which each waits for the previous one. On equal
+stages only a few chains can be the longest, so the makespan is the maximum over them. The length of a chain is counted
+in forwards, backwards of inputs, backwards of weights (a full backward is one of each) and transfers between ranks.
+With q = P−1 and n = M·V (stage, micro-batch) pieces per rank:
 
     schedule          F          I          W          transfers    the chain
     naive             M·P        M·P        M·P        2Mq          everything
     gpipe             M+q        M+q        M+q        2q           fill, work, drain
-    1f1b              M+q        M+q        M+q        2q + 2⌊…⌋    the same; forwards and backwards wait for each other
-    interleaved       n+q        n+q        n+q        2q …         V times shorter stages: q counts V times less
-    zb-h1             M+q        M          M          3q           weights fill the drain, the fill is left
+    1f1b              M+q        M+q        M+q        2q + 2⌊…⌋    as gpipe; forwards and backwards wait for each other
+    interleaved       n+q        n+q        n+q        2q …         stages are V times shorter, so q costs V times less
+    zb-h1             M+q        M          M          3q           Ws fill the drain; the fill remains
                       M          M+q        M          2q
                       M+q        M+q        M−q        4q           … where W is too short to fill it
                       M+q        M+q        1          1f1b's       … where transfers are longer than W
-    zb-h2             M+q        M          M          q            only the staircase is left
-    zbv, dualpipev    the same kind, on stages half as long
+    zb-h2             M+q        M          M          q            only the staggered start is left
+    zbv, dualpipev    similar chains, on stages half as long
 
-So on any times f, i, w of equal stages GPipe and 1F1B idle q(f+i+w), ZB-H1 q·max(f, i, f+i−w), ZB-H2 q·max(f, i−f,
-f+i−2w). The **bubble fraction** is idle / makespan, (P−1)/(M+P−1) for GPipe and 1F1B and (P−1)/(M·V+P−1) interleaved;
-the **bubble overhead** is idle / busy, (P−1)/M and (P−1)/(M·V). Two numbers, two names.
+So for any times f, i, w of equal stages the idle time of GPipe and 1F1B is q(f+i+w), of ZB-H1 q·max(f, i, f+i−w), and
+of ZB-H2 q·max(f, i−f, f+i−2w). The **bubble fraction** is idle / makespan: (P−1)/(M+P−1) for GPipe and 1F1B, and
+(P−1)/(M·V+P−1) for interleaved. The **bubble overhead** is idle / busy: (P−1)/M and (P−1)/(M·V).
 
-Exact (tests hold them to `walk`): f, i, w free, no p2p: all but interleaved-zb at M < P and zbv at P < M < 2P−1,
-where equal f, i, w are exact and others close. Overlapped p2p: exact while it is small beside f, i and w (it then
-bends no other chain). Blocking p2p: exact for naive, gpipe, 1f1b; for the rest each action is taken to be p2p longer,
-a little too much. A stage's f, i, w are those of one **stage**: with V stages a rank, a V-th of the rank's.
+Accuracy (tests compare with `walk`). Without p2p, any f, i, w: exact, except interleaved-zb at M < P and zbv at
+P < M < 2P−1, which are exact for equal f, i, w and close otherwise. Overlapped p2p: exact while p2p is small compared
+with f, i and w (another chain then cannot become the longest). Blocking p2p: exact for naive, gpipe and 1f1b; for the
+other schedules each action is p2p longer, a slight overestimate. f, i and w are the times of one **stage**: with V
+stages per rank, 1/V of the rank's time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def bubble_overhead(
     weight: Number = 1.0,
     **transfers: Any,
 ) -> np.ndarray:
-    """Idle over busy: what the pipeline adds to the work of a rank. `transfers` are makespan's p2p and overlap."""
+    """Return idle time / busy time of a rank. `transfers` are the arguments p2p and overlap of `makespan`."""
     total = makespan(schedule, ranks, microbatches, virtual, forward, input, weight, **transfers)
     busy = np.asarray(microbatches, float) * virtual * (np.asarray(forward, float) + input + weight)
     return total / busy - 1.0
@@ -83,13 +84,13 @@ def bubble_overhead(
 def bubble_fraction(
     schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, **times: Any
 ) -> np.ndarray:
-    """Idle share of the makespan; `times` are those of `bubble_overhead`."""
+    """Return idle time / makespan; `times` are the arguments of `bubble_overhead`."""
     overhead = bubble_overhead(schedule, ranks, microbatches, virtual, **times)
     return overhead / (1.0 + overhead)
 
 
 def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Number = 1, rank: Number = 0) -> np.ndarray:
-    """Most activations, counted in (stage, micro-batch), that a rank holds from F until B or W."""
+    """Return the peak number of activations, in (stage, micro-batch), that a rank holds from F until B or W."""
     p, m, v, r = np.broadcast_arrays(ranks, microbatches, virtual, rank)
     n, widest = m * v, -(-m // np.maximum(1, m // p))
     match name_of(schedule):
@@ -118,10 +119,10 @@ def in_flight(schedule: str, ranks: Number, microbatches: Number, virtual: Numbe
 def critical_paths(
     schedule: str, ranks: Number, microbatches: Number, virtual: Number, overlap: bool = True
 ) -> list[Path]:
-    """The chains of which one is the longest."""
+    """Return the chains of which one is the longest."""
     p, m, v = (np.asarray(x) for x in (ranks, microbatches, virtual))
     looped = v * np.maximum(m, p) + np.minimum(m, p) - 1
-    turn = (p > 1) * p * (v - 1)  # transfers a micro-batch makes while it passes all stages but the last round of ranks
+    turn = (p > 1) * p * (v - 1)  # transfers of one micro-batch until it reaches the last chunk of stages
     match name_of(schedule):
         case "naive":
             return [(m * p, m * p, m * p, 2 * m * (p - 1))]
@@ -148,7 +149,9 @@ def critical_paths(
 
 
 def _no_closed_form(schedule: str) -> MeshwrightError:
-    return MeshwrightError("MW-PIPE-007", f"'{schedule}' has no closed form", why="It is found by search: walk it")
+    return MeshwrightError(
+        "MW-PIPE-007", f"'{schedule}' has no closed form", why="It is the result of a search: use `walk`"
+    )
 
 
 def _one_path(pieces: Number, transfers: Number) -> list[Path]:
@@ -156,7 +159,7 @@ def _one_path(pieces: Number, transfers: Number) -> list[Path]:
 
 
 def _transfers_1f1b(p: np.ndarray, m: np.ndarray, overlap: bool) -> np.ndarray:
-    """Overlapped, P−1 of every P micro-batches wait for a forward and a backward transfer; blocking, all do."""
+    """Return the transfers on the longest path. Overlapped: P−1 of every P micro-batches wait for two transfers; blocking: all."""
     if overlap:
         return 2 * (p - 1) + 2 * (m - 1 + (1 - m) // p)
     inner = np.where(m == 1, 2 * (p - 1), 2 * (p + m) - 5)
@@ -164,7 +167,7 @@ def _transfers_1f1b(p: np.ndarray, m: np.ndarray, overlap: bool) -> np.ndarray:
 
 
 def _full_rounds(p: np.ndarray, m: np.ndarray) -> np.ndarray:
-    """Whether the first and the last round are no wider than P: then a turn to the next stage waits for transfers."""
+    """Whether the first and the last round have at most P micro-batches: then the next chunk of stages waits for transfers."""
     count = np.maximum(1, m // p)
     return np.stack([-(-m // count) <= p, m // count <= p]).astype(int)
 
@@ -173,7 +176,7 @@ def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
     """Also zb-h1, with v = 1."""
     q, n = p - 1, m * v
     turns = (p > 1) * p * (v - 1)
-    all_around = 2 * (v * p - 1)
+    full_trip = 2 * (v * p - 1)
     enough = turns * _full_rounds(p, m)[0]
     short = 2 * (m == p)
     few = m < p
@@ -197,9 +200,9 @@ def _interleaved_zb(p: np.ndarray, m: np.ndarray, v: np.ndarray) -> list[Path]:
             np.where(few, wide, n),
             np.where(few, wide, n),
             np.where(few, 1, n),
-            few * (all_around + 2 * np.maximum(0, m - 2)),
+            few * (full_trip + 2 * np.maximum(0, m - 2)),
         ),
-        (np.where(few, v * p, n), np.where(few, wide, n), np.where(few, m, n), few * all_around),
+        (np.where(few, v * p, n), np.where(few, wide, n), np.where(few, m, n), few * full_trip),
         # Transfers longer than W: a forward and a backward then wait for each other as in 1F1B, and weights fill the gaps.
         (n + ~few * q, n + ~few * q, np.ones_like(n), ~few * _transfers_1f1b(p, n, overlap=True)),
     ]
@@ -245,7 +248,7 @@ def _zbv(p: np.ndarray, m: np.ndarray) -> list[Path]:
 
 
 def _when(where: np.ndarray, paths: list[Path]) -> list[Path]:
-    """Paths that exist only under a condition; no length elsewhere."""
+    """Return the paths where the condition holds, and paths of length 0 elsewhere."""
     if where.all():
         return paths
     if not where.any():

@@ -1,11 +1,10 @@
-"""Local search: change the order of neighbours on the longest path until no such change helps.
+"""Local search: swap neighbours on the longest path until no swap helps.
 
-The makespan is the longest path through a program. Two actions that stand next to each other on a rank and both lie
-on that path are the only pairs whose exchange can shorten it (the argument of job-shop scheduling, where this
-neighbourhood is classic). A W on the path has a second way out: nobody waits for it, so it may move to the end of the
-rank's longest run, right before the next wait, or to the end of the list. Every move is tried on the real walk; the
-first that is better is kept, and the search goes on from there. No chance is involved: the same input gives the same
-schedule.
+The makespan is the longest path through a program. Only a swap of two neighbouring actions of a rank that are both on
+this path can shorten it (the classic neighbourhood of job-shop scheduling). A W on the path can also be delayed,
+because no other rank waits for it: to just before the next idle time of its rank, or to the end of the list. Every
+change is simulated with `walk`. The search accepts the first improvement and continues from there. It uses no random
+numbers: the same input gives the same schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def improve(
     tries: int,
     bound: float = 0.0,
 ) -> tuple[Walked, Key, int]:
-    """Hill-climb with at most `tries` walks, down to `bound`; `rate` says None to a program over the memory limit."""
+    """Hill-climb with at most `tries` walks, down to `bound`; `rate` returns None if the memory limit is exceeded."""
     used = 0
     moved = True
     while moved and used < tries and key[0] > bound:
@@ -41,7 +40,7 @@ def improve(
             used += 1
             try:
                 rated = rate(best.program.replace(order))
-            except MeshwrightError:  # the new order waits in a circle
+            except MeshwrightError:  # the new order deadlocks
                 continue
             if rated is not None and rated[0] < key:
                 key, best = rated
@@ -51,7 +50,7 @@ def improve(
 
 
 def longest_path(walked: Walked) -> list[int]:
-    """Actions of one longest path, last first: each starts when the next in the list ends (or its transfer does)."""
+    """Return the actions of one longest path, last first: each starts when the next in the list, or its transfer, ends."""
     program = walked.program
     needs, _ = needs_and_order(program)
     start, end, first = walked.start, walked.end, set(program.first[:-1].tolist())
@@ -59,8 +58,8 @@ def longest_path(walked: Walked) -> list[int]:
     path = [at]
     while start[at] > 0:
         before = at - 1 if at not in first else -1
-        held_by_rank = before >= 0 and end[before] >= start[at] * (1 - 1e-12)
-        at = before if held_by_rank or needs[at] < 0 else int(needs[at])
+        waits_for_rank = before >= 0 and end[before] >= start[at] * (1 - 1e-12)
+        at = before if waits_for_rank or needs[at] < 0 else int(needs[at])
         if at < 0:
             break
         path.append(at)
@@ -68,13 +67,13 @@ def longest_path(walked: Walked) -> list[int]:
 
 
 def _moves(walked: Walked) -> Iterator[np.ndarray]:
-    """New orders of the program, the most promising first."""
+    """Yield new orders of the program, the most promising first."""
     program = walked.program
     path = longest_path(walked)
     for later, earlier in pairwise(path):
         if later == earlier + 1 and program.rank[later] == program.rank[earlier]:
             if program.kind[earlier] == W:
-                yield from _put_off(walked, earlier)
+                yield from _delay_weights(walked, earlier)
             if _may_swap(program, earlier):
                 order = np.arange(len(program))
                 order[[earlier, later]] = later, earlier
@@ -82,15 +81,15 @@ def _moves(walked: Walked) -> Iterator[np.ndarray]:
 
 
 def _may_swap(program: PipelineProgram, i: int) -> bool:
-    """Not a forward with its own backward, nor an I with its own W; joined pairs stay together."""
+    """Whether actions i and i+1 may be swapped: not if they have the same stage and micro-batch, or belong to a joined pair."""
     if program.joined[max(i - 1, 0) : i + 2].any():
         return False
     a, b = program.action(i), program.action(i + 1)
     return a.stage != b.stage or a.microbatch != b.microbatch
 
 
-def _put_off(walked: Walked, i: int) -> Iterator[np.ndarray]:
-    """Orders with the W at i moved behind: before the next wait of its rank, and to the end of the list."""
+def _delay_weights(walked: Walked, i: int) -> Iterator[np.ndarray]:
+    """Yield orders in which the W at i runs later: before the next idle time of its rank, or at the end of the list."""
     program = walked.program
     stop = int(program.first[program.rank[i] + 1])
     gap = walked.start[i + 1 : stop] - walked.end[i : stop - 1] > 1e-12 * walked.makespan

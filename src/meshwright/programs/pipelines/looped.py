@@ -1,30 +1,31 @@
-"""The looped family: stage s on rank s mod P, and a schedule is two orders and two numbers.
+"""Looped schedules: stage s is on rank s mod P. Two orders and two numbers define a schedule.
 
-Lay one rank's work out in **slots**. Forward number k stands in slot k. Backward number k stands `ahead` slots later,
-after the forward of that slot. Where the backward is split, the weights' half of number k lags another `lag` slots:
+Divide the work of one rank into **slots**. Forward number k is in slot k. Backward number k is `ahead` slots later,
+after the forward of that slot. If the backward is split, W number k is another `lag` slots later:
 
     slot        0    1    …    a          a+1          …    a+l
     forward     F₀   F₁   …    F_a        F_(a+1)           F_(a+l)
     backward                   I₀         I₁                I_l
     weights                                                 W₀
 
-So a rank first runs `ahead` forwards (warm-up), then one forward and one backward in turn (steady state), then the
-backwards that are left (cool-down), and never holds more than ahead + lag + 1 activations. With rank r of P, M
-micro-batches and V stages a rank, n = M·V pieces of each kind:
+So a rank first runs `ahead` forwards (warm-up), then alternates one forward and one backward (steady state), then runs
+the remaining backwards (cool-down). It never holds more than ahead + lag + 1 activations. With rank r of P, M
+micro-batches and V stages per rank, n = M·V actions of each kind:
 
     schedule         ahead                  lag    why
     naive            0                      0      one micro-batch at a time: P−1 of P ranks idle
-    gpipe            n                      0      fill, drain: bubble (P−1)/(M+P−1), but M activations
+    gpipe            n                      0      bubble (P−1)/(M+P−1), M activations
     1f1b             P−1−r                  0      the same bubble, at most P−r activations
-    interleaved      (V−1)g + 2(P−1−r)      0      Megatron's: the bubble is V times shorter, for V times the messages
-    looped-bfs       n                      0      breadth first: a stage's weights are used in one run
-    interleaved-zb   (V−1)g + (P−1−r)       r      weights' halves fill the drain (with V = 1: zb-h1)
-    zb-h1            P−1−r                  r      a third of 1F1B's bubble for 1F1B's memory
-    zb-h2            2(P−1−r)               2r     no bubble once steps overlap, for twice the memory
+    interleaved      (V−1)g + 2(P−1−r)      0      Megatron's: a V times shorter bubble, V times as many messages
+    looped-bfs       n                      0      breadth first: uses the weights of a stage without interruption
+    interleaved-zb   (V−1)g + (P−1−r)       r      Ws fill the drain (with V = 1: zb-h1)
+    zb-h1            P−1−r                  r      a third of 1F1B's bubble with the same memory
+    zb-h2            2(P−1−r)               2r     no bubble if steps overlap, with twice the memory
 
-Interleaving takes micro-batches in **rounds** of g: each round passes the rank's first stage, then its second, and so
-on. Megatron asks that P divides M (g = P). Rounds of at least P micro-batches are all that is needed, so any M is
-legal here: M < P is one short round, and otherwise M is dealt as evenly as possible over ⌊M/P⌋ rounds.
+Interleaved schedules process micro-batches in **rounds** of g: all micro-batches of a round pass the rank's first
+stage, then its second, and so on. Megatron requires that P divides M (g = P). It is enough that a round has at least P
+micro-batches, so any M is legal here: M < P is one short round; otherwise M is divided as evenly as possible into
+⌊M/P⌋ rounds.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> PipelineProgram:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, virtual: int = 1) -> PipelineProgram:
-    """1F1B (PipeDream-Flush, Narayanan et al. 2021): a backward as soon as there is one."""
+    """1F1B (PipeDream-Flush, Narayanan et al. 2021): each backward runs as soon as possible."""
     require("1f1b", ranks, microbatches, virtual)
     return _program("1f1b", ranks, _in_order(microbatches), ahead=_to_last(ranks))
 
 
 def interleaved(ranks: int, microbatches: int, virtual: int = 2) -> PipelineProgram:
-    """Megatron's interleaved 1F1B (Narayanan et al. 2021): V stages a rank, depth first within rounds."""
+    """Megatron's interleaved 1F1B (Narayanan et al. 2021): V stages per rank, depth first within rounds."""
     require("interleaved", ranks, microbatches, virtual)
     orders, widest = _in_rounds(ranks, microbatches, virtual)
     return _program("interleaved", ranks, orders, ahead=(virtual - 1) * widest + 2 * _to_last(ranks))
@@ -71,7 +72,7 @@ def looped_bfs(ranks: int, microbatches: int, virtual: int = 2) -> PipelineProgr
 
 
 def interleaved_zb(ranks: int, microbatches: int, virtual: int = 2) -> PipelineProgram:
-    """Interleaved with split backwards: rank r puts r weights' halves off to the drain."""
+    """Interleaved with split backwards: rank r delays r Ws into the drain."""
     require("interleaved-zb", ranks, microbatches, virtual)
     orders, widest = _in_rounds(ranks, microbatches, virtual)
     ahead = (virtual - 1) * widest + _to_last(ranks)
@@ -85,13 +86,13 @@ def zb_h1(ranks: int, microbatches: int, virtual: int = 1) -> PipelineProgram:
 
 
 def zb_h2(ranks: int, microbatches: int, virtual: int = 1) -> PipelineProgram:
-    """Zero bubble, second handmade schedule: forwards enough to fill the wait for the first backward."""
+    """Zero bubble, second handmade schedule: enough forwards to fill the wait for the first backward."""
     require("zb-h2", ranks, microbatches, virtual)
     return _program("zb-h2", ranks, _in_order(microbatches), ahead=2 * _to_last(ranks), lag=2 * np.arange(ranks))
 
 
 def rounds(ranks: int, microbatches: int) -> np.ndarray:
-    """Sizes of the rounds in which interleaved schedules take micro-batches: ⌊M/P⌋ (at least one), the larger first."""
+    """Return the sizes of the ⌊M/P⌋ (at least one) rounds of interleaved schedules, the larger ones first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     return np.where(np.arange(count) < larger, size + 1, size)
@@ -126,7 +127,7 @@ def _program(
     ahead: int | np.ndarray,
     lag: np.ndarray | None = None,
 ) -> PipelineProgram:
-    """All ranks at once: every piece gets its slot as a sort key, three places a slot for F, then B or I, then W."""
+    """Build all ranks at once: the sort key of an action is 3·slot, plus 0 for F, 1 for B or I, 2 for W."""
     (forward_chunk, forward_batch), (backward_chunk, backward_batch) = orders
     n = len(forward_chunk)
     piece = np.arange(n)

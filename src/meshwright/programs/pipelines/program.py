@@ -1,21 +1,19 @@
-"""A pipeline schedule as plain data: for each rank the list of actions it runs, in order, and nothing else.
+"""A pipeline schedule as plain data: for each rank, the ordered list of the actions that it runs.
 
-An **action** is a piece of work on one (stage, micro-batch):
+An **action** is one computation on a (stage, micro-batch):
 
-    F  forward                     needs F of the stage before
-    B  full backward               needs F of its own stage and B or I of the stage after
-    I  backward of the inputs      the same needs as B; its gradient is what the stage before waits for
-    W  backward of the weights     needs I of its own stage; nobody waits for it, so it can fill a bubble
+    F  forward                     needs F of the previous stage
+    B  full backward               needs F of the same stage and B or I of the next stage
+    I  backward of the inputs      same needs as B; the previous stage waits for its gradient
+    W  backward of the weights     needs I of the same stage; no rank waits for it, so it can fill a bubble
 
-B is I followed by W in one piece. A **stage** is a run of consecutive layers; a rank holds V of them. Two placements
-are in use: *looped* (stage s on rank s mod P: the activations go round and round) and *V-shaped* (the second half
-comes back: with V = 2, rank r holds stages r and 2P−1−r, so the first and the last stage, embedding and loss, meet on
-rank 0).
+B is I and W in one action. A **stage** is a sequence of consecutive layers; a rank holds V stages. There are two
+placements: *looped* (stage s is on rank s mod P) and *V-shaped* (odd chunks run in the opposite direction: with V = 2,
+rank r holds the stages r and 2P−1−r, so the first and the last stage, embedding and loss, are both on rank 0).
 
-The arrays are flat, one entry an action, the ranks one after the other: rank r owns `first[r]:first[r + 1]`. A
-program of a hundred thousand actions is four small arrays; builders, `check` and `walk` work on them whole. Since a
-rank runs its list in order, an action has at most **one** need outside of that order (`need`): the rest of the
-dependencies are positions.
+The arrays are flat, with one entry per action, rank after rank: rank r owns `first[r]:first[r + 1]`. A program of a
+hundred thousand actions is four small arrays; builders, `check` and `walk` use array operations on them. A rank runs
+its list in order, so an action has at most **one** dependency beyond that order (`check.find_needs`).
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ import numpy as np
 from meshwright.errors import MeshwrightError
 
 KINDS = "FBIW"
-F, B, I, W = range(4)  # noqa: E741  (the field's own letters)
+F, B, I, W = range(4)  # noqa: E741  (the usual letters)
 KIND_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 class Action(NamedTuple):
-    """One entry of a rank's list; its text is stage, kind, micro-batch: `3F0`."""
+    """One entry of a rank's list; as text it is stage, kind, micro-batch: `3F0`."""
 
     stage: int
     kind: str
@@ -47,7 +45,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PipelineProgram:
-    """The lists of all ranks. Built by `SCHEDULES`, read by `check`, `walk`, the drawings and the runtime."""
+    """The lists of all ranks. `SCHEDULES` builds it; `check`, `walk`, the figures and the runtime read it."""
 
     schedule: str
     microbatches: int
@@ -56,8 +54,8 @@ class PipelineProgram:
     stage: np.ndarray  # (actions,)
     microbatch: np.ndarray  # (actions,)
     first: np.ndarray  # (ranks + 1,) where each rank's list begins
-    joined: np.ndarray  # (actions,) true for an F that may run at the same time as the B right after it
-    promised: np.ndarray | None = None  # (ranks,) most activations in flight that the builder promises
+    joined: np.ndarray  # (actions,) true for an F that may overlap with the B directly after it
+    promised: np.ndarray | None = None  # (ranks,) upper limit of activations in flight, stated by the builder
 
     def __post_init__(self) -> None:
         for name in ("rank_of", "kind", "stage", "microbatch", "first", "joined", "promised"):
@@ -75,7 +73,7 @@ class PipelineProgram:
 
     @property
     def virtual(self) -> int:
-        """Stages a rank holds (the most, should ranks differ)."""
+        """Stages per rank; the maximum if ranks differ."""
         return int(np.bincount(self.rank_of, minlength=1).max())
 
     @property
@@ -85,7 +83,7 @@ class PipelineProgram:
 
     @property
     def chunk_of(self) -> np.ndarray:
-        """For each stage, which of its rank's stages it is, in model order: 0 … V−1."""
+        """For each stage, its index among the stages of its rank, in model order: 0 … V−1."""
         chunk, seen = np.zeros(self.stages, int), np.zeros(self.ranks, int)
         for s, r in enumerate(self.rank_of.tolist()):
             chunk[s] = seen[r]
@@ -94,7 +92,7 @@ class PipelineProgram:
 
     @cached_property
     def rank(self) -> np.ndarray:
-        """(actions,) the rank whose list an action stands in."""
+        """(actions,) the rank whose list contains the action."""
         return np.repeat(np.arange(self.ranks), np.diff(self.first))
 
     def __len__(self) -> int:
@@ -114,13 +112,13 @@ class PipelineProgram:
         return Action(int(self.stage[index]), KINDS[self.kind[index]], int(self.microbatch[index]))
 
     def actions(self, rank: int) -> list[Action]:
-        """One rank's list."""
+        """Return the list of one rank."""
         part = slice(int(self.first[rank]), int(self.first[rank + 1]))
         rows = zip(self.stage[part].tolist(), self.kind[part].tolist(), self.microbatch[part].tolist(), strict=True)
         return [Action(s, KINDS[k], m) for s, k, m in rows]
 
     def lines(self) -> list[str]:
-        """One line a rank, as in `0F0 0F1 0B0`; an F joined to the B after it is written `(0F1;0B0)`."""
+        """Return one line per rank, such as `0F0 0F1 0B0`; an F joined to the B after it is `(0F1;0B0)`."""
         text = []
         for rank in range(self.ranks):
             words = [str(a) for a in self.actions(rank)]
@@ -133,7 +131,7 @@ class PipelineProgram:
         return "\n".join(f"rank {r}: {line}" for r, line in enumerate(self.lines()))
 
     def replace(self, order: np.ndarray, schedule: str | None = None) -> PipelineProgram:
-        """The same actions in another order (`order[i]` is the old index of the new action i, within ranks)."""
+        """Return the program with the actions of each rank reordered: `order[i]` is the old index of the new action i."""
         return PipelineProgram(
             schedule or self.schedule,
             self.microbatches,
@@ -153,9 +151,9 @@ def looped(ranks: int, virtual: int) -> np.ndarray:
 
 
 def v_shaped(ranks: int, virtual: int = 2) -> np.ndarray:
-    """Back and forth: with two stages a rank, stage s on rank s, then on rank 2P−1−s."""
-    there = np.arange(ranks)
-    return np.concatenate([there if v % 2 == 0 else there[::-1] for v in range(virtual)])
+    """Alternate the direction: with two stages per rank, stage s < P is on rank s, and stage s ≥ P on rank 2P−1−s."""
+    ascending = np.arange(ranks)
+    return np.concatenate([ascending if v % 2 == 0 else ascending[::-1] for v in range(virtual)])
 
 
 def program_of(
@@ -166,7 +164,7 @@ def program_of(
     promised: np.ndarray | None = None,
     joined: Sequence[Sequence[int]] | None = None,
 ) -> PipelineProgram:
-    """A program from one list of (stage, kind, micro-batch) a rank; `joined` the positions of joined Fs."""
+    """Build a program from one list of (stage, kind, micro-batch) per rank; `joined` are the positions of joined Fs."""
     rows = [list(actions) for actions in lists]
     flat = [a for actions in rows for a in actions]
     first = np.concatenate([[0], np.cumsum([len(actions) for actions in rows])]).astype(np.int64)

@@ -1,4 +1,4 @@
-"""All schedules by name. A new one is a builder and a line in `rules.RULES`: then it is checked, walked and drawn."""
+"""All schedules by name. To add one, write a builder and add a line to `describe.schedules.RULES`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ SCHEDULES: dict[str, Builder] = {**HANDMADE, "auto": auto}
 
 
 def build(schedule: str, ranks: int, microbatches: int, virtual: int | None = None, **options: Any) -> PipelineProgram:
-    """The program of a schedule; `virtual` defaults to what the schedule is made for (1 or 2 stages a rank)."""
+    """Return the program of a schedule; `virtual` defaults to the schedule's usual number of stages per rank (1 or 2)."""
     name = name_of(schedule)
     return SCHEDULES[name](ranks, microbatches, RULES[name].virtual if virtual is None else virtual, **options)

@@ -1,4 +1,4 @@
-"""What a schedule's builder may be asked for: `require` checks a request against the table `describe.schedules.RULES`."""
+"""Check the arguments of a schedule's builder against the table `describe.schedules.RULES`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def refusal(schedule: str, ranks: int, microbatches: int, virtual: int) -> Meshw
     rule = RULES[schedule]
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("virtual", virtual)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            return MeshwrightError("MW-PIPE-003", f"{schedule}: {what} = {value!r} is not a whole number from 1 up")
+            return MeshwrightError("MW-PIPE-003", f"{schedule}: {what} = {value!r} is not a whole number of at least 1")
     least = rule.least_virtual
     if not least <= virtual <= rule.most_virtual:
         near = least if virtual < least else rule.most_virtual

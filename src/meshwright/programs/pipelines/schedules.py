@@ -1,4 +1,4 @@
-"""The handmade schedules by name; `registry.SCHEDULES` adds `auto`, which searches among and beyond them."""
+"""The handmade schedules by name; `registry.SCHEDULES` adds `auto`, which searches for a better one."""
 
 from __future__ import annotations
 

@@ -1,19 +1,18 @@
-"""Two stages a rank, folded like a V: rank r holds stage r (chunk 0, going) and stage 2P−1−r (chunk 1, coming back).
+"""V-shaped schedules: rank r holds stage r (chunk 0, ranks ascending) and stage 2P−1−r (chunk 1, ranks descending).
 
-The last stage sits on rank 0 beside the first, so the first backward starts where the first forward did, and every
-rank sees work come from both sides: warm-up and drain are half as long as with two looped stages, and all ranks hold
-equally many activations. Both schedules are a table of **phases**, read down; a phase is repeated as often as its
-count says, and each `F0`, `I1`, … takes that chunk's next micro-batch. `F0+B1` is a forward and a backward that may
-run at the same time (one's communication hides under the other's compute); a bare `W` is the oldest weights' half
-still owed.
+The last stage is on rank 0, like the first, so the first backward starts on the rank of the first forward. Every rank
+receives work from both neighbours: warm-up and drain are half as long as with two looped stages, and all ranks hold
+equally many activations. Each schedule is a sequence of **phases**. The number before a phase is its repeat count. Each
+`F0`, `I1`, … processes the next micro-batch of that chunk. `F0+B1` is a forward and a backward that may overlap (the
+compute of one hides the communication of the other). `W` without a chunk is the oldest pending W.
 
-ZBV (Qi et al. 2024), n = max(M, 2P−1); with F, I and W equally long no rank ever waits between its first and last
+ZBV (Qi et al. 2024), n = max(M, 2P−1); if F, I and W take equally long, no rank is idle between its first and last
 action:
 
     2(P−r)−1 × F0  |  r × F1 F0  |  P−r × F1 I1 W1  |  n−2P+1+r × F0 I0 W0 F1 I1 W1  |  P−1−r × I0 W0 F1 I1 W1
     r × I0 I1  |  P−r × I0 W0  |  r × W1  |  r × W0
 
-DualPipeV (DeepSeek's DualPipe, cut in half), M ≥ 2P; the steady state is made of overlapped pairs:
+DualPipeV (half of DeepSeek's DualPipe), M ≥ 2P; the steady state consists of overlapped pairs:
 
     2(P−1−r) × F0  |  r+1 × F0 F1  |  P−1−r × I1 W F1  |  M−2P+1+r × F0+B1 F1+B0  |  P−1−r × B1 F1+B0
     r+1 × B1 B0, the later half of these r+1 pairs split (I1 I0)  |  P−1−r × W I0  |  r+1 × W
@@ -28,7 +27,7 @@ from meshwright.programs.pipelines.program import KINDS, B, F, I, PipelineProgra
 from meshwright.programs.pipelines.rules import require
 
 Phases = list[tuple[int, str]]
-ANY = 2  # chunk of a bare W
+ANY = 2  # chunk of a W without a chunk number
 
 
 def zbv(ranks: int, microbatches: int, virtual: int = 2) -> PipelineProgram:
@@ -61,19 +60,19 @@ def _zbv_phases(ranks: int, n: int, r: int) -> Phases:
 def _dualpipev_phases(ranks: int, n: int, r: int) -> Phases:
     to_last = ranks - 1 - r
     steady = n - 2 * ranks + 1 + r
-    whole, odd = divmod(r + 1, 2)
-    # The last rank's first pair is not overlapped: its B1 would only wait for the F0 beside it.
-    apart = 1 if to_last == 0 and steady > 0 else 0
+    pairs, odd = divmod(r + 1, 2)
+    # The last rank's first pair does not overlap: its B1 needs the F0 of the same pair.
+    separate = 1 if to_last == 0 and steady > 0 else 0
     return [
         (2 * to_last, "F0"),
         (r + 1, "F0 F1"),
         (to_last, "I1 W F1"),
-        (apart, "F0 B1 F1+B0"),
-        (steady - apart, "F0+B1 F1+B0"),
+        (separate, "F0 B1 F1+B0"),
+        (steady - separate, "F0+B1 F1+B0"),
         (to_last, "B1 F1+B0"),
-        (whole, "B1 B0"),
+        (pairs, "B1 B0"),
         (odd, "B1 I0"),
-        (whole, "I1 I0"),
+        (pairs, "I1 I0"),
         (to_last, "W I0"),
         (r + 1, "W"),
     ]
@@ -85,11 +84,11 @@ def _program(schedule: str, ranks: int, microbatches: int, phases: list[Phases])
     for kind, chunk, joined in parts:
         batch = _microbatch(kind, chunk)
         chunk = _owner(kind, chunk)
-        kept = batch < microbatches
-        kinds.append(kind[kept])
-        chunks.append(chunk[kept])
-        batches.append(batch[kept])
-        joins.append(joined[kept])
+        exists = batch < microbatches
+        kinds.append(kind[exists])
+        chunks.append(chunk[exists])
+        batches.append(batch[exists])
+        joins.append(joined[exists])
     stage = [np.where(chunk == 0, r, 2 * ranks - 1 - r) for r, chunk in enumerate(chunks)]
     first = np.concatenate([[0], np.cumsum([len(kind) for kind in kinds])])
     return PipelineProgram(
@@ -106,7 +105,7 @@ def _program(schedule: str, ranks: int, microbatches: int, phases: list[Phases])
 
 
 def _expand(phases: Phases) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Kind, chunk and the joined mark of every action that the phases spell out."""
+    """Return the kind, chunk and joined flag of every action of the phases."""
     parts = []
     for count, text in phases:
         words = text.replace("+", "+ ").split()
@@ -117,21 +116,21 @@ def _expand(phases: Phases) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _microbatch(kind: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-    """Count up each chunk's forwards, and its backwards, whole or of inputs; a W takes the micro-batch of its I."""
+    """Return the micro-batch of each action: a running count of each chunk's F, and of its B or I; a W has that of its I."""
     batch = np.zeros(len(kind), np.int64)
     for c in (0, 1):
         for members in ((kind == F), (kind == B) | (kind == I)):
-            mine = members & (chunk == c)
-            batch[mine] = np.arange(mine.sum())
+            selected = members & (chunk == c)
+            batch[selected] = np.arange(selected.sum())
     for c in (0, 1, ANY):
-        owed = (kind == I) & ((chunk == c) | (c == ANY))
-        paid = (kind == W) & (chunk == c)
-        batch[paid] = batch[owed][: paid.sum()]
+        inputs = (kind == I) & ((chunk == c) | (c == ANY))
+        weights = (kind == W) & (chunk == c)
+        batch[weights] = batch[inputs][: weights.sum()]
     return batch
 
 
 def _owner(kind: np.ndarray, chunk: np.ndarray) -> np.ndarray:
-    """The chunk that each bare W belongs to: that of the I it pays for, oldest first."""
+    """Return the chunks, with those of each W without a chunk number set to that of its I, oldest first."""
     bare = (kind == W) & (chunk == ANY)
     if not bare.any():
         return chunk

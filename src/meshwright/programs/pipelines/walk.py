@@ -1,25 +1,26 @@
-"""When does each action run, where does a rank wait, and how much does it hold? One pass over a checked program.
+"""Simulate a pipeline program: start and end of each action, idle time and memory of each rank, in one pass.
 
-A rank runs its list in order; an action also waits for its one need (`check.needs_and_order`), which may come from
-another rank over a link that takes `p2p` seconds. With e the end of an action, p the action before it on its rank, n
-its need:
+A rank runs its list in order. An action also waits for the action it needs (`check.needs_and_order`); if that is on
+another rank, the transfer takes `p2p` seconds. With e the end of an action, p the previous action on the same rank, n
+the needed action:
 
-    overlapped  start = max(e_p, e_n + p2p)                        transfers run beside compute
-    blocking    start = max(e_p + p2p_sent, max(e_p, e_n) + p2p)   compute stands still for them
+    overlapped  start = max(e_p, e_n + p2p)                        transfers overlap with compute
+    blocking    start = max(e_p + p2p_sent, max(e_p, e_n) + p2p)   transfers block compute
 
-In the blocking case a rank sends what it has just made and receives what it needs next, both at once, before it goes
-on. A transfer costs nothing when both stages sit on one rank. Actions are visited in the order `check` found, so each
-is computed once, and the result is exact for any stage times. A **joined** F and B (DualPipeV) run one after the
-other unless `hidden` says which share of the shorter one disappears beside the longer; then the pair starts when both
-inputs are there and both results appear at its end.
+In the blocking case a rank sends its last result and receives its next input, both at the same time, before it
+continues. A transfer between two stages on one rank takes no time. Actions are visited in the topological order that
+`check` found, so each is computed once, and the result is exact for any stage times. A **joined** F and B (DualPipeV)
+run one after the other, unless `hidden` is given: the share of the shorter action that overlaps with the longer one.
+Then the pair starts when both inputs have arrived, and both results are available at its end.
 
 From the times: **busy** and **idle** seconds of each rank up to the makespan; the **bubble fraction** is idle /
-makespan, the **bubble overhead** idle / busy. A rank's **span** runs from its first action to its last. Zero-bubble
-schedules start and end like a staircase: a rank is free for the next step before the others have finished this one,
-so where the optimizer does not make ranks wait for each other, steps follow at `longest_span`, not at the makespan.
+makespan, the **bubble overhead** is idle / busy. The **span** of a rank is the time from its first action to its last.
+In zero-bubble schedules ranks start and end one after the other: a rank is free for the next step before other ranks
+have finished the current one. If the optimizer step does not synchronise the ranks, a step takes `longest_span`, not
+the makespan.
 
-Memory depends on the order alone: an activation is held from its F to its B; with split backwards a share
-`released_at_input` goes after I, the rest after W.
+Memory depends only on the order of actions: an activation is held from its F to its B. With a split backward, the share
+`released_at_input` is freed after I, and the remaining share after W.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Times = float | np.ndarray | list[float]
 
 @dataclass(frozen=True, eq=False)
 class Durations:
-    """Seconds of each kind of action, by stage. `backward` is the whole one; it is I + W unless measured otherwise."""
+    """Seconds of each kind of action, by stage. `backward` is the full backward (B): I + W unless given."""
 
     forward: np.ndarray
     input: np.ndarray
@@ -49,9 +50,9 @@ class Durations:
     def of(
         cls, stages: int, forward: Times = 1.0, input: Times = 1.0, weight: Times = 1.0, backward: Times | None = None
     ) -> Durations:
-        """From numbers (the same for every stage) or one value a stage."""
-        whole = np.asarray(input, float) + np.asarray(weight, float) if backward is None else backward
-        named = {"forward": forward, "input": input, "weight": weight, "backward": whole}
+        """Build from one number for all stages, or one value per stage."""
+        full = np.asarray(input, float) + np.asarray(weight, float) if backward is None else backward
+        named = {"forward": forward, "input": input, "weight": weight, "backward": full}
         return cls(**{name: by_stage(value, stages, f"duration '{name}'") for name, value in named.items()})
 
     @property
@@ -62,15 +63,17 @@ class Durations:
 
 @dataclass(frozen=True, eq=False)
 class Walked:
-    """What a walk found. Arrays over actions follow the program's; arrays over ranks follow the ranks."""
+    """The result of a walk. Arrays over actions have the order of the program's arrays."""
 
     program: PipelineProgram
     durations: Durations
     start: np.ndarray  # (actions,)
     end: np.ndarray  # (actions,)
     busy: np.ndarray  # (ranks,) seconds of compute
-    peak_in_flight: np.ndarray  # (ranks,) most activations held, counted in (stage, micro-batch)
-    peak_memory: np.ndarray  # (ranks,) the same weighed by `activation`; by default in micro-batches of a whole rank
+    peak_in_flight: np.ndarray  # (ranks,) peak number of activations, counted in (stage, micro-batch)
+    peak_memory: (
+        np.ndarray
+    )  # (ranks,) the same multiplied by `activation`; default unit: micro-batches through all stages of a rank
 
     @cached_property
     def makespan(self) -> float:
@@ -83,12 +86,12 @@ class Walked:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle share of the makespan, over all ranks."""
+        """Idle time / makespan, over all ranks."""
         return float(self.idle.sum() / (self.makespan * self.program.ranks)) if self.makespan else 0.0
 
     @property
     def bubble_overhead(self) -> float:
-        """Idle over busy seconds, over all ranks: what the pipeline adds to the work."""
+        """Idle time / busy time, over all ranks: the relative overhead of the pipeline."""
         return float(self.idle.sum() / self.busy.sum()) if self.busy.sum() else 0.0
 
     @property
@@ -106,7 +109,7 @@ class Walked:
 
     @property
     def longest_span(self) -> float:
-        """Seconds from step to step where ranks need not wait for each other between steps."""
+        """Seconds per step if ranks do not wait for each other between steps."""
         return float(self.span.max())
 
 
@@ -120,7 +123,7 @@ def walk(
     activation: Times | None = None,
     released_at_input: Times = 0.0,
 ) -> Walked:
-    """Walk a program. `p2p`: one number or one a boundary (stage s to s+1, both ways); `activation`: memory."""
+    """Simulate a program. `p2p`: one number, or one per boundary (stage s to s+1, both ways); `activation`: memory per stage."""
     durations = durations or Durations.of(program.stages)
     needs, order = needs_and_order(program)
     if len(durations.forward) != program.stages:
@@ -141,36 +144,36 @@ def walk(
 
 
 def held_memory(program: PipelineProgram, activation: np.ndarray, released_at_input: np.ndarray) -> np.ndarray:
-    """(actions,) weighed activations that a rank holds once this action has begun (F) or ended (B, I, W)."""
+    """(actions,) memory of the activations that a rank holds after this action has started (F) or ended (B, I, W)."""
     if np.ptp(activation) == 0 and not released_at_input.any():
-        return count_in_flight(program) * activation[0]  # without the rounding of a running sum
+        return count_in_flight(program) * activation[0]  # avoids the rounding errors of a running sum
     early = released_at_input * activation
     change = np.stack([activation, -activation, -early, early - activation])[program.kind, program.stage]
     total = np.cumsum(change)
-    before = np.concatenate([[0.0], total])[program.first[:-1]]  # rounding left over from the ranks before
+    before = np.concatenate([[0.0], total])[program.first[:-1]]  # rounding errors of the previous ranks
     return total - before[program.rank]
 
 
 def held_changes(walked: Walked, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """(times, counts) of activations that a rank holds over time: up when an F starts, down when a B or W ends."""
-    own = slice(int(walked.program.first[rank]), int(walked.program.first[rank + 1]))
-    step = IN_FLIGHT_STEP[walked.program.kind[own]]
-    times = np.where(step > 0, walked.start[own], walked.end[own])[step != 0]
+    """Return (times, counts) of the activations on a rank: +1 when an F starts, −1 when a B or W ends."""
+    actions = slice(int(walked.program.first[rank]), int(walked.program.first[rank + 1]))
+    step = IN_FLIGHT_STEP[walked.program.kind[actions]]
+    times = np.where(step > 0, walked.start[actions], walked.end[actions])[step != 0]
     return times, np.cumsum(step[step != 0])
 
 
 def by_stage(value: Times, count: int, what: str) -> np.ndarray:
-    """One finite number, not negative, for each stage or boundary."""
+    """Return one finite, non-negative number for each stage or boundary."""
     array = np.asarray(value, float)
     if array.ndim > 1 or (array.ndim == 1 and len(array) != count):
         raise MeshwrightError(
             "MW-PIPE-020",
             f"{what} has shape {array.shape}",
-            why="It is one number, or one for each",
+            why="It must be one number, or one per stage, boundary or rank",
             valid=[f"shape ({count},)"],
         )
     if not np.isfinite(array).all() or (array < 0).any():
-        raise MeshwrightError("MW-PIPE-021", f"{what} = {value!r} is not finite and not negative")
+        raise MeshwrightError("MW-PIPE-021", f"{what} = {value!r} must be finite and at least 0")
     return np.broadcast_to(array, (count,))
 
 
@@ -179,9 +182,9 @@ def _peaks(program: PipelineProgram, held: np.ndarray) -> np.ndarray:
 
 
 def _transfers(program: PipelineProgram, p2p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(actions,) seconds to bring an action's input from another rank, and to bring its result to another rank."""
-    apart = program.rank_of[1:] != program.rank_of[:-1]
-    hop = np.concatenate([[0.0], np.where(apart, p2p, 0.0), [0.0]])  # hop[s]: between stages s−1 and s
+    """(actions,) seconds to receive the input of an action from another rank, and to send its result to another rank."""
+    crosses_ranks = program.rank_of[1:] != program.rank_of[:-1]
+    hop = np.concatenate([[0.0], np.where(crosses_ranks, p2p, 0.0), [0.0]])  # hop[s]: between stages s−1 and s
     up, down = hop[program.stage], hop[program.stage + 1]
     forward, weights = program.kind == F, program.kind == W
     received = np.where(weights, 0.0, np.where(forward, up, down))
@@ -197,7 +200,7 @@ def _times(
     received: np.ndarray,
     sent: np.ndarray | None,
 ) -> np.ndarray:
-    """(actions,) start times. Plain lists: one action is a handful of float operations, far below numpy's call cost."""
+    """(actions,) start times. Plain lists, because one action is a few float operations, far cheaper than a numpy call."""
     before = np.arange(-1, len(program) - 1)
     before[program.first[:-1]] = -1
     start = [0.0] * len(program)
@@ -223,7 +226,7 @@ def _times(
 def _join(
     program: PipelineProgram, needs: np.ndarray, took: np.ndarray, pairs: np.ndarray, hidden: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Make each joined F a gate of no length and its B the whole pair, for which whoever needed the F now waits."""
+    """Give each joined F length 0 and its B the length of the pair; actions that needed the F now wait for the B."""
     moved = np.arange(len(program) + 1)
     moved[pairs] = pairs + 1
     moved[-1] = -1
@@ -236,8 +239,8 @@ def _join(
     if len(order) < len(program):
         raise MeshwrightError(
             "MW-PIPE-013",
-            f"deadlock: {program.schedule} cannot run its joined pairs as one",
-            why="They wait for each other in a circle",
+            f"deadlock: {program.schedule} cannot run its joined pairs as one action",
+            why="The pairs wait for each other",
             fix="walk without hidden=",
         )
     return needs, order, took
