@@ -101,7 +101,7 @@ def test_verify_and_train_return_their_objects(tmp_path):
 
 
 def test_bad_input_is_one_clear_error():
-    with pytest.raises(MeshwrightError, match="MW-CONF-002: no \\[cluster\\] is given"):
+    with pytest.raises(MeshwrightError, match=r"MW-CONF-002: \[cluster\] is missing"):
         meshwright.load("nano")
     with pytest.raises(MeshwrightError, match="MW-CLI-003"):
         meshwright.estimate("nano", "laptop", nodes=1, gpus=2)
