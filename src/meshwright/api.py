@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     from meshwright.training.run import Training
 
 
-def load(source: Any, *, set: Sequence[str] = ()) -> Config:
-    """The configuration of a plan file, or of a catalog model with `set=["cluster=dgx-h100"]`."""
+def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
+    """The configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
     from meshwright.describe.config import Config, configure
 
-    return source if isinstance(source, Config) and not set else configure(source, overrides=list(set))
+    if isinstance(source, Config) and not (cluster or nodes or gpus or set):
+        return source
+    return configure(source, cluster, nodes=nodes, gpus=gpus, overrides=list(set))
 
 
 def estimate(

@@ -16,7 +16,7 @@ def command(
     kind: Annotated[
         str, typer.Argument(help="models, clusters, accelerators, links or stacks. Default: all of them.")
     ] = "",
-    name: Annotated[str, typer.Argument(help="The name of one entry, to show it in full.")] = "",
+    name: Annotated[str, typer.Argument(help="The name of one entry, or a cluster file, to show it in full.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """List the models, clusters, accelerators, links and stacks in the catalog, with sources."""

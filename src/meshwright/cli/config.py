@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.describe.config import CLASSES, diff, load
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.describe.config import CLASSES, configure, diff
 from meshwright.errors import unknown
 from meshwright.view import config as view
 from meshwright.view.tables import show, show_json
@@ -24,6 +25,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 @command.command("show")
 def show_command(
     file: File,
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     settings: Set = [],  # noqa: B006
     everything: Annotated[
         bool, typer.Option("--all", help="Also show sources and the defaults of every section.")
@@ -32,7 +36,7 @@ def show_command(
     json: Json = False,
 ) -> None:
     """Check the plan, and print the resolved configuration with the origin of each value."""
-    config = load(file, settings).check()
+    config = configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings).check()
     if json:
         show_json(view.as_json(config))
     elif toml:
@@ -45,11 +49,16 @@ def show_command(
 def diff_command(
     first: File,
     second: File,
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     settings: Set = [],  # noqa: B006
     json: Json = False,
 ) -> None:
-    """Print the values in which two plan files differ; --set applies to both."""
-    changed = diff(load(first, settings), load(second, settings))
+    """Print the values in which two plan files differ; --cluster, --nodes, --gpus and --set apply to both."""
+    changed = diff(
+        *(configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings) for file in (first, second))
+    )
     if json:
         show_json({path: {"first": a, "second": b} for path, (a, b) in changed.items()})
     else:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+
 
 def command(
     model: str = typer.Argument(
         "", help="A catalog name, a TOML file or a Hugging Face config.json. Default: the plan file's model."
     ),
-    cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
-    nodes: int = typer.Option(0, "--nodes", help="Nodes of the cluster.", min=0, max=10**7),
-    gpus: int = typer.Option(0, "--gpus", help="Devices, instead of nodes.", min=0, max=10**9),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     plan: str = typer.Option("", "--plan", "-p", help="A plan file. Default: the planner's best common plan."),
     stack: str = typer.Option("", "--stack", help="The training stack."),
     batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),

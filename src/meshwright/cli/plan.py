@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 def command(
     context: typer.Context,
     model: str = typer.Argument("", help="A catalog name, a plan file or a Hugging Face config.json."),
-    cluster: str = typer.Option("", "--cluster", "-c", help="A catalog name or a TOML file."),
-    nodes: int = typer.Option(0, "--nodes", help="Number of nodes.", min=0, max=10**7),
-    gpus: int = typer.Option(0, "--gpus", help="Number of GPUs, instead of nodes.", min=0, max=10**9),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
     seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
     tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+
 
 def command(
     plan: str = typer.Argument(..., help="A plan file."),
@@ -12,6 +14,9 @@ def command(
     detail: str = typer.Option(
         "", "--detail", help="operations, layers or actions. Default: the finest level that keeps the trace small."
     ),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
@@ -27,7 +32,7 @@ def command(
     if detail and detail not in DETAILS:
         raise unknown("MW-SIM-001", "detail", detail, DETAILS, "--detail {}")
     writable(trace, html)
-    simulation = api.simulate(plan=plan, set=settings)
+    simulation = api.simulate(plan=plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
     result, walked = simulation.estimate, simulation.walked
     if trace:
         from meshwright.view.trace import trace_events

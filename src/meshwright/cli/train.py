@@ -9,6 +9,8 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
@@ -24,6 +26,9 @@ def command(
         "--shrink",
         help="Train a small copy of the model and the plan, as `verify` does, on at most 8 processes.",
     ),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
@@ -39,7 +44,7 @@ def command(
     from meshwright.training.page import page, progress_display
     from meshwright.view.tables import show, show_json
 
-    config = api.load(plan, set=settings)
+    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
     if shrink:
         from meshwright.proof.shrink import small_config
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import typer
 
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
@@ -13,6 +15,9 @@ def command(
     steps: int = typer.Option(5, "--steps", help="Number of steps to train and compare.", min=1, max=100),
     seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=8. Repeatable."),
     out: Path | None = typer.Option(None, "--out", help="Write the proof as JSON to this file, which `report` reads."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
@@ -26,7 +31,7 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    config = api.load(plan, set=settings).check()
+    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check()
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:

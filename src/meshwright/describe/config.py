@@ -2,9 +2,10 @@
 
     extends = "base.toml"                    # a file, relative to this one: read first, then changed by this one
     model = "llama3-70b"                     # a catalog name, or the path of a Hugging Face config.json
+    cluster = "cluster.toml"                 # a catalog name, or a file with a [cluster]: what `calibrate` writes
     stack = "megatron-core"
-    [cluster]
-    extends = "dgx-h100"                     # a table may start from a catalog entry
+    [cluster]                                # or a table, which may start from a catalog entry or from such a file
+    extends = "dgx-h100"
     gpus = 64
     [workload]
     batch = 1024
@@ -145,6 +146,13 @@ def load_plan(path: str | Path) -> Plan:
     return Plan(**draft.resolved("plan"))
 
 
+def load_cluster(name: str | Path) -> Cluster:
+    """The cluster of a catalog name or of a TOML file with a [cluster]."""
+    draft = Draft()
+    draft.merge("cluster", str(name), "given", HERE)
+    return Cluster(**draft.resolved("cluster"))
+
+
 def configure(
     model: Part | Path | Config = "",
     cluster: Part | Path = "",
@@ -161,8 +169,9 @@ def configure(
 ) -> Config:
     """The configuration that the arguments of a command or of a Python function describe.
 
-    `model` is a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, a table, a `Model`, or a whole `Config`; `plan` is a
-    plan file, a table or a `Plan`. The other arguments replace what the plan file says, and `overrides` ("plan.tp=8") come last.
+    `model` is a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, a table, a `Model`, or a whole `Config`; `cluster` is a
+    catalog name, a TOML file with a [cluster], a table or a `Cluster`; `plan` is a plan file, a table or a `Plan`. The other arguments
+    replace what the plan file says, and `overrides` ("plan.tp=8") come last.
     """
     draft = Draft()
     if isinstance(model, Config):

@@ -48,25 +48,29 @@ class Draft:
     def __init__(self) -> None:
         self.tables: dict[str, dict[str, Any]] = {}
         self.origins: dict[str, str] = {}
+        self.reading: tuple[Path, ...] = ()  # files that are being read, from the outermost on
 
     # Files and sections
 
-    def merge_file(self, path: Path, above: tuple[Path, ...] = ()) -> None:
+    def merge_file(self, path: Path) -> None:
         """Merge a file: first the file that it extends, then its sections."""
         text = read_text(path)
-        if path.resolve() in above:
-            raise MeshwrightError("MW-CONF-008", f"'{path}' extends itself", why=" → ".join(p.name for p in above))
-        if len(above) >= MOST_EXTENDS:
+        if path.resolve() in self.reading:
+            chain = " → ".join(p.name for p in self.reading)
+            raise MeshwrightError("MW-CONF-008", f"'{path}' extends itself", why=chain)
+        if len(self.reading) >= MOST_EXTENDS:
             raise MeshwrightError("MW-CONF-008", f"'{path}': more than {MOST_EXTENDS} files extend each other")
         document = parse_toml(text, str(path))
         base = document.pop("extends", "")
         if not isinstance(base, str):
             raise MeshwrightError("MW-CONF-009", f"extends in {path} is not the path of a file", valid=['"base.toml"'])
+        before, self.reading = self.reading, (*self.reading, path.resolve())
         if base:
-            self.merge_file(path.parent / base, (*above, path.resolve()))
+            self.merge_file(path.parent / base)
         lines = key_lines(text)
         for section, given in document.items():
             self.merge(section, given, str(path), path.parent, lines)
+        self.reading = before
 
     def merge(self, section: str, given: Any, origin: str, folder: Path, lines: dict[str, int] | None = None) -> None:
         """Merge a section: a name, or a table that may extend one."""
@@ -86,7 +90,8 @@ class Draft:
         self._clear_origins(self.tables.pop(section, None), section)
 
     def _table_of(self, place: str, name: Any, path: str, source: Source, folder: Path = HERE) -> dict[str, Any]:
-        """The table of a catalog name; for a model, the name may also be the path of a Hugging Face config.json."""
+        """The table of a catalog name. A model may also be the path of a Hugging Face config.json, a cluster the path of a TOML
+        file with a [cluster], such as `meshwright calibrate` writes."""
         kind = NAMED.get(place, "")
         if not kind or not isinstance(name, str):
             raise MeshwrightError(
@@ -94,6 +99,8 @@ class Draft:
                 f"[{path}] cannot start from {shown(name)}",
                 why="The catalog has no entries for this table" if not kind else "A name is a string",
             )
+        if kind == "clusters" and name.endswith(".toml"):
+            return self._cluster_of_file(folder / name)
         if kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
             table, origin = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
@@ -101,6 +108,22 @@ class Draft:
             table, origin = {"name": name, **deep_copy(catalog.tables(kind)[name])}, f"{kind}/{name}"
         self._record_origins(table, path, Source(origin))
         self.origins[f"{path}.name"] = source.at(path)
+        return table
+
+    def _cluster_of_file(self, path: Path) -> dict[str, Any]:
+        """The table [cluster] of another file; the origins of its values are lines of that file."""
+        other = Draft()
+        other.reading = self.reading
+        other.merge_file(path)
+        if "cluster" not in other.tables:
+            raise MeshwrightError(
+                "MW-CONF-002",
+                f"'{path}' has no [cluster]",
+                why="A cluster file is a TOML file with that section",
+                fix='[cluster]\nextends = "dgx-h100"',
+            )
+        table = other.resolved("cluster")
+        self.origins.update({leaf: origin for leaf, origin in other.origins.items() if leaf.startswith("cluster.")})
         return table
 
     def _overlay(self, base: dict[str, Any], given: dict[str, Any], path: str, source: Source) -> None:

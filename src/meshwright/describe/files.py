@@ -19,19 +19,20 @@ DEPTH = 20  # levels of tables and lists
 DOTS = 100  # per line: a dotted key costs the parser its length squared
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a regular file of at most `LIMIT` bytes."""
+def read_text(path: str | Path, limit: int = LIMIT) -> str:
+    """The text of a regular file of at most `limit` bytes."""
     shown = str(path) if len(str(path)) <= 200 else str(path)[:197] + "..."
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise MeshwrightError("MW-CONF-004", f"'{shown}' is not a file", why="It is a folder, a pipe or a device")
-        if status.st_size > LIMIT:
+        if status.st_size > limit:
+            what = "A configuration" if limit == LIMIT else "Such a file"
             raise MeshwrightError(
-                "MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes", why=f"A configuration has at most {LIMIT:,}"
+                "MW-CONF-005", f"'{shown}' has {status.st_size:,} bytes", why=f"{what} has at most {limit:,}"
             )
         with open(path, "rb") as file:
-            return file.read(LIMIT).decode("utf-8")
+            return file.read(limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise MeshwrightError("MW-CONF-006", f"'{shown}' is not text", why=f"Byte {error.start} is not UTF-8") from None
     except (OSError, ValueError) as error:

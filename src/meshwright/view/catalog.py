@@ -10,6 +10,7 @@ from rich.text import Text
 
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.config import load_cluster
 from meshwright.describe.model import Model
 from meshwright.describe.stack import Stack
 from meshwright.units import format_bytes, format_count, format_flops, format_rate, format_seconds
@@ -33,12 +34,17 @@ def listing(kind: str) -> RenderableType:
 
 def card(kind: str, name: str) -> RenderableType:
     """One entry in full."""
-    return CARDS[kind](catalog.load(kind, name))
+    return CARDS[kind](entry_of(kind, name))
+
+
+def entry_of(kind: str, name: str) -> Any:
+    """The object of a catalog name, or of a cluster file."""
+    return load_cluster(name) if kind == "clusters" and name.endswith(".toml") else catalog.load(kind, name)
 
 
 def as_json(kind: str, name: str) -> dict[str, Any]:
     """One entry as JSON: every field, and for a model its parameter counts."""
-    entry = catalog.load(kind, name)
+    entry = entry_of(kind, name)
     out = entry.model_dump(mode="json")
     if isinstance(entry, Model):
         out |= {"parameters": entry.total, "active_parameters": entry.active, "parameters_by_part": entry.parameters()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +11,8 @@ from meshwright.cli.show.options import unused
 from meshwright.cost.collective import OPERATIONS as PRICED_AS
 from meshwright.cost.collective import Choice, choose
 from meshwright.cost.library import library_links, library_of
-from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import load_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, Program, accepts, build, check, groups_of, walk
 from meshwright.programs.collectives.comparison import SIZES, SWITCHED, compare, options_for
@@ -148,14 +147,7 @@ def show_comparison(asked: Asked) -> None:
 
 def cluster_of(name: str, ranks: int) -> Cluster:
     """A cluster from the catalog or a file's [cluster], with room for the ranks."""
-    if name.endswith(".toml"):
-        from meshwright.describe.draft import Draft
-
-        draft = Draft()
-        draft.merge_file(Path(name))
-        cluster = Cluster(**draft.resolved("cluster"))
-    else:
-        cluster = catalog.load("clusters", name)
+    cluster = load_cluster(name)
     return cluster if cluster.world >= ranks else cluster.with_gpus(ranks)
 
 

@@ -1,0 +1,168 @@
+"""The records of `meshwright bench`: one measured point, and the result of a whole run, written to and read from JSON.
+
+`comm.bench` measures and writes them; this room fits them. They stand here, below torch, so that `meshwright calibrate` runs on a
+machine without torch.
+
+    n                    bytes of the full, unsharded buffer, as everywhere in Meshwright: the input of a reduce-scatter, the
+                         output of an all-gather, what one rank sends in an all-to-all
+    algorithm bandwidth  n / t: how fast the caller sees its buffer processed
+    bus bandwidth        bytes that one rank sends / t: comparable with the rate of a link, whatever the operation and the
+                         number of ranks (2(P−1)/P · n for all-reduce, (P−1)/P · n for all-gather, reduce-scatter, all-to-all,
+                         gather and scatter, n for broadcast, reduce and point-to-point; the conventions of nccl-tests)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from meshwright.cost.collective import OPERATIONS as PRICED
+from meshwright.describe.base import Described, Seconds
+from meshwright.describe.files import check_depth, read_text, write_text
+from meshwright.errors import MeshwrightError
+from meshwright.lower.op import sent
+
+VERSION = 1
+LARGEST_FILE = 256 * 2**20
+COLLECTIVE_NAMES = {operation: name for name, operation in PRICED.items()}
+SHARDED = ("gather", "scatter")  # operations outside the training step that move (P−1)/P of the buffer
+
+
+class Timed(Described):
+    """Seconds of one call: the median of several samples, and their lower and upper quartile."""
+
+    median_s: Seconds = Field(gt=0)
+    low_s: Seconds = Field(gt=0, description="lower quartile of the samples")
+    high_s: Seconds = Field(gt=0, description="upper quartile of the samples")
+    samples: int = Field(ge=1, description="number of samples")
+    calls: int = Field(default=1, ge=1, description="calls per sample; a sample's time is divided by it")
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the quartiles, as a share of the median."""
+        return (self.high_s - self.low_s) / 2 / self.median_s
+
+
+class Point(Timed):
+    """One collective, or one transfer between two ranks, at one size."""
+
+    operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
+    backend: str = Field(description="gloo, nccl or meshwright")
+    algorithm: str = Field(default="", description="the program that ran; empty: the library chose")
+    ranks: tuple[int, ...] = Field(min_length=1, description="the ranks that took part")
+    bytes: int = Field(ge=0, description="n, the full buffer")
+    dtype: str = "fp32"
+    concurrent: int = Field(default=1, ge=1, description="pairs that exchange at the same time (point-to-point)")
+
+    @property
+    def series(self) -> tuple[str, str, str, int]:
+        """Points of one series differ in size only and are fitted by one line (pairs of point-to-point: by level)."""
+        return self.operation, self.backend, self.algorithm, self.concurrent
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        return self.bytes / self.median_s
+
+    @property
+    def bus_bandwidth(self) -> float:
+        return bus_factor(self.operation, len(self.ranks)) * self.bytes / self.median_s
+
+
+class DevicePoint(Timed):
+    """One operation of the device: a matrix product, attention, a copy, an optimizer step, a kernel launch."""
+
+    kind: str = Field(description="gemm, attention, copy, optimizer, launch, …")
+    dtype: str = "fp32"
+    shape: dict[str, float] = Field(default_factory=dict, description="sizes by name, such as m, n, k")
+    work: float = Field(gt=0, description="FLOPs, bytes or launches of one call")
+    unit: Literal["FLOP", "byte", "launch"] = "FLOP"
+    rank: int = Field(default=0, ge=0)
+    condition: str = Field(default="", description="what ran at the same time; empty: nothing")
+    slowdown: float = Field(default=1.0, gt=0, description="median under `condition` / median without it")
+
+    @property
+    def rate(self) -> float:
+        """Work per second."""
+        return self.work / self.median_s
+
+
+class RankInfo(Described):
+    """Where one rank ran."""
+
+    rank: int = Field(ge=0)
+    host: str
+    device: str = "cpu"
+    cores: int = Field(default=0, ge=0, description="cores that the rank may use")
+
+
+class Bench(Described):
+    """The result of one `meshwright bench`."""
+
+    version: int = VERSION
+    made: str = Field(default="", description="date and time, UTC")
+    state: Literal["complete", "interrupted"] = "complete"
+    why: str = Field(default="", description="why a bench is incomplete")
+    skipped: tuple[str, ...] = Field(default=(), description="what was not measured, with the reason")
+    ranks: tuple[RankInfo, ...] = ()
+    topology: dict[str, Any] = Field(default_factory=dict, description="as detected (comm.bench.topology), by host")
+    libraries: dict[str, str] = Field(default_factory=dict, description="versions of torch, NCCL, the driver, …")
+    points: tuple[Point, ...] = ()
+    device: tuple[DevicePoint, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """Ranks by host, in the order of their first rank."""
+        found: dict[str, list[int]] = {}
+        for info in sorted(self.ranks, key=lambda info: info.rank):
+            found.setdefault(info.host, []).append(info.rank)
+        return found
+
+    def write(self, path: str | Path) -> Path:
+        """Write the result as JSON."""
+        return write_text(path, json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """The result in a JSON file; other files and other versions are refused."""
+        return cls.of_json(read_text(path, LARGEST_FILE), str(path))
+
+    @classmethod
+    def of_json(cls, text: str, name: str) -> Self:
+        try:
+            document = check_depth(json.loads(text), name)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, MeshwrightError):
+                raise
+            raise not_a_bench(name, f"It is not JSON: {error}"[:200]) from None
+        if not isinstance(document, dict) or not {"version", "points", "ranks"} <= document.keys():
+            raise not_a_bench(name, "It has no version, ranks and points")
+        if document["version"] != VERSION:
+            raise MeshwrightError(
+                "MW-BENCH-002",
+                f"'{name}' has version {str(document['version'])[:20]}, and this Meshwright reads version {VERSION}",
+                fix=f"meshwright bench --json {Path(name).name}",
+            )
+        try:
+            return cls(**document)
+        except MeshwrightError as error:
+            raise not_a_bench(name, str(error)) from None
+
+
+def not_a_bench(name: str, why: str) -> MeshwrightError:
+    return MeshwrightError(
+        "MW-BENCH-001", f"'{name}' is not the result of `meshwright bench`", why=why, fix="meshwright bench --json FILE"
+    )
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bytes that one rank sends for each byte of the buffer; for operations from or to one rank, bytes of its link."""
+    if operation in COLLECTIVE_NAMES:
+        return float(sent(COLLECTIVE_NAMES[operation], 1.0, ranks))
+    return (ranks - 1) / ranks if operation in SHARDED else 1.0
