@@ -39,6 +39,7 @@ PRELOAD = ["meshwright.training.preload"]
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
 CONSEQUENCES = (
+    "MW-COMM-004",
     "Connection closed by peer",
     "Connection reset",
     "Timed out waiting",

@@ -1,0 +1,217 @@
+"""A group of ranks that runs collective programs: one after the other, in the caller's thread or in the background.
+
+    communicator = Communicator.of_group(group)                 # the ranks of a torch.distributed group
+    work = communicator.run(program, tensor, async_op=True)     # returns at once
+    work.wait()
+
+A collective that is called synchronously while nothing is in the background runs in the calling thread: that saves two
+thread switches. The first failure breaks the group: connections are closed, the error is published, and every later
+call raises it. A group whose ranks disagree about what they have sent cannot be used further.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import distributed
+
+from meshwright.comm.call import Call
+from meshwright.comm.failure import Failure
+from meshwright.comm.reductions import name_of
+from meshwright.comm.run import execute
+from meshwright.comm.schedule import Schedule, largest_message, schedule
+from meshwright.comm.transport.base import Transport
+from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.work import Work
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.contract import SHARDED
+from meshwright.programs.collectives.program import Program
+
+REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
+LANE_BYTES = 2**21  # a lane's part of a chunk, about
+MOST_LANES = 32
+
+
+class Communicator:
+    """Runs programs over a transport, in the order of the calls."""
+
+    def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
+        self.transport, self.failure, self.timeout = transport, failure, timeout
+        self.rank, self.size = transport.rank, transport.size
+        self.sequence = 0
+        self.lock = threading.Lock()  # held by whoever executes a collective
+        self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
+        self.waiting = 0  # tasks in the queue or being executed by the thread
+        self.thread: threading.Thread | None = None
+        self.scheduled = lru_cache(maxsize=128)(self._scheduled)
+
+    @classmethod
+    def of_group(cls, group: Any = None) -> Communicator:
+        """A communicator over the point-to-point operations of a torch.distributed group."""
+        group = group or distributed.group.WORLD
+        if group is None:
+            raise MeshwrightError(
+                "MW-COMM-001", "torch.distributed has no process group", fix="torch.distributed.init_process_group"
+            )
+        store = distributed.PrefixStore(
+            "meshwright-programs", distributed.distributed_c10d._get_process_group_store(group)
+        )
+        backend = distributed.get_backend(group)
+        timeout = timedelta(seconds=1800)
+        device = "cuda" if backend == "nccl" else "cpu"
+        transport = PointToPoint(group, group.rank(), group.size(), timeout, check=backend != "nccl", device=device)
+        return cls(transport, Failure(store, group.rank()), timeout)
+
+    def run(
+        self,
+        program: Program,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
+        reduction: str = "sum",
+        async_op: bool = False,
+        splits: bool = False,
+    ) -> Work:
+        """Execute a program. Without an output the result replaces the tensor, which must have as many elements.
+
+        The tensor holds the chunks the rank starts with, the output those it ends with, each in chunk order: the
+        conventions of torch.distributed. Tensors need not be contiguous. `splits`: ranks may have different numbers of
+        elements (all-to-all with splits), so that the number is not compared.
+        """
+        if program.ranks != self.size:
+            raise MeshwrightError(
+                "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
+            )
+        output = tensor if output is None else output
+        plan, largest = self.scheduled(program, self.lanes(program, tensor.element_size()))
+        reduction = reduction if program.operation in REDUCING else ""
+        result = [output]
+
+        def task() -> None:
+            self.execute(plan, -1 if splits else largest, program, tensor, output, reduction, splits)
+
+        return self.submit(task, result, async_op)
+
+    def execute(
+        self,
+        plan: Schedule,
+        largest: int,
+        program: Program,
+        tensor: torch.Tensor,
+        output: torch.Tensor,
+        reduction: str,
+        splits: bool,
+    ) -> None:
+        self.sequence += 1
+        elements = 0 if splits else program.elements
+        call = Call(
+            self.sequence,
+            program.operation,
+            program.algorithm,
+            name_of(tensor.dtype),
+            reduction,
+            program.root,
+            elements,
+        )
+        source, result = flat(tensor), flat(output)
+        if plan.inputs == 0:
+            source = result[:0]
+        if plan.outputs == 0:
+            result = source[:0]
+        elif overlap(source, result):
+            source = source.clone()
+        execute(plan, source, result, self.transport, call, largest)
+        if plan.outputs and result.data_ptr() != output.data_ptr():
+            output.copy_(result.view(output.shape))
+
+    def submit(self, task: Callable[[], None], result: Any, async_op: bool) -> Work:
+        """Execute a task now, or in the background if it is asynchronous or others are waiting."""
+        work = Work(result)
+        if not async_op and self.waiting == 0 and self.lock.acquire(blocking=False):
+            try:
+                self.perform(task, work)
+            finally:
+                self.lock.release()
+            if work.error is not None:
+                raise work.error
+            return work
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work_off, name="meshwright-comm", daemon=True)
+            self.thread.start()
+        self.waiting += 1
+        self.tasks.put((task, work))
+        if not async_op:
+            work.wait()
+        return work
+
+    def work_off(self) -> None:
+        """The background thread: execute tasks in order."""
+        while (item := self.tasks.get()) is not None:
+            with self.lock:
+                self.waiting -= 1
+                self.perform(*item)
+
+    def perform(self, task: Callable[[], None], work: Work) -> None:
+        """Execute a task and complete its handle; after a failure every task fails with the first error."""
+        error: BaseException | None = self.failure.error
+        if error is None:
+            try:
+                task()
+            except MeshwrightError as found:
+                error = found
+                if found.code in ("MW-COMM-003", "MW-COMM-004"):
+                    error = self.failure.publish(found)
+                    self.transport.close()
+            except Exception as found:
+                error = found
+        work.finish(error)
+
+    def close(self) -> None:
+        """End the background thread."""
+        if self.thread is not None:
+            self.tasks.put(None)
+            self.thread.join(timeout=5)
+            self.thread = None
+
+    def lanes(self, program: Program, element_bytes: int) -> int:
+        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES."""
+        largest = int(program.sizes.max(initial=0)) * element_bytes
+        return max(1, min(MOST_LANES, largest // LANE_BYTES))
+
+    def _scheduled(self, program: Program, lanes: int) -> tuple[Schedule, int]:
+        return schedule(program, self.rank, lanes), largest_message(program)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one dimension: a view where the tensor is contiguous, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors share memory, but are not the same elements."""
+    low = [t.data_ptr() for t in (a, b)]
+    high = [t.data_ptr() + t.numel() * t.element_size() for t in (a, b)]
+    same = low[0] == low[1] and high[0] == high[1]
+    return not same and max(low) < min(high)
+
+
+def with_sizes(program: Program, sizes: Sequence[int]) -> Program:
+    """The same moves with other shard sizes: shard r of an all-gather, scatter or gather has sizes[r] elements."""
+    import numpy as np
+
+    from meshwright.programs.collectives.program import split
+
+    if program.operation not in SHARDED:
+        raise MeshwrightError("MW-COMM-001", f"{program.name} has no shards whose sizes could differ")
+    per_shard = program.chunks // program.ranks
+    chunks = np.concatenate([split(int(size), per_shard) for size in sizes])
+    return program.but(sizes=chunks, elements=int(sum(sizes)))
+
+
+__all__ = ["Communicator", "with_sizes"]

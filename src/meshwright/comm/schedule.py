@@ -1,0 +1,260 @@
+"""The part of a collective program that one rank executes: which elements it sends, receives and reduces, step by step.
+
+A program (`programs.collectives.program`) says which chunk moves from which rank to which in which step. This file
+translates it for one rank into ranges of three buffers:
+
+    input    the chunks the rank starts with, in chunk order; never written, unless it is the same memory as the output
+    output   the chunks the rank ends with, in chunk order
+    scratch  chunks that only pass through this rank
+
+A chunk is read from the input until it is first written; from then on it is in its *home*: the output if the rank ends
+with it, else scratch. The first reduction therefore reads the input and writes the home, and nothing is copied
+beforehand. A chunk that ends where it started and was never written is copied from input to output at the end.
+
+**Lanes.** With K lanes every chunk is cut into K slices, and lane j runs the whole program on slice j of every chunk.
+The lanes are independent, so a rank reduces a slice of one lane while a slice of the next lane is in transfer.
+
+**What a receive may overwrite.** A receive that is posted early may be written at any time from then on. `direct_from`
+is the first step at whose start nobody reads or writes the receive's target any more (a send of step t is complete
+when step t + 1 is). `after_sends` marks a receive that reduces into a chunk which this rank sends in the same step: that
+send must be complete before the received data is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.arrays import chunks_of
+from meshwright.programs.collectives.program import Program, take
+
+INPUT, OUTPUT, SCRATCH = range(3)
+
+
+class Span(NamedTuple):
+    """The elements [start, stop) of one of the rank's three buffers."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+class Target(NamedTuple):
+    """Where received elements go. With a `base` they are combined with it: into = base ∘ received."""
+
+    into: Span
+    base: Span | None
+
+
+class Send(NamedTuple):
+    peer: int
+    spans: tuple[Span, ...]
+
+
+class Receive(NamedTuple):
+    peer: int
+    targets: tuple[Target, ...]
+    direct_from: int
+    after_sends: bool
+
+
+class Step(NamedTuple):
+    """What a rank does in one step of one lane; `number` is the program's step number."""
+
+    number: int
+    sends: tuple[Send, ...]
+    receives: tuple[Receive, ...]
+    copies: tuple[tuple[Span, Target], ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One rank's steps, by lane, and the sizes of its buffers in elements."""
+
+    lanes: tuple[tuple[Step, ...], ...]
+    inputs: int
+    outputs: int
+    scratch: int
+    unmoved: tuple[tuple[Span, Span], ...]  # input → output, for chunks that no step writes
+    sent: dict[int, int] = field(default_factory=dict)  # elements sent to each peer
+    received: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def peers(self) -> list[int]:
+        return sorted(set(self.sent) | set(self.received))
+
+
+def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
+    """Return the schedule of one rank; raise if the program needs a switch that reduces."""
+    if program.switches:
+        raise MeshwrightError(
+            "MW-COMM-001",
+            f"{program.name} cannot run between processes",
+            why="It reduces data inside a network switch, and a switch is not a process",
+            fix="--algorithm two-level",
+        )
+    found = [Lane(program, rank, lane, lanes) for lane in range(lanes)]
+    sent: dict[int, int] = {}
+    received: dict[int, int] = {}
+    for step in (step for lane in found for step in lane.steps):
+        for send in step.sends:
+            sent[send.peer] = sent.get(send.peer, 0) + length(send.spans)
+        for receive in step.receives:
+            received[receive.peer] = received.get(receive.peer, 0) + length(t.into for t in receive.targets)
+    first = found[0]
+    return Schedule(
+        tuple(tuple(lane.steps) for lane in found),
+        first.inputs,
+        first.outputs,
+        first.scratch,
+        tuple(pair for lane in found for pair in lane.unmoved()),
+        sent,
+        received,
+    )
+
+
+def largest_message(program: Program) -> int:
+    """Return the elements of the largest message between any two ranks: the same number on every rank."""
+    table = program.moves
+    if len(table.step) == 0:
+        return 0
+    key = (table.step.astype(np.int64) * program.ranks + table.source) * program.ranks + table.target
+    _, message = np.unique(key, return_inverse=True)
+    return int(np.bincount(message.ravel(), weights=program.moved).max())
+
+
+def length(spans: Iterable[Span]) -> int:
+    return sum(span.stop - span.start for span in spans)
+
+
+class Lane:
+    """Translates the rows of one rank and lane, in the order of the steps."""
+
+    def __init__(self, program: Program, rank: int, lane: int, lanes: int) -> None:
+        self.program, self.rank, self.lane, self.lanes = program, rank, lane, lanes
+        self.sizes = program.sizes.tolist()
+        starts, ends = (chunks_of(program, slots, rank) for slots in (program.starts, program.ends))
+        self.home: dict[int, Span] = {}
+        self.current: dict[int, Span] = {}
+        self.inputs = self.place(starts, INPUT, self.current)
+        self.outputs = self.place(ends, OUTPUT, self.home)
+        table = program.moves
+        rows = take(table, np.flatnonzero((table.source == rank) | (table.target == rank)))
+        written = rows.target == rank
+        passing: set[int] = set()
+        for into, width in zip(rows.into[written].tolist(), rows.width[written].tolist(), strict=True):
+            passing |= set(range(into, into + width)) - self.home.keys()
+        self.scratch = self.place(sorted(passing), SCRATCH, self.home)
+        self.ends = ends
+        self.last_send: dict[int, int] = {}
+        self.last_write: dict[int, int] = {}
+        self.steps: list[Step] = []
+        columns = [column.tolist() for column in rows]
+        for number, group in groupby(zip(*columns, strict=True), key=lambda row: row[0]):
+            self.add_step(number, list(group))
+
+    def place(self, chunks: Iterable[int], buffer: int, table: dict[int, Span]) -> int:
+        """Lay chunks one after the other into a buffer; return its elements."""
+        at = 0
+        for chunk in chunks:
+            table[chunk] = Span(buffer, at, at + self.sizes[chunk])
+            at += self.sizes[chunk]
+        return at
+
+    def add_step(self, number: int, rows: list[tuple]) -> None:
+        """Add one step. Its sends read the values before the step, so they are translated first."""
+        index, rank = len(self.steps), self.rank
+        outgoing = [row for row in rows if row[1] == rank and row[2] != rank]
+        sends = []
+        for peer, group in groupby(outgoing, key=lambda row: row[2]):
+            chunks = [chunk for row in group for chunk in range(row[3], row[3] + row[4])]
+            sends.append(Send(peer, tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))))
+            self.last_send |= dict.fromkeys(chunks, index)
+        copies = []
+        for _, _, _, chunk, width, adds, into in (row for row in rows if row[1] == row[2] == rank):
+            for k in range(width):
+                source = self.cut(self.located(chunk + k))
+                copies.append((source, self.write(into + k, adds, index)))
+        incoming = sorted((row for row in rows if row[2] == rank and row[1] != rank), key=lambda row: row[1])
+        receives = []
+        for peer, group in groupby(incoming, key=lambda row: row[1]):
+            receives.append(self.receive(peer, list(group), index))
+        self.steps.append(Step(number, tuple(sends), tuple(receives), tuple(copies)))
+
+    def receive(self, peer: int, rows: list[tuple], index: int) -> Receive:
+        targets, direct, after_sends = [], 0, False
+        for _, _, _, _, width, adds, into in rows:
+            for chunk in range(into, into + width):
+                sent, written = self.last_send.get(chunk, -2), self.last_write.get(chunk, -1)
+                direct = max(direct, sent + 2, written + 1)
+                after_sends |= sent == index
+                targets.append(self.write(chunk, adds, index))
+        return Receive(peer, tuple(joined_targets(targets)), direct, after_sends)
+
+    def write(self, chunk: int, adds: bool, index: int) -> Target:
+        """Record that a step writes a chunk into its home."""
+        base = self.cut(self.located(chunk)) if adds else None
+        self.current[chunk] = self.home[chunk]
+        self.last_write[chunk] = index
+        return Target(self.cut(self.home[chunk]), base)
+
+    def located(self, chunk: int) -> Span:
+        if chunk not in self.current:
+            raise MeshwrightError(
+                "MW-COMM-001",
+                f"{self.program.name}: rank {self.rank} reads chunk {chunk} before it has it",
+                why="The program is wrong; `programs.collectives.check` says where",
+            )
+        return self.current[chunk]
+
+    def cut(self, span: Span) -> Span:
+        """The lane's slice of a chunk."""
+        if self.lanes == 1:
+            return span
+        size = span.stop - span.start
+        low, high = (size * k // self.lanes for k in (self.lane, self.lane + 1))
+        return Span(span.buffer, span.start + low, span.start + high)
+
+    def unmoved(self) -> list[tuple[Span, Span]]:
+        """Chunks that end here and were never written: they are still in the input."""
+        kept = [(self.located(chunk), self.home[chunk]) for chunk in self.ends]
+        return [(self.cut(at), self.cut(home)) for at, home in kept if at.buffer == INPUT and at.stop > at.start]
+
+
+def follows(a: Span | None, b: Span | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.buffer == b.buffer and a.stop == b.start
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """Join neighbouring ranges; empty ones are left out."""
+    found: list[Span] = []
+    for span in spans:
+        if span.stop == span.start:
+            continue
+        if found and follows(found[-1], span):
+            found[-1] = Span(span.buffer, found[-1].start, span.stop)
+        else:
+            found.append(span)
+    return found
+
+
+def joined_targets(targets: Iterable[Target]) -> list[Target]:
+    """Join neighbouring targets whose bases are neighbours too."""
+    found: list[Target] = []
+    for into, base in targets:
+        if into.stop == into.start:
+            continue
+        last = found[-1] if found else None
+        if last is not None and follows(last.into, into) and follows(last.base, base):
+            merged = None if base is None or last.base is None else Span(base.buffer, last.base.start, base.stop)
+            found[-1] = Target(Span(into.buffer, last.into.start, into.stop), merged)
+        else:
+            found.append(Target(into, base))
+    return found

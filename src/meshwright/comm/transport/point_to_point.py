@@ -1,0 +1,232 @@
+"""Messages through the point-to-point operations of torch.distributed: gloo between hosts, or any other backend's.
+
+**Sizes are checked before data moves.** gloo accepts a message that is shorter than the receive buffer, and ends the
+process at one that is longer. So data is only sent after both sides have compared their calls:
+
+    small collective   every message is an *envelope* of ENVELOPE bytes: header, then the data. All envelopes have the same size,
+    (largest message   so none can be longer than its receive, whatever the ranks call
+    fits an envelope)
+    others             every pair first exchanges envelopes with a header and the bytes that will follow, then sends data
+
+The exchange costs one message time, at the start of a collective only, and is in flight while the first receives are
+posted.
+
+**A failure reaches all ranks.** gloo cannot be aborted, but a receive that times out closes all connections of its
+group, and all peers that wait for this rank raise an error at once. `close` does so after a failure.
+
+On NCCL this transport is for teaching and checking: no sizes are compared (NCCL does not match messages by size), and
+each message is a kernel launch. NCCL's built-in collectives are faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+from meshwright.comm.call import LAYOUT, Place, check_bytes, check_header, lost
+from meshwright.comm.reductions import Combine
+from meshwright.comm.transport.base import Begin, Destination, Pending, apply, bytes_of
+from meshwright.comm.transport.pool import Pool
+
+ENVELOPE = 4096
+SIZES = struct.Struct("<QQ")  # bytes of this message (or all to the peer), bytes expected from the peer
+HEADER = LAYOUT.size + SIZES.size
+ENVELOPE_TAG, DATA_TAG, BREAK_TAG = 1, 2, 3
+FITS = ENVELOPE - HEADER
+
+
+class PointToPoint:
+    """A transport over a process group (or one of its backends) that has `send` and `recv`."""
+
+    def __init__(
+        self, group: Any, rank: int, size: int, timeout: timedelta, *, check: bool = True, device: str = "cpu"
+    ):
+        self.group, self.rank, self.size, self.timeout = group, rank, size, timeout
+        self.check, self.device = check, device
+        self.pool = Pool(device)
+        self.begun: Begin | None = None
+        self.small = False
+        self.headers: dict[int, tuple[Any, torch.Tensor]] = {}  # peer → receive of its header, not yet compared
+        self.unfinished: list[tuple[Any, torch.Tensor]] = []  # sends of envelopes
+
+    def begin(self, begin: Begin) -> None:
+        """Note the collective. If its messages need more than an envelope, exchange headers with all peers."""
+        self.begun = begin
+        self.small = self.check and 0 <= begin.largest <= FITS
+        if self.small or not self.check:
+            return
+        place = Place(self.rank, begin.call)
+        for peer in sorted({*begin.sent, *begin.received}):
+            box = self.pool.take(ENVELOPE)
+            self.headers[peer] = (self.post(peer, box, ENVELOPE_TAG, place), box)
+        for peer in self.headers:
+            sizes = SIZES.pack(begin.sent.get(peer, 0), begin.received.get(peer, 0))
+            self.send_envelope(peer, sizes, (), place)
+
+    def send(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending:
+        size = sum(piece.numel() * piece.element_size() for piece in pieces)
+        if self.small:
+            self.send_envelope(peer, SIZES.pack(size, 0), pieces, place)
+            return DONE
+        if not size:
+            return DONE
+        self.compare(peer, place)
+        if len(pieces) == 1:
+            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), DATA_TAG, place), None, peer, place)
+        staged = self.pool.take(size)
+        at = 0
+        for piece in map(bytes_of, pieces):
+            staged[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        return Sent(self, self.start_send(peer, staged, DATA_TAG, place), staged, peer, place)
+
+    def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
+        assert self.begun is not None
+        combine = self.begun.combine
+        size = sum(piece.into.numel() * piece.into.element_size() for piece in pieces)
+        if self.small:
+            box = self.pool.take(ENVELOPE)
+            return Enveloped(self, self.post(peer, box, ENVELOPE_TAG, place), box, size, pieces, combine, peer, place)
+        if not size:
+            return DONE
+        if direct and len(pieces) == 1 and pieces[0].base is None:
+            into = bytes_of(pieces[0].into)
+            return Received(self, self.post(peer, into, DATA_TAG, place), None, (), combine, peer, place)
+        staged = self.pool.take(size)
+        work = self.post(peer, staged, DATA_TAG, place)
+        return Received(self, work, staged, pieces, combine, peer, place)
+
+    def end(self) -> None:
+        """Compare headers that no send has waited for, and complete the envelopes."""
+        assert self.begun is not None
+        place = Place(self.rank, self.begun.call)
+        for peer in list(self.headers):
+            self.compare(peer, place)
+        for work, box in self.unfinished:
+            self.wait(work, -1, place)
+            self.pool.give(box)
+        self.unfinished.clear()
+
+    def close(self) -> None:
+        """Close all connections, so that every peer that waits for this rank raises an error now."""
+        if self.size > 1 and self.check:
+            with contextlib.suppress(RuntimeError, ValueError):
+                peer = (self.rank + 1) % self.size
+                self.group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+
+    def send_envelope(self, peer: int, sizes: bytes, pieces: Sequence[torch.Tensor], place: Place) -> None:
+        assert self.begun is not None
+        box = self.pool.take(ENVELOPE)
+        head = self.begun.call.packed + sizes
+        box.numpy()[: len(head)] = memoryview(head)
+        at = len(head)
+        for piece in map(bytes_of, pieces):
+            box[at : at + piece.numel()].copy_(piece)
+            at += piece.numel()
+        self.unfinished.append((self.start_send(peer, box, ENVELOPE_TAG, place), box))
+
+    def compare(self, peer: int, place: Place) -> None:
+        """Wait for a peer's header and compare it with this rank's call."""
+        if peer not in self.headers:
+            return
+        assert self.begun is not None
+        work, box = self.headers.pop(peer)
+        self.wait(work, peer, place)
+        data = box.numpy()[:HEADER].tobytes()
+        self.pool.give(box)
+        check_header(place, peer, data[: LAYOUT.size])
+        sent, expected = SIZES.unpack(data[LAYOUT.size :])
+        check_bytes(place, peer, sent, self.begun.received.get(peer, 0))
+        check_bytes(place, peer, self.begun.sent.get(peer, 0), expected)
+
+    def start_send(self, peer: int, data: torch.Tensor, tag: int, place: Place) -> Any:
+        try:
+            return self.group.send([data], peer, tag)
+        except RuntimeError as error:
+            raise lost(place, peer, reason(error)) from error
+
+    def post(self, peer: int, data: torch.Tensor, tag: int, place: Place) -> Any:
+        try:
+            return self.group.recv([data], peer, tag)
+        except RuntimeError as error:
+            raise lost(place, peer, reason(error)) from error
+
+    def wait(self, work: Any, peer: int, place: Place) -> None:
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            raise lost(place, peer, reason(error)) from error
+
+
+def reason(error: RuntimeError) -> str:
+    """What gloo reports about a peer, in a few words."""
+    text = str(error)
+    if "Timed out" in text or "timeout" in text.lower():
+        return "did not answer in time (Timed out waiting for a message)"
+    if "onnection" in text:
+        return "has ended or left the group (Connection closed by peer)"
+    return f"cannot be reached ({text.splitlines()[0][:200]})"
+
+
+class Finished:
+    """A send or receive that is complete."""
+
+    def wait(self) -> None: ...
+
+
+DONE = Finished()
+
+
+class Sent(NamedTuple):
+    transport: PointToPoint
+    work: Any
+    staged: torch.Tensor | None
+    peer: int
+    place: Place
+
+    def wait(self) -> None:
+        self.transport.wait(self.work, self.peer, self.place)
+        if self.staged is not None:
+            self.transport.pool.give(self.staged)
+
+
+class Received(NamedTuple):
+    transport: PointToPoint
+    work: Any
+    staged: torch.Tensor | None
+    pieces: Sequence[Destination]
+    combine: Combine | None
+    peer: int
+    place: Place
+
+    def wait(self) -> None:
+        self.transport.wait(self.work, self.peer, self.place)
+        if self.staged is not None:
+            apply(self.staged.view(self.pieces[0].into.dtype), self.pieces, self.combine)
+            self.transport.pool.give(self.staged)
+
+
+class Enveloped(NamedTuple):
+    transport: PointToPoint
+    work: Any
+    box: torch.Tensor
+    expected: int
+    pieces: Sequence[Destination]
+    combine: Combine | None
+    peer: int
+    place: Place
+
+    def wait(self) -> None:
+        self.transport.wait(self.work, self.peer, self.place)
+        data = self.box.numpy()[:HEADER].tobytes()
+        check_header(self.place, self.peer, data[: LAYOUT.size])
+        check_bytes(self.place, self.peer, SIZES.unpack(data[LAYOUT.size :])[0], self.expected)
+        if self.expected:
+            payload = self.box[HEADER : HEADER + self.expected]
+            apply(payload.view(self.pieces[0].into.dtype), self.pieces, self.combine)
+        self.transport.pool.give(self.box)

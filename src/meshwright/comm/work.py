@@ -1,0 +1,97 @@
+"""The handle of an asynchronous collective, with the methods that torch.distributed and its C++ callers use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import Work as TorchWork
+
+from meshwright.errors import MeshwrightError
+
+
+class Work(TorchWork):
+    """`wait` returns True when the collective is complete on this rank, and raises its error if it failed."""
+
+    def __init__(self, result: Any = None) -> None:
+        super().__init__()
+        self.value = result
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.future: torch.futures.Future | None = None
+        self.lock = threading.Lock()
+
+    def finish(self, error: BaseException | None = None) -> Work:
+        """Mark the collective as complete or failed."""
+        with self.lock:
+            self.error = error
+            self.done.set()
+            future = self.future
+        if future is not None:
+            self.resolve(future)
+        return self
+
+    def resolve(self, future: torch.futures.Future) -> None:
+        if self.error is None:
+            future.set_result(self.value)
+        else:
+            future.set_exception(self.error if isinstance(self.error, Exception) else RuntimeError(str(self.error)))
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        limit = timeout.total_seconds() or None
+        if not self.done.wait(limit):
+            raise MeshwrightError(
+                "MW-COMM-004", f"the collective did not complete within {limit:g} s (Timed out waiting)"
+            )
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def is_success(self) -> bool:
+        return self.done.is_set() and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Any:
+        self.wait()
+        return self.value
+
+    def get_future(self) -> torch.futures.Future:
+        with self.lock:
+            if self.future is None:
+                self.future = torch.futures.Future()
+                if self.done.is_set():
+                    self.resolve(self.future)
+            return self.future
+
+
+class Deferred(Work):
+    """A handle whose `wait` does the work: for operations that torch.distributed itself completes in the background."""
+
+    def __init__(self, complete: Callable[[], Any], result: Any = None) -> None:
+        super().__init__(result)
+        self.complete = complete
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self.done.is_set():
+            try:
+                self.complete()
+            except BaseException as error:
+                self.finish(error)
+            else:
+                self.finish()
+        return super().wait()
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        return super().get_future()

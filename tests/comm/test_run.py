@@ -1,0 +1,231 @@
+"""The interpreter against numpy: every program of the registry, every dtype and reduction, odd sizes, several lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import ranks
+from comm import in_threads
+from meshwright.comm.call import Call
+from meshwright.comm.reductions import combiner, divide
+from meshwright.comm.run import execute
+from meshwright.comm.schedule import largest_message, schedule
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import ALGORITHMS, build
+from meshwright.programs.collectives.arrays import chunks_of, run_on_arrays
+from meshwright.programs.collectives.comparison import SWITCHED
+from meshwright.programs.collectives.registry import accepts
+
+PAIRS = [(op, name) for op, names in ALGORITHMS.items() for name in names if name not in SWITCHED]
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+
+
+def inputs_of(program, dtype=torch.int64, seed=0):
+    """One tensor per rank with the chunks it starts with, of small whole numbers: sums are exact in every dtype."""
+    random = np.random.default_rng(seed)
+    found = []
+    for rank in range(program.ranks):
+        size = sum(int(program.sizes[c]) for c in chunks_of(program, program.starts, rank))
+        found.append(torch.from_numpy(random.integers(0, 5, size)).to(dtype))
+    return found
+
+
+def outputs_of(program, rank, dtype):
+    size = sum(int(program.sizes[c]) for c in chunks_of(program, program.ends, rank))
+    return torch.full((size,), 77).to(dtype)
+
+
+def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum"):
+    def work(transport):
+        plan = schedule(program, transport.rank, lanes)
+        source = inputs[transport.rank].clone()
+        result = source if in_place else outputs_of(program, transport.rank, source.dtype)
+        call = Call(1, program.operation, program.algorithm, "int64", reduction, program.root, program.elements)
+        execute(plan, source, result, transport, call, largest_message(program))
+        assert in_place or torch.equal(source, inputs[transport.rank])
+        return result
+
+    return in_threads.run(program.ranks, work)
+
+
+def programs(operation, name, elements):
+    for size in (1, 2, 3, 4, 6):
+        for root in {0, size - 1} if "root" in accepts(operation, name) else (0,):
+            options = {"root": root} if "root" in accepts(operation, name) else {}
+            yield build(operation, name, size, elements, **options)
+
+
+@pytest.mark.parametrize(("operation", "name"), PAIRS)
+def test_every_program_computes_what_numpy_computes(operation, name):
+    for elements, lanes in ((1, 1), (37, 3)):
+        for program in programs(operation, name, elements):
+            inputs = inputs_of(program)
+            expected = run_on_arrays(program, [x.numpy() for x in inputs])
+            found = run_in_threads(program, inputs, lanes)
+            for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert a.tolist() == b.tolist(), (program, rank, lanes)
+
+
+@pytest.mark.parametrize("name", [name for op, name in PAIRS if op == "all-reduce"])
+def test_an_all_reduce_in_place(name):
+    for size in (2, 3, 6):
+        program = build("all-reduce", name, size, 23)
+        inputs = inputs_of(program)
+        for found in run_in_threads(program, inputs, lanes=2, in_place=True):
+            assert torch.equal(found, sum(inputs))
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_a_switch_is_not_a_process(name):
+    with pytest.raises(MeshwrightError, match=r"MW-COMM-001.*switch is not a process"):
+        schedule(build("all-reduce", name, 4, 8), 0)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
+def test_reductions_of_every_dtype(dtype):
+    a, b = (torch.tensor(x).to(dtype) for x in ([1, 2, 3, 0], [3, 1, 3, 1]))
+    expected = {"product": [3, 2, 9, 0], "min": [1, 1, 3, 0], "max": [3, 2, 3, 1], "sum": [4, 3, 6, 1]}
+    for reduction, values in expected.items():
+        out = torch.empty_like(a)
+        combiner(reduction, dtype)(a, b, out)
+        assert out.tolist() == torch.tensor(values).to(dtype).tolist(), reduction
+    if dtype in INTEGERS:
+        for reduction, values in {"band": [1, 0, 3, 0], "bor": [3, 3, 3, 1], "bxor": [2, 3, 0, 1]}.items():
+            out = torch.empty_like(a)
+            combiner(reduction, dtype)(a, b, out)
+            assert out.tolist() == values
+
+
+def test_averages_of_integers_are_truncated():
+    for dtype in INTEGERS:
+        values = [7, 5, 0] if dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else [7, -5, 0]
+        tensor = torch.tensor(values).to(dtype)
+        divide(tensor, 2)
+        assert tensor.tolist() == [3, 2 if values[1] > 0 else -2, 0]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"), [("bor", torch.float32), ("max", torch.complex64), ("most", torch.int32)]
+)
+def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
+    with pytest.raises(MeshwrightError, match="MW-COMM-002"):
+        combiner(reduction, dtype)
+
+
+def over_gloo(context, size):
+    """Every program, and the dtypes and reductions on a ring, over point-to-point messages of gloo; what differs from numpy."""
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group()
+    wrong = []
+
+    def compare(program, dtype, reduction, lanes):
+        inputs = inputs_of(program, dtype)
+        communicator.lanes = lambda program, width: lanes
+        output = outputs_of(program, context.rank, dtype)
+        communicator.run(program, inputs[context.rank], output, reduction=reduction)
+        arrays = [x.double().numpy() for x in inputs]
+        expected = run_on_arrays(program, arrays)[context.rank]
+        if reduction == "max":
+            expected = np.maximum.reduce(arrays)
+        if reduction == "avg":
+            expected = torch.from_numpy(expected).to(dtype)
+            divide(expected, size)
+            expected = expected.double().numpy()
+        if output.double().tolist() != expected.tolist():
+            wrong.append((repr(program), str(dtype), reduction, lanes))
+
+    for operation, name in PAIRS:
+        compare(build(operation, name, size, 1001), torch.float32, "sum", 1)
+    for elements, lanes in ((0, 1), (3, 1), (50_000, 1), (50_001, 5)):
+        compare(build("all-reduce", "ring", size, elements), torch.float64, "sum", lanes)
+        compare(build("all-gather", "bruck", size, elements), torch.float64, "sum", lanes)
+    for dtype in (*FLOATS, *INTEGERS):
+        for reduction in ("sum", "avg", "max"):
+            compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_over_point_to_point_messages_of_gloo(size):
+    assert ranks.run(size, over_gloo, size) == [[]] * size
+
+
+def asynchronous(context):
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group()
+    tensors = [torch.full((1000,), float(context.rank + k)) for k in range(8)]
+    program = build("all-reduce", "ring", context.world, 1000)
+    works = [communicator.run(program, tensor, async_op=True) for tensor in tensors]
+    halves = torch.arange(20.0).view(4, 5).t()[::2]  # not contiguous
+    communicator.run(build("all-reduce", "ring", context.world, halves.numel()), halves)
+    for work in reversed(works):
+        assert work.wait()
+    assert works[0].is_completed()
+    assert works[0].get_future().wait()[0] is tensors[0]
+    return [tensor[0].item() for tensor in tensors], halves.tolist()
+
+
+def test_asynchronous_calls_and_tensors_that_are_not_contiguous():
+    halves = (torch.arange(20.0).view(4, 5).t()[::2] * 3).tolist()
+    assert ranks.run(3, asynchronous) == [([3.0 * k + 3 for k in range(8)], halves)] * 3
+
+
+def disagree(context, case):
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group()
+    odd = context.rank == 1
+    elements, dtype, operation = 100, torch.float32, "all-reduce"
+    if case == "longer":
+        elements = 100_000 if odd else 50_000
+    elif case == "small and large":
+        elements = 100_000 if odd else 100
+    elif case == "dtype":
+        dtype = torch.float64 if odd else torch.float32
+    elif case == "operation":
+        operation = "broadcast" if odd else "all-reduce"
+    name = "ring" if operation == "all-reduce" else "chain"
+    try:
+        communicator.run(build(operation, name, context.world, elements), torch.ones(elements, dtype=dtype))
+    except MeshwrightError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("case", ["longer", "small and large", "dtype", "operation"])
+def test_ranks_that_disagree_all_raise_the_cause(case):
+    for rank, text in enumerate(ranks.run(4, disagree, case)):
+        assert text.startswith("MW-COMM-003: rank "), (rank, text)
+        assert "step" in text
+
+
+def one_ends(context):
+    import os
+
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group()
+    program = build("all-reduce", "ring", context.world, 100_000)
+    communicator.run(program, torch.ones(100_000))
+    if context.rank == 2:
+        os._exit(9)
+    try:
+        communicator.run(program, torch.ones(100_000))
+    except MeshwrightError as error:
+        context.send(str(error))
+        raise
+
+
+def test_a_rank_that_ends_is_an_error_on_every_other_rank():
+    heard = {}
+    with pytest.raises(MeshwrightError, match="rank 2 died"):
+        ranks.run(4, one_ends, listen=heard.__setitem__)
+    assert sorted(heard) == [0, 1, 3]
+    for text in heard.values():
+        assert text.startswith("MW-COMM-004: rank ")
+        assert "rank 2 " in text
