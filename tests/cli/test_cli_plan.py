@@ -90,7 +90,7 @@ def test_the_page_stands_alone(answer):
 def test_the_page_for_a_person_fits_the_terminal(capsys, answer):
     out = run(capsys, *SMALL, "--fix", "tp=2", "--max", "pp=2", "--top", "3", "--compare", str(answer[1] / "plan.toml"))
     assert max(map(len, out.splitlines())) <= 120
-    assert "beside the winner" in out
+    assert "compared with the winner" in out
     assert "tp 2" in out
     whole = run(capsys, *SMALL, "--fix", "pp=1", "--top", "3", "--memory-headroom", "20%")
     assert max(map(len, whole.splitlines())) <= 120
@@ -130,7 +130,7 @@ def test_a_case_study_and_the_guides_stand_beside_the_winner(capsys):
         "plan", "llama3-8b", "--cluster", "dgx-h100", "--batch", "64", "--seq", "2048", capsys=capsys
     )
     assert code == 0
-    assert "What the textbook says" in out
+    assert "Recommendations of guides" in out
     assert "lint" in out
     assert dispatched("plan", "--case", "nope", capsys=capsys)[0] == 2
 
@@ -178,7 +178,7 @@ def test_guides_are_in_json_and_beside_a_comparison_where_asked_for(capsys, answ
     said = json.loads(run(capsys, *SMALL, "--guides", "--json"))
     assert {g["guide"] for g in said["guides"]} >= {"topology", "start simple"}
     shown = run(capsys, *SMALL, "--compare", str(answer[1] / "plan.toml"), "--guides")
-    assert "What the textbook says" in shown
+    assert "Recommendations of guides" in shown
 
 
 def test_failures_and_sites_are_told_beside_the_days(capsys):

@@ -54,14 +54,14 @@ def test_a_title_shows_it_where_it_has_an_effect() -> None:
 
 
 def test_estimate_says_what_halves() -> None:
-    assert "nothing is halved; --set plan.gather_dtype=fp8 halves" in fp8_traffic(estimated(tp=8, sp=True))
+    assert "no traffic is halved; --set plan.gather_dtype=fp8 halves" in fp8_traffic(estimated(tp=8, sp=True))
     said = fp8_traffic(estimated(tp=8, sp=True, gather_dtype="fp8"))
     assert said.startswith("halved: all-gathers")
     assert "not reductions" in said
     assert "pipeline sends" in said
     assert "not known" not in said
     assert "not known" in fp8_traffic(estimated("default", tp=8, sp=True, gather_dtype="fp8"))
-    assert fp8_traffic(estimated(replicate=8)).startswith("nothing halves")
+    assert fp8_traffic(estimated(replicate=8)).startswith("no traffic is halved: this plan")
 
 
 def test_reasons_offer_it_with_its_gain() -> None:

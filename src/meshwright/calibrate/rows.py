@@ -1,8 +1,8 @@
-"""A row of published measurements → model, cluster, stack, workload and plan, with the list of what was assumed.
+"""Convert a row of published measurements to a model, cluster, stack, workload and plan, with the list of assumptions.
 
 A blank cell means *not published*, never zero. Missing values come from the stack, or from the catalog entry of the model
-family; if recompute is not published, the least recompute that fits is assumed. A row without the shape of its model, its
-GPUs or its batch is refused with the reason.
+family; if recompute is not published, the least recompute that fits is assumed. A row that lacks the
+shape of its model, its GPUs or its batch is refused with the reason.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def number(text: str | None) -> float | None:
     return float(match[0]) if match else None
 
 
-def whole(text: str | None, default: int = 0) -> int:
+def integer(text: str | None, default: int = 0) -> int:
+    """The first number in a cell as an integer, or `default` if the cell is blank."""
     value = number(text)
     return default if value is None else int(min(value, 2**40))
 
@@ -168,16 +169,16 @@ def _model(c: Case) -> Model:
     if re.search(r"nemotron.h|nemotron.?3|kimi|v4 flash", name):
         raise _refuse(f"the shape of {r['model']} cannot be described")
     published = {
-        k: whole(r[col])
+        k: integer(r[col])
         for k, col in (("layers", "layers"), ("hidden", "hidden"), ("heads", "heads"), ("vocab", "vocab"))
-        if whole(r[col])
+        if integer(r[col])
     }
     if base:
         shape: Model = catalog.load("models", base)
         if published.get("hidden", shape.hidden) == shape.hidden:
             keep = {k: v for k, v in published.items() if k != "heads" or shape.attention == "gqa"}
             if r["kv_heads"].isdigit() and shape.attention == "gqa":
-                keep["kv_heads"] = whole(r["kv_heads"])
+                keep["kv_heads"] = integer(r["kv_heads"])
             if "layers" in keep:
                 keep["dense_layers"] = min(shape.dense_layers, keep["layers"])
             if not published:
@@ -198,24 +199,26 @@ def _custom(c: Case, published: dict[str, int], name: str) -> Model:
         published["vocab"] = 50304
         c.assumed.append("vocabulary: 50304")
     gated = bool(re.search(GATED, name))
-    ffn = whole(r["ffn_hidden"])
+    ffn = integer(r["ffn_hidden"])
     if not ffn:
         ffn = 4 * hidden
         c.assumed.append("FFN: 4 × hidden")
-    experts = whole(r["experts"])
+    experts = integer(r["experts"])
     fields: dict[str, Any] = dict(
         published,
         name=r["model"],
-        kv_heads=whole(r["kv_heads"]) or published["heads"],
+        kv_heads=integer(r["kv_heads"]) or published["heads"],
         ffn=ffn,
-        max_positions=whole(r["seq_len"], 2048),
+        max_positions=integer(r["seq_len"], 2048),
     )
     if published["heads"] % fields["kv_heads"]:
         fields["kv_heads"] = published["heads"]
     if experts:
         dense = re.search(r"dense (\d+)", r["ffn_hidden"])
         shared = re.search(r"\+ (\d+) shared", r["ffn_hidden"])
-        fields |= dict(experts=experts, top_k=whole(r["topk"], 2), expert_ffn=ffn, ffn=int(dense[1]) if dense else ffn)
+        fields |= dict(
+            experts=experts, top_k=integer(r["topk"], 2), expert_ffn=ffn, ffn=int(dense[1]) if dense else ffn
+        )
         if shared:
             fields |= dict(shared_experts=1, shared_ffn=int(shared[1]))
         if "every 2nd" in r["ffn_hidden"]:
@@ -255,12 +258,12 @@ CLUSTERS = (  # GPU and network in the row → catalog cluster
 
 def _cluster(c: Case) -> Cluster:
     r = c.row
-    gpus = whole(r["gpus"])
+    gpus = integer(r["gpus"])
     if not gpus:
-        gpus = max(1, whole(r["tp"], 1) * whole(r["pp"], 1) * whole(r["cp"], 1) * max(1, whole(r["dp"], 1)))
-        ranks = whole(r["ep"], 1) * max(1, whole(r["etp"], 1)) * whole(r["pp"], 1)
+        gpus = max(1, integer(r["tp"], 1) * integer(r["pp"], 1) * integer(r["cp"], 1) * max(1, integer(r["dp"], 1)))
+        ranks = integer(r["ep"], 1) * max(1, integer(r["etp"], 1)) * integer(r["pp"], 1)
         gpus = max(gpus, ranks)
-        c.assumed.append(f"GPUs: {gpus}, the fewest the degrees allow")
+        c.assumed.append(f"GPUs: {gpus}, the smallest number that the degrees allow")
     if not r["gpu_type"]:
         raise _refuse("the GPU is not published")
     kind, network = r["gpu_type"].lower(), r["interconnect"].lower()
@@ -291,28 +294,30 @@ def _plan(c: Case) -> None:
     assert c.cluster is not None
     assert c.model is not None
     gpus = c.cluster.world
-    tp, pp, cp = whole(r["tp"], 0), whole(r["pp"], 0), whole(r["cp"], 1) or 1
+    tp, pp, cp = integer(r["tp"], 0), integer(r["pp"], 0), integer(r["cp"], 1) or 1
     if not tp or not pp:
         raise _refuse("the parallel degrees are not published")
     if gpus % (tp * pp * cp):
         raise _refuse(f"tp × cp × pp = {tp} × {cp} × {pp} does not divide {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
-    if r["dp"] and whole(r["dp"]) != dp:
+    if r["dp"] and integer(r["dp"]) != dp:
         c.assumed.append(f"dp: {dp} by arithmetic (the table says {r['dp']})")
-    batch, seq = whole(r["global_batch"]), whole(r["seq_len"])
+    batch, seq = integer(r["global_batch"]), integer(r["seq_len"])
     if not batch or not seq or "token" in r["global_batch"]:
         raise _refuse("the batch or the sequence length is not published")
-    micro = whole(r["micro_batch"])
+    micro = integer(r["micro_batch"])
     if not micro:
         local = max(1, batch // dp)
-        micro = max(1, local // whole(r["grad_accum"])) if whole(r["grad_accum"]) else (1 if pp > 1 else min(local, 8))
+        micro = (
+            max(1, local // integer(r["grad_accum"])) if integer(r["grad_accum"]) else (1 if pp > 1 else min(local, 8))
+        )
         c.assumed.append(f"micro-batch: {micro}")
     while micro > 1 and batch % (micro * dp):
         micro -= 1
-    zero = whole(r["zero"]) if r["zero"] else 1
+    zero = integer(r["zero"]) if r["zero"] else 1
     if not r["zero"]:
         c.assumed.append("ZeRO: 1 (distributed optimizer)")
-    schedule, virtual = SCHEDULES.get(r["schedule"], "1f1b"), max(1, whole(r["vpp"], 1))
+    schedule, virtual = SCHEDULES.get(r["schedule"], "1f1b"), max(1, integer(r["vpp"], 1))
     if pp == 1 or schedule not in ("interleaved",):
         virtual = 1
     if schedule == "interleaved" and virtual == 1:
@@ -323,7 +328,7 @@ def _plan(c: Case) -> None:
     if pp == 1 or (virtual == 1 and schedule == "interleaved"):
         schedule = "1f1b"
     if r["sp"]:
-        sp = whole(r["sp"]) > 0 and tp > 1
+        sp = integer(r["sp"]) > 0 and tp > 1
     else:
         sp = tp > 1
         c.assumed.append(f"sequence parallel: {'on' if sp else 'off'}")
@@ -351,12 +356,14 @@ def _plan(c: Case) -> None:
         fields |= dict(
             param_dtype="bf16", grad_dtype="bf16" if "pure" in r["zero_fsdp"].lower() else "fp32", comm_dtype="bf16"
         )
-    if zero == 3:  # ZeRO-3 prefetches its gathers even if the stack overlaps nothing else
+    if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
         fields["overlap"] = tuple(dict.fromkeys(("dp", *c.stack.overlap)))
     if c.model.experts:
-        fields |= dict(ep=max(1, whole(r["ep"], 1)), expert_tp=whole(r["etp"]) or (1 if whole(r["ep"], 1) > 1 else 0))
-        room = tp * cp * dp
-        if room % (fields["ep"] * max(1, fields["expert_tp"] or tp)):
+        fields |= dict(
+            ep=max(1, integer(r["ep"], 1)), expert_tp=integer(r["etp"]) or (1 if integer(r["ep"], 1) > 1 else 0)
+        )
+        ranks = tp * cp * dp
+        if ranks % (fields["ep"] * max(1, fields["expert_tp"] or tp)):
             fields["expert_tp"] = 1
     mode = r["recompute_mode"]
     c.plan = Plan(**fields, recompute=mode or "none")
@@ -365,5 +372,5 @@ def _plan(c: Case) -> None:
 
 
 def _bucket(c: Case) -> float:
-    """Megatron reduces in large buckets (40M elements or whole), DDP in 25 MB ones."""
+    """The bucket size: Megatron reduces in large buckets (at least 40M elements), DDP in buckets of 25 MB."""
     return 160e6 if c.stack.name.startswith(("megatron", "nemo")) else 25e6

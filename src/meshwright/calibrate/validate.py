@@ -2,13 +2,13 @@
 
     error      predicted / measured − 1, of step time
     bias       the median signed error: above 0, predictions are too slow
-    MAPE       mean of |error|; the median and the 90th percentile beside it
+    MAPE       mean of |error|; the median and the 90th percentile are reported too
     Spearman   rank correlation of predicted and measured within a group (same source, model, GPUs, batch)
-    regret     how much slower the configuration predicted fastest in a group is than the measured fastest
+    regret     slowdown of the configuration that is predicted to be the fastest of a group, against the measured fastest
     memory     error of peak memory
     false alarms   share of finished runs that are predicted not to fit; recall: share of failed runs predicted not to fit
 
-Figures are macro-averaged over sources, so that a source of a thousand rows counts as much as one of twenty.
+Figures are macro-averaged over sources, so that a source with a thousand rows has the same weight as one with twenty.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Outcome:
         p, measured = self.prediction, self.case.memory
         if p is None or p.memory_gib is None or not measured:
             return None
-        seen_from_outside = "nvidia-smi" in self.case.row.get("notes", "")
-        hidden = 0.0 if seen_from_outside else max(s["context"] for s in p.memory_by_stage)
+        includes_context = "nvidia-smi" in self.case.row.get("notes", "")
+        hidden = 0.0 if includes_context else max(s["context"] for s in p.memory_by_stage)
         return (p.memory_gib - hidden) / measured - 1
 
     @property
@@ -130,8 +130,8 @@ def predict_rows(rows: Iterable[dict[str, str]], progress: Callable[[], None] | 
 
 
 def score(outcomes: list[Outcome]) -> Score:
-    """Errors of one set of rows. In a source that repeats its runs, rows without a repetition, or with one that
-    disagrees, may be stalls: they are counted but not scored."""
+    """Compute the errors of a set of rows. In a source that repeats its runs, a row without a repetition, or with one that
+    disagrees, may be a stalled run: it is counted but not scored."""
     s = Score(rows=len(outcomes))
     repeated = {o.case.row.get("file", "") for o in outcomes if o.pair_ratio is not None}
     usable, unscored = [], []
@@ -213,7 +213,7 @@ def ranking(outcomes: list[Outcome]) -> tuple[float | None, float | None]:
 
 
 def macro(scores: dict[str, Score]) -> dict[str, float]:
-    """Means over sources of the figures they have; sources in `NOT_FOR_TIME` count for memory only."""
+    """Compute the mean of each figure over the sources that have it; sources in `NOT_FOR_TIME` count for memory only."""
     out = {}
     for name in ("bias", "mape", "median", "p90", "inside_band", "spearman", "regret", "memory_median", "false_alarms"):
         values = [
@@ -227,7 +227,7 @@ def macro(scores: dict[str, Score]) -> dict[str, float]:
 
 
 def by(outcomes: list[Outcome], columns: list[str]) -> dict[str, list[Outcome]]:
-    """Outcomes grouped by the values of these columns."""
+    """Group outcomes by the values of these columns."""
     names = {"source": "file"}
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for o in outcomes:

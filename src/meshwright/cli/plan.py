@@ -155,13 +155,13 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
         own = view.comparison(result, compared, name)
         show(view.header(result), own, view.leaders(result), view.strategies(result), view.notes(result))
         if guides:
-            show(beside_the_guides(result, guides))
+            show(guide_comparison(result, guides))
     else:
-        show(view.page(result), beside_the_guides(result, guides), findings(result))
+        show(view.page(result), guide_comparison(result, guides), findings(result))
 
 
 def show_case(name: str, as_json: bool) -> None:
-    """A case study: the published configuration evaluated, the planner's choice beside it."""
+    """Print a case study: the estimate of the published configuration and the planner's choice."""
     from meshwright.planner.cases import studies
     from meshwright.view.cases import terminal_page
     from meshwright.view.tables import show, show_json
@@ -173,20 +173,20 @@ def show_case(name: str, as_json: bool) -> None:
         show(terminal_page(evaluated))
 
 
-def beside_the_guides(result: Any, why: bool = False) -> Any:
-    """The plans of the decision guides, and what following them costs."""
+def guide_comparison(result: Any, why: bool = False) -> Any:
+    """The plans that the decision guides recommend, compared with the winner."""
     from rich.console import Group
 
     from meshwright.view.textbook import reasons, table
 
     compared = recommended(result)
-    # Guides without a plan for this training have advice all the same: about inference, for example.
+    # Guides without a plan for this training may still give advice, for example about inference.
     shown = compared if why else [c for c in compared if c.estimate is None]
     return Group(table(compared, result.estimate), reasons(shown, sources=why))
 
 
 def recommended(result: Any) -> Any:
-    """The recommendation of every decision guide beside the winner."""
+    """The recommendations of all decision guides, compared with the winner."""
     from meshwright.planner.advice.guides import textbook
 
     e = result.estimate
@@ -194,10 +194,10 @@ def recommended(result: Any) -> Any:
 
 
 def findings(result: Any) -> Any:
-    """The findings of `lint` for the winner, each with why the winner is best all the same."""
+    """The findings of `lint` for the winner, each with the reason why the winner is still the best plan."""
     from meshwright.describe.config import Config
     from meshwright.planner.advice.lint import check as lint
-    from meshwright.view.lint import one
+    from meshwright.view.lint import finding_block
 
     e = result.estimate
     found = lint.check(Config(e.model, e.cluster, e.stack, e.workload, e.plan), e)
@@ -205,4 +205,4 @@ def findings(result: Any) -> Any:
         return "[dim]lint: no anti-pattern in the winner[/]"
     from rich.console import Group
 
-    return Group("[bold]Findings of lint for the winner[/]", *map(one, lint.justify(found, e)))
+    return Group("[bold]Findings of lint for the winner[/]", *map(finding_block, lint.justify(found, e)))

@@ -1,1 +1,1 @@
-"""Cost: what a step program takes in time and memory. Each file teaches one formula; `step` puts them together."""
+"""Cost: the time and memory of a step program. Each file explains one formula; `step` combines them."""

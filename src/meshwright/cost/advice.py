@@ -1,10 +1,10 @@
-"""Small closed forms that answer common questions: buckets, chunks, overlap, accumulation, stages, ring attention, inference.
+"""Closed forms for common questions: buckets, chunks, overlap, accumulation, stages, ring attention, inference.
 
-chunks          T(k) = k·o + t/k  ⇒  k* = √(t/o)           o: cost of one more chunk, t: what remains exposed of the last one
-bucket          at least n* = α/β, so that bandwidth, not latency, rules it
-overlap ratio   R = T_comm / T_comp: hidden entirely while R ≤ 1
+chunks          T(k) = k·o + t/k  ⇒  k* = √(t/o)           o: cost of one more chunk, t: exposed time of the whole transfer
+bucket          at least n* = α/β, so that bandwidth dominates latency
+overlap ratio   R = T_comm / T_comp: fully hidden if R ≤ 1
 between stages  bandwidth ≥ activation bytes sent and received per micro-batch / compute time of a stage
-ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; free while a block's compute outlasts its transfer
+ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; transfers are hidden if the compute of a block takes longer
 accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
 """
 
@@ -16,33 +16,33 @@ from meshwright.lower.op import Array
 
 
 def optimal_chunks(exposed: float, overhead: float) -> int:
-    """k* = √(t/o), whole and at least 1: cutting a transfer in k hides all but t/k and costs k·o."""
+    """k* = √(t/o), rounded and at least 1: cutting a transfer into k chunks hides all but t/k and costs k·o."""
     return max(1, round(math.sqrt(exposed / overhead))) if overhead > 0 else 1
 
 
 def minimum_bucket(alpha: float, beta: float) -> float:
-    """A bucket below n* = α/β is bound by latency."""
+    """n* = α/β: a smaller bucket is bound by latency."""
     return alpha / beta
 
 
 def buckets(total: float, alpha: float, beta: float, window: float) -> int:
-    """Most useful number of gradient buckets: the last one is never hidden, each costs α; none below n*."""
+    """Best number of gradient buckets: the last one is never hidden, each costs α, and none is smaller than n*."""
     most = max(1, int(total * beta / alpha)) if alpha else 1 << 20
     return max(1, min(optimal_chunks(min(total * beta, window), alpha), most))
 
 
 def overlap_ratio(communication: Array, computation: Array) -> Array:
-    """R = T_comm / T_comp; communication can be hidden while R ≤ 1."""
+    """R = T_comm / T_comp; communication can be hidden if R ≤ 1."""
     return communication / computation
 
 
 def overlapped_step(compute: float, communication: float, hideable: float = 1.0) -> float:
-    """max(T_comp, T_comm) where everything can overlap; in general T_comp + max(0, T_comm − hideable·T_comp)."""
+    """max(T_comp, T_comm) if all compute can overlap; in general T_comp + max(0, T_comm − hideable·T_comp)."""
     return compute + max(0.0, communication - hideable * compute)
 
 
 def minimum_stage_bandwidth(activation_bytes: float, compute_seconds: float, passes: int = 2) -> float:
-    """Bytes/s between stages so that sends (one forward, one backward) keep up with compute of a micro-batch."""
+    """Bytes/s between stages at which sends (one forward, one backward) take no longer than the compute of a micro-batch."""
     return passes * activation_bytes / compute_seconds
 
 
@@ -62,14 +62,14 @@ def ring_step(
     dtype_bytes: float = 2,
     causal: bool = True,
 ) -> tuple[float, float]:
-    """Seconds of attention on one block and of passing one K/V block on: free-overlap while the first is the longer."""
+    """Seconds of attention on one block and of sending one K/V block; the transfer is hidden if the first is longer."""
     block = seq / ranks
     work = 4 * heads * head_dim * block * block * (0.5 if causal else 1.0)
     return work / flops, 2 * block * kv_heads * head_dim * dtype_bytes / bandwidth
 
 
 def ring_is_free(*args: float, **kwargs: float) -> bool:
-    """Whether ring attention's transfers hide behind its compute."""
+    """Whether the transfers of ring attention are hidden behind its compute."""
     compute, transfer = ring_step(*args, **kwargs)  # type: ignore[arg-type]
     return compute >= transfer
 
@@ -77,7 +77,7 @@ def ring_is_free(*args: float, **kwargs: float) -> bool:
 def ring_free_block(
     heads: int, kv_heads: int, flops: float, bandwidth: float, dtype_bytes: float = 2, causal: bool = True
 ) -> float:
-    """Smallest block of tokens per rank at which ring attention's transfers hide: kv·bytes·F / (heads·c·B)."""
+    """Smallest block of tokens per rank at which the transfers of ring attention are hidden: kv·bytes·F / (heads·c·B)."""
     return 2 * kv_heads * dtype_bytes * flops / (4 * heads * (0.5 if causal else 1.0) * bandwidth)
 
 
@@ -98,20 +98,21 @@ def scaling_efficiency(time_one: float, time_many: float, devices: int, strong: 
 
 
 def communication_share(compute: float, communication: float) -> tuple[float, float]:
-    """Share of an unoverlapped step spent communicating, and the efficiency left; above 80% needs a share below 20%."""
+    """Share of an unoverlapped step spent communicating, and the remaining efficiency; 80% efficiency needs a share below 20%."""
     share = communication / (compute + communication)
     return share, 1 - share
 
 
 def compression_break_even(gradient_bytes: float, ratio: float, gamma_seconds: float, factor: float = 2.0) -> float:
-    """Bandwidth below which compressing by `ratio` pays: the bytes saved must take longer than compressing does."""
+    """Bandwidth below which compression by `ratio` is faster: sending the saved bytes must take longer than compressing."""
     return factor * gradient_bytes * (1 - 1 / ratio) / gamma_seconds
 
 
 def topk_compression(share: float, value_bytes: float = 4, index_bytes: float = 8, ranks: int = 0) -> float:
-    """Compression of top-k: values and indices against dense values; with `ranks`, against a ring all-reduce by all-gather.
+    """Compression ratio of top-k: dense values over values and indices. With `ranks`: bytes sent by a dense ring all-reduce over bytes
+    sent by a sparse all-gather.
 
-    1% of fp32 values with int64 indices is 33×, and at P = 8 8.3× in bytes sent, since the sparse all-gather grows with P.
+    1% of fp32 values with int64 indices gives 33×. At P = 8 the bytes sent shrink only by 8.3×, since the all-gather grows with P.
     """
     dense = value_bytes * (2 * (ranks - 1) / ranks if ranks else 1)
     sparse = share * (value_bytes + index_bytes) * ((ranks - 1) if ranks else 1)
@@ -129,9 +130,9 @@ def inference_latency(
     dtype_bytes: float = 2,
     batch: int = 1,
 ) -> float:
-    """Seconds per generated token at small batch: every weight is read once, plus two all-reduces of b·h a layer.
+    """Seconds per generated token at small batch: every weight is read once, plus two all-reduces of b·h per layer.
 
-    Tensor parallelism divides the reading by tp; a pipeline does not: each token still reads every weight in turn.
+    Tensor parallelism divides the reading time by tp. A pipeline does not: each token still reads all weights, stage after stage.
     """
     read = parameters * dtype_bytes / (tp * memory_bandwidth)
     if tp == 1:

@@ -1,10 +1,10 @@
-"""The time of a collective: the closed formula of the program that a library runs, on the rates it reaches.
+"""The time of a collective: the closed formula of the program that the library runs, with the rates that it reaches.
 
-    t = call + formula(n; hop, reached rates) + 2√(ℓ·w)        w: the formula's bytes alone, without latency
+    t = call + formula(n; hop, reached rates) + 2√(ℓ·w)        w: the formula's bandwidth term, without latency
 
-`programs.collectives.formulas` has the formulas, each equal to the walk of its program; `cost.library` says which programs a library has, which of
-them it runs, and the measured shares on top. So the price of an all-reduce is the smallest over ring, tree and in-switch reduction, each on
-the group's own shape: P ranks as N nodes of g. Everything is an array over a batch of plans.
+`programs.collectives.formulas` has the formulas, each equal to the walk of its program. `cost.library` lists the programs of each library, the rule
+by which it chooses one, and the measured corrections. So the time of an all-reduce is the smallest of ring, tree and in-switch reduction, each for
+the shape of the group: P ranks on N nodes, g ranks per node. All values are arrays over a batch of plans.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
 from meshwright.programs.collectives.formulas import FORMULAS, Rates, Shape, switch_segments, switch_shards, switch_wire
 
-OPERATIONS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter",
-              "all_to_all": "all-to-all", "send": "point-to-point"}  # fmt: skip
+OPERATIONS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "send": "point-to-point",
+}
 
-
-MOST_KEYS = 2**20  # entries of the table in which shapes are looked up; beyond it they are found by sorting
+LARGEST_TABLE = 2**20  # entries of the lookup table of shapes; with more keys, sorting finds the shapes
 
 
 class Group(NamedTuple):
-    """The different shapes of an axis's groups: P ranks as N nodes of g, the bytes/s that a device has between nodes, and which shape
-    each plan of the batch has."""
+    """The distinct group shapes of an axis: P ranks on N nodes, g per node, and the bytes/s of a device between nodes. `of_plan` is the
+    index of the shape of each plan of the batch."""
 
     ranks: Array
     per_node: Array
@@ -41,18 +45,18 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, ranks: Array, per_node: Array, level: Array, rates: list[float]) -> Group:
-        """Plans have few shapes among them, so constants are worked out by shape and looked up by plan.
+        """Find the distinct shapes. Many plans share a shape, so constants are computed per shape and looked up per plan.
 
-        `level` is the highest level that each plan's groups span, of those above the node; `rates` the bytes/s of a device there.
+        `level` is the highest level above the node that the groups of each plan span; `rates` are the bytes/s of a device at these levels.
         """
         key = ((ranks * (np.floor(per_node.max()) + 1) + per_node) * len(rates) + level).astype(np.int64)
-        if key.max() < MOST_KEYS and all((np.floor(x) == x).all() for x in (ranks, per_node)):
-            first = np.full(int(key.max()) + 1, -1)  # of each key, a plan that has it
+        if key.max() < LARGEST_TABLE and all((np.floor(x) == x).all() for x in (ranks, per_node)):
+            first = np.full(int(key.max()) + 1, -1)  # for each key, the index of a plan with this key
             first[key] = np.arange(len(key))
             found = np.flatnonzero(first >= 0)
-            place = np.empty_like(first)
-            place[found] = np.arange(len(found))
-            first, of_plan = first[found], place[key]
+            shape_index = np.empty_like(first)
+            shape_index[found] = np.arange(len(found))
+            first, of_plan = first[found], shape_index[key]
         else:
             columns = np.stack(np.broadcast_arrays(ranks, per_node, level))
             _, first, of_plan = np.unique(columns, axis=1, return_index=True, return_inverse=True)
@@ -63,7 +67,7 @@ class Group(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a library runs for one call: the program, its seconds on the links, and with everything that is measured on top."""
+    """The program that a library runs for one call, its seconds on the links, and the seconds of the call with measured corrections."""
 
     algorithm: str
     segments: int
@@ -72,7 +76,7 @@ class Choice(NamedTuple):
 
 
 class Curve:
-    """One program of constant terms on the groups of an axis: seconds as a function of the buffer's bytes."""
+    """One program on the groups of an axis: seconds as a function of the buffer size, with terms that do not depend on the size."""
 
     def __init__(self, cluster: Cluster, operation: str, algorithm: str, group: Group) -> None:
         self.operation, self.algorithm, self.group = operation, algorithm, group
@@ -85,7 +89,7 @@ class Curve:
         self.fit()
 
     def fit(self) -> None:
-        """Fold the rates, and the call, into the formula's terms."""
+        """Multiply the terms of the formula by the rates and add the call."""
         terms = FORMULAS[self.operation, self.algorithm][1](shape_of(self.group))
         start, byte = terms.alpha * self.rates.alpha, terms.beta * self.rates.beta
         self.start, self.byte, self.wire = start, byte, byte
@@ -98,9 +102,9 @@ class Curve:
             else:
                 self.start, self.byte = start + outer[0], byte + outer[1]
                 self.wire = self.byte
-        # 2√(ℓ·n·wire) as a multiple of √n; a send is not cut
+        # 2√(ℓ·n·wire) as a multiple of √n; a send is not pipelined in chunks
         self.chunks = library.chunking(self.wire) if self.operation != "point-to-point" else None
-        # by plan: seconds before the first byte and a byte, inside nodes and between them, and of √n
+        # by plan: start-up seconds and seconds per byte, inside nodes and between nodes, and seconds per √n
         at = self.group.of_plan
         self.begin, self.per_byte = (self.start + self.call)[at], np.broadcast_to(self.byte, self.call.shape)[at]
         self.outer_begin: Array = None
@@ -121,7 +125,7 @@ class Curve:
         return seconds if self.per_root is None else seconds + self.per_root * root
 
     def shares(self, shape: int) -> tuple[float, float]:
-        """Bytes that a device sends inside its node and through its card, for each byte of the buffer."""
+        """Bytes that a device sends inside its node and through its network card, per byte of the buffer."""
         rates = (np.broadcast_to(rate, self.call.shape)[shape] for rate in (self.rates.beta, self.rates.outer_beta))
         outer = self.outer_wire if self.crosses else 0.0
         wires = (np.broadcast_to(wire, self.call.shape)[shape] for wire in (self.inner_wire, outer))
@@ -130,11 +134,11 @@ class Curve:
 
     @cached_property
     def available(self) -> Array:
-        """Where the library would consider the program; `True` for everywhere."""
+        """For which shapes the library has the program; `True` for all shapes."""
         return self.across if self.algorithm == "rail-tree" else True
 
     def improve(self, n: Array, root: Array, best: Array) -> Array:
-        """The smaller of `best` and this program, where the library would consider it."""
+        """The minimum of `best` and the time of this program, for the plans for which the library has it."""
         seconds = self.time(n, root)
         if self.available is not True:
             seconds = np.where(self.available[self.group.of_plan], seconds, np.inf)
@@ -142,7 +146,7 @@ class Curve:
 
 
 class SwitchCurve(Curve):
-    """A program whose switches reduce: the number of its segments, and with it its terms, depend on the size."""
+    """A program with reducing switches. Its number of segments depends on the size, and so do its terms."""
 
     def fit(self) -> None:
         self.fabric = self.algorithm == "sharp"
@@ -152,7 +156,7 @@ class SwitchCurve(Curve):
         self.outer_wire = switch_shards(self.group.nodes, self.fabric) / self.group.per_node * self.rates.outer_beta
 
     def at(self, shapes: Array) -> SwitchCurve:
-        """The same with a row for each of `shapes`."""
+        """This curve with one row for each index in `shapes`."""
         part = copy(self)
         part.group = self.group._replace(**{name: getattr(self.group, name)[shapes] for name in Group._fields[:4]})
         part.rates = Rates(*(x[shapes] if np.ndim(x) else x for x in self.rates))
@@ -167,7 +171,7 @@ class SwitchCurve(Curve):
         return FORMULAS[self.operation, self.algorithm][1](shape).seconds(n, self.rates)
 
     def time(self, n: Array, root: Array) -> Array:
-        """Of one size for each shape."""
+        """Seconds of one call, with one size per shape."""
         return self.call + self.walked(n) + library.chunking(self.wire) * root
 
     @cached_property
@@ -179,18 +183,17 @@ class SwitchCurve(Curve):
         return node & (rounds == np.floor(rounds))
 
     @cached_property
-    def least(self) -> tuple[Array, Array]:
-        """By plan: the seconds that a call takes at least, and a byte."""
+    def lower_bound(self) -> tuple[Array, Array]:
+        """Lower bounds by plan: seconds of a call and seconds per byte."""
         at = self.group.of_plan
         return np.where(self.available, self.call, np.inf)[at], self.wire[at]
 
     def improve(self, n: Array, root: Array, best: Array) -> Array:
-        """Only where there are bytes and they alone, without any latency, would be faster: elsewhere the formula need not be worked
-        out."""
+        """As in `Curve`. The formula is evaluated only for plans whose lower bound (bandwidth without latency) is below `best`."""
         of_plan = self.group.of_plan
-        if np.ndim(n) == 0:  # one size: once for each shape
+        if np.ndim(n) == 0:  # one size for all plans: compute per shape
             return np.minimum(best, np.where(self.available, self.time(n, root), np.inf)[of_plan])
-        rows = np.flatnonzero((self.least[0] + n * self.least[1] < best) & (n > 0))
+        rows = np.flatnonzero((self.lower_bound[0] + n * self.lower_bound[1] < best) & (n > 0))
         if len(rows) == 0:
             return best
         best = best.copy()
@@ -203,7 +206,7 @@ def shape_of(group: Group, segments: Array = 1.0) -> Shape:
 
 
 def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> Rates:
-    """Hops and seconds a byte inside nodes and between them, as the library reaches them."""
+    """Seconds per hop and per byte, inside nodes and between nodes, as the library reaches them."""
     share = library.in_switch(cluster, algorithm)
     inside = cluster.device_bandwidth(0) * share[0]
     if operation != "point-to-point":
@@ -213,7 +216,7 @@ def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> 
 
 
 def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
-    """Every program that the cluster's library might run for an operation on these groups."""
+    """All programs that the cluster's library can run for an operation on these groups."""
     names = library.algorithms(cluster, operation)
     if not names:
         raise unknown("MW-PROG-005", "collective of a library", operation, sorted(library.RINGS | {"all-reduce": ()}))
@@ -222,7 +225,7 @@ def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:
 
 
 def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
-    """What the library runs for n bytes over the first `ranks` devices of a cluster: see `cost.library` for the rule."""
+    """The program that the library runs for n bytes on the first `ranks` devices of a cluster. `cost.library` explains the rule."""
     nodes = -(-ranks // cluster.node_size)
     outside = cluster.device_bandwidth(cluster.level_between(0, ranks - 1))
     group = Group.of(np.array([float(ranks)]), np.array([ranks / nodes]), np.zeros(1, dtype=np.int64), [outside])
@@ -234,19 +237,19 @@ def choose(cluster: Cluster, operation: str, n: float, ranks: int) -> Choice:
 
 
 class Network:
-    """The library's collectives on a cluster, for a batch of plans."""
+    """Times of the library's collectives on a cluster, for a batch of plans."""
 
     def __init__(self, cluster: Cluster, batch: Batch) -> None:
         self.cluster, self.batch = cluster, batch
         self._groups: dict[str, Group] = {}
-        self._several: dict[str, Array] = {}
+        self._has_peers: dict[str, Array] = {}
         self._curves: dict[tuple[str, str], list[Curve]] = {}
         self._times: dict[tuple[str, str, int], tuple[Array, Array]] = {}
         top = len(cluster.levels) - 1
         self.outside = [cluster.device_bandwidth(k) for k in range(1, top + 1)] or [cluster.device_bandwidth(0)]
 
     def group(self, axis: str) -> Group:
-        """The shape of an axis's groups; the bandwidth between nodes is that of the highest level they span."""
+        """The group shapes of an axis. The bandwidth between nodes is that of the highest level that the groups span."""
         if axis not in self._groups:
             size = self.batch.size(axis)
             inner = np.minimum(self.batch.members(axis, self.cluster.node_size), size)
@@ -254,26 +257,26 @@ class Network:
             for k in range(1, len(self.cluster.levels) - 1):
                 level = np.maximum(level, k * (self.batch.members(axis, self.cluster.spans[k]) < size))
             self._groups[axis] = Group.of(size, inner, level, self.outside)
-            self._several[axis] = size > 1
+            self._has_peers[axis] = size > 1
         return self._groups[axis]
 
     def time(self, op: Op) -> Array:
         """Seconds of one occurrence of a collective or a send. Operations that share their message array are timed once."""
         key = (op.collective, op.axis, id(op.message_bytes))
         if key not in self._times:
-            self._times[key] = (self._time(op), op.message_bytes)  # holding the array keeps its id from being reused
+            self._times[key] = (self._time(op), op.message_bytes)  # the reference to the array prevents reuse of its id
         return self._times[key][0]
 
     def algorithm(self, op: Op, at: int = 0) -> str:
-        """The program that the library runs for a collective, of one plan of the batch."""
-        none = np.full(self.batch.n, np.inf)
+        """The program that the library runs for a collective in the plan at index `at`."""
+        no_time = np.full(self.batch.n, np.inf)
         n = op.message_bytes
-        times = [curve.improve(n, np.sqrt(n), none)[at] for curve in self._of(op)]
-        name = self._of(op)[int(np.argmin(times))].algorithm
+        times = [curve.improve(n, np.sqrt(n), no_time)[at] for curve in self._curves_of(op)]
+        name = self._curves_of(op)[int(np.argmin(times))].algorithm
         return "ring" if name == "multi-ring" and self.nodes(op.axis)[at] == 1 else name
 
     def level(self, axis: str, at: int = 0) -> int:
-        """The highest level of links that the groups of an axis use, of one plan of the batch."""
+        """The highest level of links that the groups of an axis use in the plan at index `at`."""
         size = self.batch.size(axis)[at]
         spans = enumerate(self.cluster.spans)
         return next(
@@ -281,10 +284,10 @@ class Network:
         )
 
     def bytes_by_level(self, op: Op, at: int = 0) -> dict[int, float]:
-        """Bytes that one device sends through its links in the node and through its card, by the program that runs."""
+        """Bytes that one device sends at each level, by the program that the library runs."""
         n = op.message_bytes
-        none = np.full(self.batch.n, np.inf)
-        curve = min(self._of(op), key=lambda curve: float(curve.improve(n, np.sqrt(n), none)[at]))
+        no_time = np.full(self.batch.n, np.inf)
+        curve = min(self._curves_of(op), key=lambda curve: float(curve.improve(n, np.sqrt(n), no_time)[at]))
         inside, outside = curve.shares(int(curve.group.of_plan[at]))
         size = float(np.broadcast_to(n, self.batch.n)[at])
         found = {0: inside * size}
@@ -294,20 +297,20 @@ class Network:
         return found
 
     def nodes(self, axis: str) -> Array:
-        """Nodes that a group of an axis spans."""
+        """Number of nodes that a group of an axis spans, by plan."""
         group = self.group(axis)
         return group.nodes[group.of_plan]
 
-    def _of(self, op: Op) -> list[Curve]:
+    def _curves_of(self, op: Op) -> list[Curve]:
         key = (op.collective, op.axis)
         if key not in self._curves:
             self._curves[key] = curves(self.cluster, OPERATIONS[op.collective], self.group(op.axis))
         return self._curves[key]
 
     def _time(self, op: Op) -> Array:
-        first, *others = self._of(op)
+        first, *alternatives = self._curves_of(op)
         n, root = op.message_bytes, np.sqrt(op.message_bytes)
-        best = first.time(n, root) * self._several[op.axis]
-        for curve in others:
+        best = first.time(n, root) * self._has_peers[op.axis]
+        for curve in alternatives:
             best = curve.improve(n, root, best)
         return best

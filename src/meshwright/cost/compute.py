@@ -1,16 +1,16 @@
-"""How long arithmetic takes on one device, by the *local* shape of the operation.
+"""The time of one operation on one device, from its *local* shape.
 
-A matrix product never reaches the peak, and small ones miss it by far: splitting a layer over more ranks makes every product
-smaller and the device less busy. Measured products follow
+A matrix product never reaches the peak rate, and small products are far below it. Splitting a layer over more ranks makes every
+product smaller and so less efficient. Measured products follow
 
     t = t₀ + max(a, m) + c · min(a, m)        a = flops / (e · peak),  m = bytes / (share · bandwidth)
 
 with e the share of peak that large products sustain (power limits it on recent devices), c the part of the smaller term that is not
-hidden behind the larger, and t₀ the ramp of any kernel. On 375 H100 shapes from 256³ to 4096³ this misses by a median 5%. Thin products
-(the scores of attention, k = 64) are memory-bound. A dimension below a tile (128) still pays for the tile.
+hidden behind the larger, and t₀ the start-up time of a kernel. On 375 H100 shapes from 256³ to 4096³ the median error is 5%. Thin products
+(the scores of attention, k = 64) are memory-bound. A dimension below the tile size (128) costs as much as a full tile.
 
-Attention sustains less than products and needs long sequences: e · s / (s + 700). Everything else (norms, activations,
-residuals, the optimizer) is memory-bound: t = t₀ + bytes / (share · bandwidth).
+Attention sustains a smaller share and needs long sequences: e · s / (s + 700). All other operations (norms, activations,
+residuals, the optimizer) are memory-bound: t = t₀ + bytes / (share · bandwidth).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from meshwright.describe.cluster import Accelerator
 from meshwright.lower.op import Array, Op
 
 TILE = 128.0
-SEQUENCE_HALF = 700.0  # flash attention reaches half its rate at this many positions
+SEQUENCE_HALF = 700.0  # sequence length at which flash attention reaches half of its peak rate
 
 
 def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
+    """Seconds of a matrix product (formula above)."""
     eff = device.efficiency
     peak = device.peak_for(dtype)
     flops: Array = op.flops
@@ -37,15 +38,17 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
 
 
 def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Array:
+    """Seconds of an attention kernel: e · s/(s + 700) of peak, less for head dimensions below 128."""
     eff = device.efficiency
     share = eff.fused if kernel == "fused" else eff.flash
     _, s_q, s_kv, width = op.shape
-    seen = np.minimum(s_q, s_kv)
-    reached = share * seen / (seen + SEQUENCE_HALF) * np.minimum(1.0, (width / 128.0) ** 0.25)
+    length = np.minimum(s_q, s_kv)
+    reached = share * length / (length + SEQUENCE_HALF) * np.minimum(1.0, (width / 128.0) ** 0.25)
     return eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
 
 
 def memory_time(device: Accelerator, op: Op) -> Array:
+    """Seconds of a memory-bound operation; the start-up time t₀ counts for at most four of its kernels."""
     eff = device.efficiency
     return eff.floor * np.minimum(op.launches, 4.0) + op.bytes / (eff.memory * device.memory_bandwidth)
 

@@ -1,10 +1,10 @@
-"""The critical batch: the smallest batch at which data-parallel communication, without the part that can never overlap, is hidden.
+"""The critical batch: the smallest batch at which data-parallel communication is hidden, except the part that can never overlap.
 
-A larger micro-batch makes the backward longer and the gradients no larger, so communication that did not fit behind it comes to fit. The
-batch is varied by the micro-batch, with as few micro-batches as the pipeline needs (P of them, one without a pipeline), and the cost model says
-for each whether anything is left over: gradients reduced behind the last backward, parameters gathered behind the next forward, the
-weights of a layer (ZeRO-3) behind the layer before. What can never overlap does not count: the last bucket, the weights of the first block,
-compression, averages of parameters.
+A larger micro-batch makes backward longer but not the gradients larger, so more communication is hidden. The search varies the micro-batch and
+keeps the number of micro-batches at the minimum (P with a pipeline, 1 without). For each size, the cost model gives the communication that could
+overlap but finds too little compute: gradients reduced behind the last backward, parameters gathered behind the next forward, and the weights of
+a layer (ZeRO-3) gathered behind the previous layer. Communication that can never overlap does not count: the last bucket, the weights of the first
+block, compression, averages of parameters.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
 
-LARGEST = 2**16  # sequences of a micro-batch; what is not hidden by then never will be
+LARGEST = 2**16  # sequences of a micro-batch; the search stops here
 
 
 class CriticalBatch(NamedTuple):
-    """Whole sequences, or None where no batch changes anything; and the sentence that says it."""
+    """The critical batch in sequences, or None if no batch hides the communication; and the reason as text."""
 
     sequences: int | None
     reason: str
 
 
 def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> CriticalBatch:
-    """The critical batch of a plan on a cluster, in whole sequences (samples, of a model without a sequence)."""
+    """The critical batch of a plan on a cluster, in sequences (in samples for a model without sequences)."""
     unit = "sequences" if model.kind == "transformer" else "samples"
     if plan.dp * plan.cp == 1:
         return CriticalBatch(None, "none: no data-parallel communication")
@@ -46,9 +46,9 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
         return microbatch * plan.dp * rounds
 
     def hidden(microbatch: int) -> bool:
-        tried = plan.but(microbatch=microbatch, recompute_layers=plan.recompute_layers)
+        trial = plan.but(microbatch=microbatch, recompute_layers=plan.recompute_layers)
         work = workload.but(batch=batch(microbatch))
-        cost = step_cost(step_program(model, tried, work, stack), cluster, every_rank=True)
+        cost = step_cost(step_program(model, trial, work, stack), cluster, every_rank=True)
         return float(np.broadcast_to(cost.unhidden, 1)[0]) <= 1e-9 * float(cost.time[0])
 
     if hidden(1):
@@ -60,5 +60,6 @@ def critical_batch(model: Model, cluster: Cluster, plan: Plan, workload: Workloa
         return CriticalBatch(None, "none: no batch hides data-parallel communication")
     found = bisect_left(range(high), True, lo=high // 2, key=hidden)
     return CriticalBatch(
-        batch(found), f"{batch(found):,} {unit}: below it part of the data-parallel communication is not hidden"
+        batch(found),
+        f"{batch(found):,} {unit}: for smaller batches, part of the data-parallel communication is exposed",
     )

@@ -1,7 +1,7 @@
-"""Everything `meshwright estimate` tells of one configuration: prediction, verdicts against the seeds' targets, roofline, inference.
+"""The result of `meshwright estimate` for one configuration: prediction, verdicts against targets, roofline, inference latency.
 
-Targets (the seeds'): MFU above 40% is good and above 50% excellent, the bubble below 10%, at least 80% of communication hidden, and
-exposed communication below 20% of the step.
+Targets: MFU above 40% is good and above 50% excellent; the bubble is below 10% of the schedule; at least 80% of communication is hidden; exposed
+communication is below 20% of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from meshwright.cost import advice
 from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
 from meshwright.cost.predict import COMMUNICATION, prediction
-from meshwright.cost.recompute import SPARE, resolve_recompute
+from meshwright.cost.recompute import USABLE_MEMORY, resolve_recompute
 from meshwright.cost.roofline import Position, position
 from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import WalkedStep, walk_step
@@ -32,7 +32,7 @@ from meshwright.lower.step import step_program
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target: what it is, what we get, whether that is good."""
+    """One target: its name, our value, the target, and whether the value meets it."""
 
     name: str
     value: float
@@ -42,7 +42,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds per generated token at batch 1 under a degree of tensor parallelism."""
+    """Seconds per generated token at batch 1 for one tensor-parallel degree."""
 
     tp: int
     seconds: float
@@ -63,7 +63,7 @@ class Estimate:
 
     @cached_property
     def walked(self) -> WalkedStep:
-        """The step walked action by action, as `simulate` draws it."""
+        """The step simulated action by action, as `simulate` draws it."""
         return walk_step(self.program, self.cost, self.plan)
 
     @property
@@ -77,11 +77,11 @@ class Estimate:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        return judge(self)
+        return verdicts_of(self)
 
     @cached_property
     def roofline(self) -> Position:
-        return place(self)
+        return roofline_position(self)
 
     def as_dict(self) -> dict[str, Any]:
         roof = self.roofline
@@ -111,7 +111,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Simulation:
-    """An estimate and its step, walked."""
+    """An estimate and its walked step."""
 
     estimate: Estimate
     walked: WalkedStep
@@ -133,7 +133,7 @@ class Simulation:
 def estimate(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Estimate:
-    """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are worked out when asked for."""
+    """Check, lower and cost one configuration; verdicts, roofline, walk and critical batch are computed on first access."""
     plan.check(model, workload, cluster, stack)
     plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     program = step_program(model, plan, workload, stack)
@@ -144,15 +144,15 @@ def estimate(
 
 
 def communication(cost: StepCost) -> tuple[float, float]:
-    """Seconds of all communication of the slowest rank, and how many of them are exposed."""
+    """Seconds of communication of the slowest rank: the total and the exposed part."""
     total = sum(float(np.broadcast_to(v, 1)[0]) for k, v in cost.busy.items() if k.startswith("comm:"))
     total += float(np.broadcast_to(cost.reduce, 1)[0])
     exposed = sum(float(np.broadcast_to(cost.exposed.get(axis, 0.0), 1)[0]) for axis in COMMUNICATION)
     return max(total, exposed), exposed
 
 
-def judge(e: Estimate) -> tuple[Verdict, ...]:
-    """The estimate against the targets."""
+def verdicts_of(e: Estimate) -> tuple[Verdict, ...]:
+    """Compare the estimate with the targets."""
     result, step = e.prediction, e.prediction.step_time_s
     total, exposed = communication(e.cost)
     out = [Verdict("MFU", result.mfu or 0.0, "above 40%, excellent above 50%", (result.mfu or 0) > 0.40)]
@@ -167,14 +167,14 @@ def judge(e: Estimate) -> tuple[Verdict, ...]:
             "memory",
             (result.memory_gib or 0) / result.memory_limit_gib,
             "fits, with 5% to spare",
-            (result.memory_gib or 0) <= SPARE * result.memory_limit_gib,
+            (result.memory_gib or 0) <= USABLE_MEMORY * result.memory_limit_gib,
         )
     )
     return tuple(out)
 
 
 def axis_levels(program: StepProgram, cluster: Cluster) -> dict[str, str]:
-    """The level each axis's groups span."""
+    """The lowest level that contains the groups of each axis."""
     b = program.batch
     out = {}
     for axis in ("tp", "cp", "pp", "dp", "ep"):
@@ -185,15 +185,15 @@ def axis_levels(program: StepProgram, cluster: Cluster) -> dict[str, str]:
     return out
 
 
-def place(e: Estimate) -> Position:
-    """The step under the roof of every level of links: each has the bytes that the collectives' programs send through it."""
+def roofline_position(e: Estimate) -> Position:
+    """The roofline position of the step: for each level, the bytes that the programs of the collectives send through it."""
     peak = e.cluster.accelerator.peak_for(e.workload.precision)
     flops = float(np.broadcast_to(e.cost.flops, 1)[0])
     return position(flops, level_bytes(e), peak, e.cluster, e.prediction.bound_by in COMMUNICATION.values())
 
 
 def level_bytes(e: Estimate) -> list[float]:
-    """Bytes that one device of the slowest rank sends through each level in a step; a node's cards share what leaves it."""
+    """Bytes that one device of the slowest rank sends through each level in a step; the cards of a node share its outgoing traffic."""
     network = Network(e.cluster, e.program.batch)
     out = [0.0] * len(e.cluster.levels)
     held = e.cost.stage_blocks[int(e.cost.slowest[0])]
@@ -207,22 +207,23 @@ def level_bytes(e: Estimate) -> list[float]:
     for key, ops in e.program.blocks.items():
         for op in ops:
             if op.axis:
-                add(op, rounds * one(op.count) * one(held.times(*key)))
+                add(op, rounds * scalar(op.count) * scalar(held.times(*key)))
     for op in e.cost.syncs:
         if op.axis and op.axis != "ends":
-            add(op, one(op.count))
-    sends = one(e.cost.traffic.get("pp", 0.0))
+            add(op, scalar(op.count))
+    sends = scalar(e.cost.traffic.get("pp", 0.0))
     if sends:
         out[network.level("pp")] += sends
     return out
 
 
-def one(value: Array) -> float:
+def scalar(value: Array) -> float:
+    """The value of a batch of one plan."""
     return float(np.broadcast_to(value, 1)[0])
 
 
 def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:
-    """What tensor parallelism does to the time of one generated token."""
+    """Seconds per generated token for each tensor-parallel degree within a node."""
     if model.kind != "transformer":
         return ()
     link = cluster.levels[0].link

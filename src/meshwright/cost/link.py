@@ -1,10 +1,10 @@
-"""One message on one link: the α-β model, and α-β-γ where something is computed on the way.
+"""The time of one message on one link: the α-β model, or α-β-γ if the receiver reduces.
 
     T(n) = α + n·β + n·γ        n* = α/β
 
 α is the time to start, β = 1/bandwidth the time per byte, γ the time to reduce one byte. Below the crossover n* latency
-dominates: send fewer, larger messages, or use a tree. Above it bandwidth dominates: use a ring, compress, overlap. (The seeds
-print n* as "450 KB" after dividing 450,000 B by 1024: it is 450 kB, or 439.5 KiB.)
+dominates: send fewer, larger messages, or use a tree. Above it bandwidth dominates: use a ring, compress, overlap. (450,000 B
+is 450 kB or 439.5 KiB; texts that print "450 KB" mix the two units.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def crossover(alpha: float, beta: float) -> float:
 
 
 def regime(n: float, link: Link) -> tuple[str, tuple[str, ...]]:
-    """Which term rules a message of n bytes, and what to do about it."""
+    """Which term dominates for a message of n bytes, and advice for that case."""
     if n < link.crossover:
         return f"latency-bound (below n* = {format_decimal_bytes(link.crossover)})", LATENCY_ADVICE
     return f"bandwidth-bound (above n* = {format_decimal_bytes(link.crossover)})", BANDWIDTH_ADVICE

@@ -1,16 +1,16 @@
 """Peak memory of a rank, by part.
 
     parameters   N·2 bytes, sharded by ZeRO-3
-    gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless they are accumulated whole
+    gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless accumulation is unsharded
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
     activations  saved bytes of a micro-batch × micro-batches in flight, and one more layer while it is recomputed
-    gathered     ZeRO-3: the weights of the layer that runs and of the one prefetched
+    gathered     ZeRO-3: the weights of the running layer and of the prefetched layer
     working      gradients of activations, logits and their gradients, communication buckets; a tile of attention with dropout
     context      driver, libraries, communicators
-    slack        what the allocator reserves and cannot use
+    slack        memory that the allocator reserves and cannot use
 
-With everything in 16/32-bit mixed precision the states are 16 bytes a parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
-DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (the seeds' 140/42/30/18 do not add up).
+With everything in 16/32-bit mixed precision the states are 16 bytes per parameter (2+2+12) or 18 with fp32 gradients. A 7B model at P = 8:
+DDP 112 GB, ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 (docs/figures.md lists published figures that do not add up).
 """
 
 from __future__ import annotations
@@ -33,60 +33,58 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out = {"parameters": np.zeros(b.n), "gradients": np.zeros(b.n), "optimizer": np.zeros(b.n)}
     on_device = np.where(b.offload_states, 0.0, 1.0)
     master = np.where(b.master & (b.param_bytes < 4), 4.0, 0.0)
-    # Where the product does not add into the accumulated gradient, its 16-bit result is held beside it.
-    beside = (
+    # If the matrix product does not accumulate into the gradient buffer, its 16-bit result needs a second buffer.
+    unfused = (
         0.0
         if "accumulate" in b.stack.fused
         else np.where((b.grad_bytes > b.param_bytes) & (b.zero < 3), b.param_bytes, 0.0)
     )
-    # Compression keeps what it has not sent yet (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
-    late = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
+    # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
+    error_feedback = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
     padded = padded_elements(program, held)
     for group, count in elements(program, held).items():
         shard = b.size(DATA_AXES[group].shard)
-        share = padded[group] / shard  # the fullest rank's
+        share = padded[group] / shard  # elements on the fullest rank
         out["parameters"] += b.param_bytes * np.where(b.zero >= 3, share, count)
         out["gradients"] += b.grad_bytes * np.where((b.zero >= 2) & b.reduce_each, share, count)
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
-        out["gradients"] += count * (beside + (late + twice) * (b.size("dp_cp") > 1))
+        out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
         states = master + b.workload.state_copies * b.state_bytes
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
     return out
 
 
 def largest_state(program: StepProgram) -> Array:
-    """Bytes of parameters, gradients and optimizer states on the rank of each plan that holds the most of them."""
+    """Bytes of parameters, gradients and optimizer states on the fullest rank of each plan."""
     found = [sum(state_memory(program, held).values()) for held in bounding_ranks(program.batch)]
     return np.maximum.reduce([np.broadcast_to(total, program.batch.n) for total in found])
 
 
 def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Bytes saved for backward by all micro-batches in flight, and by the layer that is being recomputed."""
+    """Bytes saved for backward by all micro-batches in flight, plus those of the layer in recomputation."""
     b = program.batch
     one = np.zeros(b.n)
     for block, parts in program.saved.items():
         if block != "head":
             one = one + held.counts[block] * sum(parts.values())
     if held.recomputed is not None:  # the layers that are not recomputed save everything
-        for block, spared in program.recompute_savings.items():
-            one = one + (held.counts[block] - held.recomputed[block]) * spared
-    flying = in_flight(b, held.rank)
-    kept = np.where(
-        b.offload_activations, np.minimum(one, one * 2 / np.maximum(sum(held.counts.values()), 1)), one * flying
-    )
-    # The head's logits live for one micro-batch: its backward follows its forward at once.
+        for block, saving in program.recompute_savings.items():
+            one = one + (held.counts[block] - held.recomputed[block]) * saving
+    two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
+    kept = np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
+    # The logits are freed after each micro-batch: the head's backward directly follows its forward.
     head = held.counts["head"] * sum(program.saved.get("head", {"": 0.0}).values())
     return kept + head + _recomputed_layer(program)
 
 
 def _recomputed_layer(program: StepProgram) -> Array:
-    """With full recompute, one layer's saved tensors are held while its backward runs."""
+    """With full recompute: the saved tensors of one layer, in memory while its backward runs."""
     return np.where(program.batch.recompute == 2, program.transient, 0.0)
 
 
 def working_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """Gradients of activations in flight between operations, logits' gradients, buckets."""
+    """Bytes of the temporary tensors of one layer's backward, of the gradients of the logits, and of gradient buckets."""
     b = program.batch
     m = b.model
     if m.kind == "counts":
@@ -96,19 +94,19 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
-    gradients = sum(elements(program, held).values()) * b.comm_bytes  # a small model fills no bucket
+    gradients = sum(elements(program, held).values()) * b.comm_bytes  # a small model does not fill a bucket
     buckets = np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
     return np.maximum(flow + working_bytes(b), loss) + buckets
 
 
 def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
-    """ZeRO-3: whole weights of the layer at work and the prefetched one (of all, where forward does not free them), and the whole
-    gradient of one layer before it is scattered."""
+    """ZeRO-3: the gathered weights of the running layer and the prefetched one (of all layers if forward does not free them), and the
+    unsharded gradient of one layer before its reduce-scatter."""
     b = program.batch
     if not np.any(b.zero == 3):
         return np.zeros(b.n)
-    here = {block: np.minimum(held.counts[block], 1.0) * size for block, size in program.gathered.items()}
-    largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in here.values()])
+    by_block = {block: np.minimum(held.counts[block], 1.0) * size for block, size in program.gathered.items()}
+    largest = np.maximum.reduce([np.broadcast_to(size, b.n) for size in by_block.values()])
     copies = np.where(b.prefetch, 2.0, 1.0)
     grads = largest / b.param_bytes * np.maximum(b.param_bytes, b.comm_bytes)
     whole = sum(elements(program, held).values()) * b.param_bytes
@@ -132,7 +130,7 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
 def zero_state_bytes(
     parameters: float, ranks: int, stage: int, param: float = 2, grad: float = 2, optimizer: float = 12
 ) -> float:
-    """Bytes of model state per device under a ZeRO stage: the textbook formula."""
+    """Bytes of model state per device for a ZeRO stage, by the textbook formula."""
     return (
         parameters * param / (ranks if stage >= 3 else 1)
         + parameters * grad / (ranks if stage >= 2 else 1)
@@ -141,10 +139,10 @@ def zero_state_bytes(
 
 
 def minimum_gpus(parameters: float, memory_bytes: float, bytes_per_parameter: float = 16.0) -> int:
-    """Fewest devices whose memory together holds the model state."""
+    """The smallest number of devices whose total memory holds the model state."""
     return max(1, int(np.ceil(parameters * bytes_per_parameter / memory_bytes)))
 
 
 def largest_model(memory_bytes: float, bytes_per_parameter: float = 16.0) -> float:
-    """Most parameters whose state one device holds: 2.5B at 40 GB, 5B at 80 GB."""
+    """The largest number of parameters whose state fits in one device: 2.5B at 40 GB, 5B at 80 GB."""
     return memory_bytes / bytes_per_parameter

@@ -1,7 +1,7 @@
-"""How long a pipeline takes when its ranks are unequal: the closed forms of `programs.pipelines.formulas`, for a batch of plans.
+"""The time of a pipeline with unequal ranks, by the closed forms of `programs.pipelines.formulas`, for a batch of plans.
 
-The formulas are exact on equal stages. Real stages are not equal: the first has the embedding, the last the head, and layers
-may not divide. The slowest rank then sets the pace, and filling and draining pass through all of them, so
+The formulas are exact for equal stages. Real stages are not equal: the first has the embedding, the last has the head, and the layers
+may not divide evenly. The slowest rank sets the pace, and filling and draining pass through all ranks, so
 
     T = M · t_slowest + ( makespan of M micro-batches on stages of the mean − M · t_mean )
 

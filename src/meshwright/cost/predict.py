@@ -1,4 +1,4 @@
-"""From one configuration to a `Prediction`: lower, cost, and say what was assumed and how sure we are."""
+"""Compute the `Prediction` of one configuration: lower it, cost it, and add the assumptions and the error band."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshwright.units import format_flops
 
 # Quantiles of measured / predicted over published runs that were not used to choose a constant (docs/accuracy.md).
 BAND = (0.80, 1.45)
-# A device that was never measured has the median shares of the measured ones (`describe.cluster.Efficiency`). It may reach their best share of
-# peak in products (0.74 for 0.66) or only their worst in attention (0.18 for 0.25): the band is wider by these ratios.
+# A device that was never measured has the median shares of the measured ones (`describe.cluster.Efficiency`). Its true shares may be
+# their best in matrix products (0.74 instead of 0.66) or their worst in attention (0.18 instead of 0.25): the band is wider by these ratios.
 UNMEASURED_BAND = (BAND[0] * 0.66 / 0.74, BAND[1] * 0.25 / 0.18)
 
 
 def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack) -> StepCost:
-    """Cost one plan, every pipeline rank of it."""
+    """Cost one plan on every pipeline rank."""
     plan = resolve_recompute(model, plan, workload, stack, cluster.accelerator.memory)
     return step_cost(step_program(model, plan, workload, stack), cluster, every_rank=True)
 
@@ -31,7 +31,7 @@ def cost_of(model: Model, cluster: Cluster, plan: Plan, workload: Workload, stac
 def predict(
     model: Model, cluster: Cluster, plan: Plan, workload: Workload, stack: Stack, assumed: list[str] | None = None
 ) -> Prediction:
-    """What this configuration will take."""
+    """Predict the step time, memory and traffic of a configuration."""
     cost = cost_of(model, cluster, plan, workload, stack)
     return prediction(cost, model, cluster, plan, workload, stack, assumed)
 

@@ -1,10 +1,10 @@
-"""`recompute = "auto"` without a budget: the fewest layers to recompute so that the whole plan fits its device.
+"""`recompute = "auto"` without a budget: the smallest number of recomputed layers with which the plan fits in device memory.
 
     states + gradients + (1 + slack) · (activations(c) + gathered + working) + context  ≤  0.95 · memory
 
-with c layers of a stage recomputed, by the memory model that `estimate` prints: the plan that results fits there too. While a layer is
-recomputed its tensors are held once more, so c = 1 may need more than c = 0; every further layer saves memory. A `recompute_budget`
-limits only what layers save, takes precedence, and is resolved by `lower.recompute`.
+with c recomputed layers per stage. The memory model is that of `estimate`, so the resulting plan fits there too. While a layer is
+recomputed, all its tensors are in memory, so c = 1 may need more than c = 0; every further layer saves memory. A `recompute_budget`
+limits only the saved activations, takes precedence, and is resolved by `lower.recompute`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshwright.lower.stages import rank_blocks
 from meshwright.lower.step import step_program
 from meshwright.units import format_bytes
 
-SPARE = 0.95  # share of a device's memory a safe plan fills at most
+USABLE_MEMORY = 0.95  # largest share of device memory that a safe plan uses
 
 
 def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack, device_memory: float) -> Plan:
@@ -32,23 +32,23 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
     if plan.recompute != "auto" or plan.recompute_budget:
         return resolve_recompute_budget(model, plan, workload, stack)
     none = plan.but(recompute="none")
-    if peak(model, none, workload, stack) <= SPARE * device_memory:
+    if peak(model, none, workload, stack) <= USABLE_MEMORY * device_memory:
         return none
 
     def recomputing(count: int) -> Plan:
         return plan.but(recompute="full", recompute_layers=count)
 
-    counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # of a model without a shape: none
+    counts = range(1, max(plan.stage_layers(model.layers)) + 1)  # empty for a model without layers
     found = bisect_left(
-        counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= SPARE * device_memory
+        counts, True, key=lambda c: peak(model, recomputing(c), workload, stack) <= USABLE_MEMORY * device_memory
     )
     if found == len(counts):
         least = peak(model, recomputing(counts[-1]) if counts else none, workload, stack)
         raise MeshwrightError(
             "MW-PAR-003",
-            f"{format_bytes(least)} a device with every layer recomputed, more than "
-            f"{format_bytes(SPARE * device_memory)}",
-            why=f"recompute=auto fills {SPARE:.0%} of a device's {format_bytes(device_memory)} at most",
+            f"{format_bytes(least)} per device with every layer recomputed, more than "
+            f"{format_bytes(USABLE_MEMORY * device_memory)}",
+            why=f"recompute=auto uses at most {USABLE_MEMORY:.0%} of a device's {format_bytes(device_memory)}",
             valid=["smaller micro-batches", "more ranks for the states"],
             fix=f"--set plan.{'microbatch=1' if plan.microbatch > 1 else 'recompute=full'}",
         )
@@ -56,7 +56,7 @@ def resolve_recompute(model: Model, plan: Plan, workload: Workload, stack: Stack
 
 
 def peak(model: Model, plan: Plan, workload: Workload, stack: Stack) -> float:
-    """Bytes of the fullest rank."""
+    """Peak bytes on the fullest rank."""
     program = step_program(model, plan, workload, stack)
     parts = [memory(program, rank_blocks(program.batch, np.full(1, float(rank)))) for rank in range(plan.pp)]
     return max(sum(float(np.broadcast_to(size, 1)[0]) for size in rank.values()) for rank in parts)

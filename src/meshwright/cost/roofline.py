@@ -1,19 +1,20 @@
-"""The communication roofline: how much of the peak each level of links leaves a step.
+"""The communication roofline: the share of peak FLOP/s that the bandwidth of each level allows.
 
     CCR   = FLOPs per device and step / bytes a device sends through the level per step
     CCR*  = peak FLOP/s / bandwidth of a device at the level                         the ridge
     throughput ≤ min( peak, CCR · bandwidth ),  efficiency = min(1, CCR / CCR*)
 
-Every level has its own bytes and its own ridge: what stays inside NVLink never meets the network's roof. The bytes are those of the programs that the
-cost model prices: a ring over nodes of g sends 1/g of its traffic through each of a node's g cards. The level with the lowest efficiency
-is the roof of the step.
+Bytes and ridge are computed per level: traffic inside NVLink does not count for the network. The bytes are those of the collective programs that the
+cost model uses: a ring over nodes of g devices sends 1/g of its traffic through each of a node's g cards. The level with the lowest efficiency
+limits the step.
 
-(The seeds' ridges use sparse peaks and count both directions of NVLink: an H100 has 989 TFLOP/s over 450 GB/s a direction, CCR* = 2,198; over one
-400 Gb/s card 19,780. Their efficiency formula divides FLOP/s by samples.)
+(An H100 has 989 TFLOP/s dense and 450 GB/s per direction: CCR* = 2,198; over one 400 Gb/s card it is 19,780. The ridges in
+"Parallelism Bandwidth & Efficiency Modeler" (docs/figures.md) use sparse peaks and count both directions of NVLink, and its efficiency formula
+divides FLOP/s by samples.)
 
-Regimes, with the seeds' cut-offs: below 0.2·CCR* severely communication-bound, below 0.8 communication-bound, below 1.2 near the
-ridge, above compute-bound. A roof is a bound, and compute hides communication: where the cost model finds that communication is not the largest
-part of the step, the roofline does not call it communication-bound; where it is, the roofline says so too.
+Regimes, with the cut-offs of the same text: below 0.2·CCR* severely communication-bound, below 0.8 communication-bound, below 1.2 near the
+ridge, above compute-bound. The roofline is only a bound, since compute can hide communication. So the regime is communication-bound if and only if
+communication is the largest part of the step in the cost model.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from meshwright.describe.cluster import Cluster
 REGIMES = (
     (0.2, "severely communication-bound", ("raise the batch by 4× or more", "compress gradients", "use a better interconnect",
                                             "choose a plan that moves fewer bytes")),
-    (0.8, "communication-bound", ("raise the batch: efficiency follows it", "overlap communication with compute",
+    (0.8, "communication-bound", ("raise the batch: efficiency grows with it", "overlap communication with compute",
                                   "use hierarchy-aware algorithms")),
-    (1.2, "near the ridge", ("a little more batch helps", "turn to compute optimisations", "this is the best place to scale from")),
+    (1.2, "near the ridge", ("a slightly larger batch helps", "optimise compute next", "a good point to scale out from")),
     (float("inf"), "compute-bound", ("optimise kernels", "use mixed precision", "fuse operators", "raise utilisation per device")),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """One level's roof over a step: bytes a device sends there, its bandwidth, the ridge and what share of the peak is left."""
+    """The roofline of one level: bytes that a device sends, bandwidth, ridge, and the share of the peak that this allows."""
 
     level: str
     bytes: float
@@ -46,7 +47,7 @@ class Ceiling:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the level is busy."""
+        """Seconds that the traffic of a step takes at this level."""
         return self.bytes / self.bandwidth
 
     def as_dict(self) -> dict[str, float | str | None]:
@@ -55,7 +56,7 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a step stands: under the lowest of its roofs."""
+    """The roofline of a step: the level with the lowest efficiency, and the ceilings of all levels."""
 
     level: str
     ccr: float
@@ -74,7 +75,7 @@ def ridge(peak: float, bandwidth: float) -> float:
 def ccr_data_parallel(
     parameters: float, tokens: float, dtype_bytes: float = 2, flops_per_parameter: float = 6
 ) -> float:
-    """CCR of DDP on one device: 6·N·tokens over 2·N·bytes; the model's size cancels."""
+    """CCR of DDP on one device: 6·N·tokens over 2·N·bytes; N cancels."""
     return flops_per_parameter * parameters * tokens / (2 * parameters * dtype_bytes)
 
 
@@ -90,9 +91,9 @@ def regime(ccr: float, ridge_point: float) -> tuple[str, tuple[str, ...]]:
 def position(
     flops: float, sent: Sequence[float], peak: float, cluster: Cluster, communication_bound: bool | None = None
 ) -> Position:
-    """Place a step of `flops` and, for each level, bytes sent per device under the roofs of a cluster.
+    """The roofline of a step, from its `flops` and the bytes sent per device at each level.
 
-    `communication_bound` is the cost model's word on it, which the regime follows; None: none is known.
+    `communication_bound` is the result of the cost model, which the regime follows; None: unknown.
     """
     ceilings = []
     for k, (level, size) in enumerate(zip(cluster.levels, sent, strict=True)):

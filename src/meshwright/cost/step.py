@@ -1,17 +1,17 @@
-"""The time of a training step: streams, host, pipeline, and what happens once a step.
+"""The time of a training step: compute and communication streams, host, pipeline, and the work done once per step.
 
-For one micro-batch on one rank and one direction the device is busy for
+For one micro-batch, one rank and one direction, the device is busy for
 
     gpu = compute + exposed communication + slowdown · hidden communication
 
-where communication is hidden behind compute only on the axes that overlap, and while it runs takes a share of the device's units and
-memory from it. The host must issue every launch and collective. If one always waited for the other, a direction took max(gpu, host); but some
-kernels are short and some long, so both wait in turn where the two are close:
+where only the axes that overlap hide communication behind compute. Hidden communication slows compute, because it uses some of the device's units
+and memory bandwidth. The host must issue every launch and collective. If only one side ever waited, a direction would take max(gpu, host). But some
+kernels are short and some are long, so each side waits part of the time if the two are close:
 
-    direction = (gpu³ + host³)^⅓        a quarter more than either where they are equal, 4% where one is twice the other
+    direction = (gpu³ + host³)^⅓        26% more than either if they are equal, 4% more than the larger if one is twice the other
 
-What the host adds is told as such. Micro-batches then run through the pipeline (`cost.pipeline`); gradients are reduced behind the last
-backward where the stack overlaps them; the optimizer and the stack's own step overhead close the step.
+The time that the host adds is reported as `host`. Micro-batches then run through the pipeline (`cost.pipeline`). Gradients are reduced behind the
+last backward if the stack overlaps them. The optimizer and the step overhead of the stack end the step.
 
 `exposed` splits the step of the slowest rank into parts that sum exactly: compute by part, communication by axis, host, bubble,
 optimizer, overhead.
@@ -36,39 +36,44 @@ from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks, rank_blocks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
-AXIS_OF = {"tp": "tp", "expert_tp": "tp", "cp": "cp", "ep": "ep", "shard_cp": "dp", "expert_shard": "dp", "dp_cp": "dp",
-           "expert_dp": "dp", "replicate": "dp", "expert_replicate": "dp", "stage": "ep", "world": "dp", "pp": "pp",
-           "ends": "pp", "kv_copies": "tp"}  # fmt: skip
-TOLD_AS = {"stage": "dp"}  # bytes between the ranks of a stage; their time is the experts' own
-RUNS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that run as one
+AXIS_OF = {  # group of an operation → axis under which its time is reported
+    **dict.fromkeys(("tp", "expert_tp", "kv_copies"), "tp"),
+    **dict.fromkeys(("shard_cp", "dp_cp", "replicate", "world"), "dp"),
+    **dict.fromkeys(("expert_shard", "expert_dp", "expert_replicate"), "dp"),
+    **dict.fromkeys(("ep", "stage"), "ep"),
+    **dict.fromkeys(("pp", "ends"), "pp"),
+    "cp": "cp",
+}
+TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp traffic; their time counts as ep
+TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
 SPLIT_ONLY = ("S", "G")  # phases of a split backward
-LAYERS = ("dense", "moe")  # blocks whose weights can be gathered behind the block before
-HIDEABLE = 0.85  # share of compute that communication can really run behind
-GRAPH_HOST = 0.05  # what remains of launches when a graph replays them
+LAYERS = ("dense", "moe")  # blocks whose weights can be gathered behind the previous block
+HIDEABLE = 0.85  # share of compute that can hide communication
+GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
 
 
 @dataclass
 class PhaseTime:
-    """One block and phase: seconds by part (compute, and communication as far as it is exposed), their sum, and the host's."""
+    """Times of one block and phase: seconds by part (compute and exposed communication), their sum, and host seconds."""
 
     parts: dict[str, Array] = field(default_factory=dict)
     comm: dict[str, Array] = field(default_factory=dict)  # by axis, hidden or not
     busy: Array = 0.0
     host: Array = 0.0
     flops: Array = 0.0
-    left: Array = 0.0  # seconds of compute that nothing hides behind yet
+    left: Array = 0.0  # seconds of compute that can still hide communication
 
 
 @dataclass
 class RankTime:
-    """Seconds one micro-batch takes a rank: forward, gradient of inputs (with recompute, and what only a split backward does),
-    gradient of weights."""
+    """Seconds of one micro-batch on a rank: forward, input gradients (with recompute and the extra work of a split backward), and
+    weight gradients."""
 
     f: Array
     i: Array
     w: Array
-    waits: Array  # of these, waiting for the host
+    waits: Array  # the part of the total that waits for the host
 
     @property
     def total(self) -> Array:
@@ -88,23 +93,21 @@ class StepCost:
     stage_blocks: list[StageBlocks]
     times: dict[tuple[str, str], PhaseTime]  # by block and phase
     boundary: Array  # seconds of one pipeline message
-    after: Array  # seconds of sums that follow the gradients' own, over tp, a pipeline's ends and a stage
+    after: Array  # seconds of reductions that follow the data-parallel ones: over tp, tied embeddings, and a stage
     reduce: Array  # seconds of gradient reduction and parameter gathering, hidden or not
-    tail: Array  # seconds by which the last message of gradients is longer than what else of them is not hidden
-    unhidden: (
-        Array  # seconds of data-parallel communication that may overlap but finds too little compute to hide behind
-    )
+    tail: Array  # seconds by which the last gradient message exceeds the other exposed gradient reduction
+    unhidden: Array  # seconds of data-parallel communication that may overlap, but not enough compute hides it
     program: StepProgram
     syncs: list[Op]
 
     @cached_property
     def memory(self) -> list[dict[str, Array]]:
-        """Peak bytes by part, for each rank looked at."""
+        """Peak bytes by part, for each evaluated rank."""
         return [memory(self.program, h) for h in self.stage_blocks]
 
     @cached_property
     def peak_memory(self) -> Array:
-        """Bytes of the fullest rank."""
+        """Peak bytes on the fullest rank."""
         totals = [np.broadcast_to(sum(parts.values()), self.program.batch.n) for parts in self.memory]
         return np.maximum.reduce(totals)
 
@@ -122,11 +125,11 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     b = program.batch
     network = Network(cluster, b)
     times: dict[tuple[str, str], PhaseTime] = {}
-    latest: dict[str, str] = {}  # of each block, the phase whose compute is left to hide behind
+    latest: dict[str, str] = {}  # for each block, the phase whose remaining compute can hide communication
     for (block, phase), ops in program.blocks.items():
-        beside = times[block, latest[block]] if phase in SPLIT_ONLY else None
-        times[block, phase] = phase_time(program, cluster, network, ops, beside)
-        if RUNS[phase] == "I":
+        main = times[block, latest[block]] if phase in SPLIT_ONLY else None
+        times[block, phase] = phase_time(program, cluster, network, ops, main)
+        if TIMED_AS[phase] == "I":
             latest[block] = phase
     boundary_op = program.sync.get("boundary-F", [None])[0]
     boundary = network.time(boundary_op) if boundary_op is not None else np.zeros(b.n)
@@ -135,34 +138,32 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     m = np.maximum(b.microbatches, 1.0)
 
     slowest = np.stack([np.broadcast_to(r.total, b.n) for r in ranks]).argmax(axis=0)
-    place = slowest * b.n + np.arange(b.n)  # of the slowest rank, where the values of all ranks follow each other
+    flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks
 
     def of_slowest(values: list[Array]) -> Array:
         if len(values) == 1:
             return np.broadcast_to(values[0], b.n)
-        return np.concatenate([np.broadcast_to(v, b.n) for v in values])[place]
+        return np.concatenate([np.broadcast_to(v, b.n) for v in values])[flat_index]
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
-    others = {
-        "R": b.some_recomputed,
-        **dict.fromkeys(SPLIT_ONLY, b.splits_twice),
-    }  # phases that not all of a rank's blocks have
+    # phases that only some blocks of a rank run
+    partial_phases = {"R": b.some_recomputed, **dict.fromkeys(SPLIT_ONLY, b.splits_twice)}
     some = {
         phase: {block: m * of_slowest([h.times(block, phase) for h in held]) for block in counts}
-        for phase, on in others.items()
+        for phase, on in partial_phases.items()
         if on
     }
     exposed: dict[str, Array] = {}
     busy: dict[str, Array] = {}
     flops: Array = 0.0
     for (block, phase), t in times.items():
-        often = some.get(phase, counts)[block]
+        runs = some.get(phase, counts)[block]
         for part, seconds in t.parts.items():
             name = "recompute" if phase == "R" and part not in b.overlap else part
-            exposed[name] = exposed.get(name, 0.0) + often * seconds
+            exposed[name] = exposed.get(name, 0.0) + runs * seconds
         for axis, seconds in t.comm.items():
-            busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + often * seconds
-        flops = flops + often * t.flops
+            busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + runs * seconds
+        flops = flops + runs * t.flops
     busy["compute"] = sum((s for part, s in exposed.items() if part not in b.overlap), np.zeros(b.n))
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
@@ -209,10 +210,10 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
 
 
 def phase_time(
-    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], beside: PhaseTime | None = None
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], main: PhaseTime | None = None
 ) -> PhaseTime:
-    """Time the operations of one block and phase, and hide what overlaps behind its compute; or behind what another that it is
-    part of has left."""
+    """Time the operations of one block and phase, and hide overlapped communication behind its compute. A phase of a split backward hides
+    behind the remaining compute of its `main` phase instead."""
     b, device, stack = program.batch, cluster.accelerator, program.batch.stack
     t = PhaseTime()
     core: Array = 0.0
@@ -231,39 +232,41 @@ def phase_time(
         if op.kind == "attention":
             core = core + seconds
     t.busy = work
-    t.left = left = HIDEABLE * work if beside is None else beside.left  # compute hides one stream at a time
+    t.left = left = HIDEABLE * work if main is None else main.left  # compute hides one stream at a time
     room = {"tp": HIDEABLE * (work - core), "cp": HIDEABLE * core, "ep": left, "dp": left}
-    if beside is not None:
+    if main is not None:
         room = dict.fromkeys(room, left)
-    for axis in (axis for axis in b.overlap if axis in t.comm):  # in one order, whatever else is in the batch
+    for axis in b.overlap:  # in a fixed order, independent of the other plans of the batch
+        if axis not in t.comm:
+            continue
         seconds = t.comm[axis]
-        can = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
-        behind = np.minimum(np.minimum(seconds, room[axis]), left) * can
-        t.left = left = left - behind
-        slowed = stack.compute_slowdown * behind
-        t.parts[axis] = seconds - behind
+        allowed = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
+        hidden = np.minimum(np.minimum(seconds, room[axis]), left) * allowed
+        t.left = left = left - hidden
+        slowed = stack.compute_slowdown * hidden
+        t.parts[axis] = seconds - hidden
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
-        t.busy = t.busy + seconds - behind + slowed
+        t.busy = t.busy + seconds - hidden + slowed
     if stack.graphs:
         t.host = t.host * GRAPH_HOST
     return t
 
 
 def rank_time(
-    program: StepProgram, times: dict[tuple[str, str], PhaseTime], holding: StageBlocks, boundary: Array
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], held: StageBlocks, boundary: Array
 ) -> RankTime:
-    """One micro-batch on one rank: each phase takes what device and host need together."""
+    """Seconds of one micro-batch on one rank: each phase combines the device and the host time."""
     b = program.batch
-    busy, host = ({phase: np.zeros(b.n) for phase in RUNS.values()} for _ in range(2))
+    busy, host = ({phase: np.zeros(b.n) for phase in TIMED_AS.values()} for _ in range(2))
     for (block, phase), t in times.items():
-        often = holding.times(block, phase)
-        busy[RUNS[phase]] = busy[RUNS[phase]] + often * t.busy
-        host[RUNS[phase]] = host[RUNS[phase]] + often * t.host
+        runs = held.times(block, phase)
+        busy[TIMED_AS[phase]] = busy[TIMED_AS[phase]] + runs * t.busy
+        host[TIMED_AS[phase]] = host[TIMED_AS[phase]] + runs * t.host
     total = {
         phase: np.cbrt(x * x * x + y * y * y) for phase, x, y in zip(busy, busy.values(), host.values(), strict=True)
     }
     waits = sum(total.values()) - sum(busy.values())
-    # A blocking stack waits for its message on each side of every stage, both ways.
+    # A blocking stack waits for a message before and after every stage, in forward and in backward.
     message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
     return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
 
@@ -276,7 +279,7 @@ def _mean(
     boundary: Array,
     every_rank: bool,
 ) -> list[Array]:
-    """Mean f, i, w over the ranks; a batch, which looks at few of them, takes a rank that holds the mean of all blocks."""
+    """Mean f, i, w over the ranks. A batch evaluates only a few ranks, so it uses a rank that holds the mean of all blocks."""
     b = program.batch
     if not every_rank:
         mean = rank_time(program, times, average_blocks(b), boundary) if len(ranks) > 1 else ranks[0]
@@ -286,7 +289,7 @@ def _mean(
 
 
 def _fullest(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
-    """The rank of each plan that has most to reduce and update: it finishes last."""
+    """The rank of each plan with the most elements to reduce and update: it finishes last."""
     if len(held) == 1:
         return held[0]
     b = program.batch
@@ -296,8 +299,8 @@ def _fullest(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
 
 
 def _largest_sums(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
-    """What is summed after the gradients, on the rank that has most of it: the norm of the gradients, and with it the update of every
-    rank, waits for all of them."""
+    """Elements reduced after the data-parallel reduction, on the rank that has the most. The gradient norm, and so the update of every
+    rank, waits for all of these reductions."""
     sums, n = [sync.summed(program, h) for h in held], program.batch.n
     return {axis: np.maximum.reduce([np.broadcast_to(found[axis], n) for found in sums]) for axis in sums[0]}
 
@@ -305,15 +308,15 @@ def _largest_sums(program: StepProgram, held: list[StageBlocks]) -> dict[str, Ar
 def _closing(
     program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime
 ) -> dict[str, Array]:
-    """Gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
+    """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
     reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
-    after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # sums that wait for the others
+    after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in ops:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op)
         if op.part == "optimizer":
-            update = update + op.count * _updated(b, op, seconds)
-        elif op.name in ("compress", "average-parameters"):  # nothing to hide behind
+            update = update + op.count * _update_time(b, op, seconds)
+        elif op.name in ("compress", "average-parameters"):  # never overlaps
             compress = compress + op.count * seconds
         elif op.part == "closing":
             after[AXIS_OF[op.axis]] = after[AXIS_OF[op.axis]] + op.count * seconds
@@ -340,8 +343,8 @@ def _closing(
     }
 
 
-def _updated(b: Batch, op: Op, seconds: Array) -> Array:
-    """The optimizer's own operations: launched one by one, or by the host over its memory where the states are offloaded."""
+def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
+    """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
     launched = seconds if op.axis else np.maximum(seconds, op.launches * b.stack.launch)
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
 
@@ -358,7 +361,7 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
     for key, ops in program.blocks.items():
         for op in ops:
             if op.axis:
-                row = by_block.setdefault(TOLD_AS.get(op.axis, AXIS_OF[op.axis]), {})
+                row = by_block.setdefault(TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis]), {})
                 row[key] = row.get(key, 0.0) + m * bytes_of(op)
     out = {
         axis: np.maximum.reduce([np.broadcast_to(sum(h.times(*key) * x for key, x in row.items()), b.n) for h in held])
@@ -366,7 +369,7 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
     }
     for op in syncs:
         if op.axis not in ("", "ends") and op.part != "optimizer":
-            axis = TOLD_AS.get(op.axis, AXIS_OF[op.axis])
+            axis = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis])
             out[axis] = out.get(axis, 0.0) + bytes_of(op)
     if np.any(b.pp > 1):
         message = m * bytes_of(boundary_ops(program)[0][1])  # gradients are as large as activations

@@ -1,8 +1,8 @@
-"""The step, walked: the real pipeline program with the time of every stage, instead of the closed form.
+"""The walked step: a simulation of the pipeline program with the times of each stage, instead of the closed form.
 
-The closed form of `cost.pipeline` treats filling and draining as if stages were equal. Here each stage has its own forward, input-gradient
-and weight-gradient times, the schedule is built and walked action by action, and only then come the parts that happen once a step. `simulate`
-draws it; the planner ranks its leaders by it.
+The closed form of `cost.pipeline` assumes equal stages while the pipeline fills and drains. Here each stage has separate forward, input-gradient
+and weight-gradient times. The schedule is built and walked action by action; then the parts that run once per step are added. `simulate`
+draws the result, and the planner ranks its leaders by it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from meshwright.lower.op import StepProgram
 from meshwright.lower.stages import stage_blocks
 from meshwright.programs import pipelines
 
-ONCE = ("dp", "optimizer", "overhead")
+ONCE_PER_STEP = ("dp", "optimizer", "overhead")
 
 
 @dataclass(frozen=True)
 class WalkedStep:
-    """One plan's step: the walk of its pipeline, what follows it, and the whole."""
+    """The step of one plan: the walk of its pipeline, the times of its stages, and the closing parts."""
 
     walk: pipelines.Walked
     stages: list[RankTime]
@@ -35,7 +35,7 @@ class WalkedStep:
 
 
 def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
-    """Forward, input-gradient and weight-gradient seconds of every stage; arrays over the plans, 0 where a plan has no such stage."""
+    """Forward, input-gradient and weight-gradient seconds of every stage; arrays over the plans, 0 if a plan has fewer stages."""
     b = program.batch
     stages = b.pp * b.virtual
     out = []
@@ -48,7 +48,7 @@ def stage_times(program: StepProgram, cost: StepCost) -> list[RankTime]:
 def walk_step(
     program: StepProgram, cost: StepCost, plan: Plan, at: int = 0, times: list[RankTime] | None = None
 ) -> WalkedStep:
-    """Build the schedule of the plan that stands `at` a place of the batch, give every stage its own times, and walk it."""
+    """Build the schedule of the plan at index `at` of the batch, and walk it with the times of each stage."""
     b = program.batch
     times = stage_times(program, cost) if times is None else times
     stages = [
@@ -61,7 +61,7 @@ def walk_step(
     microbatches = int(b.rounds[at])
     p2p, overlap = float(cost.boundary[at]), not b.stack.blocking_p2p
     if plan.schedule == "auto" and plan.pp > 1:
-        limit = 2.0 * plan.pp  # micro-batches in flight: what `cost.memory` counts for `auto`
+        limit = 2.0 * plan.pp  # micro-batches in flight, as `cost.memory` counts them for `auto`
         flow = pipelines.auto(
             plan.pp, microbatches, plan.virtual, durations=durations, p2p=p2p, overlap=overlap, limit=limit
         )
@@ -70,14 +70,14 @@ def walk_step(
             plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1
         )
     walked = pipelines.walk(flow, durations, p2p=p2p, overlap=overlap)
-    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE}
-    closing["dp"] -= _gathers(cost, b.n, at) * microbatches
+    closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE_PER_STEP}
+    closing["dp"] -= _exposed_gathers(cost, b.n, at) * microbatches
     closing["sums"] = float(np.broadcast_to(cost.after, b.n)[at])
     return WalkedStep(walked, stages, closing)
 
 
-def _gathers(cost: StepCost, n: int, at: int) -> float:
-    """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank: inside its stages already."""
+def _exposed_gathers(cost: StepCost, n: int, at: int) -> float:
+    """Exposed seconds of ZeRO-3's weight gathers in one micro-batch of the slowest rank. The stage times already include them."""
     held = cost.stage_blocks[int(cost.slowest[at])]
     return sum(
         float(np.broadcast_to(t.parts.get("dp", 0.0) * held.times(*key), n)[at]) for key, t in cost.times.items()
@@ -85,5 +85,5 @@ def _gathers(cost: StepCost, n: int, at: int) -> float:
 
 
 def walked_time(program: StepProgram, cluster: Cluster, plan: Plan) -> float:
-    """Seconds of one plan's step by walking it."""
+    """Seconds of the walked step of one plan."""
     return walk_step(program, step_cost(program, cluster, every_rank=True), plan).time

@@ -1,9 +1,9 @@
 """The networks of a described `Model`: one transformer, of which all presets are configurations, and the deep MLP.
 
-They contain no parallelism. Three conventions make them easy to divide: every matrix is a separate module (`q`, `k`,
+They contain no parallelism. Three conventions make them easy to split: every matrix is a separate module (`q`, `k`,
 `v`, `gate`, `up`), so that any shard of any parameter is a box of the full tensor; shapes inside are read from the
-tensors (`-1` heads), so that a module with fewer heads works; and a layer has its number in the whole model in its
-name, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of every plan.
+tensors (`-1` heads), so that a module with fewer heads works; and the name of a layer contains its index in the
+whole model, so that `layers.7.attention.q.weight` is the same parameter in every pipeline stage of every plan.
 """
 
 from __future__ import annotations

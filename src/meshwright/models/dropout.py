@@ -9,7 +9,7 @@ in the whole width. Each rank computes the part of the mask it needs, with the s
 layer and in backward, which computes the mask a second time. Eight bytes per token are saved for backward; other
 frameworks save a mask of one byte per element (`Model.dropout` counts those).
 
-**Why one seed for all tensor-parallel ranks is right, and wrong.** Between tensor-parallel regions all ranks have the
+**Why neither one seed for all tensor-parallel ranks nor one seed per rank is right.** Between tensor-parallel regions all ranks have the
 same tensor: with different seeds they would drop different elements, and their copies would diverge. Inside a region, or
 with sequence parallelism also between regions, each rank has a *part*: with equal seeds they drop the same positions of
 different parts, so every head or every part of the sequence gets the same mask, and the noise is correlated. Frameworks
@@ -43,7 +43,8 @@ from torch import nn
 
 from meshwright.errors import MeshwrightError
 
-EACH, LEAST = 4, -(2**15)  # features that share one 64-bit number; the smallest value of its 16-bit parts
+FEATURES_PER_NUMBER = 4  # features that share one 64-bit number, 16 bits each
+SMALLEST = -(2**15)  # the smallest value of a 16-bit part
 GOLDEN, FIRST, SECOND = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -69,7 +70,7 @@ def drawing(moment: Moment) -> Iterator[None]:
         _now.reset(token)
 
 
-class Places(Protocol):
+class HasPositions(Protocol):
     """Has the positions of this rank's tokens in the sequence; None means 0, 1, 2, …"""
 
     position_ids: torch.Tensor | None
@@ -110,9 +111,9 @@ def tokens(moment: Moment, site: str, position_S: torch.Tensor) -> torch.Tensor:
 
 def kept(token_BS: torch.Tensor, rate: float, width: int) -> torch.Tensor:
     """[B, S, H]: True for the elements that are kept."""
-    group_G = torch.arange(-(-width // EACH), device=token_BS.device)
+    group_G = torch.arange(-(-width // FEATURES_PER_NUMBER), device=token_BS.device)
     number_BSG = mixed(token_BS[..., None] + group_G * GOLDEN)
-    return number_BSG.view(torch.int16)[..., :width] >= LEAST + parts_of(rate)
+    return number_BSG.view(torch.int16)[..., :width] >= SMALLEST + parts_of(rate)
 
 
 def drop(x: torch.Tensor, token_BS: torch.Tensor, rate: float) -> torch.Tensor:
@@ -160,7 +161,7 @@ class Dropout(nn.Module):
     """Drops a share `rate` of [B, S, H] or [B, H] in training. `site` is its name in the whole model; `share` = (index,
     count) is this rank's part of a sequence divided into `count` equal parts."""
 
-    def __init__(self, rate: float, site: str, geometry: Places | None = None) -> None:
+    def __init__(self, rate: float, site: str, geometry: HasPositions | None = None) -> None:
         super().__init__()
         self.rate, self.site, self.geometry = rate, site, geometry
         self.share = (0, 1)
@@ -178,7 +179,7 @@ class Dropout(nn.Module):
         return whole[index * length : (index + 1) * length].to(x.device)
 
 
-def make_dropout(rate: float, site: str, geometry: Places | None = None) -> nn.Module:
+def make_dropout(rate: float, site: str, geometry: HasPositions | None = None) -> nn.Module:
     return Dropout(rate, site, geometry) if rate else nn.Identity()
 
 
@@ -191,9 +192,9 @@ class Dropped:
     rate: float
 
     def part(self, index: int, parts: int) -> Dropped:
-        """The same for one of several equal ranges of the heads."""
-        each = len(self.heads) // parts
-        return replace(self, heads=self.heads[index * each : (index + 1) * each])
+        """The part for one of several equal ranges of the heads."""
+        count = len(self.heads) // parts
+        return replace(self, heads=self.heads[index * count : (index + 1) * count])
 
     def factor(self, queries_R: torch.Tensor, keys_C: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[B, N, R, C]: 0 for dropped probabilities, 1 / (1 − rate) for the others. Key positions must be sorted."""
@@ -201,25 +202,30 @@ class Dropped:
         heads_N = torch.arange(self.heads.start, self.heads.stop, device=device)
         number_BN = mixed(self.sample_B[:, None] + heads_N * GOLDEN)
         number_BNR = mixed(number_BN[..., None] + queries_R.to(device) * GOLDEN)
-        stays = [self._of_run(number_BNR, run) >= LEAST + drops for run in runs_in(keys_C)]
-        return torch.cat(stays, dim=-1).to(dtype).div_(1 - drops / 2**16)
+        keep = [self._numbers_of_run(number_BNR, run) >= SMALLEST + drops for run in runs_in(keys_C)]
+        return torch.cat(keep, dim=-1).to(dtype).div_(1 - drops / 2**16)
 
-    def _of_run(self, number_BNR: torch.Tensor, keys: range) -> torch.Tensor:
-        first = keys.start // EACH
-        group_G = torch.arange(first, -(-keys.stop // EACH), device=number_BNR.device)
+    def _numbers_of_run(self, number_BNR: torch.Tensor, keys: range) -> torch.Tensor:
+        first = keys.start // FEATURES_PER_NUMBER
+        group_G = torch.arange(first, -(-keys.stop // FEATURES_PER_NUMBER), device=number_BNR.device)
         number_BNRG = mixed(number_BNR[..., None] + group_G * GOLDEN)
-        return number_BNRG.view(torch.int16)[..., keys.start - first * EACH : keys.stop - first * EACH]
+        return number_BNRG.view(torch.int16)[
+            ..., keys.start - first * FEATURES_PER_NUMBER : keys.stop - first * FEATURES_PER_NUMBER
+        ]
 
 
-def runs_in(places: torch.Tensor) -> list[range]:
-    """Sorted positions as ranges of consecutive numbers."""
-    ends = ((places[1:] - places[:-1]) != 1).nonzero().flatten().tolist()
+def runs_in(positions: torch.Tensor) -> list[range]:
+    """Split sorted positions into ranges of consecutive numbers."""
+    ends = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten().tolist()
     starts = [0, *(end + 1 for end in ends)]
-    return [range(int(places[a]), int(places[b]) + 1) for a, b in zip(starts, [*ends, len(places) - 1], strict=True)]
+    return [
+        range(int(positions[a]), int(positions[b]) + 1)
+        for a, b in zip(starts, [*ends, len(positions) - 1], strict=True)
+    ]
 
 
 class Probabilities(nn.Module):
-    """Returns which attention probabilities are dropped in training; None if none are. `share` = (index, count) is this
+    """Return which attention probabilities are dropped in training, or None without dropout. `share` = (index, count) is this
     rank's part of the heads, divided into `count` equal parts."""
 
     def __init__(self, rate: float, site: str) -> None:

@@ -25,7 +25,7 @@ def _kernel(x_TH, y_TH, token_T, width, parts, scale, size: tl.constexpr):  # ty
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB
     number = number ^ (number >> 31)
     lane = tl.arange(0, 4)[None, :]
-    # A part read as signed is at least −2¹⁵ + p where, its sign bit turned, it is at least p read as unsigned.
+    # signed part ≥ −2¹⁵ + p  ⇔  unsigned part with its sign bit flipped ≥ p
     part = ((number[:, None] >> (lane * 16).to(tl.uint64)) & 0xFFFF).to(tl.int32) ^ 0x8000
     column = group[:, None] * 4 + lane
     x = tl.load(x_TH + row * width + column, mask=column < width)

@@ -1,15 +1,15 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter has its own generator, seeded by a hash of (seed, name), and is drawn with the shape of the full tensor. A
-rank that holds a part of it draws the whole tensor and keeps its box (`describe.sharding`), so the same seed gives the
-same weights under every plan. The price: every rank draws every parameter of its stage in full, one at a time.
+Each parameter has a separate generator, seeded by a hash of (seed, name), and is drawn with the shape of the full tensor. A
+rank that holds a part of it draws the full tensor and keeps its box (`describe.sharding`), so the same seed gives the
+same weights under every plan. The cost: every rank draws every parameter of its stage in full, one at a time.
 
     matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
     outputs of a block        σ / √(2·layers)              (attention output, down projections of FFN and experts)
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
     norm weights 1, biases 0
 
-`scatter` adds N(0, 0.1²) to norm weights and biases: a proof of parity must not start where a wrong bias would be zero.
+`scatter` adds N(0, 0.1²) to norm weights and biases: in a proof of parity an error in a bias must not be hidden by a bias of zero.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     q_n = norm(x W_q_a) W_q_b,n                   its last rope_dim rotated; x W_q without a query rank
 
 The rotated key is separate because rotation does not commute with the up-projection: W_k could not be folded into W_q at
-inference. The down-projections are small and not split; everything after them is split by heads. So latent and rotated
+inference. The down-projections are small and not split; all later matrices are split by heads. So the latent and the rotated
 key enter `Heads` as one tensor: under tensor parallelism this tensor is gathered, or its gradient is summed, with
 q_rank + kv_rank + rope_dim numbers per token instead of h.
 
@@ -26,7 +26,7 @@ from meshwright.models.parts import make_norm
 
 
 class Positions(Protocol):
-    """The transformer's geometry: rotation and attention."""
+    """The parts of the transformer's geometry that latent attention uses: rotation and attention."""
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor: ...
     def attend(
@@ -59,10 +59,10 @@ class Heads(nn.Module):
         kv_BNSD = self.kv_b(latent).unflatten(-1, (-1, self.nope + self.value)).transpose(1, 2)
         k_BNSD, v_BNSD = kv_BNSD.split((self.nope, self.value), dim=-1)
         if self.rope:
-            q_plain, q_turned = q_BNSD.split((self.nope, self.rope), dim=-1)
-            q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_turned)), dim=-1)
-            turned_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
-            k_BNSD = torch.cat((k_BNSD, turned_BNSD), dim=-1)
+            q_plain, q_rotated = q_BNSD.split((self.nope, self.rope), dim=-1)
+            q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_rotated)), dim=-1)
+            rotated_key_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
+            k_BNSD = torch.cat((k_BNSD, rotated_key_BNSD), dim=-1)
         mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, self.full, self.probabilities(q_BNSD))
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 

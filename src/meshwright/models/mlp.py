@@ -19,7 +19,7 @@ class MlpLayer(nn.Module):
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.linear = nn.Linear(model.hidden, model.hidden, bias=model.ffn_bias)
-        # A square layer has no gate: a gated activation stands for its ungated form.
+        # A square layer has no gate, so a gated activation is replaced by its ungated form.
         self.activation = F.gelu if model.activation in ("gelu", "geglu") else F.relu
         self.last = index == model.layers - 1
         self.drop = make_dropout(0.0 if self.last else model.dropout_rate, f"layers.{index}")
@@ -37,7 +37,9 @@ class Mlp(nn.Module):
     def forward(self, x_BH: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
             assert isinstance(layer, MlpLayer)
-            x_BH = layer.drop(layer(x_BH))  # outside the layer, where the output of a divided layer is complete
+            x_BH = layer.drop(
+                layer(x_BH)
+            )  # outside the layer, because the output of a split layer is complete only here
         return x_BH
 
 

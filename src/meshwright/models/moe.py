@@ -1,13 +1,13 @@
-"""A mixture of experts in place of a layer's feed-forward network: each token visits k of E, and all the shared ones.
+"""A mixture of experts instead of the feed-forward network of a layer: each token visits k of E experts and all shared experts.
 
-    y = Σ_{e chosen} w_e · FFN_e(x) + g · FFN_shared(x)          g = sigmoid(x v) where the shape has a gate, else 1
+    y = Σ_{e chosen} w_e · FFN_e(x) + g · FFN_shared(x)          g = sigmoid(x v) if the model has a shared gate, else 1
 
-All E experts have parameters, and k are used per token: k/E of the arithmetic of a dense network of this size. Experts
-are three tensors with the expert as first dimension; copies of tokens are sorted by expert, so that the copies of one
-expert are consecutive rows and one matrix product.
+All E experts have parameters, but a token uses only k of them: k/E of the arithmetic of a dense network of this size. The
+experts are three tensors with the expert as first dimension. Copies of tokens are sorted by expert, so that the copies of
+one expert are consecutive rows, multiplied in one matrix product.
 
 This file does not know on which ranks tokens and experts are: it asks an `ExpertPlacement`. On one device all are local.
-The routed copies are sent first and received after the shared experts have run, whose products hide the transfer.
+The routed copies are sent before the shared experts run and received after it, so that their compute hides the transfer.
 
 Legend: B batch, S sequence, T = B·S tokens, H hidden, E experts, F expert width, R copies.
 """
@@ -36,12 +36,12 @@ class Dispatch(Protocol):
         ...
 
     def combine(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Send the experts' outputs back: returns those of this rank's copies, in the order they were sent in."""
+        """Send the outputs of the experts back; returns the outputs of this rank's copies, in the order in which they were sent."""
         ...
 
 
 class ExpertPlacement(Tokens, Protocol):
-    """Which tokens this rank routes, and how copies reach their experts."""
+    """The tokens that this rank routes, and the dispatch of their copies to experts."""
 
     def local_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor: ...
     def restore(self, y_TH: torch.Tensor, like_BSH: torch.Tensor) -> torch.Tensor: ...
@@ -90,8 +90,8 @@ class LocalPlacement:
 
 
 def run_by_run(x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Each expert's rows times its matrix. An expert without a token takes part with no rows: its gradient is then zero,
-    not None, on every rank."""
+    """The rows of each expert times its matrix. An expert without tokens multiplies zero rows, so that its gradient is zero
+    and not None, on every rank."""
     return torch.cat([x @ weight.t() for x, weight in zip(x_RI.split(counts), weight_EOI.unbind(0), strict=True)])
 
 
@@ -102,7 +102,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, d_out, d_in))
         self.bias = nn.Parameter(torch.empty(experts, d_out)) if bias else None
-        self.bias_share = 1.0  # the factor this rank adds it with, where the outputs of several ranks are summed
+        self.bias_share = 1.0  # factor of the bias on this rank, if the outputs of several ranks are summed
         self.product: Product = run_by_run
 
     def forward(self, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
@@ -145,13 +145,13 @@ class MixtureOfExperts(nn.Module):
         self.shared_scale = nn.Linear(model.hidden, 1, bias=False) if model.shared_gate else None
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
-        own_TH = self.placement.local_tokens(x_BSH)
-        routing = self.router(own_TH, self.placement)
-        dispatch = self.placement.dispatch(own_TH[routing.token_R], routing.counts_E)
+        local_TH = self.placement.local_tokens(x_BSH)
+        routing = self.router(local_TH, self.placement)
+        dispatch = self.placement.dispatch(local_TH[routing.token_R], routing.counts_E)
         shared_BSH = self._shared(x_BSH)
         outputs_RH = dispatch.combine(self.experts(*dispatch.receive()))
         weighted_RH = outputs_RH * routing.weight_R[:, None]
-        combined_TH = torch.zeros_like(own_TH).index_add(0, routing.token_R, weighted_RH)
+        combined_TH = torch.zeros_like(local_TH).index_add(0, routing.token_R, weighted_RH)
         routed_BSH = self.placement.restore(combined_TH, x_BSH)
         return routed_BSH if shared_BSH is None else routed_BSH + shared_BSH
 

@@ -4,18 +4,18 @@
     token       each token takes the k experts of highest s + b; the weights are the s chosen, scaled to sum to one
                 if k > 1. The balancing bias b affects the choice, not the weights
     groups      tokens may choose among the experts of their best groups only, so that few nodes are visited (DeepSeek)
-    expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by design, but a
-                token's choice depends on later tokens: a causal model cannot generate as it was trained
+    expert      each expert takes the C = c·T·k/E tokens of highest s (Zhou et al. 2022): balanced by design, but the
+                routing of a token depends on later tokens, so generation differs from training
     capacity    c > 0: an expert keeps at most C = ⌈c·T·k/E⌉ copies, those of highest s; the others are dropped
                 and pass only through the residual. c = 0 is dropless
     balance     α·E·Σ_e f_e P_e, f_e the share of choices of expert e, P_e the mean score (Switch, GShard), over
-                all tokens in flight, or over each sequence by itself and then averaged (DeepSeek's `seq_aux`);
+                all tokens routed together, or per sequence and then averaged (DeepSeek's `seq_aux`);
                 β·mean (log Σ exp(x W))² keeps logits small (z-loss, ST-MoE); or without a loss: after each step
                 b_e ← b_e + γ·sign(mean load − load_e), outside the gradient (DeepSeek-V3)
 
 T, f and P count *all* tokens that are routed together, on all ranks: the mean over ranks of f·P is not f·P of the mean.
-The classic capacity rule, first come first served, drops late tokens and depends on the layout; the score of a token
-does not, and ties are resolved by the order of the batch. With gradient accumulation the tokens routed together are one
+The classic capacity rule, first come first served, drops late tokens and depends on the layout. The rule by score does
+not; ties are resolved by the order of the batch. With gradient accumulation the tokens routed together are one
 micro-batch of every rank, and the losses are averaged over micro-batches; b is updated by the load of the whole step.
 
 Legend: T tokens, H hidden, E experts, K experts per token, R copies of tokens, one for each expert that a token visits.
@@ -35,12 +35,12 @@ from meshwright.describe.router import RouterOptions
 
 
 class Tokens(Protocol):
-    """All tokens that are routed together, on all ranks. `rows` of a rank belong to its tokens."""
+    """All tokens that are routed together, on all ranks. `rows` has one row per token of this rank."""
 
     share: float | torch.Tensor  # weight of these tokens' loss in the loss of the step
 
     def sequences(self) -> tuple[torch.Tensor, int]:
-        """For each of this rank's tokens the number of its sequence among all in flight, and how many those are."""
+        """The index of the sequence of each token of this rank, among all sequences routed together, and the number of sequences."""
         ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor: ...
@@ -72,7 +72,7 @@ class Router(nn.Module):
         self.balance_bias = (
             nn.Parameter(torch.empty(model.experts), requires_grad=False) if model.balance_bias else None
         )
-        self.load: torch.Tensor | None = None  # [2, E] in this step until now: copies chosen, copies dropped
+        self.load: torch.Tensor | None = None  # [2, E], of this step so far: copies chosen, copies dropped
 
     def forward(self, x_TH: torch.Tensor, tokens: Tokens) -> Routing:
         logits_TE = self.logits(x_TH)
@@ -96,11 +96,11 @@ class Router(nn.Module):
         return logits_TE if self.bias is None else logits_TE + self.bias.to(wide)
 
     def choose(self, scores_TE: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks of what is chosen, and of that what is kept."""
+        """Masks [T, E] of the chosen copies and of those that the capacity limit keeps."""
         if self.options.choice == "expert":
-            everyone = tokens.gather_tokens(scores_TE)
-            most = min(len(everyone), max(1, self.capacity(len(everyone), self.options.capacity or 1.0)))
-            chosen = tokens.local_rows(highest(everyone, most))
+            all_scores = tokens.gather_tokens(scores_TE)
+            most = min(len(all_scores), max(1, self.capacity(len(all_scores), self.options.capacity or 1.0)))
+            chosen = tokens.local_rows(highest(all_scores, most))
             return chosen, chosen
         biased = scores_TE if self.balance_bias is None else scores_TE + self.balance_bias.to(scores_TE.dtype)
         if self.options.groups > 1:
@@ -108,13 +108,13 @@ class Router(nn.Module):
         chosen = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, biased.topk(self.k, dim=1).indices, True)
         if not self.options.capacity:
             return chosen, chosen
-        # A score of −1 is below every true one: experts choose among the tokens that chose them.
-        wanted = tokens.gather_tokens(scores_TE.masked_fill(~chosen, -1.0))
-        most = min(len(wanted), max(1, self.capacity(len(wanted), self.options.capacity)))
-        return chosen, chosen & tokens.local_rows(highest(wanted, most))
+        # Scores are at least 0, so −1 ranks below all of them: an expert keeps only tokens that chose it.
+        candidates = tokens.gather_tokens(scores_TE.masked_fill(~chosen, -1.0))
+        most = min(len(candidates), max(1, self.capacity(len(candidates), self.options.capacity)))
+        return chosen, chosen & tokens.local_rows(highest(candidates, most))
 
     def within_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
-        """The scores, below all others outside each token's best groups."""
+        """The scores, set to −∞ for experts outside the best groups of each token."""
         groups, kept = self.options.groups, self.options.groups_kept or self.options.groups
         scores_TGN = scores_TE.unflatten(1, (groups, -1))
         most = min(2, scores_TGN.shape[2]) if self.balance_bias is not None else 1
@@ -126,8 +126,8 @@ class Router(nn.Module):
         return math.ceil(factor * tokens * self.k / self.experts)
 
     def losses(self, logits: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        """These tokens' part of the two losses: over all ranks the parts add up to them."""
-        part_T, parts = self._balanced_together(chosen, tokens)
+        """The part of the two losses from the tokens of this rank; the sum over all ranks is the loss."""
+        part_T, parts = self._balance_sets(chosen, tokens)
         counted_TE = torch.cat((chosen, torch.ones_like(chosen[:, :1])), dim=1).to(scores.dtype)
         load_PE, count_P = tokens.sum_over_ranks(_by_part(counted_TE, part_T, parts)).split((self.experts, 1), dim=1)
         share_TE = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
@@ -136,18 +136,18 @@ class Router(nn.Module):
         z = logits.logsumexp(-1).square().sum() / count_P.sum()
         return self.options.aux * aux + self.options.z * z
 
-    def _balanced_together(self, chosen: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, int]:
-        """The part of the tokens in flight that each token's balancing loss is computed over, and how many parts there are:
-        one, or each sequence by itself."""
+    def _balance_sets(self, chosen: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, int]:
+        """The set of tokens over which the balancing loss of each token is computed, as an index, and the number of sets: one set,
+        or one per sequence."""
         if self.options.aux_scope == "sequence":
             return tokens.sequences()
         return torch.zeros(len(chosen), dtype=torch.long, device=chosen.device), 1
 
     def _count(self, chosen_TE: torch.Tensor, kept_TE: torch.Tensor) -> None:
-        if not self.training:  # evaluation between two steps does not count
+        if not self.training:  # evaluation between steps does not count
             return
-        now = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
-        self.load = now if self.load is None else self.load + now
+        load = torch.stack((chosen_TE.sum(0), (chosen_TE & ~kept_TE).sum(0))).to(torch.float64)
+        self.load = load if self.load is None else self.load + load
 
     def balance(self, load_E: torch.Tensor) -> torch.Tensor:
         """The update of the balancing bias for the load of a step."""
@@ -155,7 +155,7 @@ class Router(nn.Module):
 
 
 def _by_part(rows_TX: torch.Tensor, part_T: torch.Tensor, parts: int) -> torch.Tensor:
-    """Sums of rows, one for each part."""
+    """The sums of the rows of each part."""
     return rows_TX.new_zeros((parts, rows_TX.shape[1])).index_add(0, part_T, rows_TX)
 
 

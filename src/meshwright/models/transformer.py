@@ -49,7 +49,7 @@ class Geometry:
         self.rotary_base = model.rope_theta
         self.position_ids: torch.Tensor | None = None  # None: 0, 1, 2, …
         self.attend: Attend = self.attend_whole
-        self._made: dict[tuple, torch.Tensor] = {}
+        self._cache: dict[tuple, torch.Tensor] = {}
 
     def attend_whole(
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, dropped: Dropped | None
@@ -74,12 +74,12 @@ class Geometry:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         position_ids = torch.arange(q.shape[-2])
-        seen = position_ids[:, None] >= position_ids if mask is None and self.causal else mask
-        scores = scores if seen is None else scores.masked_fill(~seen.to(q.device), -torch.inf)
+        visible = position_ids[:, None] >= position_ids if mask is None and self.causal else mask
+        scores = scores if visible is None else scores.masked_fill(~visible.to(q.device), -torch.inf)
         return scores.softmax(-1) * dropped.factor(position_ids, position_ids, q.dtype) @ v
 
     def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor:
-        """Each pair (x_i, x_{i+D/2}) at position p turned by the angle p · base^(−2i/D)."""
+        """Rotate each pair (x_i, x_{i+D/2}) at position p by the angle p · base^(−2i/D)."""
         if not self.rotate:
             return x_BNSD
         cosine_SD, sine_SD = self._angles(x_BNSD)
@@ -88,12 +88,12 @@ class Geometry:
 
     def _angles(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key = ("angles", x.shape[-2], x.dtype, x.device)
-        if key not in self._made:
+        if key not in self._cache:
             frequency = self.rotary_base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
             position_ids = torch.arange(x.shape[-2]) if self.position_ids is None else self.position_ids
             angle = torch.outer(position_ids.to("cpu", torch.float64), frequency).repeat(1, 2)
-            self._made[key] = torch.stack((angle.cos(), angle.sin())).to(x)
-        cosine, sine = self._made[key]
+            self._cache[key] = torch.stack((angle.cos(), angle.sin())).to(x)
+        cosine, sine = self._cache[key]
         return cosine, sine
 
     def mask(self, x: torch.Tensor, full: bool) -> torch.Tensor | None:
@@ -102,12 +102,12 @@ class Geometry:
         if full or not self.window or self.window >= length:
             return None
         key = ("mask", length, x.device)
-        if key not in self._made:
+        if key not in self._cache:
             position = torch.arange(length, device=x.device)
-            ago = position[:, None] - position[None, :]
-            near = ago.abs() < self.window
-            self._made[key] = near & (ago >= 0) if self.causal else near
-        return self._made[key]
+            distance = position[:, None] - position[None, :]
+            near = distance.abs() < self.window
+            self._cache[key] = near & (distance >= 0) if self.causal else near
+        return self._cache[key]
 
 
 class Attention(nn.Module):
@@ -155,8 +155,8 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         x_BSH = x_BSH + self.attention_drop(self.attention_post_norm(self.attention(self.attention_norm(x_BSH))))
-        feed = self.moe if self.expert else self.ffn
-        return x_BSH + self.ffn_drop(self.ffn_post_norm(feed(self.ffn_norm(x_BSH))))
+        ffn = self.moe if self.expert else self.ffn
+        return x_BSH + self.ffn_drop(self.ffn_post_norm(ffn(self.ffn_norm(x_BSH))))
 
 
 class LearnedPositions(nn.Module):
@@ -226,6 +226,6 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits_BSV: torch.Tensor, target_BS: torch.Tensor) -> torch.Tensor:
-    """Summed over valid tokens, in float32 or wider."""
+    """The cross-entropy, summed over valid tokens, in float32 or wider."""
     wide = logits_BSV.flatten(0, 1).to(torch.promote_types(logits_BSV.dtype, torch.float32))
     return F.cross_entropy(wide, target_BS.flatten(), ignore_index=IGNORED, reduction="sum")

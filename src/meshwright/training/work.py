@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import torch
 
-from meshwright.cost.step import AXIS_OF, TOLD_AS
+from meshwright.cost.step import AXIS_OF, TRAFFIC_AXIS
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
@@ -23,7 +23,12 @@ from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
 from meshwright.training.records import RankReport, Settings, StepRecord
 
-PREDICTED_AXIS = {**AXIS_OF, "shard": "dp", "dp": "dp", **TOLD_AS}  # observed axis → axis under which it is predicted
+PREDICTED_AXIS = {
+    **AXIS_OF,
+    "shard": "dp",
+    "dp": "dp",
+    **TRAFFIC_AXIS,
+}  # observed axis → axis under which it is predicted
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:

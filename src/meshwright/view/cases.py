@@ -24,14 +24,14 @@ SHARE = 0.01  # parts of a step below this share are not listed
 
 
 def page(r: Evaluated) -> str:
-    """The whole page of a case in Markdown."""
+    """Return the page of a case in Markdown."""
     return (
         "\n".join([*head(r), *published(r), *evaluated(r), *compared(r), *choice(r), *corrections(r)]).rstrip() + "\n"
     )
 
 
 def terminal_page(r: Evaluated) -> RenderableType:
-    """The page as it is printed in a terminal."""
+    """Return the page as the terminal prints it."""
     return Markdown(page(r))
 
 
@@ -58,13 +58,13 @@ def published(r: Evaluated) -> Iterator[str]:
 
 def evaluated(r: Evaluated) -> Iterator[str]:
     e, p = r.estimate, r.estimate.prediction
-    yield "## Evaluated"
+    yield "## Our estimate"
     yield ""
     work = f"batch {e.workload.batch:,} × {e.workload.seq:,} tokens, {e.workload.precision}"
     yield f"{e.plan.title()} on {e.plan.world:,} × {e.cluster.accelerator.name}, {work}:"
     yield ""
     band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
-    fit = "" if p.fits else ", which does not fit by our memory model"
+    fit = "" if p.fits else ", which does not fit according to our memory model"
     yield f"- step {format_seconds(p.step_time_s)} ({band}), MFU {p.mfu:.1%}, HFU {p.hfu:.1%}"
     yield f"- memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB{fit}"
     if e.workload.tokens:
@@ -80,7 +80,7 @@ def evaluated(r: Evaluated) -> Iterator[str]:
 
 
 def compared(r: Evaluated) -> Iterator[str]:
-    yield "## Against what was published"
+    yield "## Comparison with the published figures"
     yield ""
     if r.rows:
         yield "| figure | published | ours | ours / published | in our band | source |"
@@ -109,8 +109,8 @@ def choice(r: Evaluated) -> Iterator[str]:
         yield ""
         return
     p = r.choice.prediction
-    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may choose what the software of that"
-    yield "run did not support, such as a zero-bubble schedule or sharding under a pipeline."
+    yield f"On the same devices, with the same batch and stack: {r.choice.plan.title()}. It may use features that the software of that"
+    yield "run did not support, such as a zero-bubble schedule or sharding with a pipeline."
     yield ""
     yield f"- step {format_seconds(p.step_time_s)} against {format_seconds(step(r.estimate))}; {studies.verdict(r.estimate, r.choice)}"
     yield f"- MFU {p.mfu:.1%}, memory {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB"
@@ -120,12 +120,12 @@ def choice(r: Evaluated) -> Iterator[str]:
 
 
 def moved(was: Estimate, now: Estimate) -> str:
-    """The parts of the step that take less or more time in the second estimate."""
+    """Return the parts of the step that take less or more time in the second estimate."""
     parts = [
         f"{WORDS.get(part, part)} {format_seconds(-s) if s < 0 else format_seconds(s)} {'more' if s < 0 else 'less'}"
         for part, s in studies.gains(was, now)
     ]
-    return ", ".join(parts) or "as before"
+    return ", ".join(parts) or "the same"
 
 
 def corrections(r: Evaluated) -> Iterator[str]:
@@ -140,7 +140,7 @@ def bullets(words: Iterable[str]) -> Iterator[str]:
 
 
 def index(results: Iterable[Evaluated]) -> str:
-    """All cases in one table."""
+    """Return the table of all cases."""
     lines = [
         "# Case studies",
         "",
@@ -163,7 +163,7 @@ def index(results: Iterable[Evaluated]) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file name."""
+    """Return all pages by file name."""
     results = [studies.evaluate(name) for name in studies.CASES]
     return {"README.md": index(results), **{f"{r.case.name}.md": page(r) for r in results}}
 

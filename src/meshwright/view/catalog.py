@@ -64,14 +64,17 @@ def model_card(model: Model) -> RenderableType:
     parameters = model.parameters()
     sparse = f", {format_count(model.active, 4)} active per token" if model.experts else ""
     published = model.published
-    said = [f"{format_count(published.parameters, 4)} ({model.total / published.parameters - 1:+.2%} ours)"
-            if published.parameters else "",
-            f"{format_count(published.active, 4)} active" if published.active else ""]  # fmt: skip
+    figures = []
+    if published.parameters:
+        difference = model.total / published.parameters - 1
+        figures.append(f"{format_count(published.parameters, 4)} ({difference:+.2%} ours)")
+    if published.active:
+        figures.append(f"{format_count(published.active, 4)} active")
     top = facts(
         [
             ("shape", model.describe_shape()),
             ("parameters", f"{format_count(model.total, 4)}{sparse}"),
-            ("published", ", ".join(s for s in said if s)),
+            ("published", ", ".join(figures)),
             ("source", published.source),
             ("note", published.note),
         ]
@@ -97,13 +100,13 @@ def model_card(model: Model) -> RenderableType:
 
 def cluster_row(cluster: Cluster) -> tuple[object, ...]:
     """One row, such as `dgx-h100  h100-sxm  8  nvlink4 378 GB/s  ib-ndr 40 GB/s`; rates are per device."""
-    said = []
+    links = []
     for k, level in enumerate(cluster.levels):
         over = f" 1:{level.oversubscription:g}" if level.oversubscription > 1 else ""
-        said.append(f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}{over}")
+        links.append(f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}{over}")
     price = f"{cluster.price:.2f}" if cluster.price else ""
-    between = " · ".join(dict.fromkeys(said[1:]))
-    return cluster.name, cluster.accelerator.name, cluster.node_size, said[0], between, price
+    between = " · ".join(dict.fromkeys(links[1:]))
+    return cluster.name, cluster.accelerator.name, cluster.node_size, links[0], between, price
 
 
 def cluster_card(cluster: Cluster) -> RenderableType:
@@ -236,6 +239,9 @@ LISTS: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[object, ...]]]] = 
     "stacks": (("stack", ">launch", "attention", "overlaps", "order", "~source"), stack_row),
 }
 CARDS: dict[str, Callable[[Any], RenderableType]] = {
-    "models": model_card, "clusters": cluster_card, "accelerators": accelerator_card,
-    "links": link_card, "stacks": stack_card,
-}  # fmt: skip
+    "models": model_card,
+    "clusters": cluster_card,
+    "accelerators": accelerator_card,
+    "links": link_card,
+    "stacks": stack_card,
+}

@@ -1,8 +1,8 @@
-"""Collectives to look at in the terminal: steps by rank, actual numbers step by step, algorithms side by side.
+"""Collectives in the terminal and as figures: steps by rank, values step by step, comparison of algorithms.
 
-Steps: a row a step, a column a rank; `→ 1` is a send to rank 1, `← 3` a receive, `+` says that what came is added.
-Numbers: what every rank holds before and after each step; what a step changed is coloured, `·` is a chunk not there.
-Above sixteen ranks the columns give way to one line a step, as they do where the rows would not fit the width.
+Steps: one row per step, one column per rank. `→ 1` is a send to rank 1, `← 3` a receive from rank 3, `+` an addition of
+the received data. Values: the data on every rank before and after each step. Changed values are coloured; `·` is a
+missing chunk. With more than sixteen ranks, or if the table is too wide, each step is one line.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from meshwright.units import format_bytes, format_decimal_bytes, format_seconds
 from meshwright.view.tables import facts, heading, table
 
 MOST_COLUMNS, MOST_STEPS, MOST_DRAWN = 16, 200, 32
-NOTE = "n is the full buffer; our algorithms walked over the cluster's links with the catalog's constants: uncalibrated"
+NOTE = "n is the full buffer; simulated on the cluster's links with the catalog's constants, uncalibrated"
 LEGEND = "→ 1  3: sends chunk 3 to rank 1     ← 3  2: receives chunk 2 from rank 3     ← 3 + 2: receives and adds it\n"
 SIGN = {"send": ("→", "cyan"), "receive": ("←", "green"), "reduce": ("←", "yellow"), "copy": ("⟳", "magenta")}
 
 
 class Charge(NamedTuple):
-    """What the cost model charges for the program: the library that runs it, its walk, and the whole call."""
+    """The price of the program in the cost model: the library that runs it, its simulated time, and the time of the call."""
 
     library: str
     walked: float
@@ -44,7 +44,7 @@ class Charge(NamedTuple):
 def page(
     program: Program, walked: Walk | None = None, on: str = "", width: int = 120, charge: Charge | None = None
 ) -> Group:
-    """The steps of a program, and what there is to know of it; rank by rank where that fits the width."""
+    """Return the steps of a program, by rank if that fits the width, and a summary."""
     title = f"{program.algorithm} {program.operation}"
     check(program)
     body = by_rank(program, walked) if program.ranks <= MOST_COLUMNS else None
@@ -61,9 +61,9 @@ def page(
 
 
 def by_rank(program: Program, walked: Walk | None) -> Table:
-    """A row a step, a column a rank."""
-    own = [
-        {step: list(told) for step, told in groupby(instructions(program, rank), key=lambda i: i.step)}
+    """Return a table with one row per step and one column per rank."""
+    by_endpoint = [
+        {step: list(group) for step, group in groupby(instructions(program, rank), key=lambda i: i.step)}
         for rank in range(program.endpoints)
     ]
     names = [f"rank {rank}" for rank in range(program.ranks)] + [f"switch {k}" for k in range(len(program.switches))]
@@ -71,7 +71,7 @@ def by_rank(program: Program, walked: Walk | None) -> Table:
     adds = np.zeros(program.steps + 1, dtype=bool)
     adds[program.moves.step[program.moves.reduce]] = True
     for step in range(min(program.steps, MOST_STEPS)):
-        cells = [cell(mine.get(step, []), program.ranks) for mine in own]
+        cells = [cell(steps.get(step, []), program.ranks) for steps in by_endpoint]
         done = [Text(format_seconds(float(walked.step_end[step])), "dim")] if walked else []
         grid.add_row(Text(str(step), "dim"), *cells, *done, end_section=bool(adds[step] and not adds[step + 1]))
     if program.steps > MOST_STEPS:
@@ -80,14 +80,14 @@ def by_rank(program: Program, walked: Walk | None) -> Table:
 
 
 def wide(grid: Table) -> int:
-    """Characters that a table would like to have."""
+    """Return the width in characters that a table needs."""
     return grid.__rich_measure__(Console(), Console(width=10_000).options).maximum
 
 
-def cell(told: Sequence[Instruction], ranks: int) -> Text:
-    """What a rank or a switch does in a step, a line a message; switches are written s0, s1, …"""
+def cell(listed: Sequence[Instruction], ranks: int) -> Text:
+    """Return the instructions of a rank or switch in a step, one line per message; switches are named s0, s1, …"""
     lines = []
-    for (kind, peer), group in groupby(told, key=lambda i: (i.kind, i.peer)):
+    for (kind, peer), group in groupby(listed, key=lambda i: (i.kind, i.peer)):
         sign, style = SIGN[kind]
         chunks = runs([c for i in group for c in range(i.chunk, i.chunk + i.width)])
         lines.append(
@@ -101,7 +101,7 @@ def cell(told: Sequence[Instruction], ranks: int) -> Text:
 
 
 def by_step(program: Program, walked: Walk | None) -> Table:
-    """A line a step: how many messages, how large, the first as an example."""
+    """Return a table with one line per step: number of messages, elements, and the first message as an example."""
     moves = program.moves
     bounds = np.searchsorted(moves.step, np.arange(program.steps + 1))
     grid = table(">step", ">messages", ">elements", "such as", *([">done"] if walked else []))
@@ -124,26 +124,26 @@ def by_step(program: Program, walked: Walk | None) -> Table:
 
 
 def summary(program: Program, walked: Walk | None, on: str, charge: Charge | None = None) -> Table:
-    """Formula, traffic, time."""
+    """Return the formula, the traffic and the time of a program as a table."""
     sent = np.bincount(program.moves.source, weights=program.moved, minlength=program.endpoints)[: program.ranks]
     most = float(sent.max(initial=0.0))
     share = f" = {most / program.elements:.4g}·n" if program.elements else ""
     rows: list[tuple[str, object]] = [
-        ("proved", "every rank ends with what the operation promises, each contribution once; no deadlock"),
+        ("proved", "every rank ends with the required data, each contribution exactly once; no deadlock"),
         (
             "steps",
             f"{counted(program.steps, 'step')}, {counted(len(program.moves.step), 'move')}; the busiest rank sends {most:,.0f} elements{share}",
         ),
-        ("formula", f"{formula(program.operation, program.algorithm)}   where no link is shared; n the full buffer"),
+        ("formula", f"{formula(program.operation, program.algorithm)}   if no link is shared; n: the full buffer"),
     ]
     if walked:
         if charge:
             extra = format_seconds(charge.seconds - charge.walked)
-            rows.append(("time", f"{format_seconds(charge.seconds)} {on}: what `meshwright estimate` charges for it"))
+            rows.append(("time", f"{format_seconds(charge.seconds)} {on}: as in `meshwright estimate`"))
             rows.append(
                 (
                     "",
-                    f"{format_seconds(charge.walked)} on the links as {charge.library} reaches them + {extra} of call and chunks",
+                    f"{format_seconds(charge.walked)} on the links at the rates of {charge.library} + {extra} for the call and its chunks",
                 )
             )
         else:
@@ -152,37 +152,35 @@ def summary(program: Program, walked: Walk | None, on: str, charge: Charge | Non
         if port:
             rows.append(("busiest port", f"{' '.join(str(word) for word in port)}: {format_decimal_bytes(size)}"))
         if charge is None:
-            note = "walked with the catalog's α, β, γ, uncalibrated; without --algorithm: what a library runs there"
+            note = "simulated with the catalog's α, β, γ, uncalibrated; omit --algorithm for the library's choice"
             rows.append(("", Text(note, "dim")))
     return facts(rows)
 
 
 def values_page(program: Program, inputs: Sequence[Any]) -> Group:
-    """The numbers of every rank before and after each step."""
+    """Return a table of the values on every rank before and after each step."""
     slots = loaded(program, inputs)
-    film: list[tuple[str, Slots, dict[tuple[int, int], bool]]] = [("before", dict(slots), {})]
-    film += [(f"step {k}", dict(slots), written) for k, written in enumerate(states(program, slots))]
-    width = max((len(number(x)) for _, frame, _ in film for data in frame.values() for x in data), default=1)
+    frames: list[tuple[str, Slots, dict[tuple[int, int], bool]]] = [("before", dict(slots), {})]
+    frames += [(f"step {k}", dict(slots), written) for k, written in enumerate(states(program, slots))]
+    width = max((len(number(x)) for _, frame, _ in frames for data in frame.values() for x in data), default=1)
     grid = table("", *(f"rank {rank}" for rank in range(program.ranks)))
-    for name, frame, written in film:
+    for name, frame, written in frames:
         grid.add_row(Text(name, "dim"), *slot_cells(program, frame, written, width))
     ends = np.zeros(program.endpoints * program.chunks, dtype=bool)
     ends[program.ends] = True
-    promised = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
+    required = {s: v for s, v in slots.items() if ends[s[0] * program.chunks + s[1]]}
     grid.add_section()
-    grid.add_row(Text("result", "bold"), *slot_cells(program, promised, {}, width))
+    grid.add_row(Text("result", "bold"), *slot_cells(program, required, {}, width))
     return Group(
         heading(f"{program.algorithm} {program.operation}", shape(program)),
         Text(OPERATIONS[program.operation], "dim"),
         grid,
-        Text.assemble(
-            ("a sum was formed", "bold yellow"), "   ", ("received", "bold green"), ("   · not there", "dim")
-        ),
+        Text.assemble(("added", "bold yellow"), "   ", ("received", "bold green"), ("   · missing", "dim")),
     )
 
 
 def slot_cells(program: Program, slots: Slots, written: dict[tuple[int, int], bool], width: int) -> Iterator[Text]:
-    """Each rank's chunks in order, those just written coloured; of an all-to-all only those that are there."""
+    """Yield the chunks of each rank in order, new values coloured; an all-to-all shows only existing chunks."""
     for rank in range(program.ranks):
         text = Text()
         for chunk in range(program.chunks):
@@ -206,7 +204,7 @@ def number(x: Any) -> str:
 
 
 def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
-    """Times by size and algorithm, the fastest marked, and where the lead changes."""
+    """Return the times by size and algorithm, the fastest marked, and the crossovers."""
     names = list(comparison.times)
     grid = table(">size", *(f">{name}" for name in names))
     for k, (size, best) in enumerate(zip(comparison.sizes, comparison.best, strict=True)):
@@ -218,7 +216,7 @@ def comparison_page(comparison: Comparison, note: str = NOTE) -> Group:
 
 
 def leads(comparison: Comparison) -> Table:
-    """Who is fastest from which size on."""
+    """Return the fastest algorithm for each range of sizes."""
     rows: list[tuple[str, object]] = []
     low = ""
     leader = comparison.best[0]
@@ -234,10 +232,10 @@ def leads(comparison: Comparison) -> Table:
 
 
 def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None = None) -> dict[str, Any]:
-    """A program as data: chunks, promise, moves, and the walk where there is one."""
+    """Return a program as JSON data: chunks, contract, moves, and the walk if given."""
     names = ("step", "source", "target", "chunk", "width", "reduce")
     moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "operation": program.operation, "algorithm": program.algorithm, "ranks": program.ranks, "elements": program.elements,
         "root": program.root, "groups": [list(group) for group in program.groups], "chunk_sizes": program.sizes.tolist(),
         "starts": slots_of(program, program.starts), "ends": slots_of(program, program.ends), "steps": program.steps,
@@ -245,17 +243,17 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
         "switches": [list(switch) for switch in program.switches],
     }  # fmt: skip
     if charge:
-        told |= {"library": charge.library, "time_s": charge.seconds}
+        data |= {"library": charge.library, "time_s": charge.seconds}
     if walked:
         sent = walked.messages
         columns = (sent.step, sent.source, sent.target, sent.bytes, walked.start, walked.end)
         keys = ("step", "source", "target", "bytes", "start_s", "end_s")
-        told["walk"] = {
+        data["walk"] = {
             "time_s": walked.makespan, "step_end_s": walked.step_end.tolist(), "sent_bytes": walked.sent.tolist(),
             "bytes_by_port": {" ".join(map(str, port)): size for port, size in walked.bytes_by_port.items()},
             "messages": [dict(zip(keys, row, strict=True)) for row in zip(*(c.tolist() for c in columns), strict=True)],
         }  # fmt: skip
-    return told
+    return data
 
 
 def html(
@@ -265,68 +263,72 @@ def html(
     inputs: Sequence[Any] | None = None,
     charge: Charge | None = None,
 ) -> str:
-    """An animated figure in one file that needs no network: chunks moving, step by step, and the walked timeline."""
+    """Return an animated figure as one self-contained HTML page: the moves step by step, and the simulated timeline."""
     check(program)
     if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 8:
         raise MeshwrightError(
             "MW-SHOW-002",
-            f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too full to read",
+            f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too large to read",
             why=f"It draws up to {MOST_DRAWN} ranks",
             fix="--ranks 8",
         )
     if program.switches:
         raise MeshwrightError(
             "MW-SHOW-002",
-            f"a figure of {program.name} is not drawn",
-            why="It draws ranks, and this program has switches that reduce",
+            f"there is no figure of {program.name}",
+            why="Figures show ranks only, and this program has reducing switches",
             fix="--algorithm ring",
         )
-    told = as_dict(program, walked, charge) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
+    page_data = as_dict(program, walked, charge) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
     by_endpoint = np.bincount(program.moves.source, weights=program.moved, minlength=program.endpoints)
     sent = by_endpoint[: program.ranks].max(initial=0.0)
-    told["facts"] = [
+    page_data["facts"] = [
         ("steps", str(program.steps)),
         ("moves", f"{len(program.moves.step):,}"),
         ("sent", f"{sent:,.0f} elements by the busiest rank"),
     ]
     if program.elements and sent:
-        told["facts"].append(("", f"{sent / program.elements:.4g} × the buffer"))
+        page_data["facts"].append(("", f"{sent / program.elements:.4g} × the buffer"))
     if walked:
         took = format_seconds(walked.makespan)
-        told["walk"] |= {
+        page_data["walk"] |= {
             "label": took,
-            "text": f"The same program walked {on}: {took}. A row a rank, a bar a message it sends.",
+            "text": f"The same program simulated {on}: {took}. One row per rank, one bar per message sent.",
         }
-        price = f"{format_seconds(charge.seconds)} {on}, as charged" if charge else f"{took} {on} (uncalibrated)"
-        told["facts"].append(("time", price))
+        price = (
+            f"{format_seconds(charge.seconds)} {on}, as in `meshwright estimate`"
+            if charge
+            else f"{took} {on} (uncalibrated)"
+        )
+        page_data["facts"].append(("time", price))
     if inputs is not None:
         slots = loaded(program, inputs)
-        told["values"] = [
+        page_data["values"] = [
             {c: data.tolist() for (r, c), data in slots.items() if r == rank} for rank in range(program.ranks)
         ]
-    return filled_template("collective.html", told)
+    return filled_template("collective.html", page_data)
 
 
 def comparison_html(comparison: Comparison, note: str = NOTE) -> str:
-    """The comparison as a chart in one file."""
+    """Return the comparison as a chart in one self-contained HTML page."""
     return filled_template("comparison.html", comparison.as_dict() | {"note": note})
 
 
-def filled_template(name: str, told: Any) -> str:
-    """A template with its data; `<` is escaped so that no word can end the script."""
+def filled_template(name: str, data: Any) -> str:
+    """Return a template with its data; `<` is escaped so that no text in the data can end the script."""
     template = files("meshwright.view").joinpath("templates", name).read_text("utf-8")
-    data = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return template.replace("__DATA__", data)
+    encoded = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return template.replace("__DATA__", encoded)
 
 
 def slots_of(program: Program, slots: Any) -> list[list[int]]:
-    """The chunks of each rank."""
+    """Return the chunks of each rank."""
     rank, chunk = slots // max(1, program.chunks), slots % max(1, program.chunks)
     return [chunk[rank == r].tolist() for r in range(program.ranks)]
 
 
 def runs(chunks: list[int]) -> str:
-    """`0–3,7` for 0, 1, 2, 3, 7."""
+    """Return the ranges of consecutive chunks: `0–3,7` for 0, 1, 2, 3, 7."""
     chunks = sorted(chunks)
     spans: list[list[int]] = []
     for c in chunks:
@@ -334,8 +336,8 @@ def runs(chunks: list[int]) -> str:
             spans[-1][1] = c
         else:
             spans.append([c, c])
-    told = [f"{a}" if a == b else f"{a}–{b}" for a, b in spans]
-    return ",".join(told if len(told) <= 4 else [*told[:3], "…"])
+    words = [f"{a}" if a == b else f"{a}–{b}" for a, b in spans]
+    return ",".join(words if len(words) <= 4 else [*words[:3], "…"])
 
 
 def counted(count: int, word: str) -> str:

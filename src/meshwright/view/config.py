@@ -26,25 +26,28 @@ from meshwright.units import (
 from meshwright.view.tables import filled, heading, table
 
 FORMATS = {
-    parse_bytes: format_bytes, parse_rate: format_rate, parse_seconds: format_seconds, parse_flops: format_flops,
+    parse_bytes: format_bytes,
+    parse_rate: format_rate,
+    parse_seconds: format_seconds,
+    parse_flops: format_flops,
     parse_count: format_count,
-}  # fmt: skip
+}
 
 
 def values(part: Described, path: str) -> Iterator[tuple[str, str]]:
     """Every value of a section by its dotted path, formatted with its unit."""
     for name, field in type(part).model_fields.items():
-        value, here = getattr(part, name), f"{path}.{name}"
+        value, inner_path = getattr(part, name), f"{path}.{name}"
         if isinstance(value, Described):
-            yield from values(value, here)
+            yield from values(value, inner_path)
         elif isinstance(value, tuple) and value and isinstance(value[0], Described):
             for i, inner in enumerate(value):
-                yield from values(inner, f"{here}.{i}")
+                yield from values(inner, f"{inner_path}.{i}")
         elif isinstance(value, dict) and value:
             metadata = getattr(get_args(field.annotation)[1], "__metadata__", ())
-            yield from ((f"{here}.{key}", format_field(inner, metadata)) for key, inner in value.items())
+            yield from ((f"{inner_path}.{key}", format_field(inner, metadata)) for key, inner in value.items())
         else:
-            yield here, format_field(value, field.metadata)
+            yield inner_path, format_field(value, field.metadata)
 
 
 def format_field(value: Any, metadata: Any) -> str:

@@ -1,4 +1,4 @@
-"""An estimate as a page of tables a person enjoys reading."""
+"""An estimate as a page of tables for the terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from meshwright.describe.workload import FP8
 from meshwright.units import format_count, format_decimal_bytes, format_rate, format_seconds
 
 BAR = 28
-FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once a step": "▓"}  # readable without colour
-COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once a step": "green"}
+FILL = {"communication": "▒", "waiting": "░", "compute": "█", "once per step": "▓"}  # readable without colour
+COLOURS = {"communication": "magenta", "waiting": "yellow", "compute": "cyan", "once per step": "green"}
 WORDS = {
     **COMMUNICATION,
     "bubble": "pipeline bubble of the busiest rank",
@@ -34,13 +34,13 @@ KIND = {
     "bubble": "waiting",
     "host": "waiting",
     "interference": "waiting",
-    "optimizer": "once a step",
-    "overhead": "once a step",
+    "optimizer": "once per step",
+    "overhead": "once per step",
 }
 
 
 def page(e: Estimate) -> RenderableType:
-    """The whole answer."""
+    """Return the full page."""
     return Group(*sections(e))
 
 
@@ -83,7 +83,7 @@ def header(e: Estimate) -> Panel:
     ]
     if not p.fits:
         over = (p.memory_gib or 0) - p.memory_limit_gib
-        lines.append(Text(f"does not fit: {over:.1f} GiB too much on the fullest stage", style="bold red"))
+        lines.append(Text(f"does not fit: {over:.1f} GiB over the limit on the fullest stage", style="bold red"))
     if e.workload.tokens:
         seconds = e.workload.tokens / (p.tokens_per_s or 1)
         hours = seconds / 3600 * e.plan.world
@@ -95,13 +95,13 @@ def header(e: Estimate) -> Panel:
 
 
 def uncalibrated(e: Estimate) -> list[Text]:
-    """A warning, for the top of a page, that the accelerator was never measured."""
+    """Return a warning for the top of the page if the accelerator was never measured."""
     device, p = e.cluster.accelerator, e.prediction
     if device.efficiency.measured:
         return []
     low, high = (100 * x / p.step_time_s - 100 for x in (p.step_time_low_s, p.step_time_high_s))
-    words = f"uncalibrated: {device.name} was never measured; median shares of peak of the measured chips"
-    return [Text(f"{words}, and a wider band ({low:+.0f}% to {high:+.0f}%)", "yellow")]
+    words = f"uncalibrated: {device.name} was never measured; the constants are medians of the measured chips"
+    return [Text(f"{words}, the band is wider ({low:+.0f}% to {high:+.0f}%)", "yellow")]
 
 
 def breakdown(e: Estimate) -> Table:
@@ -127,17 +127,22 @@ def legend() -> str:
 
 
 def shown_stages(count: int) -> list[int]:
-    """All stages of a short pipeline; both ends of a long one."""
+    """Return the stages to list: all of a short pipeline, the first and last of a long one."""
     return list(range(count)) if count <= 6 else [0, 1, 2, count // 2, count - 2, count - 1]
 
 
 def memory(e: Estimate) -> Table:
     limit, fullest = e.prediction.memory_limit_gib, e.prediction.memory_gib or 0.0
-    told, factor = ("GiB", 1.0) if fullest >= 1 else ("MiB", 1024.0)  # of a small model GiB would tell mostly zeros
+    # In GiB the values of a small model would be mostly zeros.
+    unit_name, factor = ("GiB", 1.0) if fullest >= 1 else ("MiB", 1024.0)
     stages = [{part: factor * size for part, size in stage.items()} for stage in e.prediction.memory_by_stage]
     unit = "stage" if e.plan.pp > 1 else ""
     table = Table(
-        title=f"Memory by {unit or 'part'}, {told}", title_justify="left", box=None, pad_edge=False, title_style="bold"
+        title=f"Memory by {unit or 'part'}, {unit_name}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        title_style="bold",
     )
     table.add_column(unit)
     parts = [p for p in stages[0] if any(s[p] >= 0.005 for s in stages)]
@@ -171,7 +176,7 @@ def traffic(e: Estimate) -> Table:
     for axis, size in sorted(e.prediction.traffic_bytes.items(), key=lambda item: -item[1]):
         degree = {"dp": e.plan.dp * e.plan.cp}.get(axis, getattr(e.plan, axis, 1))
         exposed = e.prediction.exposed_s.get(axis, 0.0)
-        # Pipeline messages that do not block only lengthen the ramp, so their time is part of the bubble.
+        # Pipeline messages that do not block only lengthen the fill and drain phases, so their time is part of the bubble.
         hidden = "in bubble" if axis == "pp" else "hidden"
         time = format_seconds(exposed) if exposed > 0 else hidden
         table.add_row(axis, str(degree), format_decimal_bytes(size), e.levels.get(axis, ""), time)
@@ -179,7 +184,7 @@ def traffic(e: Estimate) -> Table:
 
 
 def verdicts(e: Estimate) -> Table:
-    table = Table(title="Against the targets", title_justify="left", box=None, pad_edge=False, title_style="bold")
+    table = Table(title="Targets", title_justify="left", box=None, pad_edge=False, title_style="bold")
     for name in ("", "", "", ""):
         table.add_column(name)
     for v in e.verdicts:
@@ -193,7 +198,7 @@ def notes(e: Estimate) -> Group:
     lines = [Text.assemble(("bound by ", "dim"), (p.bound_by, "bold"))]
     if place.ccr != float("inf"):
         roofs = [c for c in place.ceilings if c.bytes]
-        each = "; ".join(
+        by_level = "; ".join(
             f"{c.level} {c.ccr:,.0f} of {c.ridge:,.0f} ({format_decimal_bytes(c.bytes)} at {format_rate(c.bandwidth)})"
             for c in roofs
         )
@@ -201,7 +206,7 @@ def notes(e: Estimate) -> Group:
             Text.assemble(
                 ("roofline ", "dim"),
                 f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak",
-                (f"; FLOP/byte of ridge by level: {each}", "dim"),
+                (f"; FLOP per byte and ridge by level: {by_level}", "dim"),
             )
         )
         lines.append(Text.assemble(("advice ", "dim"), "; ".join(place.advice)))
@@ -211,8 +216,8 @@ def notes(e: Estimate) -> Group:
     if len(e.inference) > 1:
         first, last = e.inference[0], e.inference[-1]
         words = (
-            f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU's bandwidth and {format_seconds(last.seconds)} "
-            f"with tp={last.tp}: {first.seconds / last.seconds:.1f}× sooner; pipelining does not help latency"
+            f"one token at batch 1 takes {format_seconds(first.seconds)} on one GPU and {format_seconds(last.seconds)} "
+            f"with tp={last.tp}: {first.seconds / last.seconds:.1f}× faster; a pipeline does not reduce latency"
         )
         lines.append(Text.assemble(("inference ", "dim"), words))
     lines.append(Text.assemble(("MFU over ", "dim"), (p.mfu_denominator, "dim")))
@@ -223,12 +228,12 @@ def notes(e: Estimate) -> Group:
 
 
 def fp8_traffic(e: Estimate) -> str:
-    """What fp8 products halve of the traffic, and what they do not."""
-    rest = "not reductions (reduce-scatter, all-reduce: sums stay in 16 bits or more) or pipeline sends"
+    """Return which traffic fp8 halves and which it does not."""
+    unchanged = "not reductions (reduce-scatter and all-reduce add in 16 bits or more) or pipeline sends"
     halves = "all-gathers of sequence-parallel activations and of ZeRO-3 weights"
     if not e.plan.gathers:
-        return f"nothing halves: this plan has no {halves}"
+        return f"no traffic is halved: this plan has no {halves}"
     if e.plan.gather_dtype == "fp8":
-        known = "" if e.stack.fp8_gathers else f"; {e.stack.name} is not known to do this (stack.fp8_gathers)"
-        return f"halved: {halves}; {rest}{known}"
-    return f"nothing is halved; --set plan.gather_dtype=fp8 halves {halves}, {rest}"
+        support = "" if e.stack.fp8_gathers else f"; {e.stack.name} is not known to support this (stack.fp8_gathers)"
+        return f"halved: {halves}; {unchanged}{support}"
+    return f"no traffic is halved; --set plan.gather_dtype=fp8 halves {halves}, {unchanged}"

@@ -1,4 +1,4 @@
-"""One part of an estimate with its formula and the numbers put in."""
+"""One part of an estimate: its formula with the numbers inserted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMULAS = {
     "gemm": "t = floor + max(a, m) + c·min(a, m)    a = 2·products·m·n·k / (e·peak), m = bytes / bandwidth",
     "attention": "t = floor + flops / (e · s/(s+700) · peak) + bytes / bandwidth",
     "memory": "t = floor·launches + bytes / (share · bandwidth)",
-    "collective": "t = call + formula of the program that the library runs (hop, reached rates) + 2√(ℓ·w)    w: its bytes alone",
+    "collective": "t = call + formula of the program that the library runs (hop, reached rates) + 2√(ℓ·w)    w: its bandwidth term",
     "p2p": "t = call + hop + n / bandwidth",
 }
 
@@ -31,7 +31,7 @@ def parts(e: Estimate) -> list[str]:
 
 
 def explain(e: Estimate, part: str) -> RenderableType:
-    """The formula of a part, its operations and their times, and how they add up."""
+    """Return the formula of a part, its operations with their times, and the sum."""
     special = {"memory": explain_memory, "mfu": explain_mfu, "roofline": explain_roofline, "bubble": explain_bubble}
     if part in special:
         return special[part](e)
@@ -46,7 +46,7 @@ def one(value: object) -> float:
 
 def explain_operations(e: Estimate, part: str) -> RenderableType:
     rank = int(e.cost.slowest[0])
-    holding = e.cost.stage_blocks[rank]
+    held = e.cost.stage_blocks[rank]
     network = Network(e.cluster, e.program.batch)
     table = Table(box=None, pad_edge=False)
     for name, side in (
@@ -54,7 +54,7 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
         ("phase", "left"),
         ("operation", "left"),
         ("shape", "left"),
-        ("once", "right"),
+        ("each", "right"),
         ("per micro-batch", "right"),
     ):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
@@ -62,9 +62,9 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     programs: set[tuple[str, str]] = set()
     for block in e.program.kinds():
         for phase in PHASES:
-            times = one(holding.times(block, phase))
+            times = one(held.times(block, phase))
             for op in e.program.blocks.get((block, phase), ()):
-                if not times or belongs(op, phase) != part:
+                if not times or part_of(op, phase) != part:
                     continue
                 kinds.add(op.kind)
                 if op.collective:
@@ -100,22 +100,22 @@ def explain_operations(e: Estimate, part: str) -> RenderableType:
     )
     if table.row_count:
         exposed = e.prediction.exposed_s[part]
-        words = f"{format_seconds(total)} a micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
+        words = f"{format_seconds(total)} per micro-batch × {m} micro-batches = {format_seconds(total * m)} on the slowest stage ({rank})"
         if abs(total * m - exposed) > 1e-3 * exposed:
-            words += f"; exposed {format_seconds(exposed)} after overlap and what happens once a step"
+            words += f"; exposed {format_seconds(exposed)} after overlap, with the operations that run once per step"
         lines += [table, Text(words)]
-    once = once_a_step(e, part, network)
-    if once.row_count:
-        lines += [Text("once a step:"), once]
+    closing = once_per_step(e, part, network)
+    if closing.row_count:
+        lines += [Text("once per step:"), closing]
     elif not table.row_count:
-        lines.append(Text("once a step: optimizer and overhead are not micro-batch operations", style="dim"))
+        lines.append(Text("once per step: optimizer and overhead are not micro-batch operations", style="dim"))
     return Group(*lines)
 
 
-def once_a_step(e: Estimate, part: str, network: Network) -> Table:
-    """Collectives of a part that happen once a step: gradient reduction, gathers, sums; with the algorithm of each."""
+def once_per_step(e: Estimate, part: str, network: Network) -> Table:
+    """Return the collectives of a part that run once per step (gradient reductions, parameter gathers), each with its algorithm."""
     table = Table(box=None, pad_edge=False)
-    for name, side in (("operation", "left"), ("shape", "left"), ("once", "right"), ("per step", "right")):
+    for name, side in (("operation", "left"), ("shape", "left"), ("each", "right"), ("per step", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for op in e.cost.syncs:
         if op.axis and one(op.count) and AXIS_OF[op.axis] == part and one(e.program.batch.size(op.axis)) > 1:
@@ -125,7 +125,8 @@ def once_a_step(e: Estimate, part: str, network: Network) -> Table:
     return table
 
 
-def belongs(op: Op, phase: str) -> str:
+def part_of(op: Op, phase: str) -> str:
+    """Return the part of the step under which an operation is reported."""
     if op.axis:
         return AXIS_OF[op.axis]
     return "recompute" if phase == "R" else op.part
@@ -147,7 +148,7 @@ def explain_bubble(e: Estimate) -> RenderableType:
     return Group(
         Text(
             f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}; "
-            f"bubble fraction {e.bubble_fraction:.1%} of the schedule, as walked",
+            f"bubble fraction {e.bubble_fraction:.1%} of the simulated schedule",
             style="bold",
         ),
         Text(
@@ -173,9 +174,14 @@ def explain_memory(e: Estimate) -> RenderableType:
     for part, size in e.prediction.memory_by_stage[worst].items():
         table.add_row(part, f"{size:.2f}")
     saved = {b: {k: one(v) / 2**20 for k, v in parts.items() if one(v)} for b, parts in e.program.saved.items()}
-    lines = [Text(f"fullest stage {worst}: {sum(e.prediction.memory_by_stage[worst].values()):.1f} GiB", style="bold"),
-             Text("states = N·(param + grad + master + moments), each divided by the shard group from its ZeRO stage on", style="cyan"),
-             Text("activations = saved bytes of a micro-batch × micro-batches in flight on the stage", style="cyan")]  # fmt: skip
+    lines = [
+        Text(f"fullest stage {worst}: {sum(e.prediction.memory_by_stage[worst].values()):.1f} GiB", style="bold"),
+        Text(
+            "states = N·(param + grad + master + moments), each divided by the size of the shard group if its ZeRO stage is on",
+            style="cyan",
+        ),
+        Text("activations = saved bytes of a micro-batch × micro-batches in flight on the stage", style="cyan"),
+    ]
     for block, by_part in saved.items():
         if by_part:
             lines.append(
@@ -195,14 +201,14 @@ def explain_mfu(e: Estimate) -> RenderableType:
         Text(
             f"{per_token:.4g} FLOP/token × {p.tokens_per_s:,.0f} tokens/s / ({p.mfu_denominator}); causal attention counts half of s²"
         ),
-        Text(f"HFU {100 * (p.hfu or 0):.1f}% counts recomputed and wasted arithmetic too", style="dim"),
+        Text(f"HFU {100 * (p.hfu or 0):.1f}% also counts recomputed and padded arithmetic", style="dim"),
     )
 
 
 def explain_roofline(e: Estimate) -> RenderableType:
     place = e.roofline
     table = Table(box=None, pad_edge=False)
-    for name in ("level", "sent by a device", "bandwidth of a device", "busy", "CCR", "ridge", "ceiling"):
+    for name in ("level", "sent by a device", "bandwidth of a device", "time", "CCR", "ridge", "ceiling"):
         table.add_column(name)
     for c in place.ceilings:
         ccr = f"{c.ccr:,.0f}" if c.bytes else "none"
@@ -213,7 +219,7 @@ def explain_roofline(e: Estimate) -> RenderableType:
     return Group(
         Text(f"{place.regime}: {place.level} allows {100 * place.efficiency:.0f}% of the peak", style="bold"),
         Text(
-            "by level: CCR = FLOPs per device / bytes a device sends there;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
+            "by level: CCR = FLOPs per device / bytes sent by a device at this level;  CCR* = peak / bandwidth;  ceiling = min(1, CCR / CCR*)",
             style="cyan",
         ),
         table,

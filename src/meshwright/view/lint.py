@@ -1,4 +1,4 @@
-"""Findings of `lint` for a person: what is wrong, what it costs, how to change it."""
+"""Findings of `lint` in the terminal: the problem, its cost, and the fix."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SIGNS = {"error": ("✗", "bold red"), "warning": ("!", "bold yellow"), "note": 
 
 
 def page(config: Config, findings: Sequence[Finding], now: Estimate | None) -> RenderableType:
-    """The plan in one line, its findings, and a summary."""
-    return Group(headline(config, now), *map(one, findings), Text(), summary(findings))
+    """Return the plan in one line, its findings, and a summary."""
+    return Group(headline(config, now), *map(finding_block, findings), Text(), summary(findings))
 
 
 def headline(config: Config, now: Estimate | None) -> Text:
@@ -31,8 +31,8 @@ def headline(config: Config, now: Estimate | None) -> Text:
     return words
 
 
-def one(f: Finding) -> RenderableType:
-    """One finding: name and cost, what it is, the fix, and why it may stay."""
+def finding_block(f: Finding) -> RenderableType:
+    """Return one finding: name and cost, the problem, the fix, and the reason if the plan is still the best."""
     sign, style = SIGNS[f.severity]
     head = Text.assemble((f"{sign} {f.code}  ", style), (f.name, "bold"))
     if f.cost_s:
@@ -43,7 +43,10 @@ def one(f: Finding) -> RenderableType:
         lines.append(Text.assemble(("fix  ", "green"), f.fix, (f"   {worth(f)}", "dim")))
     elif f.severity != "error":
         lines.append(
-            Text(f"no better neighbour: {worth(f)}" if f.saves_s is not None else "no better neighbour is known", "dim")
+            Text(
+                f"the alternative is not better: {worth(f)}" if f.saves_s is not None else "no better plan is known",
+                "dim",
+            )
         )
     if f.still_best:
         lines.append(Text.assemble(("still best  ", "green"), f.still_best))
@@ -60,5 +63,5 @@ def worth(f: Finding) -> str:
 
 def summary(findings: Iterable[Finding]) -> Text:
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SIGNS}
-    told = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for severity, n in counts.items() if n)
-    return Text(told or "clean: none of the anti-patterns", "bold" if told else "bold green")
+    text = ", ".join(f"{n} {severity}{'s' if n > 1 else ''}" for severity, n in counts.items() if n)
+    return Text(text or "clean: no anti-pattern found", "bold" if text else "bold green")

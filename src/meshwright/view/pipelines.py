@@ -25,7 +25,7 @@ from meshwright.view import tables
 from meshwright.view.trace import Counter, Flow, Span, trace_events
 
 COLOURS = {"F": (59, 120, 224), "B": (22, 148, 96), "I": (20, 165, 165), "W": (235, 160, 45)}
-TINT, ODD = 0.42, 0.12  # toward white for a rank's last stage; toward black for odd micro-batches
+TINT, ODD = 0.42, 0.12  # shift to white for the last stage of a rank; shift to black for odd micro-batches
 HELD = "in flight"
 FOOTNOTE = (
     "V: stages per rank. no barrier: time per step if no rank waits for another in the optimizer. "
@@ -97,12 +97,14 @@ def summary(walked: Walked, unit: Unit) -> list[Text]:
     peak, least = (float(f(walked.peak_memory)) for f in (np.max, np.min))
     what = "micro-batch" if peak == 1 else "micro-batches"
     where = "on every rank" if peak == least else f"on the rank with the most, {least:g} on the rank with the fewest"
+    fraction, overhead = (f"{x:.1%}" for x in (walked.bubble_fraction, walked.bubble_overhead))
+    makespan = unit.format(walked.makespan)
     lines = [
-        Text.assemble("bubble fraction ", (f"{walked.bubble_fraction:.1%}", "bold"), " of the step, bubble overhead ",
-                      (f"{walked.bubble_overhead:.1%}", "bold"), " of the work"),
-        Text.assemble("makespan ", (unit.format(walked.makespan), "bold"), " · in flight ", (f"{peak:g}", "bold"),
-                      f" {what} {where}"),
-    ]  # fmt: skip
+        Text.assemble(
+            "bubble fraction ", (fraction, "bold"), " of the step, bubble overhead ", (overhead, "bold"), " of the work"
+        ),
+        Text.assemble("makespan ", (makespan, "bold"), " · in flight ", (f"{peak:g}", "bold"), f" {what} {where}"),
+    ]
     if walked.longest_span < walked.makespan * (1 - 1e-9):
         inside = 1 - float(walked.busy.max()) / walked.longest_span
         lines.append(
@@ -158,7 +160,7 @@ def messages(walked: Walked) -> float:
 
 
 def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = False) -> None:
-    """Draw one, or several under one another at one scale with a table below; `seconds`: the times are in seconds."""
+    """Draw one timeline, or several at one scale with a table that compares them; `seconds`: the times are in seconds."""
     coloured = console.color_system is not None and not console.no_color
     width = min(console.width, 200)
     if len(several) == 1:

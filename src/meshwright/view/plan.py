@@ -1,4 +1,4 @@
-"""The planner's answer as a page for the terminal: winner, leaders, why, strategies that lost, what to change first."""
+"""The planner's result as a page for the terminal: the best plan, the leaders, reasons, slower strategies, sensitivities."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAR = 16
 
 
 def page(r: Result) -> RenderableType:
-    """The whole answer."""
+    """Return the full page."""
     return Group(*sections(r))
 
 
@@ -47,21 +47,18 @@ def sections(r: Result) -> Iterator[RenderableType]:
 
 
 def text(r: Result) -> str:
-    """The page without colours, for `print` and a plain prompt."""
+    """Return the page without colours, for `print`."""
     out = StringIO()
     Console(file=out, width=PIPED_WIDTH, highlight=False, no_color=True).print(page(r))
     return out.getvalue()
 
 
 def short(plan: Plan) -> str:
-    """A plan's title without spaces to spare, with what a title leaves unsaid of ZeRO-3."""
+    """Return the title of a plan in short form, with the options of ZeRO-3 that the title omits."""
     text = plan.title().replace("micro-batch", "mb").replace(" · ", " ")
-    habits = [
-        word
-        for word, said in (("weights kept", not plan.reshard), ("reduced once", plan.reduce == "step"))
-        if said and plan.zero == 3
-    ]
-    return text.replace("(ZeRO-3)", f"(ZeRO-3, {', '.join(habits)})") if habits else text
+    flags = {"weights kept": not plan.reshard, "reduced once": plan.reduce == "step"}
+    options = [name for name, on in flags.items() if on and plan.zero == 3]
+    return text.replace("(ZeRO-3)", f"(ZeRO-3, {', '.join(options)})") if options else text
 
 
 def band(seconds: float, low: float, high: float) -> Text:
@@ -94,8 +91,8 @@ def header(r: Result) -> Panel:
 
 
 def searched(r: Result) -> str:
-    """What the winner was chosen from, and how much of that was costed."""
-    how = f"{r.found.costed:,} costed, the others proved slower or too large, in {format_seconds(r.seconds)}"
+    """Return the number of candidates, the number that was costed, and the time of the search."""
+    how = f"{r.found.costed:,} costed, all others proved slower or too large, in {format_seconds(r.seconds)}"
     return f"{r.chosen_from}; {how}"
 
 
@@ -130,7 +127,7 @@ def leaders(r: Result) -> Table:
     table.caption, table.caption_justify = f"every step {low:+.0f}% to {high:+.0f}%, memory {memory}", "left"
     if r.choice:
         table.caption += (
-            "; of plans within 1% of the fastest, the one with the most free memory and the fewest parts leads"
+            "; of plans within 1% of the fastest, the one with the most free memory and the simplest layout comes first"
         )
     return table
 
@@ -149,7 +146,7 @@ def reasons(r: Result) -> Group:
 
 
 def near_misses(r: Result) -> Table:
-    """Sizes close to the given ones with which training is faster."""
+    """Return sizes close to the given ones with which training is faster."""
     table = titled("Near misses: another size is faster")
     for name, side in (
         ("", "left"),
@@ -171,7 +168,7 @@ def training_words(r: Result) -> str:
     t = r.explanation.training
     assert t is not None
     cost = (
-        f", ${t.dollars:,.0f} at ${t.price:g} a GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
+        f", ${t.dollars:,.0f} at ${t.price:g} per GPU-hour" if t.price else ", no price known (--set cluster.price=2.5)"
     )
     return f"{format_count(t.tokens)} tokens: {t.days:,.1f} days ({t.days_low:,.1f} to {t.days_high:,.1f}), {t.gpu_hours:,.0f} GPU-hours{cost}"
 
@@ -180,9 +177,9 @@ def scaling_words(r: Result) -> str:
     s, world = r.explanation.scaling, r.plan.world
     if s.weak is not None:
         few = f"{s.fewest:,} GPU{'s' * (s.fewest > 1)}"
-        weak = f"{100 * s.weak:.0f}% of the rate a GPU has on {few}, the fewest this plan fits, with as much work each"
+        weak = f"{100 * s.weak:.0f}% of the rate per GPU on {few}, the fewest on which this plan fits, with the same work per GPU"
     else:
-        weak = f"{world:,} GPUs are the fewest this plan fits on" if world > 1 else "one GPU: nothing to scale from"
+        weak = f"this plan does not fit on fewer than {world:,} GPUs" if world > 1 else "one GPU: no scaling to report"
     doubled = f"; twice the GPUs on the same batch: {s.doubled:.2f}× as fast" if s.doubled else ""
     return weak + doubled
 
@@ -198,15 +195,15 @@ def strategies(r: Result) -> Table:
         table.add_row(w.strategy, Text(short(w.plan), "dim"), Text(slower, "" if w.fits else "red"), w.words)
     if any(not w.proved for w in r.why_not):
         table.caption, table.caption_justify = (
-            "≤: the best that was found; not proved to be the best of its strategy",
+            "≤: the best plan found; not proved to be the best of its strategy",
             "left",
         )
     return table
 
 
 def front(r: Result) -> Table:
-    table = titled("Time against headroom")
-    for name, side in (("headroom", "right"), ("GiB", "right"), ("step", "right"), ("", "right"), ("plan", "left")):
+    table = titled("Step time by free memory")
+    for name, side in (("free", "right"), ("GiB", "right"), ("step", "right"), ("", "right"), ("plan", "left")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     memory, fastest = r.space.cluster.accelerator.memory, r.ranking.front[0].time
     for c in r.ranking.front:
@@ -216,7 +213,7 @@ def front(r: Result) -> Table:
 
 
 def sensitivities(rows: list[Sensitivity]) -> Table:
-    table = titled("What to change first: throughput with a fifth less, a fifth more")
+    table = titled("What to change first: throughput with 20% less and 20% more")
     for name, side in (("", "left"), ("−20%", "right"), ("+20%", "right"), ("", "left"), ("", "left")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     most = max(row.swing for row in rows) or 1.0
@@ -233,15 +230,15 @@ def notes(r: Result) -> Group:
     return Group(*lines)
 
 
-# A plan of one's own
+# The user's plan
 
 
 def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
-    """The own plan beside the winner, and what the difference is made of."""
+    """Compare the user's plan with the best plan: fields, step time, memory, and the parts of the difference."""
     if c.mine is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
     mine, best = c.mine.prediction, c.best.prediction
-    table = titled(f"{name} beside the winner")
+    table = titled(f"{name} compared with the winner")
     for column, side in (("", "left"), ("yours", "right"), ("winner", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for field, (a, b) in c.fields.items():
@@ -258,13 +255,13 @@ def verdict(c: Comparison, headroom: float) -> str:
     mine, best = c.mine.prediction, c.best.prediction
     if not mine.fits:
         over = (mine.memory_gib or 0) - mine.memory_limit_gib
-        return f"yours does not fit: {over:.1f} GiB too much on its fullest GPU"
+        return f"yours does not fit: {over:.1f} GiB over the limit on its fullest GPU"
     if c.slower <= 0:
-        spare = (mine.memory_gib or 0) > (1 - headroom) * mine.memory_limit_gib
+        too_full = (mine.memory_gib or 0) > (1 - headroom) * mine.memory_limit_gib
         return f"yours is {-100 * c.slower:.1f}% faster" + (
             f": it leaves less than {100 * headroom:g}% of the memory free"
-            if spare
-            else ", within the 1% in which free memory and fewer parts decide"
+            if too_full
+            else ", within the 1% in which free memory and simplicity decide"
         )
     return f"yours is {100 * c.slower:.1f}% slower: {why.itemised(c.parts, best.step_time_s, most=5)}"
 

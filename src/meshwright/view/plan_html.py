@@ -1,4 +1,4 @@
-"""The planner's answer as one self-contained page, or as a piece of one for a notebook: no scripts, nothing fetched."""
+"""The planner's result as one self-contained HTML page, or as a fragment for a notebook: no scripts, no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHADES = ("#2f7fb8", "#5b9bc9", "#8ab9db", "#a24bb0", "#c98a16", "#4d9a57", "#9a
 
 
 def document(r: Result) -> str:
-    """A whole page."""
+    """Return the full page."""
     title = escape(f"{r.config.model.name} on {r.plan.world} × {r.config.cluster.accelerator.name}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -50,7 +50,7 @@ def document(r: Result) -> str:
 
 
 def fragment(r: Result) -> str:
-    """The answer as one element with its style: what a notebook shows."""
+    """Return the result as one HTML element with its style, for a notebook."""
     parts = [
         head(r),
         leaders(r),
@@ -72,7 +72,7 @@ def section(title: str, *inner: str) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of ready cells; a column named with > stands to the right."""
+    """Return a table of HTML cells; a column whose name starts with > is right-aligned."""
     right = [c.startswith(">") for c in columns]
     top = "".join(
         f"<th{' class=n' if n else ''}>{escape(c.lstrip('>'))}</th>" for c, n in zip(columns, right, strict=True)
@@ -149,7 +149,7 @@ def colour(part: str) -> str:
 
 
 def bar(pieces: Iterable[tuple[str, float, str]], whole: float) -> str:
-    """A bar of named pieces (name, size, colour) out of `whole`."""
+    """Return a bar of named parts (name, size, colour) of the total `whole`."""
     inner = "".join(
         f'<i style="width:{100 * size / whole:.3f}%;background:{shade}" title="{escape(name)} {100 * size / whole:.1f}%"></i>'
         for name, size, shade in pieces
@@ -185,7 +185,7 @@ def memory(r: Result) -> str:
             + bar([(part, stages[k].get(part, 0.0), SHADES[PARTS.index(part)]) for part in parts], whole)
         )
     key = "".join(f'<span><i style="background:{SHADES[PARTS.index(part)]}"></i>{part}</span> ' for part in parts)
-    return section("Memory of a GPU", *rows, f'<p class="key soft">{key}</p>')
+    return section("Memory per GPU", *rows, f'<p class="key soft">{key}</p>')
 
 
 def reasons(r: Result) -> str:
@@ -226,7 +226,7 @@ def strategies(r: Result) -> str:
 
 
 def front(r: Result) -> str:
-    """Time against headroom: a point a plan, a step between them."""
+    """Return a plot of step time over free memory: one point per plan, joined by a step line."""
     points = [
         (100 * (1 - c.memory / r.space.cluster.accelerator.memory), c.time, short(c.plan)) for c in r.ranking.front
     ]
@@ -254,11 +254,11 @@ def front(r: Result) -> str:
         for h in range(0, int(most) + 1, 10)
     )
     svg = (
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="step time against free memory">'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="step time by free memory">'
         f'<line x1="{left}" x2="{width - 20}" y1="{base + 8}" y2="{base + 8}" stroke="var(--line)"/>'
         f'<polyline points="{line}" fill="none" stroke="var(--compute)" stroke-opacity=".4" stroke-width="2"/>{dots}{labels}</svg>'
     )
-    return section("Step time against memory left free", svg)
+    return section("Step time by free memory", svg)
 
 
 def sensitivities(r: Result) -> str:
@@ -279,5 +279,5 @@ def sensitivities(r: Result) -> str:
         for row in rows
     ]
     return section(
-        "What to change first: throughput with a fifth less, a fifth more", table(["", ">−20%", ">+20%", "", ""], body)
+        "What to change first: throughput with 20% less and 20% more", table(["", ">−20%", ">+20%", "", ""], body)
     )

@@ -10,11 +10,12 @@ from meshwright.view.plan import short, titled
 
 
 def page(sizing: Sizing) -> RenderableType:
-    """The answer in a sentence and the curve as a table."""
+    """Return the recommended size in one sentence and the table of sizes."""
     table = titled("Days and cost over GPU counts")
-    for name, side in (("GPUs", "right"), ("days", "right"), ("low", "right"), ("high", "right"), ("MFU", "right"),
-                       ("GPU-hours", "right"), ("cost", "right"), ("", "left"), ("plan", "left")):  # fmt: skip
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    for name in ("GPUs", "days", "low", "high", "MFU", "GPU-hours", "cost"):
+        table.add_column(name, justify="right")
+    for name in ("", "plan"):
+        table.add_column(name)
     chosen = sizing.result.plan.world
     for one in sizing.curve:
         style = "bold" if one.gpus == chosen else "" if one.meets else "dim"
@@ -29,5 +30,7 @@ def page(sizing: Sizing) -> RenderableType:
             "✓" if one.meets else "",
         ]
         table.add_row(*cells, short(one.plan), style=style)
-    note = f"✓ within {sizing.target}; every size with its best common plan. The answer below is searched in full."
+    note = (
+        f"✓ within {sizing.target}; each size with its best common plan. The recommended size below has a full search."
+    )
     return Group(Text(sizing.answer, "bold green"), table, Text(note, "dim"))

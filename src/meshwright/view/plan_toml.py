@@ -1,4 +1,4 @@
-"""The winner as a plan file that every command reads, its reasons beside the lines they explain."""
+"""The best plan as a plan file that every command reads, with the reasons as comments."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.planner.result import Result
 from meshwright.units import format_seconds
 
 KEY = re.compile(r"^(\w+) =", re.ASCII)
-BESIDE = 28  # reasons begin at this column where they can
+COMMENT_COLUMN = 28  # column of the comments, if the line is shorter
 
 
 def toml(r: Result) -> str:
-    """Model, cluster, stack, workload and plan; comments say why."""
+    """Return model, cluster, stack, workload and plan as TOML, with the reasons as comments."""
     return (
         "".join(f"# {line}\n" if line else "#\n" for line in opening(r))
         + "\n"
@@ -41,11 +41,11 @@ def opening(r: Result) -> list[str]:
 
 
 def commented(text: str, reasons: dict[str, str]) -> str:
-    """Reasons after their keys in [plan]."""
+    """Return the TOML text with the reasons as comments after their keys in [plan]."""
     out, inside = [], False
     for line in text.splitlines():
         inside = line.startswith("[plan") if line.startswith("[") else inside
         key = KEY.match(line)
         reason = reasons.get(key[1], "") if inside and key else ""
-        out.append(f"{line:<{BESIDE}}  # {reason}" if reason else line)
+        out.append(f"{line:<{COMMENT_COLUMN}}  # {reason}" if reason else line)
     return "\n".join(out) + "\n"

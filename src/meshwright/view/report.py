@@ -93,7 +93,7 @@ def plan_title(folder: Path) -> str:
 
 
 def page(runs: list[Run], title: str = "") -> str:
-    """The whole page."""
+    """Return the full page."""
     title = html.escape(title or TITLE)
     proved = sum(bool(run.proof and run.proof.get("passed")) for run in runs)
     count = f"{len(runs)} run{'s' * (len(runs) != 1)}, {proved} proved to train the same model as one device"

@@ -1,4 +1,4 @@
-"""The step as a timeline: every rank's compute and communication streams, from the step program and the walked schedule.
+"""The step as a timeline: the compute and communication streams of every rank, from the step program and the simulated schedule.
 
 Each action of the schedule (forward or backward of a stage and micro-batch) contains the operations of its stage: compute
 on the compute stream, a collective on the stream of its axis. An overlapped collective runs in parallel with compute and
@@ -96,12 +96,12 @@ class Filler:
                 at += length
                 continue
             axis = AXIS_OF[op.axis]
-            behind = min(length, room) if one(self.e.program.batch.overlap[axis]) else 0.0
-            room -= behind
+            hidden = min(length, room) if one(self.e.program.batch.overlap[axis]) else 0.0
+            room -= hidden
             begins = max(at, free.get(axis, 0.0))
             out.append(Piece(f"comm:{axis}", op.name, begins, length, op.collective))
             free[axis] = begins + length
-            at += length - behind
+            at += length - hidden
         return at
 
     def seconds(self, op: Op) -> float:

@@ -1,4 +1,4 @@
-"""The textbook's recommendations beside the searched winner."""
+"""Recommendations of guides, compared with the best plan of the search."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from meshwright.planner.advice.guides.textbook import Compared
 from meshwright.units import format_seconds
 from meshwright.view.tables import filled
 
-NEAR = 1.05  # within this of the winner a rule of thumb did well
+NEAR = 1.05  # a recommendation is good if its step takes at most this multiple of the winner's
 
 
 def table(compared: Sequence[Compared], winner: Estimate) -> Table:
-    """One row a recommended plan, fastest first: who recommends it, its step and memory, and what following it costs."""
+    """Return one row per recommended plan, fastest first: the guides that recommend it, step, memory, and the loss against the winner."""
     days = winner.workload.tokens > 0
-    head = ["the guides", "recommend", ">step", ">of winner", *([">days more"] if days else []), ">GiB"]
+    head = ["the guides", "recommend", ">step", ">of winner", *([">extra days"] if days else []), ">GiB"]
     groups: dict[str, list[Compared]] = {}
     for c in compared:
         if c.estimate is not None:
             groups.setdefault(repr(c.recommendation.plan), []).append(c)
     ordered = sorted(groups.values(), key=lambda g: (not g[0].fits, g[0].ratio))
-    title = f"What the textbook says; the winner takes {format_seconds(winner.prediction.step_time_s)}"
+    title = f"Recommendations of guides; the winner takes {format_seconds(winner.prediction.step_time_s)}"
     return filled(head, [row(group, days) for group in ordered], title=title)
 
 
@@ -49,7 +49,7 @@ def worth(c: Compared) -> Text:
 
 
 def reasons(compared: Sequence[Compared], sources: bool = False) -> RenderableType:
-    """Why each guide says so; with `sources` also the wording it follows, where that stands and where it errs."""
+    """Return the reason of each guide; with `sources` also the quoted text, its source, and corrections to it."""
     lines = []
     for c in compared:
         r = c.recommendation

@@ -3,9 +3,9 @@
 A trace is one JSON object, {"traceEvents": [...]}; each event has a phase `ph`, and here
 
     X   a span: name, category, start `ts` and length `dur` in microseconds, `pid` a rank, `tid` a stream of that rank
-    M   a name or a place in the order for a process (rank) or thread (stream)
+    M   the name or the sort position of a process (rank) or thread (stream)
     s f the two ends of an arrow from one span to another (same `id`); the end binds to the span that encloses it
-    C   a counter's value from this time on
+    C   the value of a counter from this time on
 
 Spans of one stream must not overlap unless one lies inside the other, so each stream is a separate thread. The format does
 not depend on the content: a pipeline, a training step and a collective all produce `Span`s in seconds.

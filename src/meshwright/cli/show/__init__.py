@@ -1,11 +1,11 @@
-"""`meshwright show`: the ideas, drawn. Collectives, pipeline schedules, the tables a lecture would put on the wall.
+"""`meshwright show`: draw collectives and pipeline schedules, and print reference tables.
 
-    meshwright show                                        everything there is to show
-    meshwright show all-reduce --ranks 4 --values          the ring, with the numbers of every rank
+    meshwright show                                        the list of all topics
+    meshwright show all-reduce --ranks 4 --values          the ring, with the values on every rank
     meshwright show all-reduce --compare --ranks 64 --cluster dgx-h100
     meshwright show 1f1b --stages 4 --microbatches 8 --compare gpipe,zbv
 
-`--compare` is a flag; the names that may follow it are a second argument, so it reads the same with and without them.
+`--compare` is a flag; the names after it are a second positional argument, so that they can be omitted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def command(
     names: str = typer.Argument(
         "", help="With --compare: names to compare, such as ring,tree or gpipe,zbv.", show_default=False
     ),
-    compare: bool = typer.Option(False, "--compare", help="Put algorithms or schedules side by side."),
+    compare: bool = typer.Option(False, "--compare", help="Compare algorithms or schedules."),
     algorithm: str = typer.Option(
         "",
         "--algorithm",
         "-a",
-        help="Algorithm. Default: what a library runs on --cluster, else the simplest.",
+        help="Algorithm. Default: the one that the library runs on --cluster, else the simplest.",
         rich_help_panel=COLLECTIVE_PANEL,
     ),
     ranks: int = typer.Option(
@@ -42,17 +42,17 @@ def command(
         "--ranks",
         "-r",
         show_default=False,
-        help="Default: 4, or 8 where nodes matter.",
+        help="Number of ranks. Default: 4, or 8 for node-aware algorithms.",
         rich_help_panel=COLLECTIVE_PANEL,
     ),
     size: str = typer.Option(
-        "", "--size", help="Bytes of the full buffer, such as 64MiB: adds times.", rich_help_panel=COLLECTIVE_PANEL
+        "", "--size", help="Size of the full buffer, such as 64MiB; also shows times.", rich_help_panel=COLLECTIVE_PANEL
     ),
     cluster: str = typer.Option(
         "",
         "--cluster",
         "-c",
-        help="A catalog name or a TOML file: whose links to walk.",
+        help="Cluster whose links are simulated: a catalog name or a TOML file.",
         rich_help_panel=COLLECTIVE_PANEL,
     ),
     elements: int = typer.Option(
@@ -82,25 +82,25 @@ def command(
     values: bool = typer.Option(
         False,
         "--values",
-        help="The numbers of every rank before and after each step.",
+        help="Show the values on every rank before and after each step.",
         rich_help_panel=COLLECTIVE_PANEL,
     ),
-    stages: int = typer.Option(4, "--stages", help="Ranks of the pipeline.", rich_help_panel=PIPELINE_PANEL),
+    stages: int = typer.Option(4, "--stages", help="Number of pipeline ranks.", rich_help_panel=PIPELINE_PANEL),
     microbatches: int = typer.Option(
-        8, "--microbatches", "-m", help="Micro-batches of a step.", rich_help_panel=PIPELINE_PANEL
+        8, "--microbatches", "-m", help="Micro-batches per step.", rich_help_panel=PIPELINE_PANEL
     ),
     virtual: int = typer.Option(
         0,
         "--virtual",
         show_default=False,
-        help="Stages a rank, where the schedule has several.",
+        help="Stages per rank, for schedules with several.",
         rich_help_panel=PIPELINE_PANEL,
     ),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto.", rich_help_panel=PIPELINE_PANEL),
     html: str = typer.Option("", "--html", help="Write a figure to this file."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Show a collective, a pipeline schedule, or a table worth knowing; without a topic, list them all."""
+    """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:
         from meshwright.cli.show.listing import list_topics
 
@@ -109,9 +109,9 @@ def command(
     from meshwright.cli.show.options import refuse_unused
 
     writable(html, trace)
-    topic, names, compare = in_order(topic.lower(), names, compare)
+    topic, names, compare = sort_arguments(topic.lower(), names, compare)
     kind = kind_of(topic)
-    refuse_unused(topic, kind, given(context))
+    refuse_unused(topic, kind, explicit_options(context))
     if kind == LESSON:
         import importlib
 
@@ -130,10 +130,10 @@ def command(
             trace=trace or None,
             json_out=as_json,
         )
-    from meshwright.cli.show.collectives import Asked, show
+    from meshwright.cli.show.collectives import Request, show
 
     return show(
-        Asked(
+        Request(
             topic,
             algorithm,
             ranks,
@@ -152,21 +152,21 @@ def command(
     )
 
 
-def given(context: typer.Context) -> list[str]:
-    """Names of the options on the command line, in order, but for those that every topic has."""
+def explicit_options(context: typer.Context) -> list[str]:
+    """Return the names of the options on the command line, in order, except those that every topic accepts."""
     named = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
     return [name for name in context.params if name in named - {"topic", "as_json"}]
 
 
-def in_order(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:
-    """`show --compare ring,tree all-reduce` parses as topic and names the wrong way round; names alone ask to compare."""
+def sort_arguments(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:
+    """Swap topic and names if they came as `--compare ring,tree all-reduce`; names without --compare also mean compare."""
     if "," in topic and names:
         topic, names = names.lower(), topic
     return topic, names, compare or bool(names)
 
 
 def kind_of(topic: str) -> str:
-    """Which of the three a topic is; an unknown one is refused with the nearest."""
+    """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
     from meshwright.errors import unknown
     from meshwright.programs.collectives import OPERATIONS
     from meshwright.programs.pipelines import ALIASES, RULES

@@ -1,9 +1,9 @@
-"""`meshwright show formats`: number formats, every figure computed from the bits.
+"""`meshwright show formats`: number formats; all figures are computed from the numbers of bits.
 
 A float of e exponent and m mantissa bits with bias b = 2ᵉ⁻¹ − 1 has the largest value 2^(E−b)·(2 − 2⁻ᵐ), the smallest
 normal one 2^(1−b), the smallest at all 2^(1−b−m), and a relative step of 2⁻ᵐ. E is the largest exponent field that
-stands for numbers: 2ᵉ − 2 where the last is kept for infinity and NaN (IEEE), 2ᵉ − 1 where it is not: E4M3 gives up
-only its last code for NaN, E2M1 none.
+encodes numbers: 2ᵉ − 2 if the last one is reserved for infinity and NaN (IEEE), else 2ᵉ − 1. E4M3 reserves only its
+last code for NaN; E2M1 reserves none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.view.tables import show as print_out
 
 
 class Format(NamedTuple):
-    """Bits, and what the top exponent stands for: ieee (infinity and NaN), nan (NaN in one code), all (numbers only)."""
+    """Numbers of bits, and the meaning of the top exponent: ieee (infinity and NaN), nan (one code is NaN), all (numbers)."""
 
     name: str
     exponent: int
@@ -76,7 +76,7 @@ INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scal
 
 
 def as_dicts() -> list[dict[str, Any]]:
-    told: list[dict[str, Any]] = [
+    floats: list[dict[str, Any]] = [
         {
             "name": f.name,
             "bits": f.bits,
@@ -92,11 +92,11 @@ def as_dicts() -> list[dict[str, Any]]:
         }
         for f in FORMATS
     ]
-    return [*told, {"name": "int8", "bits": 8, "largest": 127.0, "smallest": 1.0, "use": INT8_USE}]
+    return [*floats, {"name": "int8", "bits": 8, "largest": 127.0, "smallest": 1.0, "use": INT8_USE}]
 
 
 def show(topic: str = "formats", *, as_json: bool = False) -> None:
-    """The table."""
+    """Print the table of formats."""
     if as_json:
         return show_json(as_dicts())
     rows: list[tuple[object, ...]] = [
@@ -133,7 +133,7 @@ def show(topic: str = "formats", *, as_json: bool = False) -> None:
             "dim",
         ),
         Text(
-            "loses gradients below 6e-8. Eight bits and fewer only work with scale factors that move the window to the data.",
+            "loses gradients below 6e-8. Formats of eight bits or fewer need scale factors that map the data to their range.",
             "dim",
         ),
     )
@@ -141,5 +141,5 @@ def show(topic: str = "formats", *, as_json: bool = False) -> None:
 
 
 def number(x: float) -> str:
-    """Exact where short, else three digits."""
+    """Return a whole number below a million in full, else three significant digits."""
     return f"{x:,.0f}" if 1 <= x < 1e6 and x == int(x) else f"{x:.3g}"

@@ -1,4 +1,4 @@
-"""`meshwright show` alone: everything there is to show."""
+"""`meshwright show` without a topic: the list of all topics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshwright.view.tables import filled, heading, show, show_json
 
 
 def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
-    """Collectives with their algorithms and costs, schedules, lessons."""
+    """Print the collectives with their algorithms and costs, the schedules and the lessons."""
     if as_json:
         found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
         show_json(
@@ -34,7 +34,7 @@ def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
         ),
         collectives,
         Text(
-            "n the full buffer, P ranks as N nodes of g, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n",
+            "n: bytes of the full buffer, P = N·g ranks in N nodes, k segments, α latency, β = 1/bandwidth, γ time to add a byte\n",
             "dim",
         ),
         heading(

@@ -1,10 +1,10 @@
-"""`meshwright show column-parallel` and `row-parallel`: one matrix product, two GPUs, all the numbers.
+"""`meshwright show column-parallel` and `row-parallel`: one matrix product on two GPUs, with all values.
 
 Y = X·W with X of 2×4 and W of 4×8. **Columns**: W = [W₀ | W₁], each GPU has all of X and computes its half of Y's
-columns; nobody needs the other until someone wants the whole Y (an all-gather), and in backward both have a part of dX
-(an all-reduce). **Rows**: W₀ over W₁, each GPU has half of X's columns and a *partial sum* of all of Y; an all-reduce
-adds the two. Put a column-parallel product before a row-parallel one and the halves fit: one all-reduce forward and one
-backward for the pair. The collectives here are the programs of `meshwright show`, run on the numbers.
+columns. Forward needs no communication unless the full Y is required (an all-gather). In backward each GPU has a partial
+sum of dX (an all-reduce). **Rows**: W₀ is above W₁, each GPU has half of X's columns and a *partial sum* of all of Y; an
+all-reduce adds the two. The output of a column-parallel product is the input of a row-parallel one: the pair needs one
+all-reduce in forward and one in backward. The collectives here are the programs of `meshwright show`, run on arrays.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def column_parallel() -> dict[str, Any]:
     x, w, dy = operands()
     parts = np.split(w, GPUS, axis=1)
     outputs = [x @ part for part in parts]
-    gathered = collected([y.T.ravel() for y in outputs], "all-gather", w.shape[1] * 2)
+    gathered = run_collective([y.T.ravel() for y in outputs], "all-gather", w.shape[1] * 2)
     y = gathered.reshape(w.shape[1], 2).T
     partial = [g @ part.T for g, part in zip(np.split(dy, GPUS, axis=1), parts, strict=True)]
-    dx = collected([p.ravel() for p in partial], "all-reduce", x.size).reshape(x.shape)
+    dx = run_collective([p.ravel() for p in partial], "all-reduce", x.size).reshape(x.shape)
     return {
         "X": x,
         "W": parts,
@@ -60,7 +60,7 @@ def row_parallel() -> dict[str, Any]:
     x, w, dy = operands()
     inputs, parts = np.split(x, GPUS, axis=1), np.split(w, GPUS, axis=0)
     partial = [a @ b for a, b in zip(inputs, parts, strict=True)]
-    y = collected([p.ravel() for p in partial], "all-reduce", partial[0].size).reshape(partial[0].shape)
+    y = run_collective([p.ravel() for p in partial], "all-reduce", partial[0].size).reshape(partial[0].shape)
     grads = [dy @ part.T for part in parts]
     return {
         "X": inputs,
@@ -74,30 +74,32 @@ def row_parallel() -> dict[str, Any]:
     }
 
 
-def collected(inputs: list[np.ndarray], operation: str, elements: int) -> np.ndarray:
-    """What both GPUs hold after the collective, run as a program."""
+def run_collective(inputs: list[np.ndarray], operation: str, elements: int) -> np.ndarray:
+    """Return the result that both GPUs have after the collective, which is run as a program."""
     first, second = run_on_arrays(build(operation, "ring", GPUS, elements), inputs)
     assert np.array_equal(first, second)
     return first
 
 
 def show(topic: str, *, as_json: bool = False) -> None:
-    """The worked example."""
-    told = column_parallel() if topic == "column-parallel" else row_parallel()
-    equal = bool(np.array_equal(told["whole Y"], told["X·W"]) and np.array_equal(told["whole dX"], told["dY·Wᵀ"]))
+    """Print the example."""
+    example = column_parallel() if topic == "column-parallel" else row_parallel()
+    equal = bool(
+        np.array_equal(example["whole Y"], example["X·W"]) and np.array_equal(example["whole dX"], example["dY·Wᵀ"])
+    )
     if as_json:
-        plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in told.items()}
+        plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
         return show_json({"topic": topic, "equal": equal, **plain})
-    return print_out(*(column_page(told, equal) if topic == "column-parallel" else row_page(told, equal)))
+    return print_out(*(column_page(example, equal) if topic == "column-parallel" else row_page(example, equal)))
 
 
-def column_page(told: dict[str, Any], equal: bool) -> list[Any]:
+def column_page(example: dict[str, Any], equal: bool) -> list[Any]:
     cards = [
         card(
             g,
-            ("X: all of it", told["X"], ""),
-            (f"W{g}: columns {4 * g}–{4 * g + 3}", told["W"][g], TINTS[g]),
-            (f"Y{g} = X·W{g}", told["Y"][g], TINTS[g]),
+            ("X: all of it", example["X"], ""),
+            (f"W{g}: columns {4 * g}–{4 * g + 3}", example["W"][g], TINTS[g]),
+            (f"Y{g} = X·W{g}", example["Y"][g], TINTS[g]),
         )
         for g in range(GPUS)
     ]
@@ -107,24 +109,24 @@ def column_page(told: dict[str, Any], equal: bool) -> list[Any]:
             "Y = X·W, the columns of W split over two GPUs: each has all of X and half of the output features",
         ),
         Columns(cards),
-        joined("Y = [Y0 | Y1] by all-gather", told["Y"], told["whole Y"], "beside"),
+        combined_panel("Y = [Y0 | Y1] by all-gather", example["Y"], example["whole Y"], "beside"),
         verdict("Y", equal),
         Text(
-            "forward    no communication: the halves may go straight into a row-parallel product; only a reader of all of Y needs the all-gather"
+            "forward    no communication: the halves can be the input of a row-parallel product; the all-gather is needed only for the full Y"
         ),
-        Text("backward   each GPU has dX from its own columns only; an all-reduce adds the parts:"),
-        joined("dX = dX0 + dX1 by all-reduce", told["dX"], told["whole dX"], "sum"),
+        Text("backward   each GPU has the partial dX of its columns of W; an all-reduce adds them:"),
+        combined_panel("dX = dX0 + dX1 by all-reduce", example["dX"], example["whole dX"], "sum"),
         verdict("dX", equal),
     ]
 
 
-def row_page(told: dict[str, Any], equal: bool) -> list[Any]:
+def row_page(example: dict[str, Any], equal: bool) -> list[Any]:
     cards = [
         card(
             g,
-            (f"X{g}: columns {2 * g}–{2 * g + 1}", told["X"][g], TINTS[g]),
-            (f"W{g}: rows {2 * g}–{2 * g + 1}", told["W"][g], TINTS[g]),
-            (f"partial Y{g} = X{g}·W{g}", told["Y"][g], TINTS[g]),
+            (f"X{g}: columns {2 * g}–{2 * g + 1}", example["X"][g], TINTS[g]),
+            (f"W{g}: rows {2 * g}–{2 * g + 1}", example["W"][g], TINTS[g]),
+            (f"partial Y{g} = X{g}·W{g}", example["Y"][g], TINTS[g]),
         )
         for g in range(GPUS)
     ]
@@ -134,23 +136,23 @@ def row_page(told: dict[str, Any], equal: bool) -> list[Any]:
             "Y = X·W, the rows of W split over two GPUs: each has half of the input features and a part of every sum",
         ),
         Columns(cards),
-        joined("Y = Y0 + Y1 by all-reduce", told["Y"], told["whole Y"], "sum"),
+        combined_panel("Y = Y0 + Y1 by all-reduce", example["Y"], example["whole Y"], "sum"),
         verdict("Y", equal),
         Text("forward    one all-reduce of Y; a bias is added once, after it (or on one GPU), never by both"),
-        Text("backward   no communication: each GPU gets dX of its own columns from all of dY"),
-        joined("dX = [dX0 | dX1], as split", told["dX"], told["whole dX"], "beside"),
+        Text("backward   no communication: each GPU computes dX of its columns of X from all of dY"),
+        combined_panel("dX = [dX0 | dX1], as split", example["dX"], example["whole dX"], "beside"),
         verdict("dX", equal),
     ]
 
 
 def card(gpu: int, *matrices: tuple[str, np.ndarray, str]) -> Panel:
-    """What one GPU holds."""
+    """Return a panel with the matrices on one GPU."""
     parts = [part for name, matrix, style in matrices for part in (Text(name, "dim"), grid(matrix, style))]
     return Panel(Group(*parts), title=f"GPU {gpu}", border_style=TINTS[gpu], width=46)
 
 
 def grid(matrix: np.ndarray, *styles: str) -> Table:
-    """A matrix with right-aligned columns; styles for equal groups of columns."""
+    """Return a matrix as a table with right-aligned columns; each style is for an equal group of columns."""
     out = Table.grid(padding=(0, 1))
     rows, columns = matrix.shape
     width = max(len(str(v)) for v in matrix.ravel())
@@ -161,8 +163,8 @@ def grid(matrix: np.ndarray, *styles: str) -> Table:
     return out
 
 
-def joined(title: str, parts: list[np.ndarray], whole: np.ndarray, how: str) -> Panel:
-    """The two parts and what they make."""
+def combined_panel(title: str, parts: list[np.ndarray], whole: np.ndarray, how: str) -> Panel:
+    """Return a panel with the two parts and the combined matrix."""
     line = Table.grid(padding=(0, 2))
     sign = "│" if how == "beside" else "+"
     tinted = grid(whole, *TINTS) if how == "beside" else grid(whole, "bold")

@@ -1,4 +1,4 @@
-"""Options of `meshwright show` that a topic does not use are refused: none is ignored."""
+"""Options of `meshwright show` that a topic does not use raise an error; none is ignored."""
 
 from __future__ import annotations
 

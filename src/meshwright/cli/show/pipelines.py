@@ -1,7 +1,7 @@
-"""`meshwright show SCHEDULE`: draw a pipeline schedule, or several under one another, on equal stages.
+"""`meshwright show SCHEDULE`: draw one or more pipeline schedules on equal stages.
 
-A rank's forward, backward of inputs and backward of weights take `times` (1, 1, 1 unless told otherwise); with V stages a
-rank each stage takes a V-th, so that schedules of different V do the same work and their lengths compare.
+The forward, backward of inputs and backward of weights of a rank take `times` (default 1, 1, 1). With V stages per rank
+each stage takes 1/V of that, so that schedules of different V do the same work and their lengths are comparable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def show(
     json_out: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is auto's memory in micro-batches a rank."""
+    """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is the memory limit of auto, in micro-batches per rank."""
     console = console or tables.console()
     options: dict[str, Any] = {"times": tuple(times), "p2p": p2p, "overlap": overlap, "limit": limit}
     several = [walked_for(name, stages, microbatches, virtual or None, **options) for name in _names(topic, compare)]
@@ -48,7 +48,7 @@ def show(
         from meshwright.view.pipelines import show_pipelines
 
         show_pipelines(several, console)
-    for path in _written(several, html, trace):
+    for path in _write_files(several, html, trace):
         if not json_out:
             console.print(f"written to {path}", style="dim", soft_wrap=True)
 
@@ -64,7 +64,7 @@ def walked_for(
     overlap: bool = True,
     limit: float | None = None,
 ) -> Walked:
-    """One schedule on equal stages; a `virtual` it does not take gives way to its own."""
+    """Simulate a schedule on equal stages; a `virtual` that it does not support is replaced by its default."""
     name = name_of(schedule)
     rule = RULES[name]
     count = virtual if virtual is not None and (rule.most_virtual > 2 or virtual == rule.virtual) else rule.virtual
@@ -80,9 +80,9 @@ def walked_for(
 
 
 def _names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
-    """The schedules to draw: the topic, and what it is compared with; asked to compare with nothing named: the classics."""
-    others = compare.split(",") if isinstance(compare, str) else list(compare or ())
-    names = [name_of(word.strip()) for word in others if word.strip()]
+    """Return the schedules to draw: the topic and those in `compare`; --compare without names means the classics."""
+    listed = compare.split(",") if isinstance(compare, str) else list(compare or ())
+    names = [name_of(word.strip()) for word in listed if word.strip()]
     first = name_of(topic)
     if compare is not None and not names:
         names = list(CLASSICS)
@@ -103,7 +103,7 @@ def _as_json(walked: Walked) -> dict[str, Any]:
     return {**described(walked), "actions": actions}
 
 
-def _written(several: Sequence[Walked], html: str | Path | None, trace: str | Path | None) -> list[Path]:
+def _write_files(several: Sequence[Walked], html: str | Path | None, trace: str | Path | None) -> list[Path]:
     paths = []
     if html:
         from meshwright.view.pipelines_html import write_pipelines_html

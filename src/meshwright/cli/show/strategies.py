@@ -1,10 +1,10 @@
-"""`meshwright show strategies`: what each parallelism splits, what it sends, and when to use it.
+"""`meshwright show strategies`: what each form of parallelism splits and sends, and when to use it.
 
 Volumes are elements **sent** by one GPU in one step by bandwidth-optimal algorithms: an all-reduce of n sends
-2(D−1)/D·n, an all-gather or reduce-scatter of a full buffer n sends (D−1)/D·n. N parameters, L layers; B sequences a
-GPU of S tokens, hidden size H; D data-parallel, T tensor-parallel, C context-parallel, P pipeline ranks, E
-expert-parallel ranks, k experts a token, M micro-batches. Bytes of state are for bf16 with Adam and fp32 master
-weights: 2 + 2 + 12 = 16 a parameter.
+2(D−1)/D·n, an all-gather or reduce-scatter of a full buffer n sends (D−1)/D·n. N parameters, L layers; B sequences of
+S tokens per GPU, hidden size H; D data-parallel, T tensor-parallel, C context-parallel, P pipeline ranks, E
+expert-parallel ranks, k experts per token, M micro-batches. Bytes of state are for bf16 with Adam and fp32 master
+weights: 2 + 2 + 12 = 16 per parameter.
 """
 
 from __future__ import annotations
@@ -33,44 +33,48 @@ STRATEGIES = (
              "yes, behind backward", "16N", "the state fits one GPU (5B parameters in 80 GB): start here"),
     Strategy("ZeRO-1", "+ optimizer state", "reduce-scatter of gradients, all-gather of parameters", "in backward; after the update",
              "2(D−1)/D · N", "yes", "4N + 12N/D", "nearly always instead of DDP: same bytes, a quarter of the state"),
-    Strategy("ZeRO-2", "+ gradients", "the same, a reduce-scatter each micro-batch", "in backward; after the update",
+    Strategy("ZeRO-2", "+ gradients", "as ZeRO-1, with a reduce-scatter per micro-batch", "in backward; after the update",
              "(M+1)(D−1)/D · N", "yes", "2N + 14N/D", "gradients do not fit; costs traffic when micro-batches accumulate"),
     Strategy("ZeRO-3 (FSDP)", "+ parameters", "all-gather twice, reduce-scatter once", "before each layer forward and backward; after its backward",
              "3(D−1)/D · N, for each micro-batch", "mostly: the next layer is fetched early", "16N/D",
              "the model does not fit; 1.5× DDP's bytes"),
-    Strategy("HSDP", "ZeRO-3 in groups of D, replicated R times", "FSDP inside, all-reduce of shards between", "as FSDP; the all-reduce once a step",
+    Strategy("HSDP", "ZeRO-3 in groups of D, replicated R times", "FSDP in a group, all-reduce of shards between groups",
+             "as FSDP; the all-reduce once per step",
              "3(D−1)/D · N inside, 2(R−1)/R · N/D between", "mostly", "16N/D", "many nodes: sharding stays on fast links"),
-    Strategy("tensor parallel", "every matrix", "all-reduce of activations", "2 forward and 2 backward a layer", "8(T−1)/T · BSH a layer",
+    Strategy("tensor parallel", "every matrix", "all-reduce of activations", "2 forward and 2 backward per layer", "8(T−1)/T · BSH per layer",
              "no: on the critical path", "16N/T", "layers too large or batch too small; inside the NVLink domain, T ≤ 8"),
     Strategy("+ sequence parallel", "activations between the matrices", "all-gather and reduce-scatter instead", "where the all-reduce was",
-             "the same", "hardly", "16N/T", "with tensor parallel: activations ÷ T, the same bytes forward; one more gather backward"),
+             "the same", "little", "16N/T", "with tensor parallel: activations ÷ T, the same bytes forward; one more gather backward"),
     Strategy("context parallel", "the sequence", "ring of K and V (point-to-point), or all-gather", "in every attention",
-             "2(C−1)/C · BS·H_kv a layer forward, twice that backward", "yes, behind attention", "16N (shards with data)",
-             "sequences beyond some 32k tokens; below, where the batch is too small for more data parallelism"),
+             "2(C−1)/C · BS·H_kv per layer forward, twice that backward", "yes, behind attention", "16N (shards with data)",
+             "sequences above about 32k tokens; shorter ones if the batch is too small for more data parallelism"),
     Strategy("pipeline parallel", "the layers", "point-to-point of activations", "at stage boundaries, each micro-batch",
-             "2 · BSH a boundary (all micro-batches together)", "mostly", "16N/P", "across nodes; needs M well above P: bubble (P−1)/(M+P−1)"),
+             "2 · BSH per boundary (all micro-batches together)", "mostly", "16N/P", "across nodes; needs M well above P: bubble (P−1)/(M+P−1)"),
     Strategy("expert parallel", "the experts", "all-to-all of tokens", "dispatch and combine, forward and backward",
-             "4k(E−1)/E · BSH a mixture layer", "partly", "experts ÷ E", "mixture-of-experts models"),
+             "4k(E−1)/E · BSH per MoE layer", "partly", "experts ÷ E", "mixture-of-experts models"),
 )  # fmt: skip
 
 RULES = (
     ("fast links first", "tensor and sequence inside a node; context, then pipeline, then data across nodes"),
     (
         "start simple",
-        "DDP or ZeRO-1 → FSDP → tensor parallel in the node → pipeline → expert and context where the model asks for them",
+        "DDP or ZeRO-1 → FSDP → tensor parallel in the node → pipeline → expert and context where the model needs them",
     ),
-    ("count the state", "16 bytes a parameter: 7B is 112 GB, 70B 1.12 TB, 175B 2.8 TB, before activations"),
+    ("count the state", "16 bytes per parameter: 7B is 112 GB, 70B 1.12 TB, 175B 2.8 TB, before activations"),
     (
         "count the bubble",
         "overhead (P−1)/M, fraction (P−1)/(M+P−1): 4 stages and 16 micro-batches lose 15.8% of the step; 1F1B saves memory, not bubble",
     ),
-    ("measure", "a plan is a guess until `meshwright estimate` and a run agree"),
+    ("measure", "trust a plan only when a run confirms `meshwright estimate`"),
 )
-LETTERS = "\nN parameters · B sequences a GPU of S tokens · H hidden, H_kv K or V width · D, T, C, P, E ranks · k experts a token · M micro-batches"
+LETTERS = (
+    "\nN parameters · B sequences of S tokens per GPU · H hidden, H_kv K or V width · D, T, C, P, E ranks · "
+    "k experts per token · M micro-batches"
+)
 
 
 def show(topic: str = "strategies", *, as_json: bool = False) -> None:
-    """The tables."""
+    """Print the tables."""
     if as_json:
         return show_json([strategy._asdict() for strategy in STRATEGIES])
     what = [(Text(s.name, "bold"), s.splits, Text(s.collective, "cyan"), s.when, s.volume) for s in STRATEGIES]

@@ -1,13 +1,13 @@
-"""Attention of some queries to one block of keys, computed so that blocks can be merged into attention to all keys.
+"""Attention of queries to one block of keys, computed so that the results of all blocks can be merged exactly.
 
-Softmax over keys that arrive block by block needs one pass: each block yields its output and the logarithm of its sum of
-exponentials (lse, ℓ), and two blocks merge exactly, however large their scores (Milakov & Gimelshein 2018):
+Softmax over keys that arrive block by block needs one pass: each block gives its output and the logarithm of its sum of
+exponentials (lse, ℓ). Two blocks merge exactly and without overflow (Milakov & Gimelshein 2018):
 
-    ℓ_j = log Σ_k exp(s_k)      o_j = Σ_k exp(s_k − ℓ_j) v_k            of block j's keys k,  s = q kᵀ / √D
+    ℓ_j = log Σ_k exp(s_k)      o_j = Σ_k exp(s_k − ℓ_j) v_k            over the keys k of block j,  s = q kᵀ / √D
     ℓ = log(e^ℓ₁ + e^ℓ₂)        o = e^(ℓ₁−ℓ) o₁ + e^(ℓ₂−ℓ) o₂
 
-Backward needs q, k, v, o and ℓ only: the block's probabilities are exp(s − ℓ) with the **final** ℓ, so blocks are
-independent and their gradients plain sums,
+Backward needs only q, k, v, o and ℓ: the probabilities of a block are exp(s − ℓ) with the **final** ℓ. So blocks are
+independent, and their gradients are added:
 
     δ = Σ_d o ∘ do      ds = p ∘ (do vᵀ − δ) / √D      dq = ds k      dk = dsᵀ q      dv = pᵀ do
 
@@ -17,9 +17,9 @@ With dropout of probabilities (`dropped`), each p that multiplies a v or a do is
 
 ℓ and δ do not change, since Σ_k p m do·v = do·o.
 
-A rank's tokens are a few runs of consecutive positions. For each pair of runs the queries see all keys, none, or, where
-both are the same run, the lower triangle: `rectangles` lists what has to be computed. A rectangle runs on a fused kernel
-where there is one (`kernels`: CUDA, 16-bit, no window, no dropout); elsewhere in tiles of rows, so that at most `TILE`
+The tokens of a rank are a few runs of consecutive positions. For each pair of runs the queries see all keys, no keys, or,
+if both are the same run, the lower triangle: `rectangles` lists the parts to compute. A rectangle runs on a fused kernel
+if one supports it (`kernels`: CUDA, 16-bit, no window, no dropout), else in tiles of rows, so that at most `TILE`
 scores are in memory at once. Sums are in float32 or wider.
 
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
@@ -40,7 +40,7 @@ TILE = 1 << 24  # scores in memory at once: 64 MiB in float32
 
 
 class Rectangle(NamedTuple):
-    """Local rows × local columns, and which scores are visible: all, the lower triangle, or those of `_mask`."""
+    """A part of the local score matrix, and which of its scores are visible: all, the lower triangle, or those in `_mask`."""
 
     queries: slice
     keys: slice
@@ -48,7 +48,7 @@ class Rectangle(NamedTuple):
 
 
 class AttentionPattern(NamedTuple):
-    """Which keys a query sees: with `causal` earlier ones only, and those fewer than `window` away (0: any distance)."""
+    """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away."""
 
     causal: bool
     window: int = 0
@@ -76,7 +76,7 @@ def _with_slices(runs: Runs) -> Iterator[tuple[slice, range]]:
 
 
 def _relation(q: range, k: range, pattern: AttentionPattern) -> str:
-    nearest, farthest = q.start - (k.stop - 1), q.stop - 1 - k.start  # least and most of (query − key)
+    nearest, farthest = q.start - (k.stop - 1), q.stop - 1 - k.start  # smallest and largest (query − key)
     if pattern.causal and farthest < 0:
         return ""
     if pattern.window and (nearest >= pattern.window or -farthest >= pattern.window):
@@ -137,15 +137,15 @@ class BlockAttention:
 
     def _merge(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         assert self.output_BNSD is not None
-        before, so_far = self.lse_BNS[:, :, rows], self.output_BNSD[:, :, rows]
+        before, merged = self.lse_BNS[:, :, rows], self.output_BNSD[:, :, rows]
         after = torch.logaddexp(before, lse)
-        finite = after.masked_fill(after == -torch.inf, 0.0)  # rows that have seen no key yet: e^(−∞ − 0) = 0
-        so_far.mul_((before - finite).exp_().unsqueeze(-1)).add_(output * (lse - finite).exp_().unsqueeze(-1))
+        finite = after.masked_fill(after == -torch.inf, 0.0)  # rows without a visible key until now: e^(−∞ − 0) = 0
+        merged.mul_((before - finite).exp_().unsqueeze(-1)).add_(output * (lse - finite).exp_().unsqueeze(-1))
         before.copy_(after)
 
 
 class BlockGradients:
-    """Gradients of this rank's queries, and of the keys and values of any rank's block."""
+    """Gradients of this rank's queries, and of the keys and values of blocks from any rank."""
 
     def __init__(
         self,
@@ -164,41 +164,43 @@ class BlockGradients:
         self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
 
     def attend_block(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Backward through one block: adds to `dk` and `dv`, the gradients of its keys and values."""
+        """Run backward through one block: add to `dk` and `dv`, the gradients of its keys and values."""
         for r in rectangles(self.queries, keys, self.pattern):
             rows, columns = r.queries, r.keys
             q, grad_output, output, lse, delta, dq = (
                 x[:, :, rows] for x in (self.q, self.grad_output, self.output, self.lse, self.delta_BNS, self.dq)
             )
-            k_seen, v_seen, dk_seen, dv_seen = (x[:, :, columns] for x in (k, v, dk, dv))
+            k_part, v_part, dk_part, dv_part = (x[:, :, columns] for x in (k, v, dk, dv))
             triangle = r.visible == "triangle"
             fused = r.visible != "mask" and self.dropped is None
-            kernel = kernel_for(q, k_seen, v_seen, triangle) if fused else None
+            kernel = kernel_for(q, k_part, v_part, triangle) if fused else None
             if kernel is not None:
-                parts = kernel.backward(grad_output, q, k_seen, v_seen, output, lse, triangle)
-                for into, part in zip((dq, dk_seen, dv_seen), parts, strict=True):
+                parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle)
+                for into, part in zip((dq, dk_part, dv_part), parts, strict=True):
                     into.add_(part)
                 continue
-            for tile, reach, mask in _tiles(q, r, self.queries, keys, self.pattern):
-                kept = _kept(self.dropped, r, self.queries, keys, tile, reach, self.dq.dtype)
+            for tile, visible_columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
+                kept = _kept(self.dropped, r, self.queries, keys, tile, visible_columns, self.dq.dtype)
                 parts = _tile_backward(
                     grad_output[:, :, tile],
                     q[:, :, tile],
                     lse[:, :, tile],
                     delta[:, :, tile],
-                    k_seen[:, :, reach],
-                    v_seen[:, :, reach],
+                    k_part[:, :, visible_columns],
+                    v_part[:, :, visible_columns],
                     mask,
                     kept,
                 )
-                for into, part in zip((dq[:, :, tile], dk_seen[:, :, reach], dv_seen[:, :, reach]), parts, strict=True):
+                for into, part in zip(
+                    (dq[:, :, tile], dk_part[:, :, visible_columns], dv_part[:, :, visible_columns]), parts, strict=True
+                ):
                     into.add_(part)
 
 
 def _tiles(
     q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Tiles of a rectangle: rows, the columns they can see, and their mask; a bounded number of scores at a time."""
+    """Yield the tiles of a rectangle, at most `TILE` scores each: rows, the columns that they can see, and the mask."""
     length, width = r.queries.stop - r.queries.start, r.keys.stop - r.keys.start
     step = max(1, TILE // max(1, q.shape[0] * q.shape[1] * width))
     if r.visible == "mask":
@@ -217,7 +219,7 @@ def _tiles(
 
 
 def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> slice:
-    """The range of columns that any of the rows may see; both ascending."""
+    """The range of columns that at least one of the rows can see; rows and columns are ascending."""
     first = int(rows[0]) - pattern.window + 1 if pattern.window else 0
     last = int(rows[-1]) + (0 if pattern.causal else pattern.window - 1)
     start, stop = torch.searchsorted(columns, torch.tensor([first, last + 1])).tolist()
@@ -245,7 +247,7 @@ def _kept(
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
-    """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; where no ℓ is given, that of this block."""
+    """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; without a given ℓ, that of this block is computed."""
     groups = q.shape[1] // k.shape[1]
     scores = q.unflatten(1, (-1, groups)).flatten(2, 3).mul(q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if mask is not None:

@@ -1,14 +1,14 @@
 """Fused attention kernels that return the logarithm of their sum of exponentials (lse), which merging blocks needs.
 
 The public `scaled_dot_product_attention` does not return it; the operators behind it do, and take it as an argument of
-backward: given the **final** lse over all blocks instead of the block's own, the kernel returns this block's part of the
-gradients. Private names of torch, all of them here:
+backward: with the **final** lse over all blocks instead of the lse of the block, the kernel returns the gradients of this
+block. Private names of torch, all of them here:
 
     aten._scaled_dot_product_cudnn_attention, …_backward    Hopper and later: there twice as fast as flash
     aten._scaled_dot_product_flash_attention, …_backward    Ampere and later
 
 Both need CUDA and 16-bit tensors, and support full and causal blocks; torch's public `can_use_…` check further
-conditions. With a torch without these names, on a CPU, in float32 or with a window the caller computes in tiles.
+conditions. Without these names in torch, on a CPU, in float32 or with a window, the caller computes in tiles.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _flash_backward(
 
 
 def _no_dropout(q: torch.Tensor) -> torch.Tensor:
-    """The dropout seed that the kernels require as an argument, though there is no dropout."""
+    """The dropout seed that the kernels require as an argument even without dropout."""
     return torch.zeros((), dtype=torch.long, device=q.device)
 
 
@@ -94,10 +94,10 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
         or v.shape[-1] % MULTIPLE
     ):
         return None
-    asked: Any = cuda.SDPAParams(q, k, v, None, 0.0, triangle, q.shape[1] != k.shape[1])
+    arguments: Any = cuda.SDPAParams(q, k, v, None, 0.0, triangle, q.shape[1] != k.shape[1])
     hopper = torch.cuda.get_device_capability(q.device) >= HOPPER
-    if hopper and _has("cudnn") and cuda.can_use_cudnn_attention(asked):
+    if hopper and _has("cudnn") and cuda.can_use_cudnn_attention(arguments):
         return Kernel(_cudnn_forward, _cudnn_backward)
-    if _has("flash") and cuda.can_use_flash_attention(asked):
+    if _has("flash") and cuda.can_use_flash_attention(arguments):
         return Kernel(_flash_forward, _flash_backward)
     return None

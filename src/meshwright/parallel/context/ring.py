@@ -1,17 +1,18 @@
-"""Ring attention and all-gather attention: the same blocks of attention, with two ways to bring in keys and values.
+"""Ring attention and all-gather attention: the same block-wise attention, with two ways to fetch keys and values.
 
-Ring: at step t of P a rank computes with the K and V of rank (me − t) mod P while it sends them to the next rank and
+Ring: at step t of P, rank r computes with the K and V of rank (r − t) mod P while it sends them to the next rank and
 receives the next block. Receive and send are posted together before the computation and waited for after it, so with two
-buffers the transfer is hidden behind the computation. Backward goes round again, and the gradients of a block follow it:
+buffers the transfer is hidden behind the computation. Backward runs the ring a second time, and the gradients of a block
+follow it one rank behind:
 
     K, V    b → b+1 → … → b+P−1            P−1 hops
-    dK, dV      b+1 → … → b+P−1 → b        P−1 hops: rank b+1 starts the sum, the owner b adds its own part last
+    dK, dV      b+1 → … → b+P−1 → b        P−1 hops: rank b+1 starts the sum, the owner b adds its part last
 
-so backward sends twice forward's bytes, in 2(P−1) messages: K and V before a step's computation, dK and dV after it.
+So backward sends twice the bytes of forward, in 2(P−1) messages: K and V before a step's computation, dK and dV after it.
 
-All-gather: every rank gathers all K and V at once (and again in backward, rather than keeping them), and backward
-reduce-scatters their gradients: one large message each instead of P−1 small ones, nothing hidden, all K and V in
-memory while they are used. Llama 3 uses it, whose grouped queries make K and V small.
+All-gather: every rank gathers all K and V at once, a second time in backward instead of saving them, and backward
+reduce-scatters their gradients. Each is one large message instead of P−1 small ones, but it is not hidden, and all K and V
+are in memory while they are used. Llama 3 uses it, because its grouped queries make K and V small.
 
 Both save for backward this rank's q, k, v and output, and one number (the log-sum-exp) per row.
 """
@@ -32,7 +33,7 @@ from meshwright.parallel.context.blocks import AttentionPattern, BlockAttention,
 
 
 class Context(NamedTuple):
-    """How a sequence is divided: the runs of positions of each rank of the group, and which keys a query sees."""
+    """How a sequence is split: the runs of positions of each rank of the group, and the keys that a query sees."""
 
     group: ProcessGroup
     runs: tuple[Runs, ...]
@@ -40,12 +41,12 @@ class Context(NamedTuple):
     dropped: Dropped | None = None
 
     @property
-    def own(self) -> Runs:
+    def local_runs(self) -> Runs:
         return self.runs[self.group.rank()]
 
 
 def pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """K and V in one new message."""
+    """Copy K and V into one message."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
@@ -78,7 +79,7 @@ class RingMessage:
 
 
 def ring_blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its block) of every rank, this rank first; the next block is received while one is used. Overwrites `block`."""
+    """Yield (rank, block) for all ranks, this rank first; the next block is received while one is used. Overwrites `block`."""
     ranks, me = group.size(), group.rank()
     spare = torch.empty_like(block) if ranks > 1 else block
     for step in range(ranks):
@@ -89,7 +90,7 @@ def ring_blocks(block: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int,
 
 
 def gathered_blocks(whole: torch.Tensor, group: ProcessGroup) -> Iterator[tuple[int, torch.Tensor]]:
-    """(rank, its block) in the order of the ring, of blocks that were gathered."""
+    """Yield (rank, block) of gathered blocks, in the order of the ring."""
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
         yield source, whole[source]
@@ -107,8 +108,8 @@ def attend_blocks(
     context: Context,
     blocks: Iterator[tuple[int, torch.Tensor]],
 ) -> torch.Tensor:
-    """Forward over all blocks, from the ring or gathered."""
-    attended = BlockAttention(q, context.own, context.pattern, context.dropped)
+    """Run forward over all blocks, received from the ring or gathered."""
+    attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped)
     for source, block in blocks:
         attended.attend_block(*unpack(block, k, v), context.runs[source])
     assert attended.output_BNSD is not None
@@ -128,7 +129,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         q, k, v, output, lse = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = BlockGradients(grad_output, q, output, lse, context.own, context.pattern, context.dropped)
+        gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
         own_gradient = torch.empty(0)
         message: RingMessage | None = None
         for step, (source, block) in enumerate(ring_blocks(pack(k, v), context.group)):
@@ -158,7 +159,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         q, k, v, output, lse = ctx.saved_tensors
         context: Context = ctx.context
-        gradients = BlockGradients(grad_output, q, output, lse, context.own, context.pattern, context.dropped)
+        gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
         whole = gather_blocks(pack(k, v), context.group)
         added = whole.new_zeros(whole.shape, dtype=gradients.dq.dtype)
         for source, block in gathered_blocks(whole, context.group):
@@ -195,7 +196,7 @@ class _TiledAttention(torch.autograd.Function):
 def tiled_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern, dropped: Dropped | None = None
 ) -> torch.Tensor:
-    """Attention to a whole sequence on this rank, in tiles: never all probabilities in memory."""
+    """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once."""
     return _TiledAttention.apply(q, k, v, pattern, dropped)
 
 

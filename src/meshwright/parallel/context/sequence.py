@@ -1,39 +1,39 @@
-"""Context parallelism: the sequence divided over P ranks, for sequences that do not fit on one device.
+"""Context parallelism: the sequence is split over P ranks, for sequences that do not fit on one device.
 
-Everything but attention treats each token by itself, so a rank with s/P tokens runs it unchanged. Attention needs
-every earlier key and value, and there are three ways to get them:
+All operations except attention process each token separately, so a rank with s/P tokens runs them unchanged. Attention
+needs all earlier keys and values. There are three ways to get them:
 
-    ring        K and V are passed on, P−1 hops; a rank never holds more than two blocks of them  4·(s/P)·kv·bytes
+    ring        K and V go round the ring in P−1 hops; a rank holds at most two blocks of them    4·(s/P)·kv·bytes
     all-gather  K and V of the whole sequence at once, freed after each layer                     2·s·kv·bytes
     ulysses     all-to-all: whole sequences of N/P heads, then back                               P at most the heads
 
-None computes s×s scores at once: blocks run in tiles or on a flash kernel. Per layer a rank keeps q, k, v and the output
-of its own tokens: at 131,072 tokens, P = 8, hidden 4096 with 1024 of K and V in 16 bits that is 320 MiB a layer, and the
-ring's two buffers are 128 MiB in all.
+None of them computes s×s scores at once: blocks run in tiles or on a flash kernel. Per layer a rank saves q, k, v and the
+output of its tokens: with 131,072 tokens, P = 8, hidden 4096 and a K and V width of 1024 in 16 bits, 320 MiB per layer. The
+two buffers of the ring are 128 MiB in total.
 
-**The free-overlap regime.** A ring step computes 4·N·D·c·(s/P)² FLOPs (c = ½ if causal) and passes 2·(s/P)·K·D values
-on. Compute grows with the square of the block, the transfer with the block: beyond
+**The free-overlap regime.** A ring step computes 4·N·D·c·(s/P)² FLOPs (c = ½ if causal) and sends 2·(s/P)·K·D
+values. Compute grows with the square of the block, the transfer linearly. If
 
-    s/P  ≥  K·bytes·F / (2·N·c·B)         F FLOP/s, B bytes/s, N heads, K of them with keys
+    s/P  ≥  K·bytes·F / (2·N·c·B)         F FLOP/s, B bytes/s, N heads, K KV heads
 
-communication is free, at any number of ranks. With 400 TFLOP/s, 50 GB/s, N = 32, K = 8, causal and 16 bits: 4,000
-tokens a rank.
+communication is fully hidden, for any number of ranks. With 400 TFLOP/s, 50 GB/s, N = 32, K = 8, causal and 16 bits:
+4,000 tokens per rank.
 
-**Why zigzag.** Cut a causal sequence into P runs and the first rank sees one block, the last P of them; all wait for
-the last. Cut it into 2P and give rank r runs r and 2P−1−r, one early and one late:
+**Why zigzag.** If a causal sequence is cut into P runs, the first rank attends to one block and the last to P blocks, and all
+ranks wait for the last. Instead cut it into 2P runs and give rank r the runs r and 2P−1−r, one early and one late:
 
     P = 4     rank 0: 0 7     rank 1: 1 6     rank 2: 2 5     rank 3: 3 4
 
-For its own block a rank computes the triangle, for an earlier rank's block all its queries against the early half, for a
-later rank's block its late queries against both halves: half a block at every step on every rank. Ulysses has whole
-sequences and needs no zigzag.
+For its own block a rank computes the lower triangle; for the block of an earlier rank, all its queries with the early half;
+for the block of a later rank, its late queries with both halves. This is half a block at every step on every rank. Ulysses
+attends to whole sequences and needs no zigzag.
 
 Positions are those of the whole sequence: rotary and learned positions use the rank's `position_ids`. Ranks of a
-context-parallel group hold the same weights and different tokens: gradients are summed over dp·cp, also where dp is 1,
+context-parallel group hold the same weights and different tokens: gradients are summed over dp·cp, even if dp is 1,
 and ZeRO shards over shard·cp.
 
-On your own model: give each rank `part_of(x, group, dim)` of the inputs, and call `ring_attention` or `gather_attention`
-in place of attention; for `ulysses_attention` take `part_of(x, group, dim, zigzag=False)`.
+For a user's own model: give each rank `part_of(x, group, dim)` of the inputs, and call `ring_attention` or
+`gather_attention` instead of attention; for `ulysses_attention` use `part_of(x, group, dim, zigzag=False)`.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from meshwright.parallel.context.ulysses import attend_by_heads
 
 
 def runs_of(seq: int, ranks: int, zigzag: bool) -> tuple[Runs, ...]:
-    """The runs of positions of every rank: one each, or with zigzag an early and a late one."""
+    """The runs of positions of every rank: one run per rank, or with zigzag an early and a late run."""
     pieces = 2 * ranks if zigzag else ranks
     if seq % pieces:
         raise MeshwrightError(
             "MW-CP-001",
             f"a sequence of {seq} does not split into {pieces} runs",
-            why=f"Each of {ranks} ranks has {'two: one early, one late' if zigzag else 'one'}",
+            why=f"Each of {ranks} ranks has {'two runs, one early and one late' if zigzag else 'one run'}",
             valid=[f"sequences that are multiples of {pieces}"],
         )
     length = seq // pieces
@@ -87,8 +87,8 @@ def ring_attention(
     zigzag: bool = True,
     window: int = 0,
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v over the sequence of all ranks, for this rank's queries. The ranks hold equal shares, as
-    `part_of` returns them; with a `window` a token sees those fewer than that many positions away."""
+    """softmax(q kᵀ / √D) v over the sequence of all ranks, for the queries of this rank. All ranks have equally many tokens, as
+    `part_of` returns them. With `window` a token sees only tokens less than `window` positions away."""
     return attend_over_ring(q_BNSD, k_BKSD, v_BKSD, _context(q_BNSD, k_BKSD, group, causal, zigzag, window))
 
 
@@ -122,19 +122,19 @@ def _context(q: torch.Tensor, k: torch.Tensor, group: ProcessGroup, causal: bool
         raise MeshwrightError(
             "MW-CP-003",
             f"queries of {q.shape[1]} heads and {q.shape[2]} tokens, keys of {k.shape[1]} and {k.shape[2]}",
-            why="Blocks are of one sequence, and a head of keys serves a whole number of heads of queries",
+            why="Queries and keys have the same tokens, and the number of heads is a multiple of the number of KV heads",
         )
     return Context(group, runs_of(q.shape[2] * group.size(), group.size(), zigzag), AttentionPattern(causal, window))
 
 
 def is_zigzag(model: Model, kind: str, seq: int, ranks: int) -> bool:
-    """Whether ranks hold an early and a late run: causal attention by blocks, where that balances the work. All-gather
-    attention to a sequence that does not divide by 2·ranks runs unbalanced."""
+    """Whether each rank has an early and a late run: for causal ring and all-gather attention, to balance the work. All-gather
+    attention runs unbalanced if the sequence length is not a multiple of 2·ranks."""
     return model.causal and (kind == "ring" or (kind == "all-gather" and seq % (2 * ranks) == 0))
 
 
 def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: str, seq: int) -> torch.Tensor:
-    """Make attention of one stage run over a divided sequence. Returns the positions of this rank's tokens."""
+    """Make attention of one stage run over a split sequence. Returns the positions of this rank's tokens."""
     runs = runs_of(seq, group.size(), is_zigzag(model, kind, seq, group.size()))
     geometry = module.geometry
     assert isinstance(geometry, Geometry)
@@ -161,7 +161,7 @@ def pattern_of(geometry: Geometry, full: bool, seq: int) -> AttentionPattern:
 
 
 def use_tiled_attention(module: nn.Module) -> None:
-    """Compute attention with dropout of probabilities in tiles, on whole sequences: never all probabilities in memory."""
+    """Compute attention with dropout of probabilities in tiles, on whole sequences, so that not all probabilities are in memory."""
     geometry: Any = module.geometry
     plain = geometry.attend_whole
 

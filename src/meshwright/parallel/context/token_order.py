@@ -3,12 +3,12 @@
 One device has tokens in the order (sample, position). The ranks of a stage hold them as
 
     dp       runs of samples
-    cp       runs of positions, early and late ones where a causal ring is zigzag-balanced
-    tp       the next share of those positions under sequence parallelism; without it, an even slice of the flat
-             (sample, position) list that all tp ranks hold
+    cp       runs of positions: with zigzag, an early and a late run
+    tp       with sequence parallelism, an equal share of those positions; without it, an equal slice of the flat
+             (sample, position) list, which all tp ranks have
 
 Routing that compares tokens with each other (a capacity limit, expert choice) must break ties in an order that does not
-depend on the layout: this one.
+depend on the layout. It uses this index.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     q, k, v  [B, N, S/P, D]  → all-to-all →  [B, N/P, S, D]     attention of N/P heads, whole and unchanged
     output   [B, N/P, S, D]  → all-to-all →  [B, N, S/P, D]
 
-Two all-to-alls forward (q, k and v in one message) and two backward, each sending (P−1)/P of what this rank holds: less
-than a ring once P is large, and any attention kernel, mask or window works unchanged. But P may not exceed the number of
-heads, the messages are not hidden, and attention keeps q, k and v of whole sequences for backward: the same bytes as
-before the exchange, s·N/P against s/P·N, unless there are fewer KV heads than ranks. Those are repeated until each rank
-has one, and the backward of the repeat sums the gradients of the copies.
+Two all-to-alls forward (q, k and v in one message) and two backward, each sending (P−1)/P of the data of this rank: less
+than a ring for large P, and any attention kernel, mask or window works unchanged. But P may not exceed the number of
+heads, the messages are not hidden, and attention saves q, k and v of whole sequences for backward. These are the same bytes
+as before the exchange (s·N/P = s/P·N), unless there are fewer KV heads than ranks. Then KV heads are repeated until each
+rank has one, and the backward of the repeat sums the gradients of the copies.
 
 Legend: B batch, N heads, K KV heads, S sequence, D head dim, P ranks.
 """
@@ -28,7 +28,7 @@ Heads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends row p to rank p and receives row p from rank p; backward is the same exchange of gradients."""
+    """Send row p to rank p and receive row p from rank p; backward exchanges the gradients in the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -51,7 +51,7 @@ def all_to_all(rows_PX: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 def attend_by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ProcessGroup, attend: Heads
 ) -> torch.Tensor:
-    """`attend` gets whole sequences of this rank's heads; q, k and v hold all heads of this rank's run of the sequence."""
+    """Attend to whole sequences with this rank's share of the heads. q, k and v have all heads of this rank's run of the sequence."""
     ranks, length = group.size(), q.shape[2]
     _check(q, k, ranks)
     k, v = (x.repeat_interleave(max(1, ranks // k.shape[1]), dim=1) for x in (k, v))
@@ -73,6 +73,6 @@ def _check(q: torch.Tensor, k: torch.Tensor, ranks: int) -> None:
         raise MeshwrightError(
             "MW-CP-002",
             f"{heads} heads and {keys} KV heads do not divide over {ranks} ranks",
-            why="Ulysses gives each rank whole heads; fewer KV heads than ranks must divide them",
+            why="Ulysses gives each rank whole heads; if there are fewer KV heads than ranks, their number must divide the ranks",
             valid=["cp_kind=ring", "cp_kind=all-gather"],
         )

@@ -1,1 +1,1 @@
-"""Numbers narrower than float32: 16-bit training with master weights, fp8 products, compressed gradients."""
+"""Numerics below float32: 16-bit training with master weights, fp8 matrix products, and compressed gradients."""

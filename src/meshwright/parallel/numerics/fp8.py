@@ -1,4 +1,4 @@
-"""fp8 products: E4M3 in forward, E5M2 for gradients, each tensor with its own scale, measured when it is used.
+"""fp8 matrix products: E4M3 in forward, E5M2 for gradients, one scale per tensor, computed when the tensor is used.
 
     E4M3   4 bits of exponent, 3 of mantissa: up to 448, relative error 2⁻⁴     weights and activations: precision
     E5M2   5 bits of exponent, 2 of mantissa: up to 57,344, error 2⁻³           gradients: range
@@ -7,14 +7,14 @@
     dx = s_g s_w · (ĝ ŵ)        ĝ = fp8(g / s_g),  s_g = max|g| / 57,344
     dw = s_g s_x · (ĝᵀ x̂)      accumulated in fp32 or wider
 
-The error of one product is at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus what underflows; errors of many
-terms have mixed signs and mostly cancel. *Dynamic* scaling reads each tensor once more before its product (γ); *delayed*
-scaling would use the last step's maximum and save that pass, at the risk of an overflow. Master weights, norms,
+The error of one product is at most (u_a + u_b + u_a u_b) Σ|a||b|, u = 2⁻⁴ or 2⁻³, plus underflow; the errors of
+many terms have mixed signs and mostly cancel. *Dynamic* scaling (used here) reads each tensor once more before its product;
+*delayed* scaling would use the maximum of the last step and save that pass, at the risk of an overflow. Master weights, norms,
 attention's core, routers, embedding and head stay in higher precision; routed experts are in `fp8_grouped`.
 
-A scale belongs to the whole tensor, whichever ranks hold parts of it: under tensor and context parallelism they agree on
-the maximum, two numbers forward and one backward per product, so that every layout rounds as one device does. A scale
-per shard would save those small messages and round differently under every plan.
+A scale belongs to the whole tensor: under tensor and context parallelism the ranks reduce the maximum of their parts (two
+numbers in forward and one in backward per product), so that every layout rounds as one device does. A scale per shard
+would save these small messages, but rounding would depend on the plan.
 
 On a CPU the product is emulated: operands are rounded through torch's float8 types and multiplied in full precision, as
 a tensor core does up to its accumulation. On a GPU with fp8 units `torch._scaled_mm` computes it (the one private name
@@ -43,16 +43,16 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale of a tensor whose largest magnitude is `amax`. Multiplied by the reciprocal, as a GPU divides by a constant
-    and a CPU does not: a last-digit difference in a scale changes how a number between two fp8 values is rounded."""
+    """The scale of a tensor whose largest magnitude is `amax`. It multiplies by the reciprocal, because a GPU divides by a
+    constant in this way and a CPU does not: a difference in the last bit of a scale can change the rounding of a number."""
     return (amax * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def quantise(
     x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor in fp8 and its scale: x ≈ quantised · scale. `amax` is the largest magnitude of the whole tensor, where `x`
-    is a part of it."""
+    """The tensor in fp8 and its scale: x ≈ quantised · scale. If `x` is a part of a larger tensor, `amax` is the largest
+    magnitude of that tensor."""
     limit = torch.finfo(dtype).max
     scale = scale_of(amax_of(x) if amax is None else amax, dtype)
     # Divided in at least float32: dividing by a scale rounded to 16 bits and multiplying by the exact one would add a bias.
@@ -84,10 +84,10 @@ def scaled_product(
         return (rounded(a, a_dtype, a_amax) @ rounded(b, b_dtype, b_amax).T).to(a.dtype)
     (quantised_a, scale_a), (quantised_b, scale_b) = quantise(a, a_dtype, a_amax), quantise(b, b_dtype, b_amax)
     out = a.dtype if a.dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.float32
-    return on_device(quantised_a, quantised_b, scale_a, scale_b, out).to(a.dtype)
+    return device_product(quantised_a, quantised_b, scale_a, scale_b, out).to(a.dtype)
 
 
-def on_device(
+def device_product(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out: torch.dtype
 ) -> torch.Tensor:
     """The GPU's fp8 product; rows are padded with zeros to a multiple of `UNIT`."""
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: Sequence[ProcessGroup] = ()
 ) -> torch.Tensor:
-    """`F.linear` with fp8 products; the bias is added in full precision. Over `groups` the operands are parts of larger ones."""
+    """`F.linear` with fp8 products; the bias is added in full precision. The operands are split over `groups`."""
     y = _Linear.apply(x, weight, groups)
     return y if bias is None else y + bias
 
@@ -150,12 +150,12 @@ class Fp8Products(TorchFunctionMode):
 
 
 def enable_fp8(modules: Iterable[nn.Module], groups: Sequence[ProcessGroup] = ()) -> None:
-    """Run the linear layers inside these modules in fp8; `groups` are those over which they are split."""
+    """Run the linear layers inside these modules in fp8; the layers are split over `groups`."""
     for module in modules:
-        module.forward = _within(module.forward, groups)
+        module.forward = _with_fp8(module.forward, groups)
 
 
-def _within(forward: Callable[..., Any], groups: Sequence[ProcessGroup]) -> Callable[..., Any]:
+def _with_fp8(forward: Callable[..., Any], groups: Sequence[ProcessGroup]) -> Callable[..., Any]:
     def run(*args: Any, **named: Any) -> Any:
         with Fp8Products(groups):
             return forward(*args, **named)

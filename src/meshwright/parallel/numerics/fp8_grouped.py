@@ -1,19 +1,20 @@
 """fp8 products of routed experts: a scale per token for inputs and gradients, a scale per expert for weights.
 
     y_r  = s_r s_e · (x̂_r ŵ_eᵀ)     x̂_r = E4M3(x_r / s_r),  s_r = max|x_r| / 448,  s_e = max|w_e| / 448
-    dx_r = σ_r s_e · (ĝ_r ŵ_e)       ĝ_r = E5M2(g_r / σ_r),  σ_r the power of two from max|g_r| / 57,344 up
+    dx_r = σ_r s_e · (ĝ_r ŵ_e)       ĝ_r = E5M2(g_r / σ_r),  σ_r the power of two above max|g_r| / 57,344
     dw_e = σ_e · (ĥᵀ x̂)             ĥ_r = E5M2(s_r g_r / σ_e), σ_e likewise, of all rows of the expert
 
-Which tokens an expert processes together depends on the layout: those of one rank, or with expert parallelism those of
-many. With one scale for all of them the rounding of a token would depend on the other tokens, and another number of ranks
-would train another model. A scale per token avoids that; DeepSeek-V3 has a scale per 128 features of a token, for more
-range. The weight's gradient is a sum over tokens, from which the scale of a token cannot be factored out: it is applied
-to the other factor, s_r g_r, and x̂ is reused from forward: one rounding less, and only one byte per element is saved.
+The tokens that an expert processes together depend on the layout: those of one rank, or with expert parallelism those of
+many ranks. With one scale for all of them, the rounding of a token would depend on the other tokens, and another number of
+ranks would train another model. A scale per token avoids that. (DeepSeek-V3 has a scale per 128 features of a token, for
+more range.) The gradient of the weight is a sum over tokens, from which the scale of a token cannot be factored out. So the
+scale is applied to the other factor, s_r g_r, and x̂ is reused from forward: one rounding less, and only one byte per element
+is saved for backward.
 
-A power of two as scale changes no digit: numbers are rounded the same whatever it is, except those 2³⁰ times below the
-largest. So ranks that hold parts of a row, or some rows of an expert, need not agree on σ. E4M3 spans only 2¹⁵ and its
-whole range is needed: where experts are split over expert_tp, ranks agree on s_e, a number per expert and weight, and on
-s_r of the inputs of `down`, of which each rank holds some columns. In backward nothing is sent.
+A scale that is a power of two does not change the mantissa, so it does not affect rounding, except for numbers 2³⁰ times
+below the largest. So ranks that hold parts of a row, or some rows of an expert, need not agree on σ. E4M3 spans only 2¹⁵,
+and its full range is needed: if experts are split over expert_tp, ranks reduce s_e (one number per expert and weight) and
+s_r of the inputs of `down`, of which each rank has some columns. Backward sends no message.
 
 On a GPU with fp8 units each expert's rows are one `torch._scaled_mm`, multiplied by the rows' scales afterwards; where it
 does not support the shapes, and on a CPU, the product is emulated (`fp8`).
@@ -35,15 +36,15 @@ from meshwright.parallel.numerics.fp8 import (
     E4M3,
     E5M2,
     UNIT,
+    device_product,
     has_scaled_product,
     max_over_ranks,
-    on_device,
     quantise,
     scale_of,
     sum_dtype,
 )
 
-EXPONENT = 0x7F800000  # the bits of a float32 that hold it
+EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
 def amax_over(x: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
@@ -63,14 +64,14 @@ def product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, like: torch.T
         return (a.to(sum_dtype(like)) @ b.to(sum_dtype(like)).T) * scale
     one = torch.ones((), dtype=torch.float32, device=a.device)
     aligned = scale.reshape(()).clone()  # the device needs a scale at an address that is a multiple of 16 bytes
-    return on_device(a, b, one, aligned, torch.float32)
+    return device_product(a, b, one, aligned, torch.float32)
 
 
 def columns(x: torch.Tensor) -> torch.Tensor:
     """[R, N] → [N, R], padded with zeros to a multiple of `UNIT` rows. Transposed as bytes, which every device supports."""
-    more = -len(x) % UNIT
+    padding = -len(x) % UNIT
     bits = x.view(torch.uint8)
-    return torch.cat((bits, bits.new_zeros(more, x.shape[1]))).T.contiguous().view(x.dtype)
+    return torch.cat((bits, bits.new_zeros(padding, x.shape[1]))).T.contiguous().view(x.dtype)
 
 
 class _Grouped(torch.autograd.Function):
@@ -127,13 +128,13 @@ def grouped(
     group: ProcessGroup | None = None,
     part: bool = False,
 ) -> torch.Tensor:
-    """Each expert's rows times its weight, in fp8. Over `group` the weights are split, and with `part` the rows too, by
-    columns."""
+    """The rows of each expert times its weight, in fp8. The weights are split over `group`; with `part` the columns of the rows
+    are split too."""
     return _Grouped.apply(x_RI, weight_EOI, counts, group, part)
 
 
 def enable_fp8(modules: Iterable[nn.Module], group: ProcessGroup | None = None) -> None:
-    """Run the routed experts inside these modules in fp8; `group` is the one over which each expert is split."""
+    """Run the routed experts inside these modules in fp8; each expert is split over `group`."""
     for experts in (part for module in modules for part in module.modules() if isinstance(part, Experts)):
         for kind, linear in experts.named_children():
             if isinstance(linear, GroupedLinear):

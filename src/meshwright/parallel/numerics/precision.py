@@ -1,22 +1,22 @@
-"""Precision: 16-bit parameters and products, 32-bit masters and sums, and a loss scaled so that fp16 does not vanish.
+"""Precision: 16-bit parameters and products, 32-bit master weights and sums, and a loss scale against underflow in fp16.
 
     parameters   bf16 or fp16 in forward and backward: half the bytes to read, gather and keep
     gradients    computed in 16 bits, summed over micro-batches and ranks in `grad_dtype`, fp32 by default
-    messages     in `comm_dtype`, where it is narrower than that
+    messages     in `comm_dtype`, if it is narrower than `grad_dtype`
     masters      an fp32 copy that the optimizer updates: w ← w − η·u with |η·u| < 2⁻⁹|w| would not change a bf16 w
-    buffers      in their own dtype (`cast`): running statistics need more bits than weights
+    buffers      in a separate dtype (`cast`): running statistics need more bits than weights
 
-Under ZeRO the shards themselves are the masters and torch casts what it gathers; with unsharded parameters the masters
-are copies (`Masters`): 2 + 4 bytes per parameter, and 8 of Adam's moments, either way.
+Under ZeRO the shards are the masters, and torch casts the gathered parameters. With unsharded parameters the masters are
+copies (`Masters`). In both cases a parameter needs 2 + 4 bytes, and 8 for the moments of Adam.
 
-bf16 has fp32's range and needs nothing else. fp16 ends at 65,504 and at 6·10⁻⁸, and many gradients are smaller: the
-loss is multiplied by a scale S before backward and gradients divided by it after,
+bf16 has fp32's range and needs nothing else. fp16 ends at 65,504 and at 6·10⁻⁸, and many gradients are smaller. So
+the loss is multiplied by a scale S before backward, and gradients are divided by S after it:
 
-    overflow    skip the step, S ← S/2
-    n good ones S ← 2S
+    overflow        skip the step, S ← S/2
+    n steps without S ← 2S
 
-An overflow must be seen by all ranks or none, else they diverge for ever. It is: the global gradient norm is a sum
-over all ranks, and one infinite or NaN square makes it infinite or NaN everywhere. No extra message is needed.
+Either all ranks or no rank must skip a step, else they diverge. The global gradient norm is a sum over all ranks, and one
+infinite or NaN square makes it infinite or NaN on every rank. So no extra message is needed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def at_least_single(dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype | None = None) -> nn.Module:
-    """Convert a module's floating-point parameters and buffers, each to its own dtype. Default: parameters are not converted,
-    buffers follow the parameters. A buffer with its own dtype is never rounded to the parameters' dtype first."""
+    """Convert the floating-point parameters and buffers of a module. Default: parameters are not converted, and buffers get the
+    dtype of the parameters. With `buffers`, a buffer is converted directly, not rounded to the parameters' dtype first."""
     before = [(owner, name, b) for owner in module.modules() for name, b in owner.named_buffers(recurse=False)]
     if parameters is not None:
         module.to(parameters)
@@ -55,10 +55,11 @@ def cast(module: nn.Module, parameters: torch.dtype | None, buffers: torch.dtype
 
 
 class Masters:
-    """Wide copies of this rank's pieces, on the device or the host: the optimizer updates them, the model gets them rounded.
+    """Master weights: wide copies of this rank's pieces, on the device or the host. The optimizer updates them; the model gets
+    them rounded.
 
-    On the host (ZeRO-Offload, Ren et al. 2021) gradients are sent there and parameters back, 4 and 2 bytes, instead of
-    Adam's 8 bytes of moments both ways; `moved_bytes` counts the bytes moved.
+    With masters on the host (ZeRO-Offload, Ren et al. 2021) 4 bytes of gradient are copied to the host and 2 bytes of parameter
+    back, instead of 8 bytes of Adam's moments in both directions. `moved_bytes` counts the copied bytes.
     """
 
     def __init__(self, pieces: Iterable[Piece], dtype: torch.dtype | None = None, device: str | None = None) -> None:
@@ -95,19 +96,19 @@ class Masters:
 
 
 def masters_of(pieces: list[Piece], plan: Plan) -> Masters | None:
-    """The masters that the optimizer should update, or None where it updates the parameters themselves."""
+    """The masters that the optimizer should update, or None if it updates the parameters directly."""
     dtype = pieces[0].local.dtype
     wide = torch.float32 if narrow(dtype) and plan.master else dtype
     if plan.offload in ("states", "both"):
         return Masters(pieces, wide, "cpu")
-    # Optimizers need gradients in the parameter's dtype: without masters, wider ones are narrowed for them.
+    # Optimizers need gradients in the dtype of the parameter, so wider gradients are copied to masters of the same dtype.
     wider = any(p.parameter.requires_grad and p.parameter.grad_dtype not in (None, dtype) for p in pieces)
     return Masters(pieces, wide) if wide != dtype or wider else None
 
 
 @dataclass
 class LossScale:
-    """The loss scale S and its rule. `dynamic` only for fp16; for every other dtype S is 1."""
+    """The loss scale S and its update rule. It is `dynamic` only for fp16; for other dtypes S is 1."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -120,7 +121,7 @@ class LossScale:
         return cls(2.0**16, True) if dtype == torch.float16 else cls()
 
     def accept(self, norm: torch.Tensor) -> bool:
-        """Whether to take this step, given the norm of all ranks' gradients; updates S."""
+        """Whether to take this step, given the global gradient norm; updates S."""
         if not self.dynamic:
             return True
         if not bool(norm.isfinite()):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cost.estimate import Estimate, estimate
-from meshwright.cost.recompute import SPARE as SPARE
+from meshwright.cost.recompute import USABLE_MEMORY as USABLE_MEMORY
 from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.legality import Case

@@ -14,7 +14,7 @@ from __future__ import annotations
 from meshwright.cost.estimate import Estimate
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import FP8
-from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits, moved, settings, step
+from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits, moved, settings, step
 from meshwright.units import format_decimal_bytes, format_seconds
 
 LONG_CONTEXT = 32_768  # tokens from which one expects context parallelism
@@ -88,7 +88,7 @@ def fp8_gathers(e: Estimate, trial: Trial) -> str:
         more = 100 * (step(other) / step(now) - 1) if other else 0.0
         return f"operands and ZeRO-3 weights of fp8 products gathered in fp8: in 16 bits a step takes {more:+.1f}%"
     tried = [changed(plan, gather_dtype="fp8"), *([changed(plan, sp=True, gather_dtype="fp8")] if plan.tp > 1 else [])]
-    best = trial.fastest((p for p in tried if p is not None and p.gathers), SPARE)
+    best = trial.fastest((p for p in tried if p is not None and p.gathers), USABLE_MEMORY)
     if best is None or step(best) > (1 - WORTH) * step(now):
         return ""
     less = f"with {settings(plan, best.plan)} a step takes {100 * (step(best) / step(now) - 1):+.1f}%"
@@ -116,7 +116,7 @@ def _in_place(axis: str, other: Estimate | None, e: Estimate) -> str:
     degree = getattr(e.plan, axis) * e.plan.cp
     if other is None:
         return f"{axis} {degree} is not legal"
-    if not fits(other, SPARE):
+    if not fits(other, USABLE_MEMORY):
         return f"{axis} {degree} does not fit"
     return f"{axis} {degree} takes {100 * (step(other) / step(e) - 1):+.1f}%"
 

@@ -27,7 +27,7 @@ from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import unknown
-from meshwright.planner.advice.alternatives import SPARE, exposed, fits, step
+from meshwright.planner.advice.alternatives import USABLE_MEMORY, exposed, fits, step
 from meshwright.planner.search.leaders import solve
 from meshwright.planner.search.space import Space
 
@@ -216,7 +216,7 @@ def choose(name: str) -> Plan | None:
     c = load(name).config
     given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
-    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack, base=base), headroom=1 - SPARE)
+    _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack, base=base), headroom=1 - USABLE_MEMORY)
     return ranking.best.plan if ranking else None
 
 

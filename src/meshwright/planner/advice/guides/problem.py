@@ -22,7 +22,7 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
-from meshwright.planner.advice.alternatives import SPARE, Trial, changed, fits
+from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits
 from meshwright.planner.search.space import bucket_for
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
@@ -164,7 +164,7 @@ class Problem:
         tried = [changed(plan, microbatch=d, recompute=r) for r in ("none", "selective", "full") for d in sizes]
         legal = [p for p in tried if p is not None and self._legal(p)]
         for candidate, peak in zip(legal, self._peaks(legal), strict=True):
-            if peak <= SPARE * self.memory:
+            if peak <= USABLE_MEMORY * self.memory:
                 return candidate
         return plan.but(microbatch=1, recompute="full")
 

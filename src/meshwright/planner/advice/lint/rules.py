@@ -22,7 +22,7 @@ from meshwright.cost import advice
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan, divisors
 from meshwright.planner.advice.alternatives import (
-    SPARE,
+    USABLE_MEMORY,
     changed,
     exposed,
     interleavings,
@@ -134,7 +134,7 @@ def needless_accumulation(seen: Seen) -> Finding | None:
     if plan.pp > 1 or plan.microbatches(seen.config.workload) == 1:
         return None
     larger = [p for p in microbatches(plan, seen.config.workload) if p and p.microbatch > plan.microbatch]
-    best = seen.trial.fastest(larger, SPARE)
+    best = seen.trial.fastest(larger, USABLE_MEMORY)
     if best is None or step(best) >= seen.step:
         return None
     rounds = plan.microbatches(seen.config.workload)
@@ -245,7 +245,7 @@ def small_buckets(seen: Seen) -> Finding | None:
 def thin_memory(seen: Seen) -> Finding | None:
     """013: it does not fit, or hardly."""
     used, limit = seen.now.prediction.memory_gib or 0.0, seen.now.prediction.memory_limit_gib
-    if used <= SPARE * limit:
+    if used <= USABLE_MEMORY * limit:
         return None
     plan, workload = seen.plan, seen.config.workload
     again = [changed(plan, recompute=r) for r in ("selective", "full")]
@@ -258,7 +258,7 @@ def thin_memory(seen: Seen) -> Finding | None:
     split = [p for axis in ("tp", "pp") for p in moves(plan, "dp", workload, seen.config.stack, (axis,))]
     tried = [p for p in (*again, *smaller, *stages, *split) if p is not None]
     full = [changed(p, recompute="full") for p in (*smaller, *stages, *split) if p is not None]
-    fixed = seen.trial.fastest([*tried, *full], SPARE)
+    fixed = seen.trial.fastest([*tried, *full], USABLE_MEMORY)
     words = "" if fixed is None else settings(seen.plan, fixed.plan)
     saves = None if fixed is None else seen.step - step(fixed)
     over = used > limit
@@ -286,7 +286,7 @@ def needless_recompute(seen: Seen) -> Finding | None:
     if plan.recompute == "none":
         return None
     lighter = ("none",) if plan.recompute == "selective" else ("none", "selective")
-    best = seen.trial.fastest([changed(plan, recompute=r) for r in lighter], SPARE)
+    best = seen.trial.fastest([changed(plan, recompute=r) for r in lighter], USABLE_MEMORY)
     if best is None or step(best) >= seen.step:
         return None
     room = f"{best.prediction.memory_gib:.1f} of {best.prediction.memory_limit_gib:.1f} GiB"
