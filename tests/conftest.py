@@ -1,9 +1,9 @@
-"""What all tests share: hypothesis without deadlines, how tests are divided over two workers, seconds by folder.
+"""Settings of all tests: hypothesis without deadlines, the division of tests over two workers, seconds by folder.
 
-`make test` runs two workers (pytest-xdist) and has 8 minutes on two idle cores. A file's tests run on one worker, since they
-share what they computed; the matrix names smaller groups itself, one for each set of processes. At the end of a run each folder's
-seconds stand beside its budget, in red where they exceed it: that does not fail the run, since machines differ, but it is the
-next thing to make cheaper. Long checks are marked `slow` and run by `make soak`.
+`make test` runs two workers (pytest-xdist) and has a budget of 8 minutes on two idle cores. The tests of a file run on one
+worker, since they share computed results; the matrix defines smaller groups, one per set of processes. At the end of a run the
+seconds of each folder are printed with their budget, in red if they exceed it. This does not fail the run, since machines differ,
+but that folder should be made cheaper next. Long checks are marked `slow` and run by `make soak`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ spent: dict[str, float] = defaultdict(float)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let every test without a group of its own run on the worker of its file."""
+    """Run all tests of a file on one worker, unless a test defines another group."""
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

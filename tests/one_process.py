@@ -1,4 +1,4 @@
-"""The ranks' own compressors, all in one process: exchanges are performed in its memory."""
+"""The compressors of all ranks in one process: exchanges are performed in its memory."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from meshwright.parallel.numerics.compress.base import Compressor, Exchange, Lay
 def emulate(
     compressors: list[Compressor], index: int, messages: list[torch.Tensor], layout: Layout, backwards: bool = False
 ) -> list[torch.Tensor]:
-    """What each rank would hold, computed on one device: `messages` and `compressors` are all ranks', in order."""
+    """The result on each rank, computed on one device; `messages` and `compressors` are lists by rank."""
     ranks = len(messages)
     messages = [m.clone() for m in messages]
     run_together(
@@ -21,13 +21,13 @@ def emulate(
 
 
 def run_together(steps: list[Iterator[Exchange]], backwards: bool = False) -> None:
-    """All ranks' reductions side by side, to their ends."""
+    """Run the reductions of all ranks in lockstep to their ends."""
     while requests := [asked for step in steps if (asked := next(step, None)) is not None]:
         perform(requests, backwards)
 
 
 def perform(asked: list[Exchange], backwards: bool = False) -> None:
-    """One exchange of all ranks, in this process's memory; sums begin with the first rank, or with the last."""
+    """Perform one exchange of all ranks in memory; sums start with the first rank, or with the last."""
     given = [a.given.clone() for a in asked]
     first, *others = given[::-1] if backwards else given
     for rank, a in enumerate(asked):

@@ -1,9 +1,9 @@
-"""Run a function of a test on several ranks: new processes for each call, a time limit, and nothing left running afterwards.
+"""Run a function of a test on several ranks: new processes for each call, a time limit, and no process left afterwards.
 
-    def work(context, x): ...                 # in the test's own module
-    results = ranks.run(4, work, x)           # what each rank returned
+    def work(context, x): ...                 # in the module of the test
+    results = ranks.run(4, work, x)           # the return values, by rank
 
-A rank that fails fails the test with its traceback.
+If a rank fails, the test fails with the traceback of the rank.
 """
 
 from __future__ import annotations

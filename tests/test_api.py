@@ -32,7 +32,7 @@ def test_the_names_are_functions_even_after_every_submodule_is_imported():
         assert name in dir(meshwright)
 
 
-def test_importing_meshwright_loads_nothing_heavy():
+def test_importing_meshwright_loads_no_heavy_module():
     code = "import sys, meshwright; assert meshwright.__version__; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"torch", "numpy", "pydantic"} & {name.split(".")[0] for name in done.stdout.split()}
@@ -54,7 +54,7 @@ def as_json(result):
     return json.loads(json.dumps(result.as_dict()))
 
 
-def test_estimate_and_simulate_give_what_the_commands_print(capsys):
+def test_estimate_and_simulate_return_what_the_commands_print(capsys):
     estimated = meshwright.estimate(PLAN_FILE, set=["plan.tp=4", "plan.shard=8"])
     assert printed(capsys, "estimate", PLAN_FILE, "--set", "plan.tp=4", "--set", "plan.shard=8") == as_json(estimated)
     simulated = printed(capsys, "simulate", PLAN_FILE)
@@ -62,7 +62,7 @@ def test_estimate_and_simulate_give_what_the_commands_print(capsys):
     assert simulated == as_json(meshwright.simulate(PLAN_FILE))
 
 
-def test_plan_gives_what_the_command_prints(capsys):
+def test_plan_returns_what_the_command_prints(capsys):
     question = ["llama3-8b", "--cluster", "dgx-h100", "--nodes", "1", "--batch", "32", "--seq", "4096"]
     told = printed(capsys, "plan", *question, "--set", "plan.tp=2")
     result = as_json(meshwright.plan("llama3-8b", "dgx-h100", nodes=1, batch=32, seq=4096, set=["plan.tp=2"]))
@@ -70,7 +70,7 @@ def test_plan_gives_what_the_command_prints(capsys):
     assert told == result
 
 
-def test_objects_tables_and_names_describe_the_same():
+def test_objects_tables_and_names_are_equivalent():
     config = meshwright.load(PLAN_FILE)
     expected = meshwright.estimate(PLAN_FILE).prediction.step_time_s
     named = meshwright.estimate(

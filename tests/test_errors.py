@@ -1,4 +1,4 @@
-"""One shape, and every code has its line in docs/errors.md."""
+"""Errors have one format, and every code has a line in docs/errors.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_shape() -> None:
     }
 
 
-def test_a_long_list_is_cut_and_counted() -> None:
+def test_a_long_list_is_truncated_and_counted() -> None:
     assert listed([str(i) for i in range(100)]).endswith("22, 23, … (100 in all)")
 
 
@@ -55,7 +55,7 @@ def test_nearest(word: str, meant: str) -> None:
     assert nearest(word, ["llama3-70b", "dgx-h100", "gpt2-xl"]) == meant
 
 
-def test_unknown_cuts_a_long_word() -> None:
+def test_unknown_truncates_a_long_name() -> None:
     error = unknown("MW-CAT-002", "model", "x" * 10_000, ["a"])
     assert len(str(error)) < 200
 
@@ -88,7 +88,7 @@ def test_values_are_shown_as_in_a_plan_file(value, text, kind) -> None:
     assert kind_of(value) == kind
 
 
-def test_long_and_deep_values_are_cut() -> None:
+def test_long_and_deep_values_are_truncated() -> None:
     deep: list = []
     for _ in range(1000):
         deep = [deep]
@@ -111,7 +111,7 @@ def test_long_and_deep_values_are_cut() -> None:
         ("model", "name", {"x": date(2026, 1, 2)}),
     ],
 )
-def test_errors_of_values_hold_no_python_words(section, key, value) -> None:
+def test_errors_contain_no_python_terms(section, key, value) -> None:
     parts = {"model": {"extends": "llama3-8b"}, "cluster": {"extends": "dgx-h100"}, "workload": {}, "plan": {}}
     parts[section][key] = value
     with pytest.raises(MeshwrightError) as refused:

@@ -1,4 +1,4 @@
-"""Imports point downward, and planning never pays for torch."""
+"""Imports point downward, and planning never imports torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def room(name: str) -> str:
     return parts[1] if len(parts) > 1 else ""
 
 
-def test_every_module_stands_in_a_room() -> None:
+def test_every_module_belongs_to_a_room() -> None:
     assert {room(name) for name in MODULES} - {"", "__main__"} <= set(HEIGHT)
 
 
@@ -81,7 +81,7 @@ def test_parallel_imports_point_downward(name: str) -> None:
             assert PARALLEL_HEIGHT[below] <= PARALLEL_HEIGHT[here], f"{name} imports {target}, which stands above it"
 
 
-def circles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
+def import_cycles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
     """Sets of two or more modules that all import each other, directly or through others (Tarjan 1972)."""
     order: dict[str, int] = {}
     lowest: dict[str, int] = {}
@@ -108,13 +108,13 @@ def circles(arrows: dict[str, set[str]]) -> set[frozenset[str]]:
     return found
 
 
-def test_a_circle_is_found() -> None:
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
+def test_a_cycle_is_found() -> None:
+    assert import_cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == {frozenset("abc")}
 
 
-def test_no_two_files_import_each_other() -> None:
-    """Also not through others, in functions, or for type checking only."""
-    found = circles({name: {t for t in imported(name) if t in MODULES and t != name} for name in MODULES})
+def test_there_is_no_import_cycle() -> None:
+    """Not even through other modules, inside functions, or for type checking only."""
+    found = import_cycles({name: {t for t in imported(name) if t in MODULES and t != name} for name in MODULES})
     assert not [sorted(group) for group in found]
 
 
@@ -131,12 +131,12 @@ def loaded(code: str) -> set[str]:
     return {line.split(".")[0] for line in done.stderr.splitlines()}
 
 
-def test_importing_all_that_plans_loads_no_torch() -> None:
+def test_importing_the_planning_code_loads_no_torch() -> None:
     names = [name for name in MODULES if room(name) in TORCHLESS]
     assert "torch" not in loaded("\n".join(f"import {name}" for name in names))
 
 
-def test_help_loads_next_to_nothing() -> None:
+def test_help_loads_few_modules() -> None:
     code = (
         "from meshwright.cli import main\ntry: main(['--help'])\nexcept SystemExit as leaving: assert not leaving.code"
     )

@@ -1,4 +1,4 @@
-"""The README is true: its commands, files and targets exist, and the outputs it shows are the outputs."""
+"""The README is true: its commands, files and targets exist, and its outputs are those of the commands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_make_targets_exist() -> None:
 @pytest.mark.parametrize(
     ("command", "shown"), [b for b in blocks(TEXT) if is_repeatable(b[0])], ids=lambda text: text[:40]
 )
-def test_outputs_are_what_the_commands_print(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_outputs_equal_the_commands(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a change: make pages"""
     monkeypatch.chdir(ROOT)
     assert masked(run(command)) == masked(shown)
@@ -51,7 +51,7 @@ def test_the_environment_and_the_license_are_named() -> None:
 
 
 def test_legends_are_readable_without_colour() -> None:
-    """Each kind of time in `estimate` has a fill character of its own, in the bars and in the legend."""
+    """Each kind of time in `estimate` has a different fill character, in the bars and in the legend."""
     from meshwright.view.estimate import COLOURS, FILL, legend
 
     assert len(set(FILL.values())) == len(FILL) == len(COLOURS)

@@ -1,4 +1,4 @@
-"""Units: what is written is what is read, and a bit is not a byte."""
+"""Units: printed values can be parsed, and bits differ from bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parse(parse, text, value) -> None:
     ],
 )
 @given(value=SIZES)
-def test_what_is_printed_reads_back(parse, show, value) -> None:
+def test_printed_values_can_be_parsed(parse, show, value) -> None:
     # Durations of days are told to a tenth; everything else keeps as many digits as it is asked for.
     rel = 0.05 if show is units.format_seconds else 1e-4
     assert parse(show(value, 6)) == pytest.approx(value, rel=rel)
@@ -85,7 +85,7 @@ def test_any_text_parses_or_is_refused(text) -> None:
         assert value >= 0
 
 
-def test_a_bad_unit_names_the_valid_ones_and_the_nearest() -> None:
+def test_the_error_for_a_bad_unit_lists_the_units_and_suggests_one() -> None:
     with pytest.raises(MeshwrightError) as caught:
         units.parse_bytes("80Gib")
     assert caught.value.code == "MW-UNIT-002"

@@ -1,4 +1,4 @@
-"""Reading published runs and scoring predictions: on rows made here, so that a wrong reading fails."""
+"""Reading published runs and scoring predictions, on rows written here, so that a wrong reading fails."""
 
 import csv
 
@@ -47,20 +47,20 @@ def test_a_complete_row_needs_no_assumption():
         ({"gpu_type": "abacus"}, "catalog"),
     ],
 )
-def test_what_is_not_told_is_refused_with_the_reason(changes, word):
+def test_a_row_that_lacks_a_required_value_is_refused_with_the_reason(changes, word):
     c = rows.case(row(**changes))
     assert word in c.refused
     assert validate.predict_row(row(**changes)).prediction is None
 
 
-def test_what_is_assumed_is_told():
+def test_assumptions_are_listed():
     c = rows.case(row(heads="", vocab="", micro_batch="", sp="", zero="", recompute_mode=""))
     assert not c.refused
     for word in ("heads", "vocabulary", "micro-batch", "sequence parallel", "ZeRO", "recompute"):
         assert any(a.startswith(word) for a in c.assumed), word
 
 
-def test_recompute_not_told_is_the_least_that_fits():
+def test_unpublished_recompute_is_the_least_that_fits():
     large = row(
         layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode=""
     )
@@ -78,7 +78,7 @@ def outcome(predicted, measured, **changes):
     return o
 
 
-def test_scores_are_the_textbook_ones():
+def test_scores_match_their_definitions():
     made = [outcome(1.1, 1.0, tp="4"), outcome(1.8, 2.0, tp="2", pp="4"), outcome(4.0, 4.0, tp="8", pp="1")]
     s = validate.score(made)
     assert s.mape == pytest.approx(0.2 / 3)
@@ -88,7 +88,7 @@ def test_scores_are_the_textbook_ones():
     assert s.regret == pytest.approx(0.0)
 
 
-def test_regret_is_what_the_wrong_pick_costs():
+def test_regret_is_the_slowdown_of_the_predicted_best():
     made = [outcome(2.0, 1.0, tp="4"), outcome(1.0, 3.0, tp="2", pp="4"), outcome(3.0, 2.0, tp="8", pp="1")]
     s = validate.score(made)
     assert s.regret == pytest.approx(2.0)
@@ -112,13 +112,13 @@ def test_macro_average_counts_sources_not_rows():
     assert validate.macro(scores)["median"] == pytest.approx(0.2)
 
 
-def test_memory_is_compared_as_its_source_saw_it():
+def test_memory_is_compared_as_its_source_measured_it():
     outside = validate.predict_row(row(memory_gib="20", notes="nvidia-smi snapshot"))
     inside = validate.predict_row(row(memory_gib="20", notes="torch peak"))
     assert outside.memory_error > inside.memory_error
 
 
-def test_the_famous_runs_can_all_be_read():
+def test_all_well_known_runs_can_be_read():
     from importlib.resources import files
 
     famous = list(rows.read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
@@ -157,7 +157,7 @@ def test_odd_cells_never_raise(tmp_path):
 
 
 def test_the_page_of_well_known_runs_has_a_row_for_each(tmp_path, capsys):
-    """It was an empty table: only the runs of a CSV file were scored by source."""
+    """A regression: this table was empty, because only the runs of a CSV file were scored by source."""
     from meshwright.cli import main
 
     path = tmp_path / "page.html"

@@ -1,4 +1,4 @@
-"""`meshwright catalog`: every kind lists, every entry shows, sources included."""
+"""`meshwright catalog`: every kind has a list and every entry a card with its sources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_list_names_every_entry(capsys, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", catalog.KINDS)
-def test_every_card_shows(capsys, kind) -> None:
+def test_every_card_is_printed(capsys, kind) -> None:
     for name in catalog.names(kind):
         out = run(capsys, kind, name)
         assert out.startswith(name)
@@ -40,19 +40,19 @@ def test_the_overview_counts(capsys) -> None:
         assert str(len(catalog.names(kind))) in out
 
 
-def test_a_cluster_card_tells_levels_and_rates(capsys) -> None:
+def test_a_cluster_card_shows_levels_and_rates(capsys) -> None:
     out = run(capsys, "clusters", "dgx-h100")
     for word in ("h100-sxm: 989 TFLOP/s bf16", "nvlink4", "450 GB/s", "ib-ndr", "50 GB/s", "SuperPOD"):
         assert word in out
 
 
-def test_a_model_card_tells_the_published_count(capsys) -> None:
+def test_a_model_card_shows_the_published_count(capsys) -> None:
     out = run(capsys, "models", "llama3-70b")
     assert "70.55B" in out
     assert "published" in out
 
 
-def test_json_is_whole(capsys) -> None:
+def test_json_has_every_field(capsys) -> None:
     everything = json.loads(run(capsys, "--json"))
     assert list(everything) == list(catalog.KINDS)
     assert everything["models"]["llama3-8b"]["parameters"] == pytest.approx(8.03e9, rel=1e-3)
@@ -63,7 +63,7 @@ def test_json_is_whole(capsys) -> None:
 
 @pytest.mark.parametrize("kind", ["accelerators", "clusters", "links"])
 def test_a_card_says_whether_its_figures_were_checked(capsys, kind) -> None:
-    """An entry compared with a published page names it and the date; any other says that it is unchecked."""
+    """An entry that was compared with a published page names the page and the date; all others say unchecked."""
     for name in catalog.names(kind):
         checked = catalog.load(kind, name).checked
         assert checked

@@ -1,4 +1,4 @@
-"""`meshwright config`: what a file comes to, where each value came from, what differs, the schema."""
+"""`meshwright config`: resolved values and their origins, differences, and the schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lines(text: str) -> dict[str, str]:
     return {row.split()[0]: " ".join(row.split()) for row in text.splitlines() if row.split()}
 
 
-def test_show_tells_values_and_origins(capsys) -> None:
+def test_show_prints_values_and_origins(capsys) -> None:
     code, out, _ = run(capsys, "show", PLAN, "--set", "plan.microbatch=2")
     rows = lines(out)
     assert code == 0
@@ -52,7 +52,7 @@ def test_show_json_has_every_value_and_its_origin(capsys) -> None:
     assert "plan.cp" not in said["origins"]
 
 
-def test_show_toml_says_the_same(capsys, tmp_path) -> None:
+def test_show_toml_has_the_same_values(capsys, tmp_path) -> None:
     said = tmp_path / "said.toml"
     said.write_text(run(capsys, "show", PLAN, "--toml", "--set", "plan.microbatch=2")[1])
     assert load(said) == load(PLAN, ["plan.microbatch=2"])
@@ -84,7 +84,7 @@ def test_schema(capsys) -> None:
 
 
 @pytest.mark.parametrize("bad", ["missing.toml", ".", "/dev/zero"])
-def test_what_is_no_file_is_refused(capsys, bad) -> None:
+def test_a_path_that_is_not_a_file_is_refused(capsys, bad) -> None:
     code, out, err = run(capsys, "show", bad)
     assert (code, out) == (2, "")
     assert err.startswith("MW-CONF-004")

@@ -43,7 +43,7 @@ def test_a_clean_plan_exits_0(plan: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "clean" in capsys.readouterr().out
 
 
-def test_a_pattern_that_weighs_exits_1_and_shows_cost_and_fix(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_costly_pattern_exits_1_and_shows_cost_and_fix(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plan, "--set", "plan.recompute=full") == 1
     out = capsys.readouterr().out
     assert "MW-LINT-014" in out

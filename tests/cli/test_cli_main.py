@@ -1,4 +1,4 @@
-"""The command line as a program: exit codes, one shape of error, no surprises in a pipe."""
+"""The command line: exit codes, one format of errors, behaviour in a pipe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_command_exists_and_explains_itself(capsys, name) -> None:
     assert f"meshwright {name}" in out
 
 
-def test_the_main_commands_lead_in_their_order() -> None:
+def test_the_main_commands_come_first_in_order() -> None:
     lead = [name for name in ("plan", "estimate", "verify", "train") if name in COMMANDS]
     assert [name for name in COMMANDS if COMMANDS[name].panel == LEAD] == lead
     listed = re.findall(r"^  (\w+) ", overview(), re.MULTILINE)
@@ -74,13 +74,13 @@ def test_version(capsys) -> None:
     assert run(capsys, "--version") == (0, f"meshwright {__version__}\n", "")
 
 
-def test_nothing_asked_shows_the_help(capsys) -> None:
+def test_no_arguments_show_the_help(capsys) -> None:
     code, out, err = run(capsys)
     assert code == 2
     assert "Usage" in out + err
 
 
-def test_an_unknown_command_names_the_nearest(capsys) -> None:
+def test_an_unknown_command_suggests_a_similar_one(capsys) -> None:
     code, out, err = run(capsys, "catalgo")
     assert (code, out) == (2, "")
     assert err.startswith("MW-CLI-002: command 'catalgo' is not known.")
@@ -109,12 +109,12 @@ def test_a_usage_error_has_the_format_of_every_error(capsys, words, found) -> No
 
 
 @pytest.mark.parametrize("words", [["catalog", "-h"], ["config", "-h"], ["config", "show", "-h"]])
-def test_the_short_word_for_help_works_everywhere(capsys, words) -> None:
+def test_dash_h_works_for_every_command(capsys, words) -> None:
     assert run(capsys, *words)[0] == 0
 
 
-def test_a_command_that_is_ended_cleans_up(capsys, monkeypatch) -> None:
-    """SIGTERM unwinds like Ctrl-C, so that what was begun is ended on the way out."""
+def test_a_terminated_command_cleans_up(capsys, monkeypatch) -> None:
+    """SIGTERM unwinds like Ctrl-C, so that cleanup code runs."""
     cleaned = []
 
     def end() -> None:
@@ -219,7 +219,7 @@ def test_an_encoding_without_our_characters_prints_replacements() -> None:
     assert "shard x tp x pp = 4 x 8 x 2 = 64 ! 48 GPUs" in done.stderr.decode("ascii")
 
 
-def test_exit_codes_are_documented_where_a_user_looks() -> None:
+def test_exit_codes_are_documented() -> None:
     import meshwright.cli
 
     for text in (overview(), meshwright.cli.__doc__ or "", (ROOT / "README.md").read_text("utf-8")):

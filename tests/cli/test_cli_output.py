@@ -1,4 +1,4 @@
-"""What cannot be written is refused before the work; who waits sees a bar, and a pipe never does."""
+"""Output files are checked before the work starts; a progress bar is shown on a terminal and never in a pipe."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from meshwright.errors import MeshwrightError
 DEMO = "examples/demo-pp2-shard2.toml"
 
 
-def test_nothing_asked_is_nothing_and_a_file_is_left_as_it_was(tmp_path):
+def test_an_empty_path_is_ignored_and_an_existing_file_is_unchanged(tmp_path):
     kept = tmp_path / "kept.txt"
     kept.write_text("as it was")
     writable("", None, kept, tmp_path / "new.txt")
@@ -19,7 +19,7 @@ def test_nothing_asked_is_nothing_and_a_file_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["no/such/folder/x.json", "."])
-def test_a_folder_and_a_missing_one_are_refused(path):
+def test_a_folder_and_a_missing_folder_are_refused(path):
     with pytest.raises(MeshwrightError, match="MW-CLI-004"):
         writable(path)
 
@@ -34,7 +34,7 @@ def test_a_folder_and_a_missing_one_are_refused(path):
         ["train", DEMO, "--out", "pyproject.toml/run"],
     ],
 )
-def test_commands_refuse_before_they_work(arguments, capsys):
+def test_commands_check_their_outputs_before_they_start(arguments, capsys):
     from meshwright.cli import main
 
     with pytest.raises(SystemExit) as leaving:
@@ -44,8 +44,8 @@ def test_commands_refuse_before_they_work(arguments, capsys):
 
 
 @pytest.mark.parametrize(("setting", "code"), [("plan.pp=16", "MW-PLAN-005"), ("workload.batch=7", "MW-PLAN-011")])
-def test_a_plan_that_is_not_legal_is_never_proved(setting, code, capsys, monkeypatch):
-    """A small copy of it would be: sixteen stages of four layers fold to two."""
+def test_an_illegal_plan_is_never_proved(setting, code, capsys, monkeypatch):
+    """Its small copy would be legal: sixteen stages of four layers fold to two."""
     from meshwright.cli import main
 
     monkeypatch.setattr("meshwright.proof.prove.prove", lambda *_, **__: pytest.fail("it was tried"))
@@ -55,7 +55,7 @@ def test_a_plan_that_is_not_legal_is_never_proved(setting, code, capsys, monkeyp
     assert code in capsys.readouterr().err
 
 
-def test_a_bar_goes_to_a_terminal_and_never_into_an_answer(capsys, monkeypatch):
+def test_a_progress_bar_goes_to_a_terminal_and_never_into_the_output(capsys, monkeypatch):
     with patient("proving", measurable=False):
         pass
     assert capsys.readouterr() == ("", "")

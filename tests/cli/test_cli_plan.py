@@ -1,4 +1,4 @@
-"""`meshwright plan`: an answer a person reads, one a program reads, files that other commands read, and exit codes."""
+"""`meshwright plan`: the page, the JSON, files that other commands read, and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(capsys, *arguments: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory):
-    """One search with everything it can write."""
+    """One search with all of its outputs."""
     folder = tmp_path_factory.mktemp("plan")
     from contextlib import redirect_stdout
     from io import StringIO
@@ -79,7 +79,7 @@ def test_the_plan_file_is_read_by_other_commands(capsys, answer):
     assert "plan" in run(capsys, "config", "show", str(folder / "plan.toml"))
 
 
-def test_the_page_stands_alone(answer):
+def test_the_html_page_is_self_contained(answer):
     page = (answer[1] / "plan.html").read_text("utf-8")
     assert page.startswith("<!doctype html>")
     assert "<script" not in page
@@ -87,10 +87,10 @@ def test_the_page_stands_alone(answer):
     assert "Why not" in page
 
 
-def test_the_page_for_a_person_fits_the_terminal(capsys, answer):
+def test_the_page_fits_the_terminal(capsys, answer):
     out = run(capsys, *SMALL, "--fix", "tp=2", "--max", "pp=2", "--top", "3", "--compare", str(answer[1] / "plan.toml"))
     assert max(map(len, out.splitlines())) <= 120
-    assert "compared with the winner" in out
+    assert "versus the winner" in out
     assert "tp 2" in out
     whole = run(capsys, *SMALL, "--fix", "pp=1", "--top", "3", "--memory-headroom", "20%")
     assert max(map(len, whole.splitlines())) <= 120
@@ -109,14 +109,14 @@ def test_the_page_for_a_person_fits_the_terminal(capsys, answer):
         (["--set", "cluster.accelerator.memory=2GiB"], 3, "MW-PLANNER-005"),
     ],
 )
-def test_bad_input_is_answered_in_words(capsys, said, code, words):
+def test_bad_input_gives_a_clear_error(capsys, said, code, words):
     out = run(capsys, *SMALL, *said, code=code)
     assert words in out
     assert "Fix: " in out
     assert "Traceback" not in out
 
 
-def test_a_plan_of_ones_own_that_is_not_legal_here(capsys, answer, tmp_path):
+def test_comparison_with_an_illegal_plan(capsys, answer, tmp_path):
     mine = tmp_path / "mine.toml"
     mine.write_text('model = "gpt3-2.7b"\n[cluster]\nextends = "dgx-a100"\ngpus = 8\n[plan]\nreplicate = 8\n')
     out = run(capsys, *SMALL, "--fix", "pp=1", "--compare", str(mine))
@@ -124,7 +124,7 @@ def test_a_plan_of_ones_own_that_is_not_legal_here(capsys, answer, tmp_path):
     assert "MW-PLAN-005" in out
 
 
-def test_a_case_study_and_the_guides_stand_beside_the_winner(capsys):
+def test_a_case_study_and_the_guides_are_compared_with_the_winner(capsys):
     assert dispatched("plan", "--case", "mixtral", capsys=capsys)[0] == 0
     code, out = dispatched(
         "plan", "llama3-8b", "--cluster", "dgx-h100", "--batch", "64", "--seq", "2048", capsys=capsys
@@ -142,7 +142,7 @@ def dispatched(*words, capsys):
     return code, capsys.readouterr().out
 
 
-def test_an_estimate_without_a_plan_takes_the_best_common_plan_and_says_so(capsys):
+def test_an_estimate_without_a_plan_uses_the_best_common_plan_and_reports_it(capsys):
     said = json.loads(run(capsys, "estimate", "mixtral-8x7b", *SMALL[2:], "--json"))
     assert any("the best of" in item and "common plans" in item for item in said["assumed"])
     assert said["plan"]["ep"] > 1  # the ladder that was taken before starts without expert parallelism
@@ -174,14 +174,14 @@ def test_a_case_takes_no_other_option(capsys):
     assert json.loads(run(capsys, "plan", "--case", "gpt3", "--json"))["case"] == "gpt3"
 
 
-def test_guides_are_in_json_and_beside_a_comparison_where_asked_for(capsys, answer):
+def test_guides_are_in_json_and_in_a_comparison_if_requested(capsys, answer):
     said = json.loads(run(capsys, *SMALL, "--guides", "--json"))
     assert {g["guide"] for g in said["guides"]} >= {"topology", "start simple"}
     shown = run(capsys, *SMALL, "--compare", str(answer[1] / "plan.toml"), "--guides")
     assert "Recommendations of guides" in shown
 
 
-def test_failures_and_sites_are_told_beside_the_days(capsys):
+def test_failures_and_sites_are_shown_with_the_days(capsys):
     told = run(
         capsys,
         *SMALL,
@@ -222,11 +222,11 @@ def test_failures_and_sites_are_told_beside_the_days(capsys):
         (["--html", "."], "MW-CLI-004"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_search(capsys, words, code):
+def test_impossible_options_are_refused_before_the_search(capsys, words, code):
     assert code in run(capsys, *SMALL, *words, code=2)
 
 
-def test_a_plan_of_ones_own_needs_no_more_than_its_plan(capsys, tmp_path):
+def test_a_compared_file_needs_only_a_plan_section(capsys, tmp_path):
     mine, empty = tmp_path / "mine.toml", tmp_path / "empty.toml"
     mine.write_text('[plan]\nshard = 16\nzero = 1\nrecompute = "full"\n')
     empty.write_text('model = "gpt3-2.7b"\n')
@@ -234,7 +234,7 @@ def test_a_plan_of_ones_own_needs_no_more_than_its_plan(capsys, tmp_path):
     assert "MW-CONF-002" in run(capsys, *SMALL, "--compare", str(empty), code=2)
 
 
-def test_another_batch_is_offered_where_a_constraint_leaves_none(capsys):
+def test_another_batch_is_suggested_if_a_constraint_leaves_no_plan(capsys):
     told = run(capsys, *SMALL[:-4], "--batch", "7", "--seq", "1024", "--without", "pp,cp,tp", code=2)
     assert "--batch 16" in told
 

@@ -1,5 +1,4 @@
-"""`meshwright show`: every topic prints, the numbers are the lecture's, figures stand alone, and wrong words are met
-with right ones."""
+"""`meshwright show`: every topic is printed with correct values, figures are self-contained, and wrong names get a suggestion."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def show(*words: str, fails: bool = False) -> str:
     return done.stdout
 
 
-def test_alone_it_lists_everything():
+def test_without_a_topic_it_lists_all_topics():
     listed = show()
     for name in [*OPERATIONS, *RULES, *LESSONS, *(a for named in ALGORITHMS.values() for a in named)]:
         assert name in listed
@@ -44,7 +43,7 @@ def test_alone_it_lists_everything():
 
 
 @pytest.mark.parametrize("topic", [*OPERATIONS, *LESSONS])
-def test_every_topic_is_shown_as_text_and_as_data(topic):
+def test_every_topic_is_shown_as_text_and_as_json(topic):
     assert len(show(topic).splitlines()) > 4
     assert json.loads(show(topic, "--json"))
 
@@ -64,7 +63,7 @@ def test_the_steps_of_a_ring():
     assert "6 elements = 1.5·n" in text
 
 
-def test_the_numbers_of_the_lecture():
+def test_the_values_of_an_all_reduce():
     lines = [" ".join(line.split()) for line in show("all-reduce", "--ranks", "4", "--values").splitlines()]
     assert "before 0 1 2 3 1 2 3 4 2 3 4 5 3 4 5 6" in lines
     assert "result 6 10 14 18 6 10 14 18 6 10 14 18 6 10 14 18" in lines
@@ -75,7 +74,7 @@ def test_the_numbers_of_the_lecture():
     assert "before 6 · · · · 10 · · · · 14 · · · · 18" in gathered
 
 
-def test_times_and_traffic_as_data():
+def test_times_and_traffic_as_json():
     words = ["all-reduce", "--ranks", "8", "--size", "64MiB", "--cluster", "dgx-h100", "--json"]
     told = json.loads(show(*words, "--algorithm", "ring"))
     assert told["walk"]["time_s"] > 0
@@ -84,8 +83,8 @@ def test_times_and_traffic_as_data():
     assert told["walk"]["step_end_s"][-1] == told["walk"]["time_s"]
 
 
-def test_the_time_shown_is_the_time_that_the_cost_model_charges():
-    """`show` on a cluster takes what a library runs there, and prints the price that a training step pays for it."""
+def test_the_shown_time_equals_that_of_the_cost_model():
+    """`show` on a cluster uses the library's choice and prints the time that a training step is charged for it."""
     plan = lowered(GPT, WORK, replicate=16)
     network = Network(catalog.load("clusters", "dgx-h100").with_gpus(16), plan.batch)
     op = Op("x", "x", "collective", collective="all_reduce", axis="dp", message_bytes=np.array([2.0**26]))
@@ -110,7 +109,7 @@ def test_the_time_shown_is_the_time_that_the_cost_model_charges():
         ["all-reduce", "--compare", "--values"],
     ],
 )
-def test_options_that_would_do_nothing_are_refused(words, tmp_path, monkeypatch):
+def test_options_without_effect_are_refused(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MeshwrightError) as refused:
         show(*words)
@@ -118,7 +117,7 @@ def test_options_that_would_do_nothing_are_refused(words, tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_comparison_names_a_leader_for_every_size():
+def test_the_comparison_names_the_fastest_for_every_size():
     told = json.loads(show("all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100", "--json"))
     assert set(told["time_s"]) == set(ALGORITHMS["all-reduce"]) - {"sharp"}  # its fabric does not reduce
     for k, best in enumerate(told["best"]):
@@ -136,7 +135,7 @@ def data_in(page: str) -> dict:
     return json.loads(found[1])
 
 
-def test_figures_stand_alone(tmp_path):
+def test_figures_are_self_contained(tmp_path):
     figure, chart = tmp_path / "ring.html", tmp_path / "compare.html"
     show("all-reduce", "--algorithm", "ring", "--ranks", "4", "--html", str(figure), "--size", "1MiB")
     show("all-reduce", "--compare", "ring,tree", "--html", str(chart))
@@ -150,7 +149,7 @@ def test_figures_stand_alone(tmp_path):
     assert set(data_in(chart.read_text("utf-8"))["time_s"]) == {"ring", "tree"}
 
 
-def test_words_in_a_figure_cannot_end_its_script():
+def test_text_in_a_figure_cannot_end_its_script():
     from meshwright.view.collectives import filled_template
 
     page = filled_template("comparison.html", {"operation": "</script><script>alert(1)</script>"})
@@ -175,7 +174,7 @@ def test_words_in_a_figure_cannot_end_its_script():
         (["all-reduce", "--values", "--elements", "5000"], "MW-PROG-006", "--elements 256"),
     ],
 )
-def test_wrong_words_are_met_with_right_ones(words, code, near, tmp_path, monkeypatch):
+def test_wrong_names_get_a_suggestion(words, code, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MeshwrightError) as refused:
         show(*words)
@@ -189,11 +188,11 @@ def test_a_cluster_may_be_a_file(tmp_path):
     assert "on mine" in show("all-gather", "--cluster", str(path))
 
 
-def test_pipelines_are_passed_on():
+def test_pipelines_are_shown():
     assert "gpipe" in show("1f1b", "--stages", "4", "--microbatches", "8", "--compare", "gpipe,zbv")
 
 
-def test_split_products_equal_the_whole():
+def test_split_products_equal_the_full_product():
     for told in (column_parallel(), row_parallel()):
         np.testing.assert_array_equal(told["whole Y"], told["X·W"])
         np.testing.assert_array_equal(told["whole dX"], told["dY·Wᵀ"])

@@ -1,4 +1,4 @@
-"""One question, one answer: roofline by level, critical batch and bubble fraction are the same number in every command."""
+"""Roofline by level, critical batch and bubble fraction have the same value in every command."""
 
 import json
 
@@ -32,8 +32,8 @@ def printed(e):
     return " ".join(capture.get().split())
 
 
-def test_the_roofline_of_a_level_is_the_collectives_own_time():
-    """gpt2-xl under DDP on 64 H100: the cards of a node share the all-reduce; the roofline implied eight times the cost model's time."""
+def test_roofline_time_of_a_level_equals_the_collective_time():
+    """gpt2-xl with DDP on 64 H100: the cards of a node share the all-reduce. An earlier roofline gave eight times the time of the cost model."""
     e = estimated("gpt2-xl", 64, 512, replicate=64, microbatch=8, bucket=1e12)
     busy = {c.level: c.seconds for c in e.roofline.ceilings}
     assert busy["rail"] == pytest.approx(float(e.cost.reduce[0]), rel=0.15)
@@ -41,7 +41,7 @@ def test_the_roofline_of_a_level_is_the_collectives_own_time():
     assert e.roofline.level == "rail"
 
 
-def test_traffic_inside_nodes_never_meets_the_networks_roof():
+def test_traffic_inside_nodes_does_not_count_for_the_network():
     e = estimated("llama3-8b", 16, 64, 8192, tp=8, sp=True, replicate=2, microbatch=1)
     inside, rail, spine = level_bytes(e)
     assert inside > 5 * rail > 0 == spine
@@ -56,7 +56,7 @@ def test_traffic_inside_nodes_never_meets_the_networks_roof():
     ids=str,
 )
 @pytest.mark.parametrize("batch", [64, 1024])
-def test_what_bounds_the_step_and_the_roofline_agree(model, plan, batch):
+def test_bound_by_and_roofline_regime_agree(model, plan, batch):
     tp = plan.get("tp", 1)
     if model == "gpt2-xl" and tp > 1:
         pytest.skip("25 heads")
@@ -76,7 +76,7 @@ def hidden(model, cluster, plan, workload):
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 64}, {"shard": 64, "zero": 1}, {"shard": 64, "zero": 3}], ids=str)
-def test_the_critical_batch_is_the_smallest_that_hides(plan):
+def test_critical_batch_is_the_smallest_batch_that_hides_communication(plan):
     model, cluster = catalog.load("models", "gpt2-xl"), catalog.load("clusters", "dgx-h100").with_gpus(64)
     plan, workload = Plan(**plan), Workload(batch=64, seq=1024)
     found = critical_batch(model, cluster, plan, workload, STACK)
@@ -95,7 +95,7 @@ def test_no_data_parallelism_has_no_critical_batch():
     assert e.critical_batch.reason.startswith("none")
 
 
-def test_plan_and_estimate_tell_one_critical_batch_and_bubble():
+def test_plan_and_estimate_print_the_same_critical_batch_and_bubble():
     result = api.plan("gpt2-xl", "dgx-h100", gpus=16, batch=128, seq=1024)
     told = result.as_dict()["explanation"]
     x = result.estimate
@@ -108,7 +108,7 @@ def test_plan_and_estimate_tell_one_critical_batch_and_bubble():
 # Bubble
 
 
-def test_the_bubble_fraction_is_that_of_the_walk():
+def test_bubble_fraction_equals_that_of_the_walked_schedule():
     e = estimated("gpt2-xl", 8, 64, pp=4, replicate=2, microbatch=1)
     simulated = Simulation(e, e.walked).as_dict()["bubble_fraction"]
     verdict = next(v for v in e.verdicts if v.name == "bubble fraction")
@@ -134,8 +134,8 @@ def step_of(plan, seq=131072, batch=8, gpus=16, model="llama3-8b", precision="bf
     return step_cost(step_program(*parts), catalog.load("clusters", "dgx-h100").with_gpus(gpus), every_rank=True)
 
 
-def test_ring_attention_overlaps_by_default_and_the_other_kinds_do_not():
-    """8B at 128K tokens, cp 2: the ring's sends hide behind attention; an all-gather before attention has nothing to hide behind."""
+def test_only_ring_attention_overlaps_by_default():
+    """8B at 128K tokens, cp 2: attention hides the sends of the ring; an all-gather before attention cannot be hidden."""
     plan = {"cp": 2, "shard": 8, "zero": 3, "recompute": "full"}
     ring, gather = (step_of({**plan, "cp_kind": kind}) for kind in ("ring", "all-gather"))
     assert float(ring.busy["comm:cp"][0]) > 0

@@ -1,4 +1,4 @@
-"""Collectives: what a library runs, priced as its program walks, and the prices of a batch of plans against bounds."""
+"""Collectives: the program that a library chooses, its price compared with the walked program, and bounds for a batch of plans."""
 
 from itertools import pairwise
 
@@ -33,8 +33,8 @@ def sharp(cluster):
 @pytest.mark.parametrize(
     "cluster", [DGX, sharp(DGX), catalog.load("clusters", "dgx-a100"), catalog.load("clusters", "aws-p4d")], ids=str
 )
-def test_the_price_is_the_walk_of_the_program_that_runs(operation, ranks, size, cluster):
-    """Built, proved and walked on the links as the library reaches them, the chosen program takes what the formula charges."""
+def test_price_equals_the_walked_time_of_the_chosen_program(operation, ranks, size, cluster):
+    """The chosen program, built, checked and walked on the effective links of the library, takes the time of the formula."""
     cluster = cluster.with_gpus(max(ranks, 8))
     choice = choose(cluster, operation, size, ranks)
     options = {"groups": groups_of(cluster, ranks)}
@@ -50,7 +50,7 @@ def test_the_price_is_the_walk_of_the_program_that_runs(operation, ranks, size, 
     assert choice.seconds > choice.walked
 
 
-def test_the_chosen_program_is_the_fastest_that_the_library_has():
+def test_library_runs_its_fastest_program():
     for ranks in (4, 8, 16, 24, 64):
         for n in np.geomspace(1e3, 1e10, 12):
             cluster = sharp(DGX).with_gpus(64)
@@ -65,8 +65,8 @@ def test_the_chosen_program_is_the_fastest_that_the_library_has():
             assert times[choice.algorithm] == min(times.values())
 
 
-def test_what_nccl_runs():
-    """Small buffers run trees or in-switch reduction, large ones rings where switches do not reduce."""
+def test_algorithms_that_nccl_chooses():
+    """Small buffers use trees or in-switch reduction; large buffers use rings if the switches do not reduce."""
     assert choose(DGX, "all-reduce", 2**26, 8).algorithm == "nvls"
     assert (
         choose(DGX, "all-reduce", 2**30, 4).algorithm == "multi-ring"
@@ -82,13 +82,13 @@ def test_what_nccl_runs():
     assert library.library_of(catalog.load("clusters", "laptop")) == "gloo"
 
 
-def test_an_unknown_collective_names_the_known_ones():
+def test_error_for_an_unknown_collective_lists_the_known_ones():
     with pytest.raises(MeshwrightError) as error:
         choose(DGX, "all-redoose", 1e6, 8)
     assert "all-reduce" in error.value.fix
 
 
-def test_measured_times_are_met():
+def test_predicted_times_match_measured_times():
     """Published NCCL all-reduce times on dgx-h100: within 15%.
 
     This checks a fit, it is not a prediction: the `in_switch` shares of the links were partly set on these rows, and the
@@ -116,7 +116,7 @@ def test_message_time_and_crossover():
     assert link.message_time(n, 1e-6, 1 / 450e9) == pytest.approx(2e-6)
 
 
-def test_regime_names_the_term_that_rules():
+def test_regime_names_the_dominant_term():
     nvlink = Link(name="x", alpha=1e-6, bandwidth=450e9)
     below, how = link.regime(449e3, nvlink)
     assert below.startswith("latency")
@@ -158,7 +158,7 @@ def network(cluster=DGX, **plan):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", SPANS, ids=str)
-def test_library_grows_with_size_and_never_beats_the_wire(kind, plan):
+def test_time_grows_with_size_and_never_beats_the_link(kind, plan):
     net = network(**plan)
     for axis in [a for a in ("tp", "pp", "dp") if one(net.batch.size(a)) > 1]:
         times = [one(net.time(op(kind, axis, n))) for n in np.geomspace(1, 1e10, 23)]
@@ -168,17 +168,17 @@ def test_library_grows_with_size_and_never_beats_the_wire(kind, plan):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_library_is_free_for_one_rank(kind):
+def test_one_rank_costs_nothing(kind):
     assert one(network(tp=2).time(op(kind, "dp", 1e9))) == 0
 
 
 def plain(cluster):
-    """The cluster with switches that only pass on."""
+    """The cluster with switches that do not reduce."""
     return cluster.but(levels=tuple(level.but(reduces=False) for level in cluster.levels))
 
 
-def test_library_reaches_the_links_share_inside_a_node():
-    """Large messages on eight ranks run at the link's reached rate, by bus bandwidth; a reducing switch beats it."""
+def test_large_messages_reach_the_effective_link_rate_inside_a_node():
+    """Large messages on eight ranks have the effective link rate as bus bandwidth; a reducing switch exceeds it."""
     n, rate = 1e10, DGX.device_bandwidth(0)
 
     def bus(cluster, kind):
@@ -190,7 +190,7 @@ def test_library_reaches_the_links_share_inside_a_node():
     assert rate < bus(reducing, "all_reduce") < 2 * rate
 
 
-def test_crossing_nodes_costs_more_unless_every_card_works():
+def test_crossing_nodes_costs_more_unless_all_cards_are_used():
     inside, across = network(tp=8), network(tp=1, pp=8, replicate=8)
     assert one(across.time(op("all_reduce", "dp", 1e9))) > 3 * one(inside.time(op("all_reduce", "tp", 1e9)))
     whole_nodes = network(replicate=16)  # eight cards a node carry it

@@ -1,4 +1,4 @@
-"""Memory: the ZeRO table of the seeds' 7B model, liveness, and what must never shrink."""
+"""Memory: the ZeRO table of a 7B model, activations in flight, and monotonicity."""
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +41,7 @@ def of(program, rank=0):
 
 @pytest.mark.parametrize(("stage", "total", "parameters", "gradients", "optimizer"), TABLE)
 def test_zero_table_of_seven_billion_on_eight(stage, total, parameters, gradients, optimizer):
-    """112, 38.5, 26.25 and 14 GB: by the textbook formula, and by lowering."""
+    """112, 38.5, 26.25 and 14 GB, by the textbook formula and by lowering."""
     assert zero_state_bytes(7e9, 8, stage) == total * 1e9
     plan = {"zero": stage, "shard": 8} if stage else {"replicate": 8}
     program = lowered(SEVEN, Workload(batch=8, seq=1), grad_dtype="bf16", **plan)
@@ -75,8 +75,8 @@ def test_states_follow_dtypes_and_optimizer():
         (1, "microbatch", False),
     ],
 )
-def test_gradients_are_kept_as_shards_only_where_every_micro_batch_reduces(zero, reduce, shards):
-    """Accumulating without reducing keeps whole gradients; keeping shards reduces M times. No plan has both savings."""
+def test_gradients_are_sharded_only_if_every_micro_batch_reduces(zero, reduce, shards):
+    """Accumulation without reduction needs unsharded gradients; sharded gradients are reduced M times. No plan has both savings."""
     model, m = SEVEN, 4
     program = lowered(model, Workload(batch=8 * m, seq=1), zero=zero, shard=8, reduce=reduce, grad_dtype="bf16")
     kept = one(state_memory(program, bounding_ranks(program.batch)[0])["gradients"])
@@ -85,8 +85,8 @@ def test_gradients_are_kept_as_shards_only_where_every_micro_batch_reduces(zero,
     assert reduced == pytest.approx(14e9 * (m if shards or reduce == "microbatch" else 1))
 
 
-def test_gpus_needed_and_largest_model():
-    """The seeds' table of models on 80 GB, and the limits of plain data parallelism."""
+def test_minimum_gpus_and_largest_model():
+    """A table of models on 80 GB devices, and the largest model of plain data parallelism."""
     needed = {7e9: 2, 13e9: 3, 65e9: 13, 175e9: 35, 540e9: 108}
     assert {n: minimum_gpus(n, 80e9) for n in needed} == needed
     assert minimum_gpus(1, 80e9) == 1
@@ -94,7 +94,7 @@ def test_gpus_needed_and_largest_model():
     assert minimum_gpus(largest_model(80e9), 80e9) == 1
 
 
-def test_parts_are_named_and_whole():
+def test_parts_have_known_names_and_sum_to_the_peak():
     parts = of(lowered(GQA, tp=2, zero=3, shard=2, pp=2))
     assert set(parts) == set(PARTS)
     assert all(size >= 0 for size in parts.values())
@@ -104,7 +104,7 @@ def test_parts_are_named_and_whole():
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "naive"])
-def test_activations_are_held_for_as_many_micro_batches_as_the_schedule_walks(schedule):
+def test_activations_in_flight_match_the_walked_schedule(schedule):
     program = lowered(GPT, Workload(batch=16, seq=512), pp=4, schedule=schedule)
     peaks = walk(build(schedule, 4, 16)).peak_in_flight
     for rank in (1, 2):  # no embedding, no head
@@ -112,7 +112,7 @@ def test_activations_are_held_for_as_many_micro_batches_as_the_schedule_walks(sc
         assert of(program, rank)["activations"] == pytest.approx(peaks[rank] * saved)
 
 
-def test_virtual_stages_are_counted_in_their_own_size():
+def test_virtual_stages_are_counted_by_their_size():
     program = lowered(GPT, Workload(batch=16, seq=512), pp=4, virtual=2, schedule="interleaved")
     peaks = walk(build("interleaved", 4, 16, 2)).peak_in_flight
     layer = sum(map(one, program.saved["dense"].values()))  # one layer a stage, two stages a rank
@@ -120,7 +120,7 @@ def test_virtual_stages_are_counted_in_their_own_size():
 
 
 def test_full_recompute_keeps_inputs_and_one_layer():
-    """The seeds' example: 32 layers of 4096, 8 × 2048 tokens: 73 GB becomes 4.3 plus 2.3 GB, 91% saved, not 97."""
+    """32 layers of hidden size 4096, 8 × 2048 tokens: 73 GB becomes 4.3 + 2.3 GB, 91% less."""
     model = Model(
         name="m",
         hidden=4096,
@@ -146,7 +146,7 @@ def test_full_recompute_keeps_inputs_and_one_layer():
     assert 1 - layers("full") / layers("none") == pytest.approx(0.91, abs=0.001)
 
 
-def test_logits_live_for_one_micro_batch_on_the_last_stage_alone():
+def test_logits_live_for_one_micro_batch_on_the_last_stage_only():
     work = Workload(batch=16, seq=512)
     small, large = GPT, GPT.but(vocab=100_000)
     first, last = (
@@ -158,7 +158,7 @@ def test_logits_live_for_one_micro_batch_on_the_last_stage_alone():
 
 
 def test_gathered_weights_of_zero_three():
-    """Freed: two layers' weights and one whole gradient. Kept, or in a pipeline: all weights the rank has."""
+    """With resharding: the weights of two layers and one unsharded gradient. Without, or in a pipeline: all weights of the rank."""
     work = Workload(batch=16, seq=512)
     freed, kept = (lowered(GPT, work, zero=3, shard=8, reshard=r) for r in (True, False))
     layer, embedding, head = (one(sum(freed.parameters[kind].values())) for kind in ("dense", "embedding", "head"))
@@ -169,7 +169,7 @@ def test_gathered_weights_of_zero_three():
     assert of(lowered(zero=2, shard=8))["gathered"] == 0
 
 
-def test_activations_offloaded_leave_the_device():
+def test_offloaded_activations_leave_the_device():
     here, there = (of(lowered(GPT, offload=offload))["activations"] for offload in ("none", "activations"))
     assert there < here / 2
 
@@ -181,7 +181,7 @@ def test_a_tied_head_keeps_its_copy_on_the_last_stage():
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
-def test_a_bigger_model_never_needs_less(data, name):
+def test_a_larger_model_never_needs_less_memory(data, name):
     model = MODELS[name]
     plan = data.draw(plans(model))
     fields = ["layers", "hidden"] if model.kind == "mlp" else ["layers", "hidden", "vocab"]
@@ -195,7 +195,7 @@ def test_a_bigger_model_never_needs_less(data, name):
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
-def test_sharding_more_and_recomputing_more_never_need_more_state_or_activations(data, name):
+def test_more_sharding_or_recompute_never_needs_more_memory(data, name):
     model = MODELS[name]
     plan = data.draw(plans(model))
     by_stage = []
@@ -210,7 +210,7 @@ def test_sharding_more_and_recomputing_more_never_need_more_state_or_activations
     assert kept == sorted(kept, reverse=True)
 
 
-def test_fits_says_so():
+def test_fits_compares_peak_memory_with_the_device():
     small, large = (catalog.load("models", n) for n in ("llama2-7b", "llama2-70b"))
     work, plan = Workload(batch=8, seq=2048), Plan(replicate=8, recompute="full")
     one_node = DGX.with_gpus(8)
@@ -224,7 +224,7 @@ def test_fits_says_so():
     assert step_cost(step_program(small, batch, work), one_node).fits(one_node).tolist() == [False, True]
 
 
-def test_experts_are_held_by_their_own_ranks():
+def test_expert_states_are_divided_over_expert_parallel_ranks():
     spread, here = (of(lowered(MOE, replicate=8, ep=ep)) for ep in (8, 1))
     experts = MOE.parameters()["experts"]
     assert here["parameters"] - spread["parameters"] == pytest.approx(experts * 2 * 7 / 8)
@@ -237,8 +237,8 @@ def test_stored_softmax_costs_its_scores():
     assert stored - flash == pytest.approx(scores - lse)
 
 
-def test_attention_that_drops_costs_time_and_a_tile_but_keeps_no_probabilities():
-    """In tiles nothing more is kept for backward; where softmax is stored, its mask and what is left of it are."""
+def test_attention_dropout_costs_time_and_a_tile_but_saves_no_probabilities():
+    """Tiled attention saves nothing more for backward; stored softmax also saves its mask and the dropped probabilities."""
     plain = GPT.but(dropout=False, causal=True)
     drops = plain.but(attention_dropout=0.1)
     (before, after), (stored, masked) = (
@@ -260,7 +260,7 @@ def test_attention_that_drops_costs_time_and_a_tile_but_keeps_no_probabilities()
     assert {op.dtype for _, op in after.ops("dense") if op.name.startswith("scores")} == {"fp32"}
 
 
-def test_masks_that_are_computed_keep_eight_bytes_a_token():
+def test_computed_dropout_masks_save_eight_bytes_per_token():
     plain, hashed = (lowered(GPT.but(dropout=False, dropout_rate=rate), tp=2, sp=True) for rate in (0.0, 0.1))
     for block, sites in (("embedding", 1), ("dense", 2)):
         more = [sum(one(x) for x in p.saved[block].values()) for p in (plain, hashed)]
@@ -270,8 +270,8 @@ def test_masks_that_are_computed_keep_eight_bytes_a_token():
     }
 
 
-def test_rows_that_zero_pads_are_held_by_the_fullest_rank():
-    """Four of eight experts over three ranks: one of them has two."""
+def test_the_fullest_rank_holds_the_rows_that_zero_pads():
+    """Four of eight experts over three ranks: one rank has two."""
     work = Workload(batch=6, seq=64)
     flat, rows = (lowered(MOE, work, shard=6, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
     held = [one(state_memory(p, bounding_ranks(p.batch)[0])["optimizer"]) for p in (flat, rows)]

@@ -1,4 +1,4 @@
-"""The roofline and the small closed forms: the seeds' numbers put right, and each formula at its turning point."""
+"""The roofline and the small closed forms: corrected published figures, and each formula at its turning point."""
 
 import math
 
@@ -21,8 +21,8 @@ def test_ridges_are_dense_peak_over_one_direction():
     assert roofline.ridge(A100.peak_for("bf16"), 300e9) == pytest.approx(1040)
 
 
-def test_ccr_of_data_parallelism_does_not_know_the_model():
-    """The seeds' printed list: 3,072 for one sequence of 2,048, and in proportion."""
+def test_ccr_of_data_parallelism_does_not_depend_on_the_model():
+    """3,072 for one sequence of 2,048 tokens, and proportional to the tokens."""
     printed = {1: 3072, 4: 12288, 16: 49152, 64: 196608, 256: 786432}
     for batch, ccr in printed.items():
         assert roofline.ccr_data_parallel(175e9, batch * 2048) == roofline.ccr_data_parallel(7e9, batch * 2048) == ccr
@@ -40,7 +40,7 @@ def test_ccr_of_data_parallelism_does_not_know_the_model():
         (50, "compute-bound"),
     ],
 )
-def test_regimes_change_at_the_seeds_cut_offs(share, name):
+def test_regimes_change_at_their_cut_offs(share, name):
     told, how = roofline.regime(share * 1000, 1000)
     assert told == name
     assert len(how) >= 3
@@ -61,12 +61,12 @@ def test_position_is_consistent(flops, sent, peak, bandwidth):
     )
 
 
-def test_no_traffic_is_no_bound():
+def test_no_traffic_gives_no_communication_bound():
     place = roofline.position(1e15, [0.0], 1e15, uniform(8, 1e-6, 1e11))
     assert (place.efficiency, place.regime) == (1, "no communication")
 
 
-def test_every_level_has_its_bytes_and_its_ceiling():
+def test_every_level_has_bytes_and_a_ceiling():
     cluster = catalog.load("clusters", "dgx-h100").with_gpus(1024)
     place = roofline.position(1e15, [1e12, 1e9, 0.0], 989.4e12, cluster)
     tops = place.ceilings
@@ -94,8 +94,8 @@ def test_optimal_chunks_is_the_minimum(exposed, overhead):
     assert total(k) <= best * 1.02
 
 
-def test_seeds_chunk_example_and_overlap():
-    """500 MB twice over 300 GB/s, 5 µs a chunk: 26 chunks, not 16. 1000 ms of compute hide 200 of communication."""
+def test_chunk_example_and_overlap():
+    """500 MB twice over 300 GB/s, 5 µs per chunk: 26 chunks (a published example says 16). 1000 ms of compute hide 200 ms of communication."""
     assert advice.optimal_chunks(2 * 500e6 / 300e9, 5e-6) == 26
     assert advice.overlap_ratio(0.2, 1.0) == pytest.approx(0.2)
     assert advice.overlapped_step(1.0, 0.2) == 1.0
@@ -105,7 +105,7 @@ def test_seeds_chunk_example_and_overlap():
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0.01, 10), st.floats(0, 10), st.floats(0, 1))
-def test_overlap_lies_between_the_longer_and_the_sum(compute, communication, hideable):
+def test_overlapped_step_is_between_the_maximum_and_the_sum(compute, communication, hideable):
     step = advice.overlapped_step(compute, communication, hideable)
     assert max(compute, communication) - 1e-12 <= step <= compute + communication + 1e-12
 
@@ -123,13 +123,13 @@ def test_buckets():
 
 
 def test_bandwidth_between_stages():
-    """The seeds' tool: 64 MiB both ways in 10.24 ms a micro-batch is 104.86 Gb/s; its 97.66 is Gibit/s."""
+    """64 MiB in both directions in 10.24 ms per micro-batch is 104.86 Gb/s; a published 97.66 is in Gibit/s."""
     rate = advice.minimum_stage_bandwidth(64 * 2**20, 81.92e-3 / 8)
     assert rate * 8 / 1e9 == pytest.approx(104.86, abs=0.005)
     assert rate * 8 / 2**30 == pytest.approx(97.66, abs=0.005)
 
 
-def test_ring_attention_buffers_and_free_regime():
+def test_ring_attention_buffers_and_hidden_transfers():
     assert advice.ring_buffer(131072, 64, 8192, 1) == 64 * 2**20
     assert advice.ring_buffer(2**20, 8, 8192, 1) == 4 * 2**30
     flops, bandwidth = 400e12, 50e9
@@ -162,7 +162,7 @@ def test_top_k_compression():
 
 
 def test_compression_pays_below_its_break_even_bandwidth():
-    """1 GB compressed 4× at 5 ms of γ: 1.5 GB less on the wire are worth it below 300 GB/s."""
+    """1 GB compressed 4× in 5 ms: sending 1.5 GB less is faster below 300 GB/s."""
     even = advice.compression_break_even(1e9, 4, 5e-3)
     assert even == pytest.approx(300e9)
     for bandwidth, pays in ((0.9 * even, True), (1.1 * even, False)):
@@ -170,8 +170,8 @@ def test_compression_pays_below_its_break_even_bandwidth():
         assert (small < plain) == pays
 
 
-def test_inference_wants_tensor_parallelism():
-    """A token reads every weight once: tp divides that, a pipeline does not; at some degree latency eats the gain."""
+def test_tensor_parallelism_reduces_inference_latency():
+    """A token reads every weight once: tp divides this time, a pipeline does not. At some degree the latency exceeds the gain."""
     args = (70e9, 80, 8192)
     alone = advice.inference_latency(*args, 1, 3.35e12, 1.5e-6, 1 / 450e9)
     assert alone == pytest.approx(140e9 / 3.35e12)

@@ -1,4 +1,4 @@
-"""The step: parts that sum, bounds of overlap, the host floor, pipelines against walked ones, traffic, and what must not grow."""
+"""The step: sums of its parts, bounds of overlap and host time, pipelines compared with walked schedules, traffic, and monotonicity."""
 
 from itertools import pairwise
 
@@ -51,7 +51,7 @@ def test_parts_sum_exactly_and_none_is_negative(data, name, which):
 
 @settings(max_examples=60, deadline=None)
 @given(*CASE)
-def test_overlap_never_hides_more_than_there_is(data, name, which):
+def test_overlap_never_hides_more_than_the_compute(data, name, which):
     """No step is shorter than its compute, its host, or any one stream of communication."""
     model = MODELS[name]
     plan = data.draw(plans(model))
@@ -68,7 +68,7 @@ def test_overlap_never_hides_more_than_there_is(data, name, which):
 
 
 def test_compute_hides_one_stream_at_a_time():
-    """Slow links, and everything may overlap: all that is hidden together is no more than a share of the compute it hides behind."""
+    """With slow links and all axes overlapping, the total hidden time is at most a share of the compute that hides it."""
     slow = changed(changed(DGX, 0, 0.02), 1, 0.02)
     said = {"tp": 2, "cp": 2, "zero": 3, "shard": 2, "overlap": ("dp", "tp", "cp", "ep")}
     axes = ("dp", "tp", "cp", "ep")
@@ -82,7 +82,7 @@ def test_compute_hides_one_stream_at_a_time():
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
-def test_a_batch_costs_as_each_plan_alone(data, name, which):
+def test_a_batch_costs_the_same_as_separate_plans(data, name, which):
     model = MODELS[name]
     several = data.draw(st.lists(plans(model), min_size=2, max_size=4))
     cluster = DGX.with_gpus(4096)
@@ -104,8 +104,8 @@ def test_a_batch_costs_as_each_plan_alone(data, name, which):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)))
-def test_few_ranks_stand_for_all(data, name):
-    """A search looks at four ranks of a pipeline, an estimate at all: the slowest and the fullest are among the four."""
+def test_sampled_ranks_bound_all_ranks(data, name):
+    """A search evaluates four ranks of a pipeline, an estimate all ranks: the slowest and the fullest are among the four."""
     model = MODELS[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
@@ -154,8 +154,8 @@ def test_more_layers_and_longer_batches_take_longer(data, name):
 # The host
 
 
-def test_the_host_floor_holds_up_small_layers():
-    """Launches × seconds a launch, whatever the device: a layer of the tiny model cannot be quicker than its host."""
+def test_host_time_bounds_small_layers():
+    """Launches × seconds per launch, for any device: a layer of the tiny model cannot be faster than its host."""
     slow = Stack(**{**IDLE_HOST, "launch": 1e-3}, overlap=())
     result = cost(GQA, stack=slow)
     program = lowered(GQA, stack=slow)
@@ -171,7 +171,7 @@ def test_the_host_floor_holds_up_small_layers():
     assert one(replayed.exposed["host"]) < 0.1 * floor
 
 
-def test_an_idle_host_adds_nothing():
+def test_a_fast_host_adds_no_time():
     assert one(cost(GQA, stack=Stack(**IDLE_HOST)).exposed["host"]) == 0
     assert one(cost(stack=Stack(step_overhead=0.25)).exposed["overhead"]) == 0.25
 
@@ -185,7 +185,7 @@ EVEN = MLP.but(layers=16)  # no embedding, a head of next to nothing: equal stag
     "schedule", ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "looped-bfs", "interleaved-zb", "zbv"]
 )
 @pytest.mark.parametrize(("pp", "m"), [(2, 8), (4, 4), (4, 16)])
-def test_bubble_is_the_walked_one_on_equal_stages(schedule, pp, m):
+def test_bubble_equals_the_walk_on_equal_stages(schedule, pp, m):
     virtual = 2 if schedule in ("interleaved", "looped-bfs", "interleaved-zb", "zbv") else 1
     work = Workload(batch=m, seq=1)
     batch = Batch.of([Plan(pp=pp, virtual=virtual, schedule=schedule)], EVEN, work, Stack())
@@ -198,15 +198,15 @@ def test_bubble_is_the_walked_one_on_equal_stages(schedule, pp, m):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([1, 2, 4, 8, 16]), st.floats(0.1, 10), st.floats(0.1, 10))
 def test_gpipe_and_1f1b_idle_p_minus_one_micro_batches(pp, m, forward, backward):
-    """Overhead (P−1)/M, fraction (P−1)/(M+P−1), whatever the times."""
+    """Overhead (P−1)/M, fraction (P−1)/(M+P−1), for any times."""
     for schedule in ("gpipe", "1f1b"):
         batch = Batch.of([Plan(pp=pp, schedule=schedule)], EVEN, Workload(batch=m, seq=1), Stack())
         times = (np.array([x]) for x in (forward, backward / 2, backward / 2, 0.0))
         assert one(pipeline.ramp(batch, *times)) == pytest.approx((pp - 1) * (forward + backward))
 
 
-def test_bubble_of_a_whole_step_is_the_formula():
-    """Equal stages, no host, no messages to speak of: the bubble's share of the pipelined time is (P−1)/(M+P−1)."""
+def test_bubble_of_a_full_step_equals_the_formula():
+    """Equal stages, no host time, negligible messages: the bubble is (P−1)/(M+P−1) of the pipelined time."""
     work, quick = Workload(batch=8 * 4096, seq=1), changed(DGX, 0, 1e4)
     result = cost(EVEN.but(hidden=8192), work, quick, Stack(**IDLE_HOST), pp=4, microbatch=4096)
     piped = one(result.time - result.exposed["optimizer"] - result.exposed["dp"])
@@ -239,7 +239,7 @@ def test_the_slowest_rank_sets_the_pace():
 
 
 def test_traffic_by_axis():
-    """By hand: 8 micro-batches, 8 layers; embedding and head add theirs to tp."""
+    """By hand: 8 micro-batches, 8 layers; the embedding and the head add to tp."""
     activation = 512 * GPT.hidden * 2
     m, ring = 8, 2 * 3 / 4
     result = cost(tp=4, replicate=8)
@@ -256,7 +256,7 @@ def test_traffic_by_axis():
 
 
 def test_pipeline_traffic_of_a_middle_rank():
-    """One activation forward and one gradient back per stage and micro-batch."""
+    """One activation forward and one gradient backward per stage and micro-batch."""
     activation = 512 * GPT.hidden * 2
     assert one(cost(pp=4).traffic["pp"]) == pytest.approx(2 * 64 * activation)
     assert one(cost(pp=4, virtual=2, schedule="interleaved").traffic["pp"]) == pytest.approx(2 * 2 * 64 * activation)
@@ -266,7 +266,7 @@ def test_pipeline_traffic_of_a_middle_rank():
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_pipeline_messages_are_those_of_the_program(schedule, pp):
-    """A rank sends where the next stage stands on another rank: at two ranks and at the turn of a V less than both ways each."""
+    """A rank sends only if the next stage is on another rank; with two ranks, and at the turn of a V, some messages are local."""
     virtual, m = (1 if schedule == "1f1b" else 2), 12
     model, activation = GPT.but(layers=12), 512 * GPT.hidden * 2
     said = Plan(pp=pp, virtual=virtual, schedule=schedule)
@@ -283,7 +283,7 @@ def test_pipeline_messages_are_those_of_the_program(schedule, pp):
         assert one(busiest) == pytest.approx(m * sends.max() * activation)
 
 
-def test_zero_three_moves_half_as_much_again():
+def test_zero_three_sends_1_5_times_the_bytes_of_ddp():
     ddp, fsdp = (
         cost(GPT, Workload(batch=8, seq=512), grad_dtype="bf16", **p)
         for p in ({"replicate": 8}, {"zero": 3, "shard": 8})
@@ -294,7 +294,7 @@ def test_zero_three_moves_half_as_much_again():
 # The prediction
 
 
-def test_prediction_tells_its_denominators():
+def test_prediction_states_its_denominators():
     model = catalog.load("models", "llama3-8b")
     work, plan = Workload(batch=64, seq=8192), Plan(shard=8, zero=3, recompute="full")
     result = predict(model, DGX.with_gpus(8), plan, work, Stack(), assumed=["nothing"])
@@ -314,7 +314,7 @@ def test_bound_by_names_the_largest_group():
     assert bound_by({"host": 2.0, "ffn": 1.0}) == "the host's launches"
 
 
-def test_estimate_judges_against_the_seeds_targets():
+def test_estimate_compares_with_the_targets():
     model = catalog.load("models", "llama3-8b")
     work = Workload(batch=64, seq=8192)
     told = estimate(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack())
@@ -330,7 +330,7 @@ def test_estimate_judges_against_the_seeds_targets():
     assert told.as_dict()["step_time_s"] == told.prediction.step_time_s
 
 
-def test_counts_and_experts_are_costed_too():
+def test_count_only_models_and_experts_have_costs():
     assert one(cost(COUNTS, Workload(batch=512, seq=1), replicate=8, microbatch=64).time) > 0
     spread = cost(MOE, replicate=8, ep=8)
     counts = 8 * 8 * MOE.experts * 8  # told in each layer
@@ -344,7 +344,7 @@ def test_counts_and_experts_are_costed_too():
     ("pp", "virtual", "schedule"), [(32, 1, "1f1b"), (7, 1, "zb-h1"), (16, 2, "interleaved"), (25, 2, "zbv")]
 )
 def test_a_batch_finds_the_fullest_rank_of_uneven_stages(model, pp, virtual, schedule):
-    """The search looks at few ranks: it must not miss the one that does not fit."""
+    """The search evaluates few ranks, but it must find the rank that does not fit."""
     shape = catalog.load("models", model)
     plan = Plan(pp=pp, virtual=virtual, schedule=schedule)
     program = step_program(shape, plan, Workload(batch=8 * pp, seq=4096))
@@ -354,8 +354,8 @@ def test_a_batch_finds_the_fullest_rank_of_uneven_stages(model, pp, virtual, sch
 
 @pytest.mark.parametrize("kernel", ["flash", "stored"])
 @pytest.mark.parametrize("model", [GPT, MOE], ids=["dense", "moe"])
-def test_what_stays_wide_under_fp8_takes_as_long_as_in_16_bits(model, kernel):
-    """A layer's own products are faster; head, router, and the core of attention, stored or not, are not."""
+def test_operations_outside_fp8_take_as_long_as_in_16_bits(model, kernel):
+    """The products of a layer are faster; head, router and the core of attention, stored or not, are not."""
     by = {p: cost(model, WORK.but(precision=p), stack=Stack(attention=kernel)) for p in ("bf16", "fp8")}
     spent = {p: {part: one(s) for part, s in c.exposed.items()} for p, c in by.items()}
     for part in ("head", "router") if model.experts else ("head",):
@@ -368,7 +368,7 @@ def test_what_stays_wide_under_fp8_takes_as_long_as_in_16_bits(model, kernel):
 
 
 def test_a_split_backward_pays_for_the_gathers_of_its_inputs_on_all_stages_but_the_first():
-    """I asks for what W asks for: the same gathers once more, in the closed form, in the walk and in what is hidden."""
+    """I needs the gathers of W: the same gathers a second time, in the closed form, in the walk and in the hidden time."""
     plan = {"tp": 4, "sp": True, "pp": 4, "microbatch": 2}
     plain, split = (cost(GQA, schedule=s, stack=Stack(**IDLE_HOST), **plan) for s in ("1f1b", "zb-h1"))
     again = [one(plain.times[block, "W"].comm["tp"]) for block in ("dense", "head")]

@@ -1,4 +1,4 @@
-"""Every model of the catalog counts to what its makers published, within 0.5%."""
+"""The parameter count of every catalog model equals the published one within 0.5%."""
 
 import math
 
@@ -19,7 +19,7 @@ def model(name: str) -> Model:
 
 
 def active_as_published(m: Model) -> float:
-    """Our active count under the makers' convention."""
+    """Our active count by the convention of the publisher."""
     embedding = m.padded_vocab * m.hidden
     leaves_out = {"all": 0, "no-input-embedding": 1, "no-embeddings": 1 if m.tied else 2}
     return m.active - embedding * leaves_out[m.published.active_counts]
@@ -31,7 +31,7 @@ def two_digits(value: float, how) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_total_is_the_published_one(name):
+def test_total_equals_the_published_count(name):
     m = model(name)
     if name in SMALL:
         assert m.total <= 50e6
@@ -43,7 +43,7 @@ def test_total_is_the_published_one(name):
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if model(n).experts and n not in SMALL])
-def test_active_is_the_published_one(name):
+def test_active_equals_the_published_count(name):
     m = model(name)
     ours = active_as_published(m)
     if name in TWO_DIGITS:
@@ -55,7 +55,7 @@ def test_active_is_the_published_one(name):
     assert m.active < m.total
 
 
-def test_families_of_the_issue_are_there():
+def test_the_catalog_has_all_model_families():
     wanted = """
         gpt2-small gpt2-medium gpt2-large gpt2-xl bert-large resnet-50 gpt3-175b mt-nlg-530b palm-540b bloom-176b
         llama-7b llama-13b llama-33b llama-65b llama2-7b llama2-13b llama2-70b llama3-8b llama3-70b llama3.1-405b
@@ -75,7 +75,7 @@ def test_entries_round_trip(name):
     assert m.describe_shape()
 
 
-def test_convolutions_are_told_in_flops_not_multiply_adds():
+def test_convolutions_are_counted_in_flops_not_multiply_adds():
     assert model("resnet-50").flops(1)["all"] == pytest.approx(2 * 4.09e9, rel=0.001)
 
 

@@ -1,4 +1,4 @@
-"""Clusters: the catalog's hardware, and who reaches whom through which ports."""
+"""Clusters: the hardware of the catalog, and the ports on the path between two devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_entry_loads_and_names_its_source(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", WANTED)
-def test_the_catalog_holds_what_it_promises(kind) -> None:
+def test_the_catalog_has_the_listed_entries(kind) -> None:
     assert set(WANTED[kind]) <= set(catalog.names(kind))
 
 
@@ -60,7 +60,7 @@ def test_link_rates_are_per_direction() -> None:
     assert catalog.load("links", "ib-hdr").bandwidth == 25e9
 
 
-def test_a_missing_dtype_runs_at_the_next_wider() -> None:
+def test_a_missing_dtype_runs_at_the_rate_of_the_next_wider_one() -> None:
     a100, v100 = catalog.load("accelerators", "a100-80gb"), catalog.load("accelerators", "v100-sxm2-16gb")
     assert a100.peak_for("fp8") == a100.peak["bf16"]
     assert v100.peak_for("bf16") == v100.peak["fp16"]
@@ -94,7 +94,7 @@ def test_level_between(a, b, level) -> None:
     assert three_levels().level_between(a, b) == level == three_levels().level_between(b, a)
 
 
-def test_paths_pay_the_level_and_pass_its_ports() -> None:
+def test_paths_have_the_latency_and_the_ports_of_their_level() -> None:
     cluster = three_levels(oversubscription=4)
     assert cluster.path(5, 5) == (0.0, ())
     assert cluster.path(0, 1) == (1e-6, (("out", 0), ("in", 1)))
@@ -160,7 +160,7 @@ def test_bad_clusters_are_refused(field, value) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_bad_rate_names_the_place_and_the_units() -> None:
+def test_the_error_for_a_bad_rate_names_the_field_and_the_units() -> None:
     with pytest.raises(MeshwrightError) as caught:
         Link(name="x", alpha="1us", bandwidth="400Gbit")
     assert caught.value.code == "MW-UNIT-002"
@@ -168,7 +168,7 @@ def test_a_bad_rate_names_the_place_and_the_units() -> None:
     assert "Gb/s" in caught.value.valid
 
 
-def test_uniform_is_the_setting_of_the_formulas() -> None:
+def test_a_uniform_cluster_matches_the_formulas() -> None:
     cluster = uniform(8, 1e-6, 1e9)
     assert cluster.world == 8
     assert cluster.path(0, 7).alpha == 1e-6

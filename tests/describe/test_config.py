@@ -1,4 +1,4 @@
-"""Configurations: names, files that extend files, overrides, origins, and the way back to TOML."""
+"""Configurations: names, files that extend files, overrides, origins, and writing TOML."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_examples_are_possible(path) -> None:
     load(path).check()
 
 
-def test_every_value_knows_who_said_it(base) -> None:
+def test_every_value_has_its_origin(base) -> None:
     config = load(base, ["plan.zero=3"])
     assert config.origin("model.name") == f"{base}:2"
     assert config.origin("model.layers") == "models/llama3-70b"
@@ -88,7 +88,7 @@ def test_a_file_extends_another(base, tmp_path) -> None:
     assert config.origin("plan.tp").endswith("base.toml:11")
 
 
-def test_a_table_over_a_name_keeps_the_rest(tmp_path, base) -> None:
+def test_a_table_over_a_name_keeps_the_other_fields(tmp_path, base) -> None:
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\n[model]\nlayers = 4\n[cluster.accelerator]\nmemory = "60GiB"\n')
     config = load(child)
@@ -98,7 +98,7 @@ def test_a_table_over_a_name_keeps_the_rest(tmp_path, base) -> None:
     assert config.cluster.gpus == 64
 
 
-def test_a_name_starts_a_section_anew(tmp_path, base) -> None:
+def test_a_name_replaces_a_section(tmp_path, base) -> None:
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\ncluster = "dgx-a100"\n')
     config = load(child)
@@ -107,7 +107,7 @@ def test_a_name_starts_a_section_anew(tmp_path, base) -> None:
     assert config.origin("cluster.gpus") == "the plan's world size"
 
 
-def test_what_is_replaced_is_forgotten(tmp_path, base) -> None:
+def test_replaced_values_leave_no_origin(tmp_path, base) -> None:
     child = tmp_path / "child.toml"
     child.write_text('extends = "base.toml"\n[cluster]\nlevels = [{ name = "all", size = 64, link = "nvlink5" }]\n')
     config = load(child)
@@ -232,7 +232,7 @@ def test_differences(base, tmp_path) -> None:
     assert diff(load(base), load(base)) == {}
 
 
-def test_a_cluster_of_unsaid_size_takes_the_plans(tmp_path) -> None:
+def test_a_cluster_without_a_size_gets_that_of_the_plan(tmp_path) -> None:
     assert Config.from_parts("llama3-8b", "dgx-h100", plan={"tp": 8, "replicate": 4}).cluster.world == 32
     assert Config.from_parts("llama3-8b", "dgx-h100").cluster.world == 8
     assert Config.from_parts("nano", "laptop", plan={"replicate": 2}).cluster.world == 2
@@ -255,7 +255,7 @@ def test_a_hugging_face_config_is_a_model(tmp_path) -> None:
 # Bad input
 
 
-def test_missing_files_name_their_neighbours(base) -> None:
+def test_the_error_for_a_missing_file_suggests_similar_names(base) -> None:
     error = refused(base.parent / "bsae.toml")
     assert error.code == "MW-CONF-004"
     assert error.fix == str(base)
@@ -340,7 +340,7 @@ def test_files_that_extend_each_other(tmp_path) -> None:
 # Schema
 
 
-def test_the_schema_knows_every_field() -> None:
+def test_the_schema_has_every_field() -> None:
     made = schema()
     assert set(made["properties"]) == {"extends", "model", "cluster", "stack", "workload", "plan"}
     name, tabled = made["properties"]["model"]["anyOf"]

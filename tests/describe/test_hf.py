@@ -1,4 +1,4 @@
-"""Reading Hugging Face configs: equal to transformers' own models, to our catalog, and never a traceback."""
+"""Reading Hugging Face configs: counts equal transformers' models and our catalog, and bad input never gives a traceback."""
 
 import contextlib
 import json
@@ -107,7 +107,7 @@ def test_oracle_covers_every_family():
 
 @pytest.mark.parametrize("family", ORACLE)
 def test_counts_equal_transformers(family, tmp_path):
-    """Every parameter of the model transformers builds on the meta device, from the config file it would save."""
+    """Every parameter of the model that transformers builds on the meta device, from the config file that it saves."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     for shape in ORACLE[family]:
@@ -177,7 +177,7 @@ REAL = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_released_configs_agree_with_the_catalog(name, tmp_path):
-    """The keys of released configs describe the catalog's model: counts, FLOPs and saved bytes alike."""
+    """Released configs describe the same model as the catalog: equal counts, FLOPs and saved bytes."""
     (tmp_path / "config.json").write_text(json.dumps(REAL[name]))
     model, ours = hf.read(str(tmp_path), name), load("models", name)
     assert model.name == name
@@ -206,8 +206,8 @@ def test_notes_name_what_is_assumed_or_not_understood():
     assert len(notes_of(model_type="llama", **COMMON, **{f"odd_{i}": 1 for i in range(500)})) == hf.MOST_NOTES + 1
 
 
-def test_language_model_inside_a_larger_config():
-    """Nested configs are saved as differences from their class: what is unsaid is its default, and told."""
+def test_language_model_inside_a_multi_modal_config():
+    """Nested configs are saved as differences from their class: missing keys have the default of the class, and are reported."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,
@@ -222,8 +222,8 @@ def test_language_model_inside_a_larger_config():
     assert sum("default of gemma3_text" in n for n in model.notes) == 4
 
 
-def test_of_a_multi_modal_config_the_language_model_is_read():
-    """Qwen2.5-VL wrote its language model flat beside the vision tower, and later nested."""
+def test_flat_and_nested_multi_modal_configs_are_read():
+    """Qwen2.5-VL stored the keys of its language model at the top level, and later in a nested table."""
     flat = hf.interpret(
         {"model_type": "qwen2_5_vl", **GROUPED, **UNTIED, "vision_config": {"depth": 32}, "vision_start_token_id": 5}
     )
@@ -248,14 +248,14 @@ def test_of_a_multi_modal_config_the_language_model_is_read():
     assert (model.experts, model.shared_experts, model.window, model.full_every) == (16, 1, 8192, 4)
 
 
-def test_norms_of_whole_projections_are_counted_where_they_are_cut():
+def test_norms_of_full_projections_are_counted():
     from meshwright.describe.sharding import parameters
 
     model = hf.interpret({"model_type": "olmo2", **GROUPED})
     assert sum(math.prod(p.shape) for p in parameters(model, range(model.layers))) == model.total
 
 
-def test_what_changes_the_mathematics_is_listed():
+def test_differences_in_the_mathematics_are_listed():
     assert hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6}).not_run == ()
     capped = hf.interpret({"model_type": "gemma2", **GROUPED, "head_dim": 16})  # soft-capping is its class's default
     assert any("soft-capping of attention scores (attn_logit_softcapping = 50.0)" in line for line in capped.not_run)
@@ -265,7 +265,7 @@ def test_what_changes_the_mathematics_is_listed():
     assert any("attention and FFN in parallel" in line for line in parallel)
 
 
-def test_numbers_that_are_run():
+def test_values_that_training_uses():
     model = hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6})
     assert (model.rope_theta, model.norm_epsilon) == (5e5, 1e-6)
     gpt2 = hf.interpret({"model_type": "gpt2", **GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.1})
@@ -280,13 +280,13 @@ def test_activations():
         hf.interpret({"model_type": "gpt2", **GPT2, "activation_function": "tanh"})
 
 
-def test_a_window_alone_limits_every_layer():
+def test_a_window_without_a_pattern_limits_every_layer():
     model = Model(hidden=64, layers=4, heads=4, ffn=64, vocab=100)
     assert model.but(window=128).attended(4096) < model.attended(4096) / 10
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "mamba", "jamba", "nemotron_h", "qwen3_next"])
-def test_what_is_no_decoder_of_attention_layers_is_refused_with_what_to_do(kind):
+def test_other_architectures_are_refused_with_a_fix(kind):
     with pytest.raises(MeshwrightError, match=r"MW-HF-008.*Fix: a \[model\] table"):
         hf.interpret({"model_type": kind, **COMMON})
 
@@ -328,7 +328,7 @@ def test_refusals(config, code):
     assert caught.value.code == code
 
 
-def test_an_unknown_family_names_the_nearest():
+def test_an_unknown_family_suggests_a_similar_one():
     with pytest.raises(MeshwrightError) as caught:
         hf.interpret({"model_type": "deepseek-v3"})
     assert caught.value.fix == "deepseek_v3"
@@ -399,7 +399,7 @@ VALUES = st.recursive(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(hf.FAMILIES)), st.data())
 def test_any_values_in_the_right_keys(family, data):
-    """Either a model that counts, or our error; a mutated real shape reaches deep, where random keys would not."""
+    """Either a model with counts, or our error. Mutated real configs reach more code than random keys."""
     shape = dict(data.draw(st.sampled_from(ORACLE[family])))
     shape.update(data.draw(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3)))
     try:
@@ -417,8 +417,8 @@ def test_any_bytes(raw):
         hf.interpret(hf.parse(raw))
 
 
-def test_a_proof_and_an_estimate_say_what_was_left_out(tmp_path):
-    """Gemma-2's soft-capping is not run: a proof may not pass over it in silence."""
+def test_a_proof_and_an_estimate_list_ignored_features(tmp_path):
+    """Gemma-2's soft-capping is not run: a proof must report that."""
     from meshwright.cost.predict import predict
     from meshwright.describe.config import load as load_config
     from meshwright.proof.small import small_copy

@@ -1,4 +1,4 @@
-"""Layouts: the seeds' 3D example, and what holds of every layout."""
+"""Layouts: a 3D example, and properties of every layout."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def layouts(draw) -> Layout:
     return Layout(plan.but(expert_tp=etp, ep=ep))
 
 
-def seed_groups(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
-    """The groups as the lecture lists them: rank = tp + TP · (pp + PP · dp)."""
+def expected_groups(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
+    """The groups of rank = tp + TP · (pp + PP · dp)."""
 
     def rank(t: int, p: int, d: int) -> int:
         return d * tp * pp + p * tp + t
@@ -55,14 +55,14 @@ def seed_groups(tp: int, pp: int, dp: int) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 2), (8, 4, 4)])
-def test_the_seeds_3d_example(tp, pp, dp) -> None:
+def test_a_3d_example(tp, pp, dp) -> None:
     layout = Layout(Plan(tp=tp, pp=pp, replicate=dp))
     assert layout.plan.world == tp * pp * dp
-    for axis, groups in seed_groups(tp, pp, dp).items():
+    for axis, groups in expected_groups(tp, pp, dp).items():
         assert layout.groups(axis).tolist() == groups
 
 
-def test_the_seeds_eight_gpus_by_hand() -> None:
+def test_eight_gpus_by_hand() -> None:
     layout = Layout(Plan(tp=2, pp=2, replicate=2))
     assert layout.groups("tp").tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.groups("pp").tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
@@ -114,7 +114,7 @@ def test_coordinates_invert(layout) -> None:
 
 
 @given(layouts())
-def test_two_ranks_share_a_group_iff_they_differ_on_that_axis_alone(layout) -> None:
+def test_two_ranks_share_a_group_iff_they_differ_only_on_that_axis(layout) -> None:
     for axis in BASE:
         for group in layout.groups(axis)[:8]:
             rest = {tuple(v for a, v in layout.coordinates(int(r)).items() if a != axis) for r in group}
@@ -129,27 +129,27 @@ def test_expert_groups_stay_in_one_stage_and_tile_it(layout) -> None:
     assert layout.size("expert_tp") * layout.size("ep") * layout.size("expert_dp") * layout.plan.pp == layout.plan.world
 
 
-def test_an_unknown_axis_names_the_known() -> None:
+def test_the_error_for_an_unknown_axis_lists_the_axes() -> None:
     with pytest.raises(MeshwrightError) as caught:
         Layout(Plan()).groups("tpp")
     assert caught.value.code == "MW-PLAN-020"
     assert caught.value.fix == "tp"
 
 
-def test_a_layout_of_too_many_ranks_is_refused_before_memory() -> None:
+def test_a_layout_of_too_many_ranks_is_refused_before_allocation() -> None:
     with pytest.raises(MeshwrightError) as caught:
         Layout(Plan(replicate=10**9)).groups("dp")
     assert caught.value.code == "MW-PLAN-021"
 
 
-def test_one_level_holds_everything() -> None:
+def test_one_level_contains_all_groups() -> None:
     assert Layout(Plan(tp=4, replicate=2)).level("dp", uniform(8, 1e-6, 1e9)) == 0
 
 
 @given(layouts(), st.sampled_from([1, 2, 4, 8, 16]))
 def test_members_are_counted_without_listing_ranks(layout, unit) -> None:
-    """The closed form of `axes.members_in_unit` against the listed groups: exact where strides and units divide each other, and where they do
-    not, never more than the fullest unit holds."""
+    """The closed form of `axes.members_in_unit` compared with the listed groups: exact if strides and units divide each other, else at
+    most the number in the fullest unit."""
     plan = layout.plan
     stride = strides(plan, plan.order)
     exact = all(s % unit == 0 or unit % s == 0 for s in stride.values()) and all(
@@ -163,7 +163,7 @@ def test_members_are_counted_without_listing_ranks(layout, unit) -> None:
 
 @given(st.lists(layouts(), min_size=2, max_size=4), st.sampled_from([2, 8]))
 def test_arrays_and_integers_agree(several, unit) -> None:
-    """One statement of sizes, strides and members: for one plan and for a batch."""
+    """Sizes, strides and members are the same for one plan and for a batch."""
     order = ("tp", "cp", "pp", "dp")
     names = ("replicate", "shard", "tp", "cp", "pp", "ep", "etp")
     batch = SimpleNamespace(**{name: np.array([getattr(one.plan, name) for one in several]) for name in names})

@@ -1,4 +1,4 @@
-"""One predicate: the same answer for one plan and for a batch, and every fix it offers is legal."""
+"""One legality predicate: the same result for one plan and for a batch, and every offered fix is legal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FIELDS = st.fixed_dictionaries(
 
 @st.composite
 def cases(draw) -> Case:
-    """Any plan on any model, with any of the things it may be checked against."""
+    """Any plan on any model, with any subset of workload, cluster, stack and trainer."""
     plan = PlanFields(**draw(FIELDS))
     stack = Stack(interleaved_rounds=draw(st.booleans()))
     precision = draw(st.sampled_from(["bf16", "bf16", "fp8", "fp4", "tf32"]))
@@ -90,19 +90,19 @@ def cases(draw) -> Case:
     )
 
 
-def together(several: list[Case]) -> Case:
-    """Cases with the same surroundings as one batch."""
+def as_one_batch(several: list[Case]) -> Case:
+    """Cases with the same model, workload, cluster and stack as one batch."""
     fields = {name: np.array([case.fields[name] for case in several]) for name in several[0].fields}
     return several[0].varied(fields)
 
 
 @settings(max_examples=300)
 @given(cases(), st.lists(FIELDS, min_size=1, max_size=6))
-def test_a_batch_is_judged_as_its_plans(case, others) -> None:
+def test_a_batch_is_legal_where_its_plans_are(case, others) -> None:
     given = (case._model, case._workload, case._cluster, case._stack, case.trainer, case.dtypes)
     several = [case, *(Case.of(PlanFields(**fields), *given) for fields in others)]
     answers = [bool(legality.legal(one)) for one in several]
-    assert np.broadcast_to(legality.legal(together(several)), len(several)).tolist() == answers
+    assert np.broadcast_to(legality.legal(as_one_batch(several)), len(several)).tolist() == answers
 
 
 def applied(case: Case, fix: str) -> Case:
@@ -121,7 +121,7 @@ def applied(case: Case, fix: str) -> Case:
 
 @settings(max_examples=600)
 @given(cases())
-def test_a_fix_that_is_offered_is_legal(case) -> None:
+def test_an_offered_fix_is_legal(case) -> None:
     error = legality.problem(case)
     assert (error is None) == bool(legality.legal(case))
     if error is not None and error.fix:
@@ -195,8 +195,8 @@ def test_each_rule_is_broken_and_explained(rule) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "auto"])
-def test_the_rules_of_a_schedule_are_those_of_its_program(name) -> None:
-    """What the predicate accepts is what the builder of the schedule accepts."""
+def test_schedule_rules_match_the_builders(name) -> None:
+    """The predicate and the builder of the schedule accept the same values."""
     for pp, virtual, microbatches in itertools.product((2, 3, 4), (1, 2, 3, 2000), (1, 3, 8)):
         plan = PlanFields(pp=pp, virtual=virtual, schedule=name)
         legal = bool(legality.legal(Case.of(plan, workload=Workload(batch=microbatches))))
@@ -224,7 +224,7 @@ def test_one_stage_per_rank_is_not_interleaved() -> None:
     Plan(pp=1, schedule="interleaved")  # without a pipeline the schedule has no effect
 
 
-def test_experts_are_split_into_whole_columns_everywhere() -> None:
+def test_expert_width_must_divide_by_expert_tp() -> None:
     """`verify` accepted expert_ffn=33 with tp=2 and `train` refused it: both now read this rule."""
     with pytest.raises(MeshwrightError, match="MW-PLAN-010: tp=2 does not divide the experts' width 33") as refused:
         Plan(tp=2).check(PLAIN_MOE, Workload(batch=8, seq=64))
@@ -234,7 +234,7 @@ def test_experts_are_split_into_whole_columns_everywhere() -> None:
         Plan(tp=2, expert_tp=1).check(ODD, Workload(batch=8, seq=64))
 
 
-def test_rounds_of_micro_batches_are_a_rule_of_megatron() -> None:
+def test_rounds_of_micro_batches_are_a_rule_of_megatron_only() -> None:
     odd = {"pp": 2, "virtual": 2, "schedule": "interleaved", "replicate": 4, "workload": {"batch": 12}}
     config(**odd).check()
     for stack in ("megatron-lm", "megatron-core", "nemo-megatron", "megatron-deepspeed"):
@@ -252,21 +252,21 @@ def test_rounds_of_micro_batches_are_a_rule_of_megatron() -> None:
         ("dgx-v100", "bf16", "fp16"),
     ],
 )
-def test_what_a_chip_lacks_is_refused(cluster, precision, fix) -> None:
+def test_a_precision_that_the_chip_lacks_is_refused(cluster, precision, fix) -> None:
     with pytest.raises(MeshwrightError, match=f"MW-CLUS-003: workload.precision={precision}") as refused:
         config(cluster=cluster, replicate=8, workload={"precision": precision}).check()
     assert refused.value.fix == f"--set workload.precision={fix}"
     config(cluster=cluster, replicate=8, workload={"precision": fix}).check()
 
 
-def test_the_planner_refuses_what_a_chip_lacks() -> None:
+def test_the_planner_refuses_a_precision_that_the_chip_lacks() -> None:
     from meshwright import planner
 
     with pytest.raises(MeshwrightError, match="MW-CLUS-003"):
         planner.plan("llama3-8b", "dgx-a100", nodes=1, settings=["workload.precision=fp8"])
 
 
-def test_a_plan_file_is_planned_on_the_cluster_that_is_given(tmp_path) -> None:
+def test_a_plan_file_is_planned_on_the_given_cluster(tmp_path) -> None:
     from meshwright import planner
 
     path = tmp_path / "x.toml"
@@ -276,7 +276,7 @@ def test_a_plan_file_is_planned_on_the_cluster_that_is_given(tmp_path) -> None:
         assert result.config.cluster.name == "dgx-a100"
 
 
-def test_a_fix_of_one_degree_takes_the_others_along() -> None:
+def test_a_fix_of_one_degree_adjusts_the_other_degrees() -> None:
     with pytest.raises(MeshwrightError, match="MW-PLAN-004") as refused:
         config(tp=6, gpus=48, replicate=8, model="llama3-70b", workload={"batch": 96}).check()
     assert refused.value.fix == "--set plan.tp=8 --set plan.replicate=6"

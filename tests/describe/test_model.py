@@ -1,4 +1,4 @@
-"""A model's counts, held to formulas written by hand and to the properties every count must have."""
+"""Counts of a model, compared with formulas by hand, and properties of every count."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -25,8 +25,8 @@ def gpt(hidden=64, layers=3, heads=4, vocab=100, seq=32, **more) -> Model:
     return Model(**GPT | shape | more)
 
 
-def of_one_layer(model: Model, seq: int, **how) -> dict[str, float]:
-    """What one more layer keeps: embedding and head cancel."""
+def saved_by_one_layer(model: Model, seq: int, **how) -> dict[str, float]:
+    """Bytes saved by one more layer; embedding and head cancel."""
     less, more = model.activations(seq, **how), model.but(layers=model.layers + 1).activations(seq, **how)
     return {part: more[part] - less[part] for part in more if more[part] != less[part]}
 
@@ -37,25 +37,25 @@ SHAPES = [(1024, 16, 512), (6144, 64, 2048), (12288, 96, 2048), (20480, 128, 204
 
 
 @pytest.mark.parametrize(("h", "a", "s"), SHAPES)
-def test_a_gelu_layer_keeps_34_sbh_and_5_ass(h, a, s):
+def test_a_gelu_layer_saves_34_sbh_and_5_ass(h, a, s):
     """sbh(34 + 5as/h), Korthikanti et al. 2022, equation 1, and its three parts."""
-    layer = of_one_layer(gpt(h, 2, a, 50257, s), s, flash=False)
+    layer = saved_by_one_layer(gpt(h, 2, a, 50257, s), s, flash=False)
     assert layer == {"attention": 11 * s * h + 5 * a * s * s, "ffn": 19 * s * h, "norm": 4 * s * h}
     assert sum(layer.values()) == pytest.approx(s * h * (34 + 5 * a * s / h), rel=1e-12)
 
 
 @pytest.mark.parametrize(("h", "a", "s"), SHAPES)
-def test_kin_of_the_34_formula(h, a, s):
+def test_variants_of_the_34_formula(h, a, s):
     model = gpt(h, 2, a, 50257, s)
-    without_masks = sum(of_one_layer(model, s, flash=False, dropout=False).values())
+    without_masks = sum(saved_by_one_layer(model, s, flash=False, dropout=False).values())
     assert without_masks == s * h * 32 + 2 * a * s * s
-    fused = sum(of_one_layer(model, s, flash=True).values())
+    fused = sum(saved_by_one_layer(model, s, flash=True).values())
     assert fused == 34 * s * h + 4 * a * s  # the softmax gives way to one fp32 log-sum-exp a row
-    single = sum(of_one_layer(model, s, dtype_bytes=4, flash=False, dropout=False).values())
+    single = sum(saved_by_one_layer(model, s, dtype_bytes=4, flash=False, dropout=False).values())
     assert single == 2 * without_masks
 
 
-def test_a_whole_gpt_keeps_its_ends_too():
+def test_a_full_gpt_also_saves_embedding_and_head():
     h, layers, a, vocab, s = 64, 3, 4, 100, 32
     ends = s * h + 2 * s * h + 2 * s * h + 4 * s * vocab  # embedding mask, final norm, head's input, fp32 logits
     layer = s * h * 34 + 5 * a * s * s
@@ -66,27 +66,27 @@ def test_dropout_argument_overrides_the_model():
     assert gpt(dropout=False).activations(32, dropout=True) == gpt(dropout=True).activations(32)
 
 
-def test_a_llama_layer_keeps_what_its_products_read():
+def test_a_llama_layer_saves_the_inputs_of_its_products():
     h, n, k, d, f, s = 4096, 32, 8, 128, 14336, 8192
-    layer = of_one_layer(load("models", "llama3-8b"), s)
+    layer = saved_by_one_layer(load("models", "llama3-8b"), s)
     assert layer["attention"] == s * (2 * h + 2 * n * d + 2 * 2 * k * d + 2 * n * d + 4 * n)  # in, q, k and v, o, lse
     assert layer["ffn"] == s * (2 * h + 2 * 2 * f + 2 * f)  # in, gate and up, their product
     assert layer["norm"] == s * 2 * 2 * h
 
 
-def test_an_expert_layer_keeps_the_dispatched_copies():
+def test_an_expert_layer_saves_the_dispatched_copies():
     h, f, experts, k, s = 4096, 14336, 8, 2, 1024
-    layer = of_one_layer(load("models", "mixtral-8x7b"), s)
+    layer = saved_by_one_layer(load("models", "mixtral-8x7b"), s)
     assert layer["experts"] == s * k * (2 * h + 2 * 2 * f + 2 * f)
     assert layer["router"] == s * (2 * h + 4 * experts)
 
 
-def test_shared_experts_read_the_input_the_router_keeps():
+def test_shared_experts_reuse_the_saved_input_of_the_router():
     plain = load("models", "tiny-moe")
     width = 2 * plain.expert_width
     shared = plain.but(shared_experts=2)
-    assert of_one_layer(shared, 64)["shared"] == 64 * (2 * 2 * width + 2 * width)
-    assert {k: v for k, v in of_one_layer(shared, 64).items() if k != "shared"} == of_one_layer(plain, 64)
+    assert saved_by_one_layer(shared, 64)["shared"] == 64 * (2 * 2 * width + 2 * width)
+    assert {k: v for k, v in saved_by_one_layer(shared, 64).items() if k != "shared"} == saved_by_one_layer(plain, 64)
 
 
 # Parameters
@@ -104,7 +104,7 @@ def test_gpt_parameters(width, layers, heads, vocab, positions):
 @QUICK
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 64), st.integers(1, 99), st.integers(1, 300), st.booleans())
 def test_grouped_query_parameters(groups, per_group, dim, hidden, ffn, tied):
-    """Multi-query (one group) and multi-head (one head a group) are the ends."""
+    """From multi-query (one group) to multi-head (one head per group)."""
     model = Model(
         hidden=hidden, layers=5, heads=groups * per_group, kv_heads=groups, head_dim=dim, ffn=ffn, vocab=77, tied=tied
     )
@@ -203,15 +203,15 @@ def test_which_layers_have_experts(dense, every):
 @QUICK
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(1, 8), st.integers(1, 5000), st.integers(2, 4096))
 def test_gpt_flops(width, layers, heads, vocab, s):
-    """72·L·h²(1 + s/6h + V/12Lh) a token without recomputation (96 with it, in Narayanan et al. 2021, equation 3)."""
+    """72·L·h²(1 + s/6h + V/12Lh) per token without recompute (96 with it, Narayanan et al. 2021, equation 3)."""
     h = width * heads
     expected = 72 * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h))
     assert gpt(h, layers, heads, vocab, s).model_flops(s, halve_causal=False) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", ["llama3-70b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-120b", "qwen3-32b", "phi4-14b"])
-def test_six_flops_a_parameter_a_token(name):
-    """Without attention's quadratic part, 6 per active parameter of a product: all but vectors and the embedding."""
+def test_six_flops_per_parameter_and_token(name):
+    """Without the quadratic part of attention, 6 per active parameter of a matrix product (not of vectors or the embedding)."""
     m = load("models", name)
     linears = [(times, linear) for times, block in m._over_blocks() for linear in block.linears]
     products = sum(times * linear.uses * linear.d_in * linear.d_out for times, linear in linears)
@@ -247,7 +247,7 @@ def test_attended_positions_against_counting(s, window, causal):
 @pytest.mark.parametrize(
     ("layers", "every", "full"), [(6, 2, 3), (26, 6, 4), (7, 3, 2), (5, 0, 0), (5, 1, 5), (3, 4, 0)]
 )
-def test_share_of_layers_that_see_all(layers, every, full):
+def test_share_of_layers_with_full_attention(layers, every, full):
     model = gpt(layers=layers, window=64, full_every=every, causal=False)
     assert model.attended(1024) == pytest.approx((full * 1024 + (layers - full) * 64) / layers)
 
@@ -317,7 +317,7 @@ def test_longer_sequences_cost_more(m, s, more):
 
 @QUICK
 @given(models())
-def test_all_experts_used_is_a_dense_count(m):
+def test_using_all_experts_gives_a_dense_count(m):
     assume(m.layer_count("moe"))
     assert m.but(top_k=m.experts).active == m.total
     assert (m.active == m.total) == (m.top_k == m.experts)
@@ -326,7 +326,7 @@ def test_all_experts_used_is_a_dense_count(m):
 # Other kinds, and what is not a model
 
 
-def test_the_lectures_mlp():
+def test_a_deep_mlp():
     m = Model(kind="mlp", hidden=1024, layers=4)
     assert m.total == 4 * 1024**2
     assert sum(m.flops(1).values()) == 2 * m.total
@@ -363,7 +363,7 @@ def test_counts_only():
         ({"activation": "swigloo"}, "MW-CONF-003", "--set model.activation=swiglu"),
     ],
 )
-def test_illegal_models_are_refused_with_a_way_out(change, code, fix):
+def test_illegal_models_are_refused_with_a_fix(change, code, fix):
     with pytest.raises(MeshwrightError) as caught:
         Model(**{"hidden": 64, "layers": 3, "heads": 4, "ffn": 128, "vocab": 100} | change)
     assert caught.value.code == code

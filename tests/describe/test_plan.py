@@ -1,4 +1,4 @@
-"""Plans check themselves: the arithmetic in the message, the legal values, the nearest fix."""
+"""Plans check themselves: errors show the arithmetic, the legal values and a fix."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_divides_heads() -> None:
         ({"pp": 2, "virtual": 2, "schedule": "dualpipev", "microbatch": 256}, "MW-PLAN-016", "needs 4 micro-batches"),
     ],
 )
-def test_refusals_say_what_is_wrong(plan, code, words) -> None:
+def test_errors_name_the_problem(plan, code, words) -> None:
     error = refusal(plan)
     assert error.code == code
     assert words in str(error)
@@ -86,7 +86,7 @@ def test_sequence_parallel_divides_the_sequence() -> None:
     assert refusal({"tp": 8, "sp": True}, seq=4100).code == "MW-PLAN-008"
 
 
-def test_models_known_by_counts_take_data_parallelism_alone() -> None:
+def test_count_only_models_allow_only_data_parallelism() -> None:
     assert refusal({"tp": 2}, name="resnet-50").code == "MW-PLAN-009"
     Plan(replicate=8).check(model("resnet-50"), Workload(batch=256), cluster(8))
 
@@ -126,7 +126,7 @@ def test_bad_values_are_refused(field, value) -> None:
     assert f"plan.{field}" in str(caught.value)
 
 
-def test_a_misspelt_word_gets_the_nearest() -> None:
+def test_a_misspelt_value_gets_a_suggestion() -> None:
     with pytest.raises(MeshwrightError) as caught:
         Plan(schedule="interleave")
     assert caught.value.fix == "--set plan.schedule=interleaved"
@@ -137,7 +137,7 @@ def test_a_misspelt_word_gets_the_nearest() -> None:
 
 
 @given(layers=st.integers(1, 200), pp=st.integers(1, 16), virtual=st.integers(1, 4))
-def test_stages_are_even_and_whole(layers, pp, virtual) -> None:
+def test_stages_are_even_and_cover_all_layers(layers, pp, virtual) -> None:
     plan = Plan(pp=pp, virtual=virtual, schedule="looped-bfs")
     counts = plan.stage_layers(layers)
     assert sum(counts) == layers
@@ -167,7 +167,7 @@ def test_divisors(n) -> None:
     st.integers(1, 4096),
     st.integers(1, 300),
 )
-def test_any_plan_is_accepted_or_refused_in_one_shape(fields, name, batch, gpus) -> None:
+def test_any_plan_is_accepted_or_gives_a_clear_error(fields, name, batch, gpus) -> None:
     try:
         plan = Plan(**fields)
         plan.check(model(name), Workload(batch=batch, seq=4096), cluster(gpus))
@@ -177,12 +177,12 @@ def test_any_plan_is_accepted_or_refused_in_one_shape(fields, name, batch, gpus)
     assert batch == plan.microbatch * plan.dp * plan.microbatches(Workload(batch=batch))
 
 
-def test_a_bucket_holds_something() -> None:
+def test_an_empty_bucket_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"plan\.bucket.*greater than 0"):
         Plan(bucket=0)
 
 
-def test_a_sequence_is_bounded_by_its_own_limit_not_that_of_every_size() -> None:
+def test_a_sequence_has_a_separate_limit() -> None:
     with pytest.raises(MeshwrightError, match=r"workload\.seq = 4294967297 is not valid"):
         Workload(seq=2**32 + 1)
 
@@ -199,8 +199,8 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
-def test_a_title_tells_every_field_that_changes_the_cost() -> None:
-    """ "dp 32 (ZeRO-3)" named two plans of 5.72 s and 12.6 s that differ in `reshard` and `reduce`."""
+def test_a_title_shows_every_field_that_changes_the_cost() -> None:
+    """A regression: two plans of 5.72 s and 12.6 s, which differ in `reshard` and `reduce`, had the same title "dp 32 (ZeRO-3)"."""
     bases = {
         "pipeline": {
             "tp": 2,

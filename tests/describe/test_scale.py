@@ -1,4 +1,4 @@
-"""The laws of scale: the seeds' figures corrected, and the optimum found by search as well as by formula."""
+"""Scaling laws: corrected published figures, and the optimum by search and by formula."""
 
 import math
 
@@ -62,13 +62,13 @@ def test_more_compute_is_better_larger_and_longer(law, flops, more):
     assert law.loss(n1, d1) > law.loss(n2, d2) > law.irreducible
 
 
-def test_twenty_tokens_a_parameter():
+def test_twenty_tokens_per_parameter():
     assert scale.compute_optimal_tokens(70e9) == 1.4e12
     parameters, tokens = scale.compute_optimal(scale.training_flops(70e9, 1.4e12))
     assert (parameters, tokens) == pytest.approx((70e9, 1.4e12))
 
 
-def test_tokens_a_parameter_by_law():
+def test_tokens_per_parameter_by_law():
     """The printed constants do not give the rule of thumb; the refit does."""
     budget = scale.training_flops(70e9, 1.4e12)
     ratio = {}
@@ -101,6 +101,6 @@ def test_refusals(bad):
         assert caught.value.code == "MW-SCALE-001"
 
 
-def test_growth_runs_forward():
+def test_growth_needs_increasing_years():
     with pytest.raises(MeshwrightError):
         scale.doubling_months(scale.GROWTH[-1], scale.GROWTH[0])

@@ -76,7 +76,7 @@ def test_first_copies_cover_each_parameter_exactly_once(name, degrees):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("degrees", PLANS[:5], ids=str)
-def test_ranks_along_a_copy_axis_hold_the_same_elements_and_no_others_do(name, degrees):
+def test_exactly_the_ranks_along_copy_axes_hold_the_same_elements(name, degrees):
     model = MODELS[name]
     if not model.experts:
         degrees = {k: v for k, v in degrees.items() if k not in ("ep", "expert_tp")}
@@ -98,7 +98,7 @@ def test_ranks_along_a_copy_axis_hold_the_same_elements_and_no_others_do(name, d
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_arrays_over_plans_equal_the_first_rank_of_each(name, data):
-    """The same rules in arrays: shape, padding, partial sums and what may be compressed, of the fullest rank."""
+    """The same rules in arrays: shape, padding, partial sums and compressibility, on the fullest rank."""
     model = MODELS[name]
     chosen = data.draw(st.lists(plans(model, WORK), min_size=1, max_size=4))
     each = [degrees_of(model, plan) for plan in chosen]

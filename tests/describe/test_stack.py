@@ -11,7 +11,7 @@ from meshwright.errors import MeshwrightError
 
 
 @pytest.mark.parametrize("name", ["megatron-lm", "megatron-core", "nanotron", "megatron-deepspeed"])
-def test_megatron_and_its_kin_place_data_parallel_inside_pipeline(name) -> None:
+def test_megatron_stacks_place_data_parallel_inside_pipeline(name) -> None:
     assert catalog.load("stacks", name).order == ("tp", "cp", "dp", "pp")
 
 
@@ -21,7 +21,7 @@ def test_an_entry_extends_another() -> None:
     assert nemo.source != core.source
 
 
-def test_an_unknown_stack_names_the_nearest() -> None:
+def test_an_unknown_stack_suggests_a_similar_one() -> None:
     with pytest.raises(MeshwrightError) as caught:
         catalog.load("stacks", "megatronlm")
     assert caught.value.code == "MW-CAT-002"

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.toml")), ids=lambda path: path.name)
-def test_a_plan_file_written_before_loads_with_the_same_values(path) -> None:
+def test_an_old_plan_file_loads_with_the_same_values(path) -> None:
     config, written = load(path).check(), tomllib.loads(path.read_text("utf-8"))
     for name, value in written["plan"].items():
         now = getattr(config.plan, name)
@@ -26,7 +26,7 @@ def test_a_plan_file_written_before_loads_with_the_same_values(path) -> None:
                 assert getattr(getattr(config, section), name) == value, name
 
 
-def test_what_was_written_reads_back_from_what_is_written_now(tmp_path) -> None:
+def test_an_old_plan_file_round_trips_through_the_current_format(tmp_path) -> None:
     for path in HERE.glob("*.toml"):
         config = load(path)
         (tmp_path / path.name).write_text(config.to_toml(), "utf-8")

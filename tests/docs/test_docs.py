@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type is legal: commands exist, their files too, and every plan they make."""
+"""Commands in the documentation are legal: the commands, their files and the resulting plans exist."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("page", "line"), TYPED)
-def test_what_is_typed_is_legal(page, line, monkeypatch):
+def test_documented_commands_are_legal(page, line, monkeypatch):
     monkeypatch.chdir(ROOT)
     _, command, *words = shlex.split(line)
     assert command in COMMANDS
@@ -31,7 +31,7 @@ def test_what_is_typed_is_legal(page, line, monkeypatch):
             config.check()
 
 
-def test_the_fields_that_a_page_names_are_fields_of_a_plan():
+def test_plan_fields_in_the_documentation_exist():
     from meshwright.describe.plan import Plan
 
     text = (ROOT / "docs/parallel.md").read_text("utf-8")
@@ -41,7 +41,7 @@ def test_the_fields_that_a_page_names_are_fields_of_a_plan():
     assert named <= set(Plan.model_fields)
 
 
-def test_what_stands_alone_is_where_the_page_says():
+def test_building_blocks_in_the_documentation_exist():
     text = (ROOT / "docs/parallel.md").read_text("utf-8")
     sources = {path.stem: path.read_text("utf-8") for path in (ROOT / "src/meshwright/parallel").rglob("[a-z]*.py")}
     called = [pair for pair in re.findall(r"`(\w+)\.(\w+)", text) if pair[0] in sources]

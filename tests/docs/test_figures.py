@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "figures.md"
 EVERY = figures()
 
 
-def test_the_page_is_what_the_code_says():
+def test_the_page_equals_the_generated_one():
     """After a change: make pages"""
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
@@ -88,7 +88,7 @@ def test_verdicts_of_bounds_and_conventions(text, words):
         ("105", 0.5),
     ],
 )
-def test_rounding_is_read_off_the_digits(printed, half):
+def test_rounding_follows_the_printed_digits(printed, half):
     assert half_unit(printed) == pytest.approx(half)
 
 
@@ -109,11 +109,11 @@ def test_rounding_is_read_off_the_digits(printed, half):
         ("0", 1, "wrong"),
     ],
 )
-def test_rule_of_the_verdict(claimed, ours, verdict):
+def test_verdict_rules(claimed, ours, verdict):
     assert Figure("guide", "1", "x", claimed, ours, "", "holds").expected == verdict
 
 
-def test_a_convention_counts_only_where_its_value_lies_inside_and_ours_outside():
+def test_a_convention_needs_its_value_inside_and_ours_outside():
     _, _, convention, _ = rows("guide")
     case = ("1", "x", "20")
     assert convention(*case, 17.5, "GB", "2 for 2(P−1)/P", 20).expected == "convention"
@@ -121,7 +121,7 @@ def test_a_convention_counts_only_where_its_value_lies_inside_and_ours_outside()
     assert convention(*case, 20, "GB", "2 for 2(P−1)/P", 20).expected == "holds"
 
 
-def test_page_names_the_texts_and_counts_the_verdicts():
+def test_the_page_names_the_texts_and_counts_the_verdicts():
     page = markdown()
     assert all(f"## {title}\n" in page for title, _ in TEXTS.values())
     assert "seed" not in page
@@ -129,7 +129,7 @@ def test_page_names_the_texts_and_counts_the_verdicts():
     assert "| holds by another convention | 20: ~2D, as the sentence before says; 2(N−1)/N · D |" in page
 
 
-def test_numbers_read_well():
+def test_number_format():
     shown = [number(x) for x in (9138.9, 0.20833, 38.5, 3.0e15, 0, 19788.0, 1.75e-4)]
     assert shown == ["9,139", "0.2083", "38.5", "3e+15", "0", "19,788", "0.000175"]
 

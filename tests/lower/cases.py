@@ -1,4 +1,4 @@
-"""What the tests of `lower` and `cost` share: small models, lowering in one line, sums over operations, legal plans."""
+"""Helpers of the tests of `lower` and `cost`: small models, lowering in one line, sums over operations, legal plans."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ WORK = Workload(batch=64, seq=512)
 
 
 def lowered(model: Model = GPT, workload: Workload = WORK, stack: Stack | None = None, **plan: Any) -> StepProgram:
-    """One checked plan, lowered."""
+    """Check and lower one plan."""
     return step_program(model, Plan(**plan).check(model, workload), workload, stack)
 
 
 def one(value: Any) -> float:
-    """The number in an array over a batch of one."""
+    """The value of an array over a batch of one plan."""
     return float(np.broadcast_to(value, 1)[0])
 
 
 def calls(
     program: StepProgram, block: str = "dense", phases: str = "FIWR", axis: str = ""
 ) -> dict[tuple[str, str, str], float]:
-    """How often each (phase, collective, axis) happens in a block and micro-batch."""
+    """The number of times that each (phase, collective, axis) runs in a block and micro-batch."""
     out: dict[tuple[str, str, str], float] = {}
     for phase, op in program.ops(block):
         if op.collective and phase in phases and axis in ("", op.axis):
@@ -63,7 +63,7 @@ def calls(
 
 
 def bytes_sent(program: StepProgram, ops: list[Op], axis: str = "") -> float:
-    """Bytes one rank sends for some operations."""
+    """Bytes that one rank sends for these operations."""
     picked = [op for op in ops if op.collective and axis in ("", op.axis)]
     return sum(one(op.count * sent(op.collective, op.message_bytes, program.batch.size(op.axis))) for op in picked)
 
@@ -103,7 +103,7 @@ SCHEDULES = [
 
 @st.composite
 def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
-    """A legal plan for a model: degrees first, then everything else a plan can say."""
+    """A legal plan for a model: degrees first, then all other fields."""
     shard = draw(POWERS)
     schedule = draw(st.sampled_from(SCHEDULES))
     twice = schedule in ("zbv", "dualpipev") or (schedule not in SCHEDULES[:5] and draw(st.booleans()))

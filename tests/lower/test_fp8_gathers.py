@@ -1,4 +1,4 @@
-"""All-gathers in fp8: which bytes halve, what the scales cost, and what stays."""
+"""All-gathers in fp8: which bytes halve, the cost of the scales, and unchanged messages."""
 
 import numpy as np
 import pytest
@@ -32,28 +32,30 @@ def messages(program: StepProgram) -> dict[tuple[str, str, str, int], tuple[str,
     }
 
 
-def narrowed(block: str, name: str, collective: str) -> bool:
-    """Whether this operation gathers an operand of fp8 products."""
+def gathers_fp8_operand(block: str, name: str, collective: str) -> bool:
+    """Whether this operation gathers an operand of an fp8 product."""
     tensor = any(name == part + gather for part in PARTS for gather in LAYER_GATHERS)
     return collective == "all_gather" and block in ("dense", "moe") and (tensor or name == "gather-weights")
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2}, {"cp": 2}])
 @pytest.mark.parametrize("name", ["gpt", "gqa", "moe"])
-def test_activation_gathers_have_a_byte_per_element_and_nothing_else_moves(name, more) -> None:
+def test_activation_gathers_have_one_byte_per_element_and_other_messages_are_unchanged(name, more) -> None:
     model = MODELS[name]
     before, after = (messages(lowered(model, FP8, **TENSOR, **more, gather_dtype=d)) for d in ("same", "fp8"))
     assert before.keys() == after.keys()
     halved = 0
     for key, (collective, count, size) in before.items():
-        expected = size / 2 + 4 * 4 if narrowed(key[0], key[2], collective) else size  # four ranks, a float32 each
+        expected = (
+            size / 2 + 4 * 4 if gathers_fp8_operand(key[0], key[2], collective) else size
+        )  # four ranks, a float32 each
         assert after[key] == (collective, count, pytest.approx(expected, rel=1e-12))
         halved += expected != size
     assert halved >= 6  # of each layer: two inputs, the same again, two output gradients
 
 
 def test_three_tenths_of_a_layers_bytes_are_saved() -> None:
-    """The figure of docs/planner.md: of ten messages of T·h six are gathers."""
+    """The figure of docs/planner.md: six of ten messages of T·h are gathers."""
 
     def total(dtype: str) -> float:
         found = messages(lowered(GQA, FP8, **TENSOR, gather_dtype=dtype)).items()
@@ -62,7 +64,7 @@ def test_three_tenths_of_a_layers_bytes_are_saved() -> None:
     assert total("fp8") / total("same") == pytest.approx(0.7, abs=1e-3)
 
 
-def test_mx_scales_cost_a_byte_for_32_elements() -> None:
+def test_mx_scales_cost_one_byte_per_32_elements() -> None:
     before, after = (messages(lowered(GPT, MX, **TENSOR, gather_dtype=d)) for d in ("same", "fp8"))
     key = next(key for key in before if key[2] == "attention-in")
     assert after[key][2] == before[key][2] / 2 * (1 + 1 / 32)
@@ -80,7 +82,7 @@ def test_zero_3_gathers_matrices_of_layers_in_fp8(model, more) -> None:
     before, after = (lowered(model, FP8, **ZERO, **more, gather_dtype=d) for d in ("same", "fp8"))
     for key, (collective, count, size) in messages(before).items():
         now = messages(after)[key]
-        if more.get("wrap") != 0 and not narrowed(key[0], key[2], collective):
+        if more.get("wrap") != 0 and not gathers_fp8_operand(key[0], key[2], collective):
             assert now == (collective, count, size)
         elif key[2] == "gather-weights":
             assert now[2] < 0.75 * size if key[0] in ("dense", "moe") else now[2] <= size
@@ -102,12 +104,12 @@ def test_both_evaluations_of_a_program_agree(model, plan) -> None:
     }
 
 
-def test_zero_1_gathers_updated_parameters_as_they_are() -> None:
+def test_zero_1_gathers_updated_parameters_unchanged() -> None:
     before, after = (lowered(GPT, FP8, shard=4, zero=1, gather_dtype=d) for d in ("same", "fp8"))
     assert traffic(before) == traffic(after)
 
 
-def test_a_batch_mixes_both() -> None:
+def test_a_batch_may_mix_plans_with_and_without_it() -> None:
     plans = [Plan(**TENSOR, gather_dtype=d) for d in ("same", "fp8", "same")]
     program = step_program(GPT, plans, FP8)
     n = next(op for _, op in program.ops("dense") if op.name == "attention-in").message_bytes

@@ -1,4 +1,4 @@
-"""A batch of plans lowers to what each plan alone lowers to, and places its groups as the layout does."""
+"""A batch of plans lowers to the same as separate plans, and its groups are those of the layout."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ FIELDS = ("count", "flops", "bytes", "message_bytes", "launches")
 
 
 def numbers(program, i):
-    """Every number of a lowered program for plan i of its batch, by name; operations that do not happen are left out."""
+    """All numbers of a lowered program for plan i of its batch, by name, without operations that do not run."""
     n = program.batch.n
     out: dict[tuple, float] = {}
 
@@ -50,7 +50,7 @@ def numbers(program, i):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", "plain", "graphs"]))
-def test_a_batch_lowers_as_each_plan_alone(data, name, which):
+def test_a_batch_lowers_to_the_same_as_separate_plans(data, name, which):
     model = MODELS[name]
     several = data.draw(st.lists(plans(model), min_size=2, max_size=4))
     together = step_program(model, several, WORK, stack(which))
@@ -65,7 +65,7 @@ def test_a_batch_lowers_as_each_plan_alone(data, name, which):
     st.sampled_from(sorted(MODELS)),
     st.sampled_from([("tp", "cp", "pp", "dp"), ("tp", "dp", "pp", "cp"), ("pp", "tp", "dp", "cp")]),
 )
-def test_groups_lie_in_nodes_as_the_layout_says(data, name, order):
+def test_groups_have_the_node_members_of_the_layout(data, name, order):
     plan = data.draw(plans(MODELS[name])).but(order=order)
     batch = Batch.of([plan], MODELS[name], WORK, stack("default"))
     layout = Layout(plan)
@@ -75,6 +75,6 @@ def test_groups_lie_in_nodes_as_the_layout_says(data, name, order):
             assert one(batch.members(axis, unit)) == layout.per_unit(axis, unit), (axis, unit)
 
 
-def test_a_program_of_one_plan_lists_only_what_it_does():
+def test_a_program_of_one_plan_lists_only_its_operations():
     program = step_program(MODELS["gqa"], Plan(), WORK)
     assert all(one(op.count) > 0 for ops in program.blocks.values() for op in ops)

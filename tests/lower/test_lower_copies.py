@@ -1,4 +1,4 @@
-"""More tensor-parallel ranks than KV heads: the sum over a head's copies, once a step, is in the program."""
+"""More tensor-parallel ranks than KV heads: the program sums the gradients of the copies once per step."""
 
 import pytest
 
@@ -24,7 +24,7 @@ FP32 = 4
         ({"tp": 4, "grad_dtype": "bf16"}, ONE_HEAD * 2),
     ],
 )
-def test_a_rank_sums_the_gradients_of_copies_once_a_step(plan, expected):
+def test_gradients_of_kv_copies_are_summed_once_per_step(plan, expected):
     records = traffic(step_program(MODEL, Plan(**plan), WORKLOAD))
     layers = MODEL.layers / plan.get("pp", 1)
     assert [(r.count, r.bytes) for r in records if r.axis == "kv_copies"] == [(1, layers * expected)] * (expected > 0)

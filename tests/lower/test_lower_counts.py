@@ -1,4 +1,4 @@
-"""What lowering must not lose: FLOPs, parameters and saved bytes are those of the model, split as the plan says."""
+"""Lowering preserves FLOPs, parameters and saved bytes of the model, split by the plan."""
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +43,7 @@ def products(model, seq):
 @pytest.mark.parametrize(
     "model", [*MODELS.values(), *(catalog.load("models", n) for n in CATALOG)], ids=lambda m: m.name
 )
-def test_forward_and_backward_products_are_three_times_the_models(model):
+def test_forward_and_backward_products_are_three_times_the_forward_flops(model):
     program = lowered(model, Workload(batch=4, seq=512), microbatch=2)
     tokens = 2 * (512 if model.kind == "transformer" else 1)
     for phase in "FIW":
@@ -57,7 +57,7 @@ def test_counts_only_model_has_its_given_flops():
 
 
 @pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA], ids=lambda m: m.name)
-def test_attention_core_is_the_models_forward_and_pays_five_products_for_two_backward(model):
+def test_attention_core_has_two_products_forward_and_five_backward(model):
     program = lowered(model)
     core = model.flops(WORK.seq)["attention-core"] * WORK.seq
     assert total_flops(program, "F", "attention") == pytest.approx(core)
@@ -70,8 +70,8 @@ def test_attention_core_is_the_models_forward_and_pays_five_products_for_two_bac
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
-def test_splitting_keeps_the_products(data, name):
-    """tp · cp · dp shares of a micro-batch add up to the whole, but for what tensor parallelism repeats (MLA's latents)."""
+def test_splitting_preserves_the_total_flops(data, name):
+    """The tp · cp · dp shares of a micro-batch sum to its total, except operations that every tp rank repeats (MLA's latents)."""
     model = MODELS[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
@@ -85,7 +85,7 @@ def test_splitting_keeps_the_products(data, name):
 
 @pytest.mark.parametrize("model", [GPT, GQA, MOE, MLA, MLP], ids=lambda m: m.name)
 @pytest.mark.parametrize("attention", ["flash", "stored"])
-def test_saved_bytes_of_one_rank_are_the_models(model, attention):
+def test_saved_bytes_of_one_rank_equal_those_of_the_model(model, attention):
     program = lowered(model, stack=Stack(attention=attention))
     seq = WORK.seq if model.kind == "transformer" else 1
     saved: dict[str, float] = {}
@@ -96,8 +96,8 @@ def test_saved_bytes_of_one_rank_are_the_models(model, attention):
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
-def test_korthikanti_family(t):
-    """sbh(10 + 24/t + 5as/(ht)) with tensor parallelism, sbh/t·(34 + 5as/h) with sequence parallelism as well."""
+def test_formulas_of_korthikanti_et_al(t):
+    """sbh(10 + 24/t + 5as/(ht)) with tensor parallelism, sbh/t·(34 + 5as/h) with sequence parallelism."""
     s, b, h, a = WORK.seq, 2, GPT.hidden, GPT.heads
     tensor = sum(map(one, lowered(tp=t, microbatch=b, stack=STORED).saved["dense"].values()))
     assert tensor == pytest.approx(s * b * h * (10 + 24 / t + 5 * a * s / (h * t)))
@@ -111,22 +111,22 @@ def test_korthikanti_family(t):
     assert full == pytest.approx(2 * s * b * h / t)
 
 
-def test_lecture_form_keeps_gathered_inputs_whole():
-    """The inputs of the output projection and of the FFN's second product are gathered, so every rank keeps all of both."""
+def test_all_gather_form_saves_gathered_inputs_in_full():
+    """The inputs of the output projection and of the second FFN product are gathered, so every rank saves them in full."""
     megatron, lecture = lowered(tp=4), lowered(tp=4, tp_form="all-gather")
     inputs = WORK.seq * 2 * (GPT.hidden + GPT.ffn)
     more = sum(map(one, lecture.saved["dense"].values())) - sum(map(one, megatron.saved["dense"].values()))
     assert more == pytest.approx(inputs * 3 / 4)
 
 
-def test_one_sample_of_gpt3_keeps_275_gigabytes():
+def test_one_sample_of_gpt3_saves_275_gigabytes():
     gpt3 = catalog.load("models", "gpt3-175b")
     program = lowered(gpt3, Workload(batch=1, seq=2048), stack=STORED)
     assert 96 * sum(map(one, program.saved["dense"].values())) / 1e9 == pytest.approx(275.4, abs=0.05)
 
 
-def test_kv_heads_are_repeated_not_cut():
-    """tp beyond the KV heads: every rank keeps one whole KV head, in weights and in what it saves."""
+def test_kv_heads_are_copied_not_cut():
+    """tp larger than the number of KV heads: every rank has one full KV head, in weights and in saved tensors."""
     few = GQA.but(kv_heads=2)
     core = few.blocks["dense"].attention
     at = {tp: lowered(few, tp=tp) for tp in (2, 8)}
@@ -141,7 +141,7 @@ def test_kv_heads_are_repeated_not_cut():
 
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(NAMES))
-def test_parameters_of_all_ranks_are_the_models_plus_what_is_repeated(data, name):
+def test_parameters_of_all_ranks_sum_to_the_model_plus_copies(data, name):
     model = MODELS[name]
     plan = data.draw(plans(model))
     program = step_program(model, plan, WORK)
@@ -177,6 +177,6 @@ def test_stages_hold_every_layer_once(data, name):
         assert one(ranks[0].counts["dense"] + ranks[0].counts["moe"]) == first
 
 
-def test_told_layers_per_stage():
+def test_explicit_layers_per_stage():
     program = lowered(pp=4, layers_per_stage=(1, 3, 3, 1))
     assert [one(h.counts["dense"]) for h in held(program)] == [1, 3, 3, 1]

@@ -1,4 +1,4 @@
-"""What one rank issues, to the byte: by hand, and against the closed form of the step program where that rounds nothing."""
+"""The messages of one rank, to the byte: by hand, and compared with the closed form of the step program if it has no rounding."""
 
 import pytest
 
@@ -15,7 +15,7 @@ WORK = Workload(batch=16, seq=32)
 LAYER = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16  # q and o, k and v, the gated network, two norms
 
 
-def said(plan, rank=0, model=ODD, work=WORK, **more):
+def messages(plan, rank=0, model=ODD, work=WORK, **more):
     found = traffic_of_rank(
         model, Plan(param_dtype="fp32", master=False, **plan).check(model, work), work, rank, **more
     )
@@ -25,28 +25,28 @@ def said(plan, rank=0, model=ODD, work=WORK, **more):
 # By hand
 
 
-def test_a_vocabulary_that_does_not_divide_gives_the_first_ranks_a_row_more():
+def test_an_indivisible_vocabulary_gives_the_first_ranks_one_more_row():
     embedding, head = 17 * 16, 17 * 16 + 16  # of 33 rows; and the final norm
     layer = 8 * 16 * 2 + 2 * 4 * 16 + 3 * 12 * 16 + 2 * 16
     for rank, less in ((0, 0), (1, 2 * 16)):
-        rows = said({"replicate": 2, "tp": 2}, rank)
+        rows = messages({"replicate": 2, "tp": 2}, rank)
         assert rows["dp_cp", "all_reduce"] == (
             1 + 1,
             (4 * layer + embedding + head - less) * 4 + 8,
         )  # and the tokens' count
 
 
-def test_buckets_are_each_stages_own():
+def test_each_stage_has_separate_buckets():
     first = 33 * 16 + LAYER
     for stages, per_stage in (({}, [first, LAYER]), ({"schedule": "interleaved", "virtual": 2}, None)):
-        rows = said({"replicate": 2, "pp": 4 if not stages else 2, "bucket": 5000, **stages}, 0)
+        rows = messages({"replicate": 2, "pp": 4 if not stages else 2, "bucket": 5000, **stages}, 0)
         sizes = [4 * (33 * 16 + LAYER)] if per_stage else [4 * (33 * 16 + LAYER), 4 * LAYER]
         assert rows["dp_cp", "all_reduce"] == (sum(-(-n // 5000) for n in sizes) + 1, sum(sizes) + 8)
 
 
-def test_units_of_zero_pad_each_parameter_to_its_ranks():
+def test_zero_units_pad_each_parameter_to_the_ranks():
     work = Workload(batch=9, seq=32)
-    rows = said({"shard": 3, "zero": 3}, work=work)
+    rows = messages({"shard": 3, "zero": 3}, work=work)
     rounded = [18 * 16 * 2, 2 * 9 * 16, 2 * 24 * 16, 18 * 24, 2 * 18]  # q and o; k and v; gate and up; down; norms
     n = 4 * sum(rounded) + 2 * 33 * 16 + 18
     assert rows["shard_cp", "all_gather"] == (
@@ -54,29 +54,31 @@ def test_units_of_zero_pad_each_parameter_to_its_ranks():
         4 * n * 2 * 3,
     )  # six units, twice in each of three micro-batches
     assert rows["shard_cp", "reduce_scatter"] == (6 * 3, 4 * n * 3)
-    wrapped = said({"shard": 3, "zero": 3, "wrap": 3}, work=work)
+    wrapped = messages({"shard": 3, "zero": 3, "wrap": 3}, work=work)
     assert wrapped["shard_cp", "all_gather"] == (4 * 2 * 3, 4 * n * 2 * 3)  # three layers, one, and the ends
-    tied = said({"shard": 3, "zero": 1}, work=work, model=ODD.but(tied=True))
+    tied = messages({"shard": 3, "zero": 1}, work=work, model=ODD.but(tied=True))
     assert tied["shard_cp", "all_gather"] == (5, 4 * (n - 33 * 16))  # both ends are one
 
 
-def test_shards_of_what_is_partial_are_this_ranks_rows():
+def test_shards_of_partial_gradients_have_the_rows_of_this_rank():
     rows = [
-        said({"shard": 3, "zero": 1, "tp": 2, "sp": True}, rank, work=Workload(batch=9, seq=32)) for rank in (0, 2, 4)
+        messages({"shard": 3, "zero": 1, "tp": 2, "sp": True}, rank, work=Workload(batch=9, seq=32))
+        for rank in (0, 2, 4)
     ]
     found = [n["tp", "all_reduce"][1] for n in rows]
     tokens = found[0] - 9 * 6 * 4  # nine norms of 16 in shares of 6, 6 and 4, and what the loss sums
     assert [n - tokens for n in found] == [9 * 6 * 4, 9 * 6 * 4, 9 * 4 * 4]
 
 
-def test_what_is_not_trained_is_gathered_and_not_reduced():
+def test_frozen_parameters_are_gathered_but_not_reduced():
     frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith("layers.1."))
-    every, some = (said({"shard": 2, "zero": 3}, given=Given(frozen=names)) for names in (frozenset(), frozen))
+    every, some = (messages({"shard": 2, "zero": 3}, given=Given(frozen=names)) for names in (frozenset(), frozen))
     assert some["shard_cp", "all_gather"] == every["shard_cp", "all_gather"]
     count, n = every["shard_cp", "reduce_scatter"]
     assert some["shard_cp", "reduce_scatter"] == (count - 8, n - 8 * 4 * LAYER)
     gathers = [
-        said({"tp": 2, "sp": True}, given=Given(frozen=names))["tp", "all_gather"] for names in (frozenset(), frozen)
+        messages({"tp": 2, "sp": True}, given=Given(frozen=names))["tp", "all_gather"]
+        for names in (frozenset(), frozen)
     ]
     assert gathers[0][0] - gathers[1][0] == 2 * 16  # nobody's gradient wants the input of that layer's two regions
 
@@ -93,24 +95,24 @@ def test_what_is_not_trained_is_gathered_and_not_reduced():
         ({"tp": 2, "pp": 2}, ("pp", "send"), 0),
     ],
 )
-def test_backward_ends_at_the_first_parameter_that_is_trained(plan, key, spared):
+def test_backward_ends_at_the_first_trained_parameter(plan, key, spared):
     frozen = frozenset(p.name for p in parameters(ODD, range(4)) if p.name.startswith(("embedding.", "layers.0.")))
     micro = 16 // plan.get("shard", 1)
-    (every, n), (some, less) = (said(plan, given=Given(frozen=names))[key] for names in (frozenset(), frozen))
+    (every, n), (some, less) = (messages(plan, given=Given(frozen=names))[key] for names in (frozenset(), frozen))
     assert every - some == spared * micro
     assert (less < n) == bool(spared)
 
 
-def test_replicas_average_in_the_step_that_says_so():
+def test_replicas_average_in_the_configured_step():
     plan = {"replicate": 2, "average_every": 3}
-    assert ("replicate", "all_reduce") not in said(plan, given=Given(step=2))
+    assert ("replicate", "all_reduce") not in messages(plan, given=Given(step=2))
     total = int(ODD.total)
-    assert said(plan, given=Given(step=3))["replicate", "all_reduce"] == (1, 4 * (total + 1))
+    assert messages(plan, given=Given(step=3))["replicate", "all_reduce"] == (1, 4 * (total + 1))
 
 
-def test_a_split_backward_gathers_what_it_saved_twice_on_all_stages_but_the_first():
+def test_a_split_backward_gathers_twice_on_all_stages_but_the_first():
     plain, split = (
-        [said({"tp": 2, "sp": True, "pp": 2, "schedule": s}, rank)["tp", "all_gather"] for rank in (0, 2)]
+        [messages({"tp": 2, "sp": True, "pp": 2, "schedule": s}, rank)["tp", "all_gather"] for rank in (0, 2)]
         for s in ("1f1b", "zb-h1")
     )
     assert split[0] == plain[0]
@@ -120,28 +122,31 @@ def test_a_split_backward_gathers_what_it_saved_twice_on_all_stages_but_the_firs
 def test_routing_is_even_unless_given():
     plan, n = {"replicate": 2, "ep": 2}, 4 * MOE.hidden
     layers = range(MOE.layers)
-    even = said(plan, model=MOE)["ep", "all_to_all"]
+    even = messages(plan, model=MOE)["ep", "all_to_all"]
     copies = 32 * MOE.top_k
     same = {layer: [Routed(copies, copies, copies, copies)] * 8 for layer in layers}
     assert (
-        said(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"]
-        == said(plan, model=MOE, element=4.0)["ep", "all_to_all"]
+        messages(plan, model=MOE, given=Given(routed=same), element=4.0)["ep", "all_to_all"]
+        == messages(plan, model=MOE, element=4.0)["ep", "all_to_all"]
     )
     more = {
         **same,
         0: [Routed(copies - 9, copies + 3, copies, copies)] * 8,
     }  # what it says of copies sent cannot be: none is dropped
-    got = said(plan, model=MOE, given=Given(routed=more), element=4.0)["ep", "all_to_all"]
-    assert got == (even[0], said(plan, model=MOE, element=4.0)["ep", "all_to_all"][1] + 2 * 8 * 3 * n)  # there and back
+    got = messages(plan, model=MOE, given=Given(routed=more), element=4.0)["ep", "all_to_all"]
+    assert got == (
+        even[0],
+        messages(plan, model=MOE, element=4.0)["ep", "all_to_all"][1] + 2 * 8 * 3 * n,
+    )  # there and back
 
 
-def test_ranks_that_hold_parts_of_an_operand_agree_on_its_scale():
+def test_ranks_with_parts_of_an_operand_reduce_its_scale():
     work = WORK.but(precision="fp8")
-    wide, fp8 = (said({"tp": 2, "cp": 2}, work=w, element=2.0)["tp", "all_reduce"] for w in (WORK, work))
+    wide, fp8 = (messages({"tp": 2, "cp": 2}, work=w, element=2.0)["tp", "all_reduce"] for w in (WORK, work))
     assert fp8[0] - wide[0] == 16 * 4 * 7 * 2  # seven products a layer, forward and backward
     assert fp8[1] - wide[1] == 16 * 4 * 7 * (8 + 4)
     plain, split = (
-        [said({"tp": 2, "pp": 2, "schedule": s}, rank, work=work)["tp", "all_reduce"][0] for rank in (0, 2)]
+        [messages({"tp": 2, "pp": 2, "schedule": s}, rank, work=work)["tp", "all_reduce"][0] for rank in (0, 2)]
         for s in ("1f1b", "zb-h1")
     )
     assert [b - a for a, b in zip(plain, split, strict=True)] == [0, 16 * 2 * 7]  # of the gradient in I and in W
@@ -158,7 +163,7 @@ def test_ranks_that_hold_parts_of_an_operand_agree_on_its_scale():
         ("powersgd", {"all_reduce": 4 * (2 * 10 + 2 * 10)}),
     ],
 )
-def test_compressed_messages_to_the_byte(name, sizes):
+def test_sizes_of_compressed_messages(name, sizes):
     plan = Plan(replicate=4, compression=name, compression_ratio=0.005, compression_rank=2)
     found: dict[str, float] = {}
     for operation, n in exchanges(plan, 100, 4, [(10, 10)], 4):

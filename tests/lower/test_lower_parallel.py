@@ -1,4 +1,4 @@
-"""The operations of one layer under each way of splitting it, for known cases counted by hand."""
+"""The operations of one layer under each strategy, counted by hand."""
 
 import pytest
 
@@ -18,13 +18,13 @@ def test_one_rank_has_no_communication():
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_megatron_has_four_all_reduces_a_layer(tp):
+def test_tensor_parallelism_has_four_all_reduces_per_layer(tp):
     program = lowered(tp=tp)
     assert calls(program) == {("F", "all_reduce", "tp"): 2, ("I", "all_reduce", "tp"): 2}
     assert block_bytes(program, "tp") == pytest.approx(4 * 2 * (tp - 1) / tp * ACTIVATION)
 
 
-def test_sequence_parallel_cuts_each_all_reduce_in_two_and_gathers_again():
+def test_sequence_parallelism_replaces_each_all_reduce_and_adds_a_gather_in_backward():
     program = lowered(tp=4, sp=True)
     assert calls(program) == {
         ("F", "all_gather", "tp"): 2,
@@ -38,7 +38,7 @@ def test_sequence_parallel_cuts_each_all_reduce_in_two_and_gathers_again():
     assert block_bytes(program, "tp") - again == pytest.approx(block_bytes(lowered(tp=4), "tp"))
 
 
-def test_lecture_form_gathers_every_output():
+def test_all_gather_form_gathers_every_output():
     program = lowered(tp=4, tp_form="all-gather")
     assert calls(program) == {
         ("F", "all_gather", "tp"): 4,
@@ -48,8 +48,8 @@ def test_lecture_form_gathers_every_output():
     assert block_bytes(program, "tp") > block_bytes(lowered(tp=4), "tp")
 
 
-def test_lecture_mlp_gathers_once_a_layer_and_its_layers_are_cut_by_columns():
-    """The lecture's own figures: batch 128 of width 1024 on 4 ranks, 256 columns each."""
+def test_column_split_mlp_gathers_once_per_layer():
+    """Batch 128 of width 1024 on 4 ranks, 256 columns each."""
     work = Workload(batch=128, seq=1, precision="fp32")
     program = lowered(MLP, work, tp=4, microbatch=128)
     assert calls(program) == {("F", "all_gather", "tp"): 1, ("I", "reduce_scatter", "tp"): 1}
@@ -74,7 +74,7 @@ def kv_bytes(model, cp, tp=1):
 
 
 @pytest.mark.parametrize("model", [GPT, GQA], ids=["mha", "gqa"])
-def test_ring_attention_passes_keys_and_values_round(model):
+def test_ring_attention_sends_keys_and_values_around_the_ring(model):
     program = lowered(model, cp=4)
     assert calls(program, axis="cp") == {("F", "send", "cp"): 3, ("I", "send", "cp"): 6}
     assert block_bytes(program, "cp", phases="F") == pytest.approx(3 * kv_bytes(model, 4))
@@ -82,7 +82,7 @@ def test_ring_attention_passes_keys_and_values_round(model):
 
 
 @pytest.mark.parametrize("model", [GPT, GQA], ids=["mha", "gqa"])
-def test_all_gather_context_moves_what_a_ring_does_in_one_call(model):
+def test_all_gather_attention_sends_the_bytes_of_a_ring_in_one_call(model):
     gather, ring = lowered(model, cp=4, cp_kind="all-gather"), lowered(model, cp=4)
     assert calls(gather, axis="cp") == {
         ("F", "all_gather", "cp"): 1,
@@ -92,8 +92,8 @@ def test_all_gather_context_moves_what_a_ring_does_in_one_call(model):
     assert block_bytes(gather, "cp") == pytest.approx(block_bytes(ring, "cp"))
 
 
-def test_ulysses_trades_sequence_for_heads():
-    """Q, K, V there and the output back, each 1/cp of the tokens: (cp−1)/cp of 4·T/cp·h leaves; backward the same."""
+def test_ulysses_exchanges_sequence_shards_for_heads():
+    """Q, K and V one way and the output back, each with 1/cp of the tokens: (cp−1)/cp of 4·T/cp·h is sent; the same in backward."""
     program = lowered(cp=4, cp_kind="ulysses")
     assert calls(program, axis="cp") == {("F", "all_to_all", "cp"): 2, ("I", "all_to_all", "cp"): 2}
     assert block_bytes(program, "cp", phases="F") == pytest.approx(3 / 4 * 4 * TOKENS / 4 * GPT.hidden * 2)
@@ -118,8 +118,8 @@ def test_experts_dispatch_every_token_k_times(ep, top_k):
     assert block_bytes(program, "ep", "moe") == pytest.approx((4 * top_k * token_bytes + counts) * (ep - 1) / ep)
 
 
-def test_experts_under_tensor_parallelism_share_the_tokens_out():
-    """With expert_tp = 1 each tp rank dispatches its own slice; with expert_tp = tp the slice is gathered inside experts."""
+def test_tensor_parallel_ranks_divide_the_tokens_for_experts():
+    """With expert_tp = 1 each tp rank dispatches a slice of the tokens; with expert_tp = tp the slices are gathered inside the experts."""
     apart = lowered(MOE, tp=4, sp=True, ep=4, expert_tp=1)
     split = lowered(MOE, tp=4, sp=True, replicate=4, ep=4)
     share = TOKENS * MOE.hidden * 2 / 4 * MOE.top_k
@@ -147,8 +147,8 @@ def test_imbalance_lengthens_the_experts_of_the_busiest_rank():
 @pytest.mark.parametrize(
     ("model", "block"), [(GPT, "dense"), (GQA, "dense"), (MOE, "moe"), (MLA, "moe"), (MLP, "dense")]
 )
-def test_full_recompute_runs_forward_once_more(model, block):
-    """The forward's products again: a third more than forward and backward, the seeds' 33%."""
+def test_full_recompute_runs_forward_a_second_time(model, block):
+    """The products of forward a second time: 33% more than forward and backward."""
     program = lowered(model, tp=2, recompute="full")
     assert flops(program, block, "R") == pytest.approx(flops(program, block, "F"))
     assert flops(program, block, "R") / flops(program, block, "FIW") == pytest.approx(1 / 3)
@@ -163,8 +163,8 @@ def test_full_recompute_runs_forward_once_more(model, block):
         (MLP, "dense", "all_gather"),
     ],
 )
-def test_full_recompute_repeats_all_exchanges_but_the_last(model, block, kind):
-    """Forward is rerun until backward has what it needs: nobody waits for what comes behind the last product."""
+def test_full_recompute_repeats_all_collectives_except_the_last(model, block, kind):
+    """The recomputed forward stops when backward has its inputs: nothing needs the collective after the last product."""
     program = lowered(model, tp=2, recompute="full")
     first, again = ({key[1:]: n for key, n in calls(program, block, phase).items()} for phase in "FR")
     assert {key: n for key, n in first.items() if n != again.get(key)} == {(kind, "tp"): first[kind, "tp"]}
@@ -183,7 +183,7 @@ def test_full_recompute_gathers_a_sequence_once_for_the_rerun_and_the_weights():
     assert calls(program, phases="RW") == {("R", "reduce_scatter", "tp"): 1, ("W", "all_gather", "tp"): 2}
 
 
-def test_selective_recompute_repeats_the_attention_core_alone():
+def test_selective_recompute_repeats_only_the_attention_core():
     program = lowered(recompute="selective", stack=STORED)
     assert {op.name for phase, op in program.ops("dense") if phase == "R"} == {
         "scores-again",
@@ -194,7 +194,7 @@ def test_selective_recompute_repeats_the_attention_core_alone():
     assert {op.name for phase, op in flash.ops("dense") if phase == "R"} == {"core-again"}
 
 
-def test_pipeline_sends_one_activation_a_boundary_and_way():
+def test_pipeline_sends_one_message_per_boundary_and_direction():
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved")):
         program = lowered(pp=4, virtual=virtual, schedule=schedule)
         for way in "FI":
@@ -206,8 +206,8 @@ def test_pipeline_sends_one_activation_a_boundary_and_way():
     assert one(lowered().sync["boundary-F"][0].count) == 0
 
 
-def test_seeds_example_of_tensor_parallel_traffic():
-    """GPT-3, one sequence of 2048, tp 8: 352 MB a layer, 33.8 GB in all (the seeds print 175 MB and 16.8 GB)."""
+def test_tensor_parallel_traffic_of_gpt3():
+    """GPT-3, one sequence of 2048, tp 8: 352 MB per layer, 33.8 GB in total (published: 175 MB and 16.8 GB)."""
     gpt3 = catalog.load("models", "gpt3-175b")
     program = lowered(gpt3, Workload(batch=1, seq=2048), tp=8)
     assert block_bytes(program, "tp") / 1e6 == pytest.approx(352.3, abs=0.1)

@@ -1,4 +1,4 @@
-"""What happens once a step: volumes of DDP, ZeRO and hybrid sharding, buckets, compression, the optimizer."""
+"""Operations that run once per step: volumes of DDP, ZeRO and hybrid sharding, buckets, compression, the optimizer."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" 
 
 
 def data_parallel(program, rank=0):
-    """Every data-parallel operation of a rank with how often a step has it: once a step, or block by block under ZeRO-3."""
+    """All data-parallel operations of a rank with their number per step: once per step, or per block under ZeRO-3."""
     b = program.batch
     holding = bounding_ranks(b, every_rank=True)[rank]
     names = ("reduce-gradients", "reduce-shards", "gather-parameters")
@@ -29,13 +29,13 @@ def data_parallel(program, rank=0):
 
 
 def buckets(program, elements):
-    """A flat buffer of so many gradients, in messages."""
+    """Message sizes of a flat buffer with this many gradients."""
     count, _ = cut(program.batch, np.array([elements]))
     return Message(count, Load(sent=elements / count, first=elements / count))
 
 
 def volume(program, rank=0):
-    """Elements of data-parallel traffic one rank sends in one step, over the parameters it holds."""
+    """Elements of data-parallel traffic that one rank sends in one step, per parameter of the rank."""
     b = program.batch
     total = 0.0
     for times, op in data_parallel(program, rank):
@@ -56,7 +56,7 @@ def volume(program, rank=0):
 )
 @pytest.mark.parametrize("model", [GPT, COUNTS], ids=["gpt", "counts"])
 def test_data_parallel_volume(plan, times, model):
-    """2N elements for DDP, ZeRO-1 and 2; 3N for ZeRO-3, which gathers again backward; all × (P−1)/P."""
+    """2N elements for DDP, ZeRO-1 and 2; 3N for ZeRO-3, which gathers a second time in backward; all × (P−1)/P."""
     assert volume(lowered(model, ONCE, **plan)) == pytest.approx(times * (P - 1) / P)
 
 
@@ -71,7 +71,7 @@ def test_hybrid_sharding_reduces_shards_between_replicas():
     }
 
 
-def test_hybrid_sharding_of_optimizer_states_alone():
+def test_hybrid_sharding_of_optimizer_states_only():
     """ZeRO-1 in groups of 4: scatter and gather inside, an all-reduce of a quarter between the 2 groups."""
     program = lowered(GPT, ONCE, zero=1, shard=4, replicate=2)
     assert volume(program) == pytest.approx(2 * 3 / 4 + 2 * (1 / 2) / 4)
@@ -82,7 +82,7 @@ def test_context_parallel_ranks_reduce_and_shard_too():
     assert volume(lowered(GPT, Workload(batch=4, seq=512), zero=1, shard=4, cp=2)) == pytest.approx(2 * 7 / 8)
 
 
-def test_experts_reduce_over_their_own_replicas():
+def test_experts_reduce_over_their_replicas():
     program = lowered(MOE, replicate=8, ep=4)
     ops = data_parallel_ops(program.batch, "expert", [buckets(program, 1e6)])
     assert [(op.axis, one(program.batch.size(op.axis))) for op in ops if one(op.count)] == [("expert_dp", 2)]
@@ -101,7 +101,7 @@ def test_experts_reduce_over_their_own_replicas():
     ],
 )
 def test_how_often_gradients_are_reduced(plan, rounds):
-    """ZeRO-2 keeps shards only, so each of 8 micro-batches reduces; accumulation elsewhere saves all but one."""
+    """ZeRO-2 keeps only shards, so each of 8 micro-batches reduces; otherwise accumulation needs one reduction."""
     program = lowered(GPT, Workload(batch=8 * P, seq=512), bucket=1e12, **plan)
     bytes_ = sum(
         times * one(op.count * op.message_bytes)
@@ -112,7 +112,7 @@ def test_how_often_gradients_are_reduced(plan, rounds):
     assert bytes_ / held == pytest.approx(rounds)
 
 
-def test_weights_kept_whole_are_gathered_once_a_step():
+def test_weights_without_resharding_are_gathered_once_per_step():
     work = Workload(batch=8 * P, seq=512)
     freed, kept = (lowered(GPT, work, zero=3, shard=P, reshard=r) for r in (True, False))
     n = one(sum(freed.parameters["dense"].values())) * 2 * (P - 1) / P
@@ -121,7 +121,7 @@ def test_weights_kept_whole_are_gathered_once_a_step():
         assert 8 * bytes_sent(program, ops) == pytest.approx(gathers * n)
 
 
-def test_buckets_cut_the_calls_not_the_bytes():
+def test_buckets_change_the_number_of_calls_not_the_bytes():
     for bucket, calls in ((25e6, 16), (100e6, 4), (1e9, 1)):
         program = lowered(replicate=2, bucket=bucket)
         (op,) = data_parallel_ops(program.batch, "dense", [buckets(program, 100e6)])
@@ -141,7 +141,7 @@ def test_quantised_gradients_are_smaller_by_their_width(compression, times):
     )  # and its scales
 
 
-def test_top_k_gathers_so_its_gain_falls_with_the_ranks():
+def test_top_k_gain_falls_with_the_ranks_because_it_gathers():
     """1% of fp32 values with 4-byte indices is 50× in bytes kept, 12.5× of a ring's at P = 8, 1.6× at 64."""
     for ranks in (2, 8, 64):
         gain = reduced_bytes(ranks) / reduced_bytes(ranks, compression="top-k", compression_ratio=0.01)
@@ -149,7 +149,7 @@ def test_top_k_gathers_so_its_gain_falls_with_the_ranks():
 
 
 def test_powersgd_sends_two_factors():
-    """m × n at rank 4: 4·(m + n) elements; vectors go whole."""
+    """m × n at rank 4: 4·(m + n) elements; vectors are sent in full."""
     program = lowered(replicate=8, compression="powersgd", compression_rank=4)
     h, wide = GPT.hidden, GPT.ffn
     load = program.loads["dense"]["dense"]
@@ -160,8 +160,8 @@ def test_powersgd_sends_two_factors():
     assert one(experts) == 3 * min(4, rows) * (rows + each) if 4 * (rows + each) < rows * each else 3 * rows * each
 
 
-def test_messages_are_units_of_zero_or_buckets_of_each_stage():
-    """Eight layers, an embedding and a head; two stages a rank cut their gradients each by itself."""
+def test_messages_are_zero_units_or_buckets_of_each_stage():
+    """Eight layers, an embedding and a head; with two stages per rank each stage has separate messages."""
 
     def messages(rank=0, stack=None, model=GPT, **plan):
         program = lowered(model, stack=stack, **plan)
@@ -180,9 +180,9 @@ def test_messages_are_units_of_zero_or_buckets_of_each_stage():
 
 
 @pytest.mark.parametrize(("model", "more"), [(MOE, 1), (MOE.but(hidden=516, heads=4, expert_ffn=516), 2)])
-def test_few_experts_over_many_ranks_are_cut_inside_or_padded(model, more):
-    """Four of eight experts over each eight ranks: where their width divides by eight it is cut; else the rows of four ranks are
-    empty, and sent."""
+def test_few_experts_over_many_ranks_are_cut_in_their_width_or_padded(model, more):
+    """Four of eight experts over eight ranks: their width is cut if it divides by eight; else four ranks have empty rows, which
+    are sent."""
     flat, rows = (lowered(model, shard=16, ep=2, zero=1, stack=Stack(flat_shards=f)) for f in (True, False))
     ops = [
         next(op for _, op in data_parallel(p) if op.name == "gather-parameters" and op.axis == "expert_shard")
@@ -202,7 +202,7 @@ def test_compression_costs_memory_passes():
         assert one(extra.bytes) >= 1e8 * 4
 
 
-def test_optimizer_touches_what_its_states_are():
+def test_optimizer_reads_and_writes_its_states():
     """AdamW: read gradient; read and write two moments, the master copy and the weight."""
     program = lowered()
     update, norm = sync.optimizer(program.batch, np.array([1e6]), 10)
@@ -214,12 +214,12 @@ def test_optimizer_touches_what_its_states_are():
 
 
 def test_zero_3_without_a_shard_group_still_reduces():
-    """replicate alone with zero=3 shards nothing: its gradients are all-reduced like any replica's."""
+    """With only replicate, zero=3 shards nothing: gradients are all-reduced."""
     assert volume(lowered(GPT, ONCE, zero=3, shard=1, replicate=P)) == pytest.approx(2 * (P - 1) / P)
 
 
 def small(model=GPT, work=ONCE, rank=0, **plan):
-    """What a rank sums once a step beside its gradients: (name, axis) → bytes."""
+    """Small reductions once per step besides the gradients: (name, axis) → bytes."""
     program = lowered(model, work, **plan)
     held = bounding_ranks(program.batch, every_rank=True)[rank]
     ops = sync.small_sums(program.batch, sync.summed(program, held))
@@ -229,13 +229,13 @@ def small(model=GPT, work=ONCE, rank=0, **plan):
 NUMBERS = {("count-tokens", "dp_cp"): 8.0, ("norm-and-loss", "world"): 16.0}
 
 
-def test_three_numbers_are_summed_by_all():
+def test_three_scalars_are_all_reduced_over_all_ranks():
     assert small() == {}  # one rank has nobody to ask
     assert small(replicate=P) == NUMBERS
 
 
-def test_whole_vectors_between_the_products_are_partial_under_sequence_parallelism():
-    """Norms and the biases behind row-split products see a share of the tokens; a router and a norm of heads always do."""
+def test_replicated_vectors_have_partial_gradients_under_sequence_parallelism():
+    """Norms and biases after row-split products see a share of the tokens; a router and a norm of heads always do."""
     gpt = GPT.but(norm="rmsnorm", ffn_bias=True, out_bias=True, positions="rope", embedding_norm=False)
     vectors = gpt.layers * (2 * gpt.hidden + 2 * gpt.hidden) + gpt.hidden
     assert small(gpt, tp=2, sp=True)["sum-partial", "tp"] == 4 * vectors
@@ -255,8 +255,8 @@ def test_a_tied_embedding_is_summed_over_the_two_ends_of_a_pipeline():
     assert ("sum-tied", "ends") not in small(GPT.but(tied=False), pp=4)
 
 
-def test_a_pipeline_gathers_and_reduces_once_a_step():
-    """Its stages keep their weights whole from their first action to their last."""
+def test_a_pipeline_gathers_and_reduces_once_per_step():
+    """Its stages keep their weights gathered from their first action to their last."""
     work = Workload(batch=8 * 2, seq=512)
     alone, piped = lowered(GPT, work, zero=3, shard=2), lowered(GPT, work, zero=3, shard=2, pp=2)
     assert volume(alone) == pytest.approx(8 * 3 / 2)

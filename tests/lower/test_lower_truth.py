@@ -1,7 +1,7 @@
 """One description, two evaluations: arrays over a batch of plans, and integers for one rank, message by message.
 
-They are equal under every strategy and under plans drawn at random: on the first rank of every pipeline stage (the one with the most
-of whatever does not divide evenly) and for each axis and collective, as many messages and as many bytes.
+They are equal under every strategy and for random plans: on the first rank of every pipeline stage (which has the larger part of
+anything that does not divide evenly), and for each axis and collective, in the number of messages and bytes.
 """
 
 import numpy as np
@@ -73,7 +73,7 @@ STRATEGIES = [
 
 
 def assert_equal(model, plan: Plan, work: Workload) -> None:
-    """On the first rank of every pipeline stage: as many messages and bytes in arrays as in integers."""
+    """Messages and bytes are equal in arrays and integers, on the first rank of every pipeline stage."""
     program, layout = step_program(model, plan, work, OURS), Layout(plan)
     firsts = {layout.coordinates(rank)["pp"]: rank for rank in reversed(range(plan.world))}
     steps = [Given(step=step + 1) for step in range(plan.average_every or 1)]
@@ -107,8 +107,8 @@ def test_arrays_equal_integers_under_every_strategy(name):
 @pytest.mark.parametrize(
     "said", [{"schedule": "interleaved"}, {"schedule": "zbv", "tp": 2, "sp": True}], ids=["looped", "folded"]
 )
-def test_stages_of_unequal_lengths_cut_their_own_buckets(layers, said):
-    """The longer ones stand in the middle, or reach an end."""
+def test_stages_of_unequal_lengths_have_separate_buckets(layers, said):
+    """The longer stages are in the middle, or reach an end."""
     model = MODELS["gpt"].but(layers=layers)
     assert_equal(model, Plan(replicate=2, pp=2, virtual=2, bucket=SMALL, **said).check(model, WORK), WORK)
 

@@ -1,4 +1,4 @@
-"""Dropout by a hash of what is dropped: known numbers, the right share, and the same mask however it is computed."""
+"""Dropout by a hash of positions: known values, the right share, and the same mask on every layout."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ def mask(rate=0.3, site="layers.1.ffn", places=PLACES, width=64, **changes):
 
 
 def test_the_hash_is_splitmix64():
-    """Its first three numbers from the seed 0, as published with xoshiro (Vigna)."""
+    """The first three numbers from seed 0, as published with xoshiro (Vigna)."""
     states = torch.tensor([1, 2, 3]) * GOLDEN
     assert [n % 2**64 for n in mixed(states).tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @pytest.mark.parametrize(("rate", "width"), [(0.01, 64), (0.3, 63), (0.9, 66)])
-def test_it_drops_its_share_everywhere(rate, width):
+def test_it_drops_the_given_share_everywhere(rate, width):
     dropped = 1 - mask(rate, width=width).double()
     for dims in ((), (0, 1), (1, 2), (0, 2)):
         count = dropped.numel() / dropped.mean(dims).numel()
@@ -34,7 +34,7 @@ def test_it_drops_its_share_everywhere(rate, width):
     "change",
     [{"seed": 6}, {"step": 4}, {"site": "layers.1.attention"}, {"samples": range(8, 16)}, {"places": PLACES + 1000}],
 )
-def test_another_moment_site_sample_or_place_is_another_mask(change):
+def test_another_moment_site_sample_or_position_gives_another_mask(change):
     agree = (mask() == mask(**change)).double().mean()
     assert abs(agree - (0.3**2 + 0.7**2)) < 0.02  # of two independent ones
 
@@ -52,7 +52,7 @@ def test_a_part_of_the_batch_and_the_sequence_has_that_part_of_the_mask():
     assert torch.equal(mask(samples=[6, 2], places=places), whole[[6, 2]][:, places])
 
 
-def test_a_share_of_the_sequence_drops_what_the_whole_would():
+def test_a_share_of_the_sequence_has_the_mask_of_the_whole_sequence():
     x = torch.randn(8, 64, 16)
     whole, shares = Dropout(0.3, "a"), []
     for i in range(4):
@@ -64,7 +64,7 @@ def test_a_share_of_the_sequence_drops_what_the_whole_would():
         assert torch.equal(whole(x), torch.cat(shares, 1))
 
 
-def test_backward_drops_what_forward_dropped_and_no_mask_was_kept():
+def test_backward_uses_the_mask_of_forward_without_saving_it():
     layer, saved = Dropout(0.4, "a"), []
     x = torch.ones(8, 64, 16, dtype=torch.float64, requires_grad=True)
     with drawing(MOMENT), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
@@ -76,7 +76,7 @@ def test_backward_drops_what_forward_dropped_and_no_mask_was_kept():
     assert saved == []
 
 
-def test_off_in_evaluation_and_refused_without_a_moment():
+def test_dropout_is_off_in_evaluation_and_refused_without_a_moment():
     layer, x = Dropout(0.4, "a"), torch.ones(8, 4, 2)
     with pytest.raises(MeshwrightError, match="MW-BUILD-004"):
         layer(x)
@@ -85,7 +85,7 @@ def test_off_in_evaluation_and_refused_without_a_moment():
     assert torch.equal(layer.eval()(x), x)
 
 
-def test_a_model_drops_at_every_site_and_only_with_a_rate():
+def test_a_model_drops_at_every_site_if_it_has_a_rate():
     shape = {"hidden": 16, "layers": 3, "heads": 2, "ffn": 24, "vocab": 32}
     sites = [m.site for m in build(Model(**shape, dropout_rate=0.1)).modules() if isinstance(m, Dropout)]
     assert sorted(sites) == ["embedding", *(f"layers.{i}.{part}" for i in range(3) for part in ("attention", "ffn"))]

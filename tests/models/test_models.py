@@ -1,4 +1,4 @@
-"""The networks hold what the anatomy counts, and compute what others compute with the same weights."""
+"""The networks have the parameters that the anatomy counts, and compute the same as transformers with the same weights."""
 
 import math
 
@@ -48,7 +48,7 @@ def count(network):
     norms=st.sampled_from([2, 4]),
     flags=st.lists(st.booleans(), min_size=7, max_size=7),
 )
-def test_parameters_equal_the_anatomys(
+def test_parameters_equal_those_of_the_anatomy(
     heads, per_kv, width, layers, ffn, vocab, multiple, activation, norm, positions, norms, flags
 ):
     names = ("tied", "final_norm", "embedding_norm", "qk_norm", "qkv_bias", "out_bias", "ffn_bias")
@@ -78,7 +78,7 @@ def test_parameters_equal_the_anatomys(
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt3-175b", "gemma2-9b", "bert-large"])
-def test_presets_are_built_whole_on_meta(name):
+def test_presets_are_built_in_full_on_meta(name):
     model = catalog.load("models", name)
     assert count(build(model)) == model.total
 
@@ -108,7 +108,7 @@ def test_an_mlp_is_its_square_layers():
     assert loss_function(model)(y, target).item() == pytest.approx(5 * 4.0)
 
 
-def test_llama_computes_what_transformers_computes():
+def test_llama_equals_transformers():
     transformers = pytest.importorskip("transformers")
     model = Model(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
     config = transformers.LlamaConfig(
@@ -140,7 +140,7 @@ def test_llama_computes_what_transformers_computes():
     torch.testing.assert_close(network(ids), other(ids).logits, rtol=1e-6, atol=1e-6)  # theirs rotates in float32
 
 
-def test_gpt2_computes_what_transformers_computes():
+def test_gpt2_equals_transformers():
     transformers = pytest.importorskip("transformers")
     model = Model(
         hidden=32,
@@ -182,7 +182,7 @@ def test_gpt2_computes_what_transformers_computes():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_window_sees_that_many_positions(causal):
+def test_a_window_limits_the_visible_positions(causal):
     model = Model(hidden=16, layers=3, heads=2, ffn=16, vocab=8, window=3, full_every=3, causal=causal)
     network = materialised(model)
     assert [layer.attention.full for layer in network.layers.values()] == [False, False, True]
@@ -193,7 +193,7 @@ def test_a_window_sees_that_many_positions(causal):
     assert Geometry(model).mask(torch.empty(1, 2, 6, 8), full=True) is None
 
 
-def test_initial_values_depend_on_seed_and_name_only():
+def test_initial_values_depend_only_on_seed_and_name():
     model = Model(hidden=16, layers=2, heads=2, ffn=16, vocab=8)
     shape = torch.Size((16, 16))
     first = initial_value(model, "layers.0.attention.q.weight", shape, 1)
@@ -220,7 +220,7 @@ def test_initial_values_depend_on_seed_and_name_only():
         {"head_dim": 5},
     ],
 )
-def test_what_is_not_built_is_refused(shape):
+def test_models_that_cannot_be_built_are_refused(shape):
     with pytest.raises(MeshwrightError, match="MW-BUILD-002"):
         build(Model(**{"hidden": 16, "layers": 2, "heads": 2, "ffn": 16, "vocab": 8, **shape}))
     with pytest.raises(MeshwrightError, match="MW-BUILD-001"):

@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention on one device, against the plain formula, token by token."""
+"""Mixtures of experts and latent attention on one device, compared with the formula, token by token."""
 
 import math
 
@@ -47,7 +47,7 @@ def random(*shape, seed=0):
     norm=st.sampled_from(["rmsnorm", "layernorm"]),
     flags=st.lists(st.booleans(), min_size=7, max_size=7),
 )
-def test_parameters_equal_the_anatomys(
+def test_parameters_equal_those_of_the_anatomy(
     layers, dense, every, experts, shared, width, shared_width, q_rank, latent, activation, norm, flags
 ):
     names = ("tied", "qkv_bias", "out_bias", "ffn_bias", "router_bias", "balance_bias", "shared_gate")
@@ -77,7 +77,7 @@ def test_parameters_equal_the_anatomys(
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3", "qwen1.5-moe-a2.7b"])
-def test_presets_are_built_whole_on_meta(name):
+def test_presets_are_built_in_full_on_meta(name):
     model = catalog.load("models", name)
     assert sum(p.numel() for p in build(model).parameters()) == model.total
     score = "sigmoid" if name == "deepseek-v3" else "softmax"
@@ -93,7 +93,7 @@ def test_presets_are_built_whole_on_meta(name):
         {"top_k": 1},
     ],
 )
-def test_a_mixture_is_its_tokens_own_experts(shape):
+def test_a_mixture_equals_the_weighted_sum_of_experts(shape):
     model = Model(**{**SHAPE, **shape})
     moe = materialised(model).layers["0"].moe
     x = random(2, 3, 16)
@@ -120,7 +120,7 @@ def one_expert(experts, e, token):
     return linear(experts.down, inner * linear(experts.up, token) if experts.gated else inner)
 
 
-def test_an_expert_without_a_token_has_a_gradient_of_zero():
+def test_an_expert_without_tokens_has_a_zero_gradient():
     moe = materialised(Model(**SHAPE)).layers["0"].moe
     moe(random(1, 1, 16)).sum().backward()
     gradient = moe.experts.up.weight.grad
@@ -128,7 +128,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero():
     assert moe.experts.down.weight.grad is not None
 
 
-def test_latent_attention_is_its_formula():
+def test_latent_attention_equals_its_formula():
     model = Model(**{**SHAPE, **LATENT, "q_rank": 8})
     network = materialised(model)
     attention, geometry = network.layers["0"].attention, network.geometry
@@ -154,7 +154,7 @@ def routed(options, tokens=40, **shape):
     return router, x, router(x, LocalPlacement())
 
 
-def test_capacity_keeps_the_highest_scores_and_counts_the_rest():
+def test_capacity_keeps_the_highest_scores_and_counts_dropped_copies():
     router, x, routing = routed(RouterOptions(capacity=0.75))
     most = math.ceil(0.75 * 40 * 2 / 5)
     scores = (x @ router.weight.t()).softmax(-1)
@@ -170,14 +170,14 @@ def test_capacity_keeps_the_highest_scores_and_counts_the_rest():
     assert load_metrics(router.load)["dropped"] == pytest.approx(1 - start / 80)
 
 
-def test_experts_choose_as_many_tokens_each_and_equal_scores_fall_to_the_earlier():
+def test_expert_choice_is_balanced_and_ties_go_to_the_earlier_token():
     _, _, routing = routed(RouterOptions(choice="expert"))
     assert routing.counts_E.tolist() == [16] * 5
     same = highest(torch.ones(6, 1), 2)
     assert same.flatten().tolist() == [True, True, False, False, False, False]
 
 
-def test_the_balancing_losses_are_their_formulas():
+def test_the_balancing_losses_equal_their_formulas():
     options = RouterOptions(aux=0.3, z=0.2)
     router, x, routing = routed(options)
     (routing.weight_R * 0).sum().backward()  # all that remains is the loss that was added
@@ -191,7 +191,7 @@ def test_the_balancing_losses_are_their_formulas():
     torch.testing.assert_close(got, weight.grad)
 
 
-def test_the_balancing_loss_of_each_sequence_by_itself():
+def test_the_balancing_loss_per_sequence():
     """DeepSeek's `seq_aux`: shares and mean scores are those of one sequence, and the loss is the mean over sequences."""
     router = Router(Model(**SHAPE, router=RouterOptions(aux=0.3, aux_scope="sequence"))).double()
     torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(0))
@@ -207,7 +207,7 @@ def test_the_balancing_loss_of_each_sequence_by_itself():
     torch.testing.assert_close(router.weight.grad, weight.grad)
 
 
-def test_a_bias_balances_what_a_router_would_collapse():
+def test_a_balancing_bias_prevents_collapse():
     """Tokens that all prefer one expert spread out, and no gradient reaches the bias."""
     options = RouterOptions(balance_rate=0.05)
     router = Router(Model(**SHAPE, balance_bias=True, router=options)).double()
@@ -250,7 +250,7 @@ def test_impossible_options_are_refused(bad):
         {"groups": 5, "choice": "expert"},
     ],
 )
-def test_groups_that_hold_too_few_experts_are_refused(router):
+def test_groups_with_too_few_experts_are_refused(router):
     with pytest.raises(MeshwrightError, match="MW-MODEL-008"):
         Model(**SHAPE, router=router)
 

@@ -1,4 +1,4 @@
-"""The sharding table names the parameters the network registers: names, shapes, order, and which learn, of whole models and of stages."""
+"""The sharding table has the parameters that the network registers: names, shapes, order and requires_grad, for full models and stages."""
 
 import pytest
 
@@ -39,10 +39,10 @@ MODELS |= {name: model for name, model in SHORT.items() if buildable(model)}
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layers", [range(3), range(1), range(1, 2), range(1, 3)], ids=str)
-def test_the_sharding_table_names_what_is_built(name, layers):
+def test_the_sharding_table_matches_the_built_network(name, layers):
     made = [(path, tuple(p.shape), p.requires_grad) for path, p in build(MODELS[name], layers).named_parameters()]
     assert [(p.name, p.shape, p.learns) for p in parameters(MODELS[name], layers)] == made
 
 
-def test_most_of_the_catalog_is_known_so():
+def test_most_of_the_catalog_is_checked():
     assert len(MODELS) > 50

@@ -1,4 +1,4 @@
-"""Routers read from Hugging Face configs choose and weigh as the classes those configs are of."""
+"""Routers that are read from Hugging Face configs choose and weight experts as the classes of these configs do."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ ROUTERS = [
 
 
 @pytest.mark.parametrize(("family", "name", "shape"), ROUTERS, ids=[name for _, name, _ in ROUTERS])
-def test_a_router_that_was_read_routes_as_its_class_does(family, name, shape):
+def test_a_router_from_a_config_routes_as_its_class(family, name, shape):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(family, **shape)
     code = __import__(f"transformers.models.{family}.modeling_{family}", fromlist=[name])
@@ -67,8 +67,8 @@ def read(family, **said):
     return model, model.notes
 
 
-def test_losses_are_read_where_the_class_adds_them():
-    """Theirs is of the mean over four layers, with shares that sum to three."""
+def test_balancing_losses_are_read_if_the_class_has_them():
+    """Their loss is a mean over four layers, with shares that sum to three."""
     model, notes = read("mixtral", **SIZES, num_local_experts=12, router_aux_loss_coef=0.02, output_router_logits=True)
     assert model.router.aux == pytest.approx(0.02 * 3 / 4)
     model, notes = read("mixtral", **SIZES, num_local_experts=12, router_aux_loss_coef=0.02, router_jitter_noise=0.1)
@@ -84,7 +84,7 @@ def test_losses_are_read_where_the_class_adds_them():
     assert notes[-1] == 'topk_method "first" is read as noaux_tc'
 
 
-def test_what_a_config_says_of_routing_is_understood_or_told():
+def test_routing_keys_are_understood_or_reported():
     _, notes = read("llama", **{k: v for k, v in SIZES.items() if "experts" not in k}, norm_topk_prob=True)
     assert "norm_topk_prob" in notes[0]
 

@@ -1,4 +1,4 @@
-"""Published trainings: their configurations are legal, their figures are theirs, ours stand beside them, and the pages say so."""
+"""Published training runs: their configurations are legal, their figures are compared with ours, and the pages are current."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_all_cases_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", studies.CASES)
-def test_a_case_says_what_was_told_what_is_assumed_and_by_whom(name: str) -> None:
+def test_a_case_lists_published_values_assumptions_and_sources(name: str) -> None:
     case = studies.load(name)
     case.config.check()
     assert case.told
@@ -50,12 +50,12 @@ def test_a_case_says_what_was_told_what_is_assumed_and_by_whom(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", studies.CASES)
-def test_ours_is_of_the_published_order(name: str) -> None:
+def test_our_values_have_the_published_order_of_magnitude(name: str) -> None:
     for row in RESULTS[name].rows:
         assert 0.6 < row.ratio < 1.5, f"{row.what}: published {row.published}, ours {row.ours}"
 
 
-def test_most_published_figures_lie_in_our_band() -> None:
+def test_most_published_figures_are_in_our_band() -> None:
     rows = [row for r in RESULTS.values() for row in r.rows]
     assert sum(row.within for row in rows) >= 0.7 * len(rows)
 
@@ -72,13 +72,13 @@ def test_most_published_figures_lie_in_our_band() -> None:
     ],
 )
 def test_published_gpu_hours_in_days(name: str, days: float) -> None:
-    """What the seeds' table of days should have said."""
+    """Corrected figures of a published table of days."""
     case = studies.load(name)
     (hours,) = (p.value for p in case.published if p.what == "gpu_hours")
     assert hours / case.config.cluster.world / 24 == pytest.approx(days, abs=0.06)
 
 
-def test_gpt3_as_the_seeds_have_it_does_not_fit() -> None:
+def test_a_published_plan_for_gpt3_does_not_fit() -> None:
     case = studies.load("gpt3")
     seeds = case.config.plan.but(pp=8, replicate=16)
     assert not studies.estimated(case, seeds).prediction.fits
@@ -86,7 +86,7 @@ def test_gpt3_as_the_seeds_have_it_does_not_fit() -> None:
 
 
 def test_gpt3_data_parallel_volume() -> None:
-    """175B/(tp·pp) parameters a GPU, not 175B/pp."""
+    """175B/(tp·pp) parameters per GPU, not 175B/pp."""
     case = studies.load("gpt3-megatron")
     e = studies.estimated(case, case.config.plan)
     d = case.config.plan.dp
@@ -113,14 +113,14 @@ def test_palm_runs_without_a_pipeline_on_two_pods() -> None:
     assert c.cluster.accelerator.peak_for("bf16") == 275e12
 
 
-def test_days_and_hours_are_steps_and_nothing_else() -> None:
+def test_days_and_gpu_hours_follow_from_the_step_time() -> None:
     r = RESULTS["bloom"]
     steps = 366e9 / (2048 * 2048)
     assert r.days == pytest.approx(steps * step(r.estimate) / 86400)
     assert studies.gpu_hours(r.estimate) == pytest.approx(r.days * 24 * 384)
 
 
-def test_gains_account_for_the_whole_difference() -> None:
+def test_gains_sum_to_the_difference() -> None:
     case = studies.load("llama-65b")
     was, now = RESULTS["llama-65b"].estimate, studies.estimated(case, case.config.plan.but(recompute="full"))
     told = studies.gains(was, now, least=0.0)
@@ -145,7 +145,7 @@ def test_as_dict_is_json() -> None:
         assert Plan(**told["plan"]) == r.estimate.plan
 
 
-def test_an_unknown_case_names_the_nearest() -> None:
+def test_an_unknown_case_suggests_a_similar_one() -> None:
     with pytest.raises(MeshwrightError) as error:
         studies.load("gpt-3")
     assert error.value.code == "MW-CASE-001"
@@ -153,7 +153,7 @@ def test_an_unknown_case_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PAGES))
-def test_pages_say_what_the_code_says(name: str) -> None:
+def test_pages_equal_the_generated_ones(name: str) -> None:
     written = (DOCS / name).read_text("utf-8")
     assert written == PAGES[name], "run `make pages`"
 
@@ -165,7 +165,7 @@ def test_there_is_no_page_without_a_case() -> None:
 # The planner's choice
 
 
-def test_every_case_has_a_choice_that_fits_and_is_no_slower() -> None:
+def test_the_choice_of_every_case_fits_and_is_not_slower() -> None:
     for name, r in RESULTS.items():
         assert r.choice is not None, name
         assert r.choice.prediction.fits, name
@@ -175,8 +175,8 @@ def test_every_case_has_a_choice_that_fits_and_is_no_slower() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", studies.CASES)
-def test_the_choice_is_what_the_search_says(name: str) -> None:
-    """Kept choices may be another of the plans within a percent, not worse than that."""
+def test_the_stored_choice_matches_the_search(name: str) -> None:
+    """A stored choice may be another plan within 1%, but not slower."""
     found = studies.choose(name)
     assert found is not None
     now, was = step(studies.estimated(studies.load(name), found)), RESULTS[name].choice

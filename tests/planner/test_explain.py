@@ -1,4 +1,4 @@
-"""Explanations add up: every figure comes from the parts of the step, and what has no answer is told in words."""
+"""Explanations are consistent: every figure comes from the parts of the step, and impossible problems give clear errors."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_parts_sum_to_the_walked_step(result):
         assert p.memory_gib <= 0.95 * p.memory_limit_gib
 
 
-def test_what_a_strategy_costs_more_sums_to_the_difference(result):
+def test_the_parts_of_a_slower_strategy_sum_to_the_difference(result):
     lost = [c for name, c in result.ranking.strategies.items() if name != result.ranking.best.strategy]
     assert lost
     for c in lost:
@@ -76,12 +76,12 @@ def test_batch_arithmetic_and_training(result):
     assert t.days_low < t.days < t.days_high
 
 
-def test_every_field_that_says_something_has_its_reason(result):
+def test_every_field_in_use_has_a_reason(result):
     said = set(result.plan.as_dict()) & {"tp", "cp", "pp", "recompute", "order", "ep"}
     assert said <= set(result.explanation.reasons)
 
 
-def test_choices_against_the_lessons_are_compared_with_the_usual_choice():
+def test_unusual_choices_are_compared_with_the_usual_one():
     config = Config.from_parts(
         "llama3-70b",
         catalog.load("clusters", "dgx-h100").with_gpus(64),
@@ -106,7 +106,7 @@ def test_choices_against_the_lessons_are_compared_with_the_usual_choice():
     )
 
 
-def test_a_chip_that_was_never_measured_is_no_better_than_the_measured_and_has_a_wider_band():
+def test_an_unmeasured_chip_has_median_efficiency_and_a_wider_band():
     names = {name: catalog.load("accelerators", name) for name in catalog.names("accelerators")}
     measured = [names[name].efficiency for name in ("h100-sxm", "b200", "mi355x")]
     guessed = {name for name, a in names.items() if not a.efficiency.measured}
@@ -136,7 +136,7 @@ def test_sensitivities_have_the_right_signs(result):
     assert swings == sorted(swings, reverse=True)
 
 
-def test_a_changed_cluster_forgets_nothing_and_remembers_nothing():
+def test_a_changed_cluster_keeps_its_fields_and_no_cached_values():
     where = space(DENSE, 8)
     _ = where.cluster.spans
     c, _, _ = changed(where, "bandwidth between nodes", 0.5)
@@ -178,7 +178,7 @@ def test_the_plan_file_reads_back_with_its_reasons(result, tmp_path):
     assert "# " in text.split("[plan]")[1]
 
 
-def test_it_shows_itself(result):
+def test_the_result_has_text_and_html_representations(result):
     assert result.plan.title() in str(result)
     page = result._repr_html_()
     assert "Why not" in page
@@ -219,7 +219,7 @@ def test_an_impossible_batch():
         ({"fix": ["tp=16", "pp=16"]}, "--fix pp=4"),
     ],
 )
-def test_a_constraint_that_nothing_keeps_names_the_nearest_value(said, fix):
+def test_an_impossible_constraint_suggests_the_closest_value(said, fix):
     e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **said)
     assert e.code == "MW-PLANNER-004"
     assert e.fix.split(" or ")[0] == fix
@@ -236,7 +236,7 @@ def test_a_model_larger_than_the_cluster():
     assert not fits(other(where, cluster=where.cluster.with_gpus(16)), limit)
 
 
-def test_what_would_fit_is_tried_before_it_is_told():
+def test_suggested_changes_are_tried_first():
     e = asked("llama3-8b", "dgx-h100", nodes=1, batch=8, seq=131072, without=["cp", "tp"])
     assert e.code == "MW-PLANNER-005"
     assert "drop --without cp" in [e.fix, *e.valid]
@@ -244,7 +244,7 @@ def test_what_would_fit_is_tried_before_it_is_told():
 
 
 @pytest.mark.parametrize("text", ["110%", "-1%", "much", "1.0"])
-def test_headroom_is_a_read_headroom(text):
+def test_headroom_is_parsed(text):
     with pytest.raises(MeshwrightError) as refused:
         read_headroom(text)
     assert refused.value.code == "MW-PLANNER-006"

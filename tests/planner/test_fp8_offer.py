@@ -1,4 +1,4 @@
-"""All-gathers in fp8: where they are legal, what `estimate` says of them, and what the planner offers."""
+"""All-gathers in fp8: where they are legal, the output of `estimate`, and the suggestion of the planner."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def test_a_chip_without_fp8_refuses_it_with_a_legal_fix() -> None:
 
 
 @pytest.mark.parametrize("what", [api.verify, api.train])
-def test_verify_and_train_say_that_it_is_modelled_only(what) -> None:
+def test_verify_and_train_report_that_it_is_only_modelled(what) -> None:
     with pytest.raises(MeshwrightError, match=r"MW-PAR-001: plan\.gather_dtype=fp8 can be planned.*modelled only"):
         what(config(tp=8, sp=True, gather_dtype="fp8"))
 
@@ -48,12 +48,12 @@ def test_verify_and_train_say_that_it_is_modelled_only(what) -> None:
 # What is said and offered
 
 
-def test_a_title_shows_it_where_it_has_an_effect() -> None:
+def test_a_title_shows_it_if_it_has_an_effect() -> None:
     assert Plan(**TENSOR, gather_dtype="fp8").title().endswith("· fp8 all-gathers")
     assert Plan(tp=4, gather_dtype="fp8").title() == Plan(tp=4).title()
 
 
-def test_estimate_says_what_halves() -> None:
+def test_estimate_reports_which_traffic_is_halved() -> None:
     assert "no traffic is halved; --set plan.gather_dtype=fp8 halves" in fp8_traffic(estimated(tp=8, sp=True))
     said = fp8_traffic(estimated(tp=8, sp=True, gather_dtype="fp8"))
     assert said.startswith("halved: all-gathers")
@@ -80,7 +80,7 @@ def test_reasons_offer_it_with_its_gain() -> None:
     assert "in 16 bits a step takes +" in fp8_gathers(faster, Trial(e.model, e.cluster, e.workload, e.stack))
 
 
-def test_the_planner_searches_with_it_where_the_plan_given_has_it() -> None:
+def test_the_planner_searches_with_it_if_the_given_plan_has_it() -> None:
     found = {
         dtype: planner.plan(
             "llama3-8b",

@@ -1,4 +1,4 @@
-"""Failures and checkpoints: formulas against published runs, against each other and against a plain simulation."""
+"""Failures and checkpoints: formulas compared with published runs, with each other and with a plain simulation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_llama3_interruptions() -> None:
     assert g.expected_failures(54 * g.DAY, mtbf) == pytest.approx(419)
 
 
-def test_llama3_effective_time_is_reached_with_quick_saves_and_restarts() -> None:
-    """Over 90% effective time at one interruption in 3.1 h: each may cost at most 20 minutes, saves included."""
+def test_llama3_effective_time_needs_quick_saves_and_restarts() -> None:
+    """Over 90% effective time with one interruption in 3.1 h: each may cost at most 20 minutes, including saves."""
     mtbf = g.system_mtbf(g.GPU_MTBF, 16_384)
     allowed = (1 / g.LLAMA3_EFFECTIVE - 1) * mtbf
     assert allowed == pytest.approx(20.6 * 60, rel=0.01)
@@ -85,7 +85,7 @@ def test_goodput_is_a_share_and_falls_with_every_cost(save: float, mtbf: float, 
 
 
 def simulated(interval: float, save: float, restart: float, mtbf: float, segments: int) -> float:
-    """Work kept over wall time, failure by failure."""
+    """Useful work over wall time, simulated failure by failure."""
     rng = random.Random(1)
     wall = 0.0
     for _ in range(segments):
@@ -102,7 +102,7 @@ def simulated(interval: float, save: float, restart: float, mtbf: float, segment
 
 
 @pytest.mark.parametrize(("interval", "save", "restart", "mtbf"), [(800, 30, 300, 11_000), (300, 60, 600, 2_000)])
-def test_the_expectation_is_what_happens(interval: float, save: float, restart: float, mtbf: float) -> None:
+def test_the_expectation_matches_a_simulation(interval: float, save: float, restart: float, mtbf: float) -> None:
     assert simulated(interval, save, restart, mtbf, 40_000) == pytest.approx(
         g.goodput(interval, save, restart, mtbf), rel=0.02
     )
@@ -192,7 +192,7 @@ def test_two_sites_over_a_leased_line(pod: Estimate) -> None:
         assert (left <= c.share * every * c.step_s) is holds
 
 
-def test_a_fast_line_hides(pod: Estimate) -> None:
+def test_a_fast_line_hides_the_exchange(pod: Estimate) -> None:
     c = sites.crossing(pod, 4, bandwidth=1e13, alpha=1e-3)
     assert c.exposed_s == 0
     assert c.every == 1
@@ -212,13 +212,13 @@ def test_only_data_parallelism_crosses_sites() -> None:
     assert sites.axes_across(e, 1) == {"dp": 512}
 
 
-def test_one_site_is_none() -> None:
+def test_one_site_has_no_exchange() -> None:
     with pytest.raises(MeshwrightError) as error:
         sites.crossing(None, 1, 1e9, 0)  # type: ignore[arg-type]
     assert error.value.code == "MW-GOOD-002"
 
 
-def test_the_page_says_what_the_code_says() -> None:
+def test_the_page_equals_the_generated_one() -> None:
     from pathlib import Path
 
     from meshwright.view.goodput import page

@@ -1,4 +1,4 @@
-"""Each anti-pattern is found where it is, costs what taking it out saves, and its fix is a plan that runs."""
+"""Each anti-pattern is found, its cost is the saving of its removal, and its fix is a legal plan."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def estimated(c: Config) -> Estimate:
 
 
 def overridden(c: Config, fix: str) -> Config:
-    """The configuration after the words of a fix, read as the command line reads them."""
+    """The configuration after the options of a fix, parsed as the command line parses them."""
     words = [word for word in shlex.split(fix) if word != "--set"]
     return Config.from_parts(c.model, c.cluster, c.stack, c.workload, c.plan, overrides=words)
 
 
-# The seeds' anti-patterns and the project's own, one plan each.
+# One plan for each anti-pattern.
 SHOWING = {
     "MW-LINT-001": config("llama3-8b", "ethernet-cluster", 16, 64, tp=16, sp=True),
     "MW-LINT-002": config("llama3.2-1b", "ethernet-cluster", 64, 64, 2048, replicate=64, bucket=1e9),
@@ -112,7 +112,7 @@ def test_patterns_need_their_axis() -> None:
     assert not codes & {"MW-LINT-001", "MW-LINT-004", "MW-LINT-006", "MW-LINT-008", "MW-LINT-009"}
 
 
-def test_tensor_parallel_inside_a_node_is_no_pattern() -> None:
+def test_tensor_parallelism_inside_a_node_is_not_an_anti_pattern() -> None:
     inside = config("llama3-8b", "ethernet-cluster", 16, 64, tp=8, sp=True, shard=2, zero=1)
     assert "MW-LINT-001" not in {f.code for f in lint.check(inside)}
 
@@ -127,13 +127,13 @@ def test_the_fix_of_tensor_parallelism_stays_inside_a_node() -> None:
 def test_few_microbatches_cost_the_bubble() -> None:
     f, now = found("MW-LINT-004"), estimated(SHOWING["MW-LINT-004"])
     assert (f.cost_s or 0) >= now.prediction.exposed_s["bubble"]
-    # P = 16, M = 4: (P−1)/(M+P−1) = 79% idle, less what happens once a step.
+    # P = 16, M = 4: (P−1)/(M+P−1) = 79% idle, less the operations that run once per step.
     assert (f.share or 0) > 0.7
     enough = config("gpt3-175b", "dgx-h100", 128, 64, 2048, tp=8, pp=16)
     assert "MW-LINT-004" not in {f.code for f in lint.check(enough)}
 
 
-def test_half_a_sequence_a_rank_wastes_half() -> None:
+def test_half_a_sequence_per_rank_wastes_half() -> None:
     f = found("MW-LINT-012")
     assert f.share == pytest.approx(0.5)
     assert "50%" in f.what
@@ -156,7 +156,7 @@ def test_out_of_memory_is_an_error_and_thin_is_a_note() -> None:
     assert [f.severity for f in lint.check(tight) if f.code == "MW-LINT-013"] == ["note"]
 
 
-def test_an_illegal_plan_that_is_no_pattern_raises() -> None:
+def test_an_illegal_plan_without_a_pattern_raises() -> None:
     with pytest.raises(MeshwrightError) as error:
         lint.check(config("llama3-8b", "dgx-h100", 16, 64, replicate=3))
     assert error.value.code == "MW-PLAN-005"
@@ -178,7 +178,7 @@ def test_a_given_estimate_is_used() -> None:
 # Justification
 
 
-def test_a_slower_fix_is_told_in_figures() -> None:
+def test_the_cost_of_a_slower_fix_is_reported() -> None:
     c = SHOWING["MW-LINT-014"]
     f, now = found("MW-LINT-014"), estimated(c)
     winner = estimated(overridden(c, f.fix))
@@ -187,7 +187,7 @@ def test_a_slower_fix_is_told_in_figures() -> None:
     assert f"{longer:.1%} longer" in told.still_best
 
 
-def test_a_fix_that_does_not_fit_is_told() -> None:
+def test_a_fix_that_does_not_fit_is_reported() -> None:
     c = SHOWING["MW-LINT-013"]
     winner = estimated(overridden(c, found("MW-LINT-013").fix))
     f = lint.Finding("MW-LINT-007", "x", "note", "x", 1.0, 0.1, "", None, c.plan)
@@ -195,7 +195,7 @@ def test_a_fix_that_does_not_fit_is_told() -> None:
     assert f"{estimated(c).prediction.memory_gib:.1f} of" in told.still_best
 
 
-def test_an_alternative_without_the_pattern_speaks_where_there_is_no_fix() -> None:
+def test_an_alternative_without_the_pattern_is_reported_if_there_is_no_fix() -> None:
     winner = estimated(CLEAN)
     slower = config("llama3-8b", "dgx-h100", 16, 128, stack="torchtitan", tp=8, sp=True, shard=2, zero=1)
     f = lint.Finding("MW-LINT-004", "x", "note", "x", 1.0, 0.1)
@@ -203,7 +203,7 @@ def test_an_alternative_without_the_pattern_speaks_where_there_is_no_fix() -> No
     assert "1 plans without it" in told.still_best
 
 
-def test_an_error_has_no_excuse_and_a_faster_fix_takes_it_away() -> None:
+def test_errors_and_findings_with_a_faster_fix_are_never_still_best() -> None:
     (told,) = lint.justify([found("MW-LINT-014")], estimated(SHOWING["MW-LINT-014"]))
     assert told.still_best == ""
     (told,) = lint.justify([found("MW-LINT-013")], estimated(SHOWING["MW-LINT-013"]))
@@ -223,7 +223,7 @@ def test_moving_degrees_keeps_the_devices() -> None:
     assert moved(plan, "tp", "pp", 3, workload) is None
 
 
-def test_data_parallelism_keeps_its_manner() -> None:
+def test_a_new_data_parallel_degree_keeps_the_kind_of_sharding() -> None:
     assert data_parallel(Plan(replicate=8), 16) == {"replicate": 16, "shard": 1}
     assert data_parallel(Plan(shard=8, zero=1), 16) == {"replicate": 1, "shard": 16}
     assert data_parallel(Plan(replicate=4, shard=8, zero=3), 16) == {"replicate": 2, "shard": 8}
@@ -234,7 +234,7 @@ def test_orders_permute_only_axes_in_use() -> None:
     assert len(list(orders(Plan(tp=2, cp=2, pp=2, replicate=2)))) == 24
 
 
-def test_settings_name_what_differs() -> None:
+def test_settings_list_the_changed_fields() -> None:
     assert settings(Plan(tp=4), Plan(tp=8, sp=True)) == "--set plan.tp=8 --set plan.sp=true"
 
 

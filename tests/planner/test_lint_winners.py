@@ -1,4 +1,4 @@
-"""No winner of the search shows an anti-pattern without a reason, in figures, why it is still best: forty models and clusters."""
+"""Each anti-pattern in a winner of the search has a reason, in figures, why the plan is still the best: forty models and clusters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def question(model: str, cluster: str) -> Config:
 
 
 def leaders(c: Config, most: int = 8) -> list[Estimate]:
-    """The fastest plans the search found, estimated; empty where nothing fits."""
+    """Estimates of the fastest plans of the search; empty if no plan fits."""
     _, ranking = solve(Space(c.model, c.cluster, c.workload, c.stack))
     plans = [one.plan for one in ranking.leaders[:most]] if ranking else []
     return [estimate(c.model, c.cluster, plan, c.workload, c.stack) for plan in plans]
@@ -54,18 +54,18 @@ def test_there_are_forty_pairs() -> None:
 
 
 @pytest.mark.parametrize(("model", "cluster"), QUICK)
-def test_a_winner_says_why_it_is_best(model: str, cluster: str) -> None:
+def test_a_winner_has_a_reason_for_each_finding(model: str, cluster: str) -> None:
     assert unexplained(model, cluster) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "cluster"), PAIRS)
-def test_every_winner_says_why_it_is_best(model: str, cluster: str) -> None:
+def test_every_winner_has_a_reason_for_each_finding(model: str, cluster: str) -> None:
     assert unexplained(model, cluster) == []
 
 
-def test_a_plan_that_is_not_best_has_no_excuse() -> None:
-    """What keeps the tests above honest: a winner spoiled on purpose is left without a reason."""
+def test_a_worse_plan_has_no_such_reason() -> None:
+    """A control for the tests above: a winner that is made worse on purpose has no reason."""
     c = question("llama3.2-1b", "gcp-a3-high")
     best = leaders(c, 1)[0]
     spoiled = best.plan.but(recompute="full")

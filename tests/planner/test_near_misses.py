@@ -1,4 +1,4 @@
-"""Sizes that narrowly miss a faster plan are offered with a gain that is there and a plan that is legal."""
+"""Near misses: a close size with a faster plan is offered, with a true gain and a legal plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_batch_of_250_on_32_gpus_misses_256():
     offer.plan.check(r.space.model, workload, r.space.cluster)
 
 
-def test_a_few_gpus_more_are_offered_where_each_then_does_more():
+def test_a_few_more_gpus_are_offered_if_each_is_then_faster():
     r = asked(gpus=56, batch=256, seq=4096)
     (offer,) = (m for m in r.near_misses if m.what == "GPUs")
     assert offer.offered == 64
@@ -50,7 +50,7 @@ def test_a_vocabulary_of_odd_width():
     assert not padded.near_misses
 
 
-def test_constraints_are_kept_by_what_is_offered():
+def test_offered_sizes_keep_the_constraints():
     r = asked(gpus=32, batch=250, seq=4096, fix={"pp": 2})
     assert all(m.plan.pp == 2 for m in r.near_misses)
 
@@ -59,7 +59,7 @@ def test_constraints_are_kept_by_what_is_offered():
     ("value", "found"),
     [(250, [256, 224]), (256, []), (1024, []), (1000, [1024, 896]), (63, [64, 56]), (1, []), (7, [6])],
 )
-def test_rounder_numbers_are_near_and_divisible(value, found):
+def test_offered_numbers_are_close_and_divisible(value, found):
     assert rounder(value, 0.125) == found
 
 

@@ -1,4 +1,4 @@
-"""How many GPUs for a token budget in some days or dollars: the fewest, their plan, and a curve; bad questions are refused clearly."""
+"""The fewest GPUs for a number of tokens within days or dollars, with their plan and a table of sizes; bad input gives clear errors."""
 
 from __future__ import annotations
 

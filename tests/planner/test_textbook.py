@@ -1,4 +1,4 @@
-"""Every textbook guide: its recommendation is legal, and the output says what following it costs."""
+"""Decision guides: each recommendation is legal, and the output shows its cost against the winner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def estimated(c: Config, plan: Plan) -> Estimate:
 # Each guide
 
 
-def test_size_against_memory_by_16_bytes_a_parameter() -> None:
+def test_size_and_memory_by_16_bytes_per_parameter() -> None:
     small = general.size_against_memory(problem("llama3.2-1b", "dgx-h100", 8, 64))
     assert small.plan is not None
     assert (small.plan.zero, small.plan.replicate) == (0, 8)
@@ -133,7 +133,7 @@ def test_hybrid_sharding_where_the_network_is_narrow() -> None:
 
 
 def test_states_of_7b_at_eight() -> None:
-    """112, 38.5, 26.25 and 14 GB are of 16-bit gradients and a stack that adds into them (seed 000, 8.2)."""
+    """112, 38.5, 26.25 and 14 GB hold for 16-bit gradients and a stack that accumulates into them."""
     s = problem("llama-7b", "dgx-h100", 8, 64, 2048)
     plans = {stage: s.shaped(zero=stage).but(grad_dtype="bf16") for stage in range(4)}
     per = 7e9 / s.model.total / 1e9
@@ -141,7 +141,7 @@ def test_states_of_7b_at_eight() -> None:
     assert states == pytest.approx({"DDP": 112, "ZeRO-1": 38.5, "ZeRO-2": 26.25, "ZeRO-3": 14}, rel=1e-3)
 
 
-def test_the_guide_of_zero_stages_says_what_the_memory_table_says() -> None:
+def test_the_zero_guide_agrees_with_the_memory_table() -> None:
     s = problem("llama-7b", "dgx-h100", 8, 64, 2048)
     plans = {stage: s.shaped(zero=stage) for stage in range(4)}
     for (name, size), plan in zip(axes.stage_states(s, plans).items(), plans.values(), strict=True):
@@ -161,7 +161,7 @@ def test_the_tensor_guide_avoids_small_models_and_slow_links() -> None:
     assert large.sp
 
 
-def test_the_pipeline_guide_keeps_four_micro_batches_a_stage() -> None:
+def test_the_pipeline_guide_keeps_four_micro_batches_per_stage() -> None:
     s = problem("gpt3-175b", "dgx-a100", 1024, 1536, 2048)
     plan = axes.pipeline(s).plan
     assert plan is not None
@@ -172,7 +172,7 @@ def test_the_pipeline_guide_keeps_four_micro_batches_a_stage() -> None:
     assert axes.pipeline(problem("llama3-8b", "dgx-h100", 64, 8)).plan is None  # no batch to fill it
 
 
-def test_three_dimensions_of_the_seeds_example() -> None:
+def test_three_dimensions_of_the_example() -> None:
     plan = axes.three_dimensions(problem("llama3-70b", "dgx-h100", 512, 1024)).plan
     assert plan is not None
     assert (plan.tp, plan.pp, plan.dp) == (8, 8, 8)
@@ -199,7 +199,7 @@ def test_the_practical_tree(model: str, gpus: int, batch: int, seq: int, holds) 
     assert holds(plan), plan.title()
 
 
-def test_start_simple_and_what_has_no_rung() -> None:
+def test_start_simple_and_models_outside_the_guide() -> None:
     r = general.start_simple(problem("llama3.2-1b", "dgx-h100", 8, 64))
     assert r.plan is not None
     assert r.plan.zero == 0
@@ -232,7 +232,7 @@ TEXTS = (
 )
 
 
-def test_every_guide_speaks_and_names_its_source(case: tuple[Config, Estimate]) -> None:
+def test_every_guide_gives_a_recommendation_and_its_source(case: tuple[Config, Estimate]) -> None:
     c, _ = case
     told = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
     assert {r.guide for r in told} == NAMES
@@ -296,7 +296,7 @@ def test_the_table_groups_guides_that_agree(case: tuple[Config, Estimate]) -> No
     st.integers(1, 300),
     st.sampled_from([128, 1000, 4096, 65_536]),
 )
-def test_whatever_is_recommended_is_legal(model: str, cluster: str, gpus: int, batch: int, seq: int) -> None:
+def test_recommended_plans_are_legal(model: str, cluster: str, gpus: int, batch: int, seq: int) -> None:
     c = config(model, cluster, gpus, batch, seq)
     for r in textbook.recommend(c.model, c.cluster, c.workload, c.stack):
         if r.plan is not None:

@@ -1,14 +1,14 @@
-"""Historical bugs, put back one by one into every rank before it trains: each a function that breaks one thing.
+"""Historical bugs. Each is a function that puts one bug into every rank before it trains.
 
-Here those of data parallelism and of the update; `bugs_axes` has those of the other axes, `bugs_lossy` those of compression.
+This file has bugs of data parallelism and of the update; `bugs_axes` has those of the other axes, `bugs_lossy` those of compression.
 
-`CORPUS` says on which model and plan each is tried, and what the comparison must find first: what differs (loss,
-gradient, norm or parameter), in which step, and of which tensor. References are to reports of the same mistake in
-public code; "seed" marks one of the lectures' own examples.
+`CORPUS` lists the model and plan on which each bug is tried, and the first difference that the comparison must find: its kind
+(loss, gradient, norm or parameter), step and tensor. References are to reports of the same bug in public code; "seed" marks an
+example from an introductory text.
 
-Not expressible here, and so not in the corpus:
+Bugs that cannot be expressed here, and so are not in the corpus:
 
-    rotary offset under sequence parallelism  attention sees the gathered sequence; learned positions are cut, and tried
+    rotary offset under sequence parallelism  attention sees the gathered sequence; learned positions are cut, and are in the corpus
     an overflow only some ranks see           float64 has no loss scale
     a shorter message silently accepted       the shape of every message is known in advance
 """
@@ -42,7 +42,7 @@ class Bug(NamedTuple):
 
 
 def gradient_averaged_twice():
-    """The loss is divided by the global tokens already; an average over ranks divides again."""
+    """The loss is already divided by the global tokens; an average over ranks divides a second time."""
     finish = buckets.Buckets.finish
 
     def averaged(self):
@@ -54,13 +54,13 @@ def gradient_averaged_twice():
 
 
 def reduce_scatter_averages():
-    """`fully_shard` left to its default divides by the ranks (torchtitan #2318: norms differ between DDP and FSDP)."""
+    """`fully_shard` divides by the ranks by default (torchtitan #2318: norms differ between DDP and FSDP)."""
     gathering.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
     gathering.FSDPModule.set_force_sum_reduction_for_comms = lambda self, force: None
 
 
 def never_synchronised():
-    """`no_sync` around the last micro-batch too."""
+    """`no_sync` is also active in the last micro-batch."""
     begin = zero.ShardedGradients.begin
 
     def quiet(self, last):
@@ -71,12 +71,12 @@ def never_synchronised():
 
 
 def replicas_not_reduced():
-    """Hybrid sharding that reduces over its shards and forgets its replicas."""
+    """Hybrid sharding reduces over its shards, but not over its replicas."""
     Mesh.sharding = lambda self: self.device_mesh["shard"]
 
 
 def every_microbatch_synchronises():
-    """Sums that are summed again with the next micro-batch: accumulation without `no_sync` in a shared buffer."""
+    """Reduced gradients are reduced again with the next micro-batch: accumulation without `no_sync` in a shared buffer."""
     begin = buckets.Buckets.begin
 
     def eager(self, last):
@@ -87,8 +87,8 @@ def every_microbatch_synchronises():
     buckets.Buckets.begin = eager
 
 
-def accumulation_forgets():
-    """Gradients zeroed at every micro-batch instead of every step."""
+def accumulation_zeroed_every_microbatch():
+    """Gradients are zeroed at every micro-batch instead of every step."""
     begin = buckets.Buckets.begin
 
     def forgetful(self, last):
@@ -103,7 +103,7 @@ def gradients_not_zeroed():
 
 
 def stale_bucket_views():
-    """`zero_grad(set_to_none=True)`: backward then writes beside the buffer that is reduced, and nobody brings it there."""
+    """`zero_grad(set_to_none=True)`: backward then allocates new gradients outside the buffer that is reduced."""
     plain = buckets.Buckets.zero
     buckets.Buckets._copy_into_view = lambda self, parameter: None
 
@@ -116,7 +116,7 @@ def stale_bucket_views():
 
 
 def last_bucket_not_sent():
-    """Buckets leave when they are full, and nobody flushes the last one."""
+    """Buckets are sent when they are full, and the last one is never flushed."""
     send = buckets.Buckets._send
 
     def most(self):
@@ -129,12 +129,12 @@ def last_bucket_not_sent():
 
 
 def hooks_miss_split_backward():
-    """A split backward writes gradients without calling hooks: a reducer that relies on them sends nothing."""
+    """A split backward writes gradients without calling hooks, so a reducer that relies on hooks sends nothing."""
     buckets.Buckets.start = lambda self: None
 
 
 def replicas_start_differently():
-    """Each rank draws from a seed of its own, and nobody broadcasts."""
+    """Each rank draws from a different seed, without a broadcast."""
     initialise = apply.initialise
     apply.initialise = lambda pieces, model, seed, scatter: initialise(
         pieces, model, seed + distributed.get_rank(), scatter
@@ -153,7 +153,7 @@ def every_rank_reads_the_same_samples():
 
 
 def loss_normalised_per_rank():
-    """A mean of each rank's mean, though ranks have different numbers of valid tokens."""
+    """A mean of the means of the ranks, although ranks have different numbers of valid tokens."""
     all_reduce = loop.Trainer.all_reduce
 
     def local(self, values, axis):
@@ -196,7 +196,7 @@ def clip_by_local_norm():
 
 
 def norm_counts_copies():
-    """Squares of every local parameter, whoever else holds a copy."""
+    """Sums the squares of every local parameter, including copies."""
     loop.counted_squares = lambda pieces: sum((p.gradient.double() ** 2).sum() for p in pieces)
 
 
@@ -207,7 +207,7 @@ def norm_counts_the_tied_copy():
 
 
 def update_before_reduction():
-    """The optimizer sees this rank's own gradients: it stepped before the sum arrived."""
+    """The optimizer uses the gradients of this rank: it steps before the reduction is complete."""
     finish, clip = apply.Parallel.finish_gradients, loop.clip
     own = []
 
@@ -224,7 +224,7 @@ def update_before_reduction():
 
 
 def weight_decay_twice():
-    """Decay by the optimizer and again by hand."""
+    """Weight decay by the optimizer and a second time by hand."""
     make = loop.make_optimizer
 
     def heavy(*args):
@@ -237,7 +237,7 @@ def weight_decay_twice():
 
 
 def initialised_by_local_shape():
-    """Each rank draws its shard as if it were the tensor: every tp rank starts from the same columns."""
+    """Each rank draws its shard as if it were the full tensor: every tp rank starts from the same columns."""
 
     @torch.no_grad()
     def local(pieces, model, seed, scatter=False):
@@ -256,7 +256,7 @@ CORPUS = [
     Bug("never_synchronised", "llama", {"shard": 2, "zero": 1}, "gradient"),
     Bug("replicas_not_reduced", "llama", {"replicate": 2, **Z3}, "gradient"),
     Bug("every_microbatch_synchronises", "llama", ACCUMULATED, "gradient"),
-    Bug("accumulation_forgets", "llama", ACCUMULATED, "gradient"),
+    Bug("accumulation_zeroed_every_microbatch", "llama", ACCUMULATED, "gradient"),
     Bug("gradients_not_zeroed", "llama", DP, "gradient", step=1),
     Bug("stale_bucket_views", "llama", DP, "gradient", step=1),
     Bug("last_bucket_not_sent", "llama", DP, "gradient", "embedding"),
@@ -296,20 +296,20 @@ CORPUS = [
         "layers.1.ffn",
         ratio=2.0,
     ),
-    Bug("dropout_alike_on_every_tp_rank", "drops", {"tp": 2, "sp": True}, "loss"),
-    Bug("dropout_apart_on_every_tp_rank", "drops", {"tp": 2}, "loss"),
-    Bug("dropout_alike_on_every_data_rank", "drops", DP, "loss"),
-    Bug("dropout_differs_when_made_again", "drops", {"recompute": "full"}, "gradient", "layers.1"),
+    Bug("same_dropout_on_every_tp_rank", "drops", {"tp": 2, "sp": True}, "loss"),
+    Bug("different_dropout_on_every_tp_rank", "drops", {"tp": 2}, "loss"),
+    Bug("same_dropout_on_every_data_rank", "drops", DP, "loss"),
+    Bug("dropout_differs_when_recomputed", "drops", {"recompute": "full"}, "gradient", "layers.1"),
     Bug("tensor_parallel_ranks_read_different_samples", "llama", {"tp": 2}, "loss"),
     Bug("context_ranks_not_summed", "llama", {"cp": 2}, "gradient"),
     Bug("rotation_starts_at_zero_on_every_rank", "llama", {"cp": 2}, "loss"),
-    Bug("tokens_dealt_in_one_run", "llama", {"cp": 2}, "loss"),
+    Bug("data_loader_without_zigzag", "llama", {"cp": 2}, "loss"),
     Bug("causal_by_local_position", "llama", {"cp": 2, "cp_kind": "all-gather"}, "loss"),
-    Bug("gradients_of_keys_stay_away", "llama", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention"),
+    Bug("gradients_of_keys_not_exchanged_back", "llama", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention"),
     Bug("key_copies_not_summed", "one-kv", {"cp": 2, "cp_kind": "ulysses"}, "gradient", "layers.1.attention.v"),
     Bug("targets_in_another_order", "llama", {"pp": 2}, "loss"),
     Bug("output_gradient_sent_back", "llama", {"pp": 4}, "gradient", "layers.1"),
-    Bug("rank_zero_is_nobody", "llama", {"pp": 2}, "gradient", "layers.1"),
+    Bug("rank_zero_is_false", "llama", {"pp": 2}, "gradient", "layers.1"),
     Bug("tied_embedding_not_summed", "qwen", {"pp": 2}, "gradient", "embedding.tokens"),
     Bug("shards_freed_between_halves", "llama", {**Z3, "pp": 2, "schedule": "zb-h1"}, "gradient"),
     Bug("experts_summed_over_data_ranks", "mixtral", EP, "gradient", "moe.experts"),
@@ -318,9 +318,9 @@ CORPUS = [
     Bug("balance_of_each_rank", "mixtral", {**EP, "microbatch": 4}, "gradient", "", router=(("aux", 0.1),)),
     Bug("expert_bias_on_every_rank", "qwen-moe", {"tp": 2}, "loss"),
     Bug("router_not_summed", "mixtral", {"tp": 2}, "gradient", "moe.router"),
-    Bug("error_feedback_forgotten", "llama", {**DP, "compression": "int4"}, "gradient", step=1),
+    Bug("error_feedback_dropped", "llama", {**DP, "compression": "int4"}, "gradient", step=1),
     Bug("decoded_with_the_first_ranks_scale", "llama", {"cp": 2, "compression": "int8"}, "gradient"),
-    Bug("places_drawn_separately", "llama", {**DP, "compression": "random-k", "compression_ratio": 0.1}, "gradient"),
+    Bug("positions_drawn_separately", "llama", {**DP, "compression": "random-k", "compression_ratio": 0.1}, "gradient"),
     Bug("partial_sums_compressed", "qwen", {**DP, "tp": 2, "sp": True, "compression": "int8"}, "gradient", "norm"),
     Bug("compressed_experts_summed_over_data_ranks", "mixtral", {"replicate": 4, "ep": 2, "compression": "int8"}, "gradient",
         "moe.experts"),

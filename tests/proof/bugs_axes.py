@@ -1,4 +1,4 @@
-"""Historical bugs of tensor, sequence, context, pipeline and expert parallelism, in the manner of `bugs`."""
+"""Historical bugs of tensor, sequence, context, pipeline and expert parallelism, as in `bugs`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshwright.training import loop
 
 
 def bias_on_every_row_parallel_rank():
-    """The bias added before the sum over ranks counts once a rank (seed)."""
+    """The bias is added before the sum over ranks, so it counts once per rank (seed)."""
 
     def row(done, name, part):
         tensor.shard_parameters(done, name, part, "row")
@@ -36,12 +36,12 @@ def bias_on_every_row_parallel_rank():
 
 
 def backward_of_column_parallel_not_summed():
-    """Megatron's f as a plain identity: each rank's part of the input gradient goes on alone."""
+    """Megatron's f is a plain identity: the partial input gradients of the ranks are not summed."""
     exchange.copy_in = lambda x, group: x
 
 
 def embedding_not_summed():
-    """A vocabulary-parallel embedding without its all-reduce: absent tokens stay zero."""
+    """A vocabulary-parallel embedding without its all-reduce: tokens of other ranks stay zero."""
 
     def silent(done, name, part):
         tensor.shard_parameters(done, name, part, "vocabulary")
@@ -52,7 +52,7 @@ def embedding_not_summed():
 
 
 def softmax_without_a_common_maximum():
-    """Each rank shifts its logits by its own maximum before the sums are added."""
+    """Each rank shifts its logits by its local maximum before the sums are added."""
     plain = distributed.all_reduce
 
     def skip(values, op=distributed.ReduceOp.SUM, group=None, async_op=False):
@@ -62,7 +62,7 @@ def softmax_without_a_common_maximum():
 
 
 def uneven_vocabulary_by_floor():
-    """Where a rank's columns begin, by ⌊V/P⌋: right until the vocabulary does not divide."""
+    """The first column of a rank is computed by ⌊V/P⌋, which is wrong if the vocabulary does not divide."""
 
     def choose(model, mesh):
         group = mesh.group("tp")
@@ -88,7 +88,7 @@ def row_bias_not_summed_over_sequence():
 
 
 def positions_start_at_zero_on_every_rank():
-    """Sequence parallel ranks that all take the first learned positions."""
+    """All sequence-parallel ranks use the first learned positions."""
 
     def first(done, name, part):
         forward = part.forward
@@ -111,13 +111,13 @@ def tensor_parallel_ranks_read_different_samples():
 
 
 def kv_copies_not_summed():
-    """Each rank trains its copy of a KV head with the gradient of its own queries: the copies drift apart."""
+    """Each rank trains its copy of a KV head with the gradient of its queries only: the copies diverge."""
     plain = apply.Parallel._sum_partial
     apply.Parallel._sum_partial = lambda self, axis: None if axis == "kv_copies" else plain(self, axis)
 
 
 def kv_copies_summed_over_all_ranks():
-    """Gradients of different KV heads added up, as if all of tp held the same one."""
+    """Gradients of different KV heads are summed, as if all tp ranks had the same head."""
     group = Mesh.group
     Mesh.group = lambda self, axis: group(self, "tp" if axis == "kv_copies" else axis)
 
@@ -135,30 +135,30 @@ def norm_counts_each_kv_copy():
 
 
 def whole_gradient_summed_again():
-    """An output gathered on every rank has the same gradient everywhere; a reduce-scatter counts it once a rank."""
+    """A gathered output has the same gradient on every rank; a reduce-scatter counts it once per rank."""
     exchange.join = exchange.gather_in
 
 
 # Dropout
 
 
-def dropout_alike_on_every_tp_rank():
-    """One seed for all: right between the products, wrong where each rank has a share of the sequence."""
+def same_dropout_on_every_tp_rank():
+    """One seed for all ranks: wrong where each rank has a share of the sequence."""
     tensor.STYLES["dropout"] = lambda done, name, part: None
 
 
-def dropout_apart_on_every_tp_rank():
-    """A seed for each: ranks that hold the same tensor drop different elements of it."""
+def different_dropout_on_every_tp_rank():
+    """One seed per rank: ranks with the same tensor drop different elements."""
     apply.Moment = lambda seed, step, samples: Moment(seed + distributed.get_rank(), step, samples)
 
 
-def dropout_alike_on_every_data_rank():
-    """Samples counted from this rank's own first."""
+def same_dropout_on_every_data_rank():
+    """Samples are numbered from the first sample of this rank."""
     apply.Moment = lambda seed, step, samples: Moment(seed, step, range(len(samples)))
 
 
-def dropout_differs_when_made_again():
-    """A layer made again that draws from where the generator stands by then (Chen et al. 2016 must keep its state)."""
+def dropout_differs_when_recomputed():
+    """A recomputed layer draws from the current state of the generator instead of the saved one (Chen et al. 2016)."""
     rerun = recompute._Call.rerun
 
     def later(self):
@@ -173,7 +173,7 @@ def dropout_differs_when_made_again():
 
 
 def context_ranks_not_summed():
-    """Gradients synchronised over dp only: nothing at all where dp is 1 and cp is not."""
+    """Gradients are reduced over dp only: no reduction if dp is 1 and cp is not."""
     group = Mesh.group
     Mesh.group = lambda self, axis: None if axis == "dp_cp" and self.size("cp") > 1 else group(self, axis)
 
@@ -200,8 +200,8 @@ def rotation_starts_at_zero_on_every_rank():
     context.shard_sequence = local
 
 
-def tokens_dealt_in_one_run():
-    """Attention deals the sequence in zigzag, the data loader in one run a rank."""
+def data_loader_without_zigzag():
+    """Attention expects zigzag runs, but the data loader gives each rank one run."""
     put_on = context.shard_sequence
 
     def run(module, model, group, kind, seq):
@@ -212,14 +212,14 @@ def tokens_dealt_in_one_run():
 
 
 def causal_by_local_position():
-    """Every block masked as if it were the rank's own."""
+    """Every block is masked as if it were the block of this rank."""
     blocks.rectangles = lambda queries, keys, pattern: [
         blocks.Rectangle(slice(0, sum(map(len, queries))), slice(0, sum(map(len, keys))), "triangle")
     ]
 
 
-def gradients_of_keys_stay_away():
-    """Ulysses whose backward forgets the trade: gradients stay with the rank that has the heads."""
+def gradients_of_keys_not_exchanged_back():
+    """The backward of Ulysses does not exchange: gradients stay on the rank that has the heads."""
     ulysses._AllToAll.backward = staticmethod(lambda ctx, grad_output: (grad_output, None))
 
 
@@ -235,7 +235,7 @@ class _FirstCopy(torch.autograd.Function):
 
 
 def key_copies_not_summed():
-    """KV heads copied so that each rank has one, and the gradient of one copy taken for all."""
+    """KV heads are copied so that each rank has one, and the gradient of one copy is used for all."""
     plain = ulysses.attend_by_heads
 
     def copied(q, k, v, group, attend):
@@ -271,11 +271,11 @@ def _change_sent_gradient(change):
 
 
 def output_gradient_sent_back():
-    """1F1B that sends the gradient it received instead of its input's (seed)."""
+    """1F1B sends the gradient that it received instead of that of its input (seed)."""
     _change_sent_gradient(lambda stage, own, received: own if received is None else received)
 
 
-def rank_zero_is_nobody():
+def rank_zero_is_false():
     """`if prev_rank:` is false for rank 0, whose stage then gets no gradient (seed)."""
     _change_sent_gradient(lambda stage, own, received: torch.zeros_like(own) if stage.stage_index == 1 else own)
 
@@ -285,7 +285,7 @@ def tied_embedding_not_summed():
 
 
 def shards_freed_between_halves():
-    """ZeRO-3 that frees a stage between the halves of a split backward loses the weights' gradients."""
+    """ZeRO-3 frees a stage between the halves of a split backward and loses the gradients of the weights."""
     plain = gathering.fully_shard
     gathering.fully_shard = lambda module, **options: plain(module, **{**options, "reshard_after_forward": True})
 
@@ -294,13 +294,13 @@ def shards_freed_between_halves():
 
 
 def experts_summed_over_data_ranks():
-    """Different experts' gradients added up, as if dp were their group."""
+    """Gradients of different experts are summed, as if dp were their group."""
     group = Mesh.group
     Mesh.group = lambda self, axis: group(self, "dp" if axis == "expert_dp" else axis)
 
 
 def expert_gradients_not_scaled():
-    """Off by ep, as under an average that counts ranks without a copy (pytorch #160285)."""
+    """Wrong by a factor of ep, as with an average that counts ranks without a copy (pytorch #160285)."""
     finish = reduction.CombinedReduction.finish
 
     def doubled(self):
@@ -316,12 +316,12 @@ def expert_copies_not_summed():
 
 
 def balance_of_each_rank():
-    """An auxiliary loss of this rank's own load instead of the batch's (Megatron-LM #7452)."""
+    """The auxiliary loss uses the load of this rank instead of that of the batch (Megatron-LM #7452)."""
     expert.ParallelPlacement.sum_over_ranks = lambda self, values: values
 
 
 def expert_bias_on_every_rank():
-    """The bias of experts split over ranks counts once a rank."""
+    """The bias of experts that are split over ranks counts once per rank."""
     place = apply.place_experts
 
     def whole(module, *args):
@@ -333,5 +333,5 @@ def expert_bias_on_every_rank():
 
 
 def router_not_summed():
-    """The router sees this rank's tokens only; tensor-parallel ranks hold copies of it."""
+    """The gradient of the router has only the tokens of this rank, although tensor-parallel ranks hold copies of it."""
     RULES["inside"] = Rule()

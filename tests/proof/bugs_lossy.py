@@ -1,4 +1,4 @@
-"""Bugs of gradients sent with loss, in the manner of `bugs`: what trains on, a little worse, and no exact run would show."""
+"""Bugs of lossy gradient reduction, as in `bugs`: training continues, slightly worse, and no exact run shows them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.compress import base, quantised, sparse
 
 
-def error_feedback_forgotten():
-    """What was not sent is dropped, not added to the next gradient: small values are never heard of."""
+def error_feedback_dropped():
+    """The unsent part is dropped instead of added to the next gradient, so small values are never sent."""
     base.Feedback.keep = lambda self, index, error: None
 
 
 def decoded_with_the_first_ranks_scale():
-    """Integers of all ranks are multiplied by one rank's scale."""
+    """The integers of all ranks are multiplied by the scale of one rank."""
     dequantise = quantised.dequantise
 
     def alike(payload, kind, dtype):
@@ -24,8 +24,8 @@ def decoded_with_the_first_ranks_scale():
     quantised.dequantise = alike
 
 
-def places_drawn_separately():
-    """Each rank draws its own random places, and values of different places are added up."""
+def positions_drawn_separately():
+    """Each rank draws different random positions, and values of different positions are summed."""
     indices = sparse.RandomK.indices
 
     def own(self, index, length, device):
@@ -38,18 +38,18 @@ def places_drawn_separately():
 
 
 def partial_sums_compressed():
-    """Parts of a sum over the sequence are compressed before they are whole."""
+    """Partial sums over the sequence are compressed before they are complete."""
     Box.compressible = property(lambda self: True)
 
 
 def compressed_experts_summed_over_data_ranks():
-    """Gradients of different experts meet in one compressed sum."""
+    """Gradients of different experts are summed in one compressed message."""
     group = Mesh.group
     Mesh.group = lambda self, axis: group(self, "dp_cp" if axis == "expert_dp" else axis)
 
 
 def owners_rows_by_neighbour():
-    """Each owner adds up the rows its neighbour owns."""
+    """Each owner sums the rows of the next owner."""
     scatter = quantised.Quantised.scatter
 
     def shifted(self, index, rows, layout, rank, out):

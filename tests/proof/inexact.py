@@ -1,4 +1,4 @@
-"""Layouts that lose something, each loss beside every strategy: gradients compressed, arithmetic in 16 bits, products in fp8.
+"""Lossy layouts, each combined with every strategy: compressed gradients, 16-bit arithmetic, fp8 products.
 
 Of each compression `beside` makes a few layouts that together meet every strategy; what adds no ranks (recompute, offload,
 accumulation) rides along. Of each precision `PLAIN` does. The rest are triples and what has paths of its own.
@@ -23,7 +23,7 @@ KINDS["powersgd"] = {"compression": "powersgd", "compression_rank": 2}
 
 
 def beside(i: int, kind: Fields) -> list[tuple[str, Fields]]:
-    """The i-th compression with every strategy; models and what has several forms take turns."""
+    """The i-th compression with every strategy; models and variants of strategies alternate."""
     dense = [DENSE[(i + j) % len(DENSE)] for j in range(7)]
     plans: list[Fields] = [
         CP[i % 3],

@@ -1,8 +1,8 @@
-"""The matrix: every strategy alone, every legal pair of them, and the triples people run, as a list of layouts.
+"""The parity matrix as a list of layouts: every strategy, every legal pair, and common triples.
 
-Strategies are fragments of a plan. Pairs are generated: every member of a family meets every member of every other family, unless
-the combined plan is illegal; a test checks that none is, so that nothing leaves the matrix unnoticed. Starting ranks is expensive and
-training a small layout is cheap: layouts of one world size train one after the other in one set of processes, each with new groups.
+Strategies are fragments of a plan. Pairs are generated: every member of a family with every member of every other family, unless
+the combined plan is illegal. A test checks that no generated pair is missing. Starting ranks is expensive and training a small
+layout is cheap, so layouts of one world size train one after the other in one set of processes, each with new groups.
 """
 
 from __future__ import annotations
@@ -295,27 +295,27 @@ class Layout(NamedTuple):
 
     @property
     def reference(self) -> Layout:
-        """The same training on one device, all of the batch at once, or what the ranks do in its place."""
+        """The same training on one device: the full batch in one forward, or an emulation of the ranks."""
         one = one_device(self.job())
         sizes = {"batch": one.workload.batch, "layers": one.model.layers, "is_reference": True}
         return self._replace(plan=one.plan, emulated=one.emulated, kv_copies=one.kv_copies, **sizes)
 
 
 def layers_of(model: str, plan: Plan) -> int:
-    """Two where a model of four is not cut into stages: a first and a last layer show what four do."""
+    """Two layers if the model is not cut into stages: a first and a last layer are sufficient."""
     layers = MODELS[model].layers
     return 2 if layers == 4 and plan.pp == 1 and plan.recompute_every == 1 else layers
 
 
 def workload_of(plan: Plan, whole: bool = False) -> Workload:
-    """The batch a plan is tried with: no more micro-batches than show what many do, unless the `whole` batch is asked for."""
+    """The batch for a plan: only as many micro-batches as needed to test accumulation, unless `whole` asks for the full batch."""
     most = 2 * plan.pp if plan.pp > 1 else MOST_MICROBATCHES[plan.world]
     most = WORKLOAD.batch if whole else most
     return WORKLOAD.but(batch=plan.dp * plan.microbatch * min(plan.microbatches(WORKLOAD), most))
 
 
 def refused(model: str, fields: dict[str, Any]) -> MeshwrightError | None:
-    """Why this cannot be run, or None where it can."""
+    """The reason why this cannot run, or None."""
     try:
         legality.check(Plan(**fields), MODELS[model], WORKLOAD, trainer=True)
     except MeshwrightError as error:
@@ -330,7 +330,7 @@ def single_strategies() -> list[tuple[str, dict[str, Any]]]:
 
 
 def pairs() -> list[tuple[str, dict[str, Any]]]:
-    """Every member of a family with every member of every other."""
+    """Every member of a family with every member of every other family."""
     found = []
     for one, other in combinations(FAMILIES.values(), 2):
         found += [{**a, **b} for a in one.values() for b in other.values()]
@@ -338,7 +338,7 @@ def pairs() -> list[tuple[str, dict[str, Any]]]:
 
 
 def turn(i: int, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The i-th layout with a model whose turn it is; expert parallelism adds no ranks, so alone it has two replicas."""
+    """The i-th layout with alternating models; expert parallelism adds no ranks, so on its own it has two replicas."""
     if "ep" not in fields:
         return DENSE[i % len(DENSE)], {"microbatch": 1 + i // 2 % 2, **fields}
     wide = {"replicate", "shard", "tp", "cp"} & set(fields)
@@ -390,8 +390,7 @@ def lossy_layouts() -> list[Layout]:
 
 
 def freeze() -> None:
-    """Networks whose first layer, and where nothing else shares it the embedding, is not trained, as in fine-tuning; nor are
-    some parameters of later ones."""
+    """Freeze the first layer, the embedding (unless it is tied), and some parameters of later layers, as in fine-tuning."""
     from meshwright.parallel import apply
 
     build = apply.build
@@ -408,7 +407,7 @@ def freeze() -> None:
 
 
 def train_separately(context: Any, jobs: list[Job]) -> list[Any]:
-    """Jobs of one rank, shared out: each process trains its own as if it were alone."""
+    """Divide jobs of one rank over the processes: each process trains its jobs separately."""
     from torch import distributed
 
     distributed.destroy_process_group()
@@ -418,7 +417,7 @@ def train_separately(context: Any, jobs: list[Job]) -> list[Any]:
 
 
 def train_all(context: Any, jobs: list[Job]) -> list[Any]:
-    """Each job's trace on this rank, one after the other. A fault that was injected for one stays for the next."""
+    """The traces of the jobs on this rank, one after the other. A fault that is injected for one job stays for the next."""
     from torch import distributed
 
     from meshwright.proof.trace import record_one

@@ -1,4 +1,4 @@
-"""The whole of `verify` on bugs of the corpus: it fails, and names the axis and the tensor."""
+"""`verify` on bugs of the corpus: it fails, and names the axis and the tensor."""
 
 import bugs
 import pytest
@@ -15,7 +15,7 @@ WORKLOAD = {"batch": 8, "seq": 8, "precision": "fp32"}
 
 
 def wasted_all_reduce():
-    """Nothing trains wrongly, but traffic is issued that no plan asked for."""
+    """Training is correct, but a collective is issued that is not in the plan."""
     finish = buckets.Buckets.finish
 
     def wasteful(self):
@@ -63,7 +63,7 @@ def test_the_factor_of_a_wrong_gradient_is_reported():
     assert proof.agreements[0].breaks[0].ratio == pytest.approx(0.5)
 
 
-def test_communication_nobody_asked_for_fails_the_proof():
+def test_unexpected_communication_fails_the_proof():
     proof = proof_of({"replicate": 2}, "wasted_all_reduce")
     assert proof.parity
     assert not proof.communication

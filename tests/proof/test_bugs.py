@@ -1,4 +1,4 @@
-"""The comparison catches every bug of the corpus, and what it names first is where the bug is."""
+"""The comparison finds every bug of the corpus, and the first difference is at the place of the bug."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ def layout_of(bug, prepare=""):
 
 @cache
 def one_device():
-    """References of all the corpus at once, but of those whose ranks must tell first what they sum with loss."""
+    """References of the corpus, except bugs whose ranks must first report their lossy sums."""
     wanted = list(dict.fromkeys(layout_of(bug).reference for bug in bugs.CORPUS if not Plan(**bug.plan).lossy))
     traces = ranks.run(1, layouts.train_all, [layout.job() for layout in wanted], silence=SILENCE_S)[0]
     return dict(zip(wanted, traces, strict=True))

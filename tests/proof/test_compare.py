@@ -1,4 +1,4 @@
-"""What counts as a difference, which comes first, and how float32's bound follows from one device."""
+"""The comparison: what counts as a difference, which difference is the first, and the bound of float32 from one device."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ def test_equal_traces_agree_and_rounding_does_too():
     assert compare(one, [trace(noise=1e-8)]).breaks != []
 
 
-def test_a_box_is_compared_with_its_own_place():
+def test_a_box_is_compared_with_its_position_in_the_full_tensor():
     one, part = trace(), trace(rank=1)
     for piece in part.pieces:
         piece.start = (2, 0)
@@ -53,7 +53,7 @@ def test_a_box_is_compared_with_its_own_place():
     assert compare(one, [part]).breaks[0].rank == 1
 
 
-def test_a_gradient_that_is_truly_zero_may_be_noise():
+def test_a_zero_gradient_may_be_noise():
     one, other = trace(), trace()
     other.pieces[3].gradients[0] = other.pieces[3].gradients[0] * -1.0
     assert compare(one, [other]).breaks == []
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_truly_zero_may_be_noise():
     assert [b.name for b in compare(one, [other]).breaks] == ["zero"]
 
 
-def test_the_first_break_is_the_earliest_and_nearest_the_loss():
+def test_the_first_difference_is_the_earliest_and_closest_to_the_loss():
     one, other = trace(), trace()
     for piece in other.pieces[:3]:
         piece.gradients = [2 * g for g in piece.gradients]
@@ -80,7 +80,7 @@ def test_the_first_break_is_the_earliest_and_nearest_the_loss():
     assert compare(one, [other]).breaks[0].what == "loss"
 
 
-def test_not_a_number_is_a_break():
+def test_nan_is_a_difference():
     one, other = trace(), trace()
     other.pieces[0].parameters[1] = np.full((4, 3), np.nan)
     other.losses[1] = float("nan")
@@ -100,7 +100,7 @@ def test_bounds_follow_one_devices_rounding():
     assert (found.dtype, found.breaks[0].name, found.breaks[0].dtype) == ("fp32", "layer.0", "fp32")
 
 
-def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
+def test_a_parameter_may_differ_by_the_noise_of_its_gradient_only():
     one, other = trace(steps=1), trace("fp32", steps=1)
     bounds = bounds_from_rounding(trace("fp32", steps=1, noise=1e-7), one)
     where = (1, 2)
@@ -116,7 +116,7 @@ def test_a_parameter_may_move_by_the_noise_of_its_gradient_and_no_further():
 
 
 def test_a_proof_fits_a_terminal_of_80_columns():
-    """Whole words; a reason that lies in the data stands once, below the table."""
+    """Words are not cut; a data-dependent reason is printed once, below the table."""
     rows = [Row("shard", "reduce_scatter", (64, 999.9e6), (64, 999.9e6)),
             Row("replicate", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["routing depends on the tokens"]),
             Row("expert_dp", "all_to_all", (120, 999.9e6), (120, 999.9e6), ["routing depends on the tokens"])]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The emulation's compressors, written independently, sum what the ranks' own do, step after step."""
+"""The compressors of the emulation, written independently, give the sums of the ranks' compressors, step after step."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LENGTH = 61
 
 
 def exchanged(requests):
-    """All ranks' exchange of one kind, in this process."""
+    """One kind of exchange between all ranks, in this process."""
     given = [request.given.clone() for request in requests]
     for rank, request in enumerate(requests):
         if request.operation == "all_reduce":
@@ -38,7 +38,7 @@ def run(generators):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_all_reduce_is_what_the_ranks_compute(kind, ranks):
+def test_an_emulated_all_reduce_equals_that_of_the_ranks(kind, ranks):
     plan = Plan(replicate=ranks, compression=kind, **OPTIONS)
     sum_up, compressors = compressed_sum(plan), [compressor_of(plan) for _ in range(ranks)]
     layout = [(start, torch.Size(shape)) for start, shape in SHAPES]
@@ -51,7 +51,7 @@ def test_an_all_reduce_is_what_the_ranks_compute(kind, ranks):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "powersgd"])
-def test_owners_get_what_the_ranks_compute(kind):
+def test_an_emulated_reduce_scatter_equals_that_of_the_ranks(kind):
     plan = Plan(replicate=2, compression=kind, **OPTIONS)
     sum_up, compressors = compressed_sum(plan), [compressor_of(plan) for _ in range(2)]
     random = torch.Generator().manual_seed(1)
@@ -62,7 +62,7 @@ def test_owners_get_what_the_ranks_compute(kind):
         torch.testing.assert_close(sum_up(0, given, []), out, rtol=1e-12, atol=1e-12)
 
 
-def test_numbers_are_rounded_as_torch_rounds_them():
+def test_rounding_equals_that_of_torch():
     x = torch.randn(4000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 4000)
     x = torch.cat((x, torch.tensor([0.0, 1.0, 1.0 + 2.0**-8, 1.0 + 3 * 2.0**-8, 2.0**-24, 2.0**-25, 3 * 2.0**-10])))
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -82,7 +82,7 @@ def results(function, *inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_fp8_products_are_what_the_ranks_compute(dtype):
+def test_emulated_fp8_products_equal_those_of_the_ranks(dtype):
     random = torch.Generator().manual_seed(2)
     x, w = torch.randn(3, 4, 6, generator=random).to(dtype), torch.randn(5, 6, generator=random).to(dtype)
     for got, expected in zip(results(fp8_products._Linear.apply, x, w), results(fp8.linear, x, w), strict=True):

@@ -80,7 +80,7 @@ def test_a_plan_that_fits_is_not_folded():
     assert folds(plan, 8) == [plan]
 
 
-def test_too_many_axes_ask_for_more_ranks():
+def test_too_many_axes_need_more_ranks():
     plan = Plan(replicate=2, shard=4, zero=3, tp=8, pp=4)
     with pytest.raises(MeshwrightError, match="MW-VERIFY-001") as error:
         folds(plan, 8)
@@ -88,7 +88,7 @@ def test_too_many_axes_ask_for_more_ranks():
     assert folds(plan, 16)[0].world == 16
 
 
-def test_each_axis_is_folded_to_four_by_itself():
+def test_each_axis_is_folded_to_four_in_a_separate_copy():
     assert sizes({"cp": 16}, 8) == [{"cp": 4}]
     assert sizes({"cp": 16, "replicate": 2}, 8) == [{"replicate": 2, "cp": 4}]
     assert sizes({"tp": 8, "pp": 16}, 8) == [{"tp": 4, "pp": 2}, {"tp": 2, "pp": 4}]
@@ -107,7 +107,7 @@ def test_experts_are_spread_over_four_and_copied():
     assert sizes({"shard": 8, "zero": 3, "ep": 8, "tp": 2, "expert_tp": 2}, 8) == [{"shard": 4, "tp": 2, "ep": 4}]
 
 
-def test_copies_say_what_was_folded_and_how_many_micro_batches_run():
+def test_copies_report_folded_axes_and_micro_batches():
     plan = {"cp": 4, "replicate": 4, "microbatch": 1}
     config = Config.from_parts("llama3-8b", "dgx-h100", workload={"batch": 32, "seq": 64}, plan=plan)
     first, second = small_copies(config, 8)

@@ -1,9 +1,9 @@
-"""Bugs that a poorer proof would miss: `verify` finds each of them on the plan a user would give it.
+"""Bugs that a weaker proof would miss: `verify` finds each of them on a plan that a user would give it.
 
-folded to 2      with two ranks the neighbour before is the neighbour after, and the first two stages are the first and the last
-two micro-batches  a total of the last two is the total
-float32          has neither masters nor a loss scale
-shared code      an emulation that runs the ranks' own compressor repeats its mistakes
+folded to 2        with two ranks the previous rank is the next rank, and the first two stages are the first and the last
+two micro-batches  a sum of the last two is the full sum
+float32            has neither master weights nor a loss scale
+shared code        an emulation that runs the compressor of the ranks repeats its bugs
 """
 
 from dataclasses import replace
@@ -50,7 +50,7 @@ def tied_embedding_summed_over_the_first_two_stages():
     apply.Parallel._sum_tied = sum_tied
 
 
-def loss_of_the_last_two_microbatches():
+def loss_of_the_last_two_microbatches_only():
     run, scaled, losses = apply.Parallel.forward_backward, apply.Parallel.scaled_loss, []
 
     def recorded(self, output, target):
@@ -64,7 +64,7 @@ def loss_of_the_last_two_microbatches():
     apply.Parallel.scaled_loss, apply.Parallel.forward_backward = recorded, short
 
 
-def masters_give_back_matrices_only():
+def masters_update_matrices_only():
     @torch.no_grad()
     def give(self):
         for source, master in zip(self.sources, self.pieces, strict=True):
@@ -83,8 +83,8 @@ def rounding_not_fed_back():
     base.Feedback.keep = lambda self, index, error: None
 
 
-def averages_weigh_replicas_alike():
-    """Local SGD that forgets how many tokens each replica has seen."""
+def averages_without_token_weights():
+    """Local SGD averages replicas without their numbers of tokens."""
     after = local_sgd.Average.after_update
     local_sgd.Average.after_update = lambda self, tokens: after(self, tokens * 0 + 1.0)
 
@@ -111,7 +111,7 @@ def test_a_pipeline_of_sixteen_stages_is_proved_with_four():
 
 def test_eight_micro_batches_are_proved_with_three():
     workload = {"batch": 16, "seq": 8, "precision": "fp32"}
-    proof = proof_of("loss_of_the_last_two_microbatches", TINY, workload, {"replicate": 2}, steps=1)
+    proof = proof_of("loss_of_the_last_two_microbatches_only", TINY, workload, {"replicate": 2}, steps=1)
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "micro-batches", "loss")
     assert proof.small.microbatches == (8, 3)
 
@@ -119,7 +119,7 @@ def test_eight_micro_batches_are_proved_with_three():
 @pytest.mark.parametrize(
     ("bug", "dtype", "what"),
     [
-        ("masters_give_back_matrices_only", "bf16", "parameter (its master, rounded)"),
+        ("masters_update_matrices_only", "bf16", "parameter (its master, rounded)"),
         ("loss_scale_left_in_vectors", "fp16", "gradient given to the optimizer"),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, what):
 
 
 def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
-    """The bug is in both processes, as it would be in the source."""
+    """The bug is in the ranks and in the reference process, as it would be in the source."""
     plain = proofs.one_device
     monkeypatch.setattr(proofs, "one_device", lambda job, many=(): replace(plain(job, many), prepare=job.prepare))
     workload = {"batch": 4, "seq": 8, "precision": "fp32"}
@@ -146,5 +146,5 @@ def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
 def test_a_failed_proof_of_local_sgd_shows_the_difference():
     workload = {"batch": 8, "seq": 8, "precision": "fp32", "optimizer": "sgd"}
     plan = {"replicate": 2, "tp": 2, "average_every": 2}
-    proof = proof_of("averages_weigh_replicas_alike", TINY, workload, plan, most=4)
+    proof = proof_of("averages_without_token_weights", TINY, workload, plan, most=4)
     assert (proof.passed, proof.blamed, proof.agreements[0].breaks[0].what) == (False, "replicate", "parameter")

@@ -1,5 +1,5 @@
 """Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
-issues the collectives that are lowered."""
+issues the lowered collectives."""
 
 from dataclasses import replace
 from functools import cache
@@ -21,7 +21,7 @@ SILENCE_S = 100.0
 
 @cache
 def one_device(together):
-    """References of the layouts that train in the same processes, by reference."""
+    """The references of the layouts that train in the same processes."""
     wanted = list(dict.fromkeys(layout.reference for layout in together))
     return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
@@ -31,13 +31,13 @@ def train(world, jobs):
 
 
 def train_on_one(jobs):
-    """Jobs of one device, half of them on each core."""
+    """Train jobs of one device, half of them on each core."""
     halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
 def companions(layout):
-    """Layouts that train in the same processes: of one world size and preparation, at most `TOGETHER` of them."""
+    """Layouts that train in the same processes: the same world size and preparation, at most `TOGETHER` layouts."""
     same = [other for other in ALL if (other.plan.world, other.prepare) == (layout.plan.world, layout.prepare)]
     size = TOGETHER[layout.plan.world]
     start = same.index(layout) // size * size
@@ -46,7 +46,7 @@ def companions(layout):
 
 @cache
 def trained(together):
-    """Traces by layout; if the set fails, none: each layout then trains by itself, so that one failure does not hide the others."""
+    """Traces by layout. If the set fails, there are none, and each layout trains separately, so that one failure does not hide others."""
     try:
         by_rank = train(together[0].plan.world, [layout.job() for layout in together])
         return {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
@@ -60,13 +60,13 @@ def traces_of(layout):
 
 
 def all_five(layout):
-    """Whether every axis is above 1: such a layout is in the daily run, with the eight-rank layouts of its set."""
+    """Whether all axes are larger than 1: such a layout is in the daily run, with the eight-rank layouts of its set."""
     plan = layout.plan
     return min(plan.tp, plan.cp, plan.pp, plan.ep, 1 + plan.zero) > 1
 
 
 def marked(layout, group=""):
-    """A parameter of a test; layouts that train in the same processes are run by one worker."""
+    """A test parameter; layouts that train in the same processes run on one worker."""
     rare = layout in TWINS or (layout.plan.world > 4 and not any(map(all_five, companions(layout))))
     group = group or f"matrix {ALL.index(companions(layout)[0])}"
     marks = [pytest.mark.xdist_group(group), *([pytest.mark.slow] if rare else [])]
@@ -86,7 +86,7 @@ def test_a_layout_trains_what_one_device_trains(layout):
 
 
 def assert_issues_what_is_lowered(layout, traces):
-    """Every collective of the second step, in number and bytes; a row rests on data only where data decides."""
+    """Compare all collectives of the second step in number and bytes; a row is data-dependent only if routing or a threshold decides."""
     rows = [(trace.rank, row) for trace in traces for row in trace.traffic]
     assert bool(rows) == (layout.plan.world > 1)
     assert [(rank, row) for rank, row in rows if row.unexplained or row.lowered != pytest.approx(row.observed)] == []
@@ -112,7 +112,7 @@ def data_decides(layout):
 
 
 def in_sets(every):
-    """Traces by layout: those of one world size train in the same processes, at most `TOGETHER` of them."""
+    """Traces by layout; layouts of one world size train in the same processes, at most `TOGETHER` at a time."""
     traces = {}
     for world in sorted({layout.plan.world for layout in every}):
         same, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
@@ -124,13 +124,13 @@ def in_sets(every):
 
 
 def lossy_set(layout):
-    """Lossy layouts of one world size, the daily ones or those of the soak."""
+    """Lossy layouts of one world size, of the daily run or of the soak."""
     return tuple(other for other in (TWINS if layout in TWINS else LOSSY) if other.plan.world == layout.plan.world)
 
 
 @cache
 def lossy(every):
-    """Traces of one device and of the ranks. Ranks train first: they report to one device how they cut their gradients."""
+    """Traces of one device and of the ranks. Ranks train first, because they report to the one device how they cut their gradients."""
     traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
     return dict(zip(traces, train_on_one(jobs), strict=True)), traces
@@ -147,7 +147,7 @@ def test_a_lossy_layout_equals_its_emulation_on_one_device(layout):
 
 @cache
 def narrow(dtype):
-    """Traces by layout, and by layout one device's in the same 16 bits and in float64."""
+    """Traces by layout, and those of one device in the same 16 bits and in float64."""
     traces = in_sets([layout for layout in layouts.narrow_layouts() if layout.dtype == dtype])
     jobs = {
         layout: [on_one_device(layout, dtype, many) for dtype in (layout.dtype, "fp64")]
@@ -159,7 +159,7 @@ def narrow(dtype):
 
 
 def on_one_device(layout, dtype, many):
-    """One device in this dtype: all of the batch at once, or an emulation of the ranks."""
+    """One device in this dtype: the full batch in one forward, or an emulation of the ranks."""
     plan, job = layout.plan, replace(layout.job(), dtypes=(dtype,))
     one = proof.one_device(job, [{dtype: trace} for trace in many])
     return replace(one, plan=one.plan.but(master=plan.master, grad_dtype=plan.grad_dtype))
@@ -167,7 +167,7 @@ def on_one_device(layout, dtype, many):
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("layout", [marked(layout, f"matrix {layout.dtype}") for layout in layouts.narrow_layouts()])
-def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
+def test_the_error_of_a_16_bit_layout_is_at_most_that_of_one_device(layout):
     (single, double), many = (by[layout] for by in narrow(layout.dtype))
     agreement = compare(double, many, bounds_from_rounding(single, double))
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
@@ -175,8 +175,8 @@ def test_a_layout_in_16_bits_is_off_by_no_more_than_one_device(layout):
     assert_issues_what_is_lowered(layout, many)
 
 
-def test_the_matrix_is_whole():
-    """No pair is left out: each was made by the families, and nothing of what was made is refused."""
+def test_the_matrix_is_complete():
+    """No pair is missing: all pairs of families are generated, and no generated layout is refused."""
     made = [*layouts.single_strategies(), *layouts.pairs(), *layouts.TRIPLES, *layouts.EXTRAS]
     assert [(model, fields) for model, fields in made if layouts.refused(model, fields)] == []
     assert len([layout for layout in ALL if layout.plan.world <= 4]) >= 150
@@ -205,19 +205,19 @@ def lacking(plans, wanted):
 
 
 @pytest.mark.parametrize("kind", layouts.inexact.KINDS)
-def test_every_compression_meets_every_strategy(kind):
+def test_every_compression_is_combined_with_every_strategy(kind):
     wanted = {**STRATEGIES, **ONLY_COMPRESSED}
     assert lacking([layout.plan for layout in (*LOSSY, *TWINS) if layout.plan.wire == kind], wanted) == []
 
 
-def test_every_strategy_meets_several_compressors_in_the_daily_run():
+def test_every_strategy_has_several_compressors_in_the_daily_run():
     plans = [layout.plan for layout in LOSSY]
     for name, is_met in {**STRATEGIES, **ONLY_COMPRESSED}.items():
         assert len({p.wire for p in plans if is_met(p)}) >= 3, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_every_precision_meets_every_strategy(precision):
+def test_every_precision_is_combined_with_every_strategy(precision):
     every = (*ALL, *LOSSY) if precision == "fp8" else layouts.narrow_layouts()
     plans = [layout.plan for layout in every if layout.precision == precision]
     assert lacking(plans, {**STRATEGIES, **ONLY_PRECISE}) == []

@@ -1,5 +1,4 @@
-"""Whole proofs: plans too large are folded, what is issued is what is lowered, and the command says so with its exit
-code."""
+"""Complete proofs: large plans are folded, issued collectives equal lowered ones, and the exit code of the command."""
 
 import json
 import subprocess
@@ -81,7 +80,7 @@ def test_issued_collectives_equal_lowered_ones(plan):
         assert trace.observed.peak_bytes > sum(p.parameters[0].nbytes for p in trace.pieces)
 
 
-def test_fp8_stays_where_kv_heads_are_copied():
+def test_fp8_works_with_copied_kv_heads():
     plan, fp8 = {"tp": 16, "replicate": 2}, {"batch": 64, "precision": "fp8"}
     small = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8)
     assert small.workload.precision == "fp8"
@@ -111,7 +110,7 @@ def test_the_command(tmp_path):
     ],
     ids=["int4", "fp8"],
 )
-def test_the_cost_of_lossy_arithmetic_is_shown_beside_the_exact_run(plan, work):
+def test_the_loss_of_lossy_arithmetic_is_compared_with_the_exact_run(plan, work):
     model = {"hidden": 24, "layers": 2, "heads": 3, "ffn": 36, "vocab": 33}
     config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, **work}, plan=plan)
     proof = prove(config, ranks=2, steps=3)
@@ -132,7 +131,7 @@ def test_an_exact_plan_has_no_convergence_to_show():
     assert prove(config, ranks=2, steps=1).convergence == {}
 
 
-def test_a_plan_that_is_not_legal_is_refused_though_its_small_copy_would_be():
+def test_an_illegal_plan_is_refused_even_if_its_small_copy_is_legal():
     config = Config.from_parts("llama3-70b", "dgx-h100", workload={"batch": 64}, plan={"tp": 6})
     with pytest.raises(MeshwrightError, match=r"MW-PLAN-004: tp=6 does not divide 64 attention heads"):
         prove(config)

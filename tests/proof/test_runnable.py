@@ -1,4 +1,4 @@
-"""What `plan` proposes and `verify` accepts, `train` runs: random plans of the planner's space on small models."""
+"""`train` runs every plan that `plan` proposes and `verify` accepts: random plans of the planner's space on small models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def drawn(random: np.random.Generator, gpus: tuple[int, ...]) -> Config | None:
 
 
 def verify_accepts(config: Config) -> bool:
-    """Whether `verify` would try this plan: its checks before any rank starts. The planner's plans are legal in any case."""
+    """Whether `verify` accepts this plan, by its checks before any rank starts. Plans of the planner are always legal."""
     config.check()
     try:
         legality.check(config.plan, config.model, config.workload, trainer=True)

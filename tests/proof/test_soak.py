@@ -1,13 +1,13 @@
-"""Random legal plans, drawn from the planner's own space: each folds to a small copy, and the copy is proved.
+"""Random legal plans of the planner's space: each folds to a small copy, and the copy is proved.
 
-A plan is drawn layer by layer of the space, degrees first, so that rare combinations come as often as common ones. What the
-space does not search is drawn beside it: the precision of products, and of every second plan a compression or a narrower
-dtype of its gradients on the wire.
-Every legal plan must fold, and every folded one must be proved or be refused for a reason that is known beforehand:
-a failed proof here is either a bug in `parallel` or a false alarm of `verify`, and both are failures.
+A plan is drawn level by level of the space, degrees first, so that rare combinations are as frequent as common ones. Fields
+that the space does not search are drawn too: the precision of products, and for every second plan a compression or a narrower
+dtype of its gradient messages.
+Every legal plan must fold, and every folded plan must be proved or be refused for a known reason. A failed proof is either a
+bug in `parallel` or a false alarm of `verify`; both are failures.
 
-How long: MESHWRIGHT_SOAK_S seconds (default 600). Where it starts: MESHWRIGHT_SOAK_SEED. Draw i of a seed is always
-the same plan, and a failure tells both.
+MESHWRIGHT_SOAK_S is the number of seconds (default 600), MESHWRIGHT_SOAK_SEED the seed. Draw i of a seed is always the same
+plan, and a failure reports both.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A page of runs: what it shows, and run folders that are not what they should be."""
+"""The page of training runs, and errors for broken run folders."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_failed_proof_is_shown_as_one(tmp_path):
     assert "✗ not proved</span>: gradient layers.0.norm of step 0 on rank 1 differs; axis tp" in text
 
 
-def test_a_training_that_diverged_is_drawn_as_far_as_it_went(tmp_path):
+def test_a_diverged_run_is_drawn_up_to_its_last_finite_loss(tmp_path):
     text = page([read_run(folder(tmp_path / "a", measurement={"loss": [5.0, 4.0, None]}))])
     assert "loss over 3 steps" in text
     assert "nan" not in text
@@ -78,7 +78,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
 
 
 def test_the_title_is_the_plan_that_was_trained(tmp_path):
-    """The proof's is of its small copy, with another micro-batch."""
+    """The title of the proof is that of its small copy, with another micro-batch."""
     run = folder(tmp_path / "a", proof={**PROOF, "plan": "dp 2 · tp 2 · micro-batch 2"})
     assert "<h2>a " in page([read_run(run)])  # without a plan file: the folder's name
     config = load("examples/demo-dp2-tp2.toml")

@@ -1,4 +1,4 @@
-"""The simulated step: streams without overlap, actions filled to their length, and the trace-event format."""
+"""The simulated step: spans of a stream do not overlap, operations fill their actions, and the trace has the trace-event format."""
 
 import itertools
 from collections import defaultdict
@@ -41,7 +41,7 @@ def test_streams_never_overlap_and_end_with_the_step(plan, stack):
     assert max(end for times in by_stream.values() for _, end in times) == pytest.approx(walked.time, rel=1e-9)
 
 
-def test_every_action_is_drawn_once_and_its_operations_lie_inside_it():
+def test_every_action_is_drawn_once_and_contains_its_operations():
     _, walked, drawn = simulated(PLANS[0])
     actions = [s for s in drawn if s.stream == "schedule"]
     assert len(actions) == len(walked.walk.program)
@@ -53,7 +53,7 @@ def test_every_action_is_drawn_once_and_its_operations_lie_inside_it():
     assert max(s.start + s.duration for s in inside) <= first.start + first.duration + 1e-9
 
 
-def test_detail_changes_the_number_of_spans_only():
+def test_detail_changes_only_the_number_of_spans():
     counts = [len(simulated(PLANS[0], detail=d)[2]) for d in ("operations", "layers", "actions")]
     assert counts[0] > counts[1] > counts[2]
 

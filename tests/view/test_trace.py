@@ -1,4 +1,4 @@
-"""Traces against the trace-event format: the fields each phase needs, and what Perfetto refuses to draw."""
+"""Traces checked against the trace-event format: required fields of each phase, and errors that Perfetto does not draw."""
 
 import json
 
@@ -19,7 +19,7 @@ METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_in
 
 
 def problems(trace):
-    """Everything about a trace that the format or its viewers do not allow."""
+    """All violations of the format in a trace."""
     found = []
     if not isinstance(trace.get("traceEvents"), list):
         return ["traceEvents is not a list"]
@@ -44,7 +44,7 @@ def problems(trace):
 
 
 def crossing(events):
-    """Spans of one thread that overlap without one holding the other."""
+    """Spans of one thread that overlap without nesting."""
     found = []
     threads: dict = {}
     for e in events:
@@ -62,7 +62,7 @@ def crossing(events):
 
 
 def loose_arrows(events):
-    """Arrows that lack an end, run backward, or end where no span is."""
+    """Arrows that lack an end, run backward in time, or end outside all spans."""
     spans = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
     starts = {e["id"]: e for e in events if e["ph"] == "s"}
     ends = {e["id"]: e for e in events if e["ph"] == "f"}
@@ -114,7 +114,7 @@ def test_streams_ranks_and_units():
     assert by_name["process_name"]["args"]["name"] == "rank 1, node 0"
 
 
-def test_the_validator_finds_what_it_should():
+def test_the_validator_finds_broken_traces():
     span = {"name": "a", "cat": "c", "ph": "X", "ts": 0, "dur": 10, "pid": 0, "tid": 0}
     assert problems({"traceEvents": [span, {**span, "ts": 5}]})
     assert problems({"traceEvents": [{**span, "ts": -1}]})

@@ -1,4 +1,4 @@
-"""What is drawn: every action where it belongs, both bubbles by name, nothing wider than asked for."""
+"""Drawn pipelines: every action at its time, both bubble measures by name, within the requested width."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def drawn(*names, width=100, colours=None, **options):
 
 
 def test_1f1b_as_text():
-    """The figure of the textbooks, letter by letter."""
+    """The figure of the textbooks, character by character."""
     assert drawn("1f1b", width=80).splitlines()[:6] == [
         "1f1b: 4 ranks, 8 micro-batches, 1 stage per rank                   in flight",
         "rank 0 F0F1F2F3············B0--F4B1--F5B2--F6B3--F7B4--··B5--··B6--··B7--  4",
@@ -44,14 +44,14 @@ def test_the_two_bubbles_have_two_names():
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize("size", [(1, 1), (4, 8), (8, 64), (4, 200)])
-def test_it_fits_the_width_however_long_the_schedule(width, size):
+def test_any_schedule_fits_the_width(width, size):
     for name in ("1f1b", "interleaved", "zbv"):
         for colours in (None, "truecolor"):
             for line in drawn(name, width=width, size=size, colours=colours).splitlines():
                 assert len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= width
 
 
-def test_colours_tell_the_kind_the_stage_and_the_micro_batch():
+def test_colours_show_kind_stage_and_micro_batch():
     text = drawn("zb-h1", colours="truecolor")
     for kind in "FIW":
         assert "48;2;" + ";".join(map(str, COLOURS[kind])) in text
@@ -60,7 +60,7 @@ def test_colours_tell_the_kind_the_stage_and_the_micro_batch():
     assert "▌" in drawn("interleaved", size=(8, 64), colours="truecolor")
 
 
-def test_comparison_puts_all_at_one_scale_with_a_table():
+def test_comparison_draws_all_schedules_at_one_scale_with_a_table():
     text = drawn("gpipe", "1f1b", "zbv")
     assert text.index("gpipe:") < text.index("1f1b:") < text.index("zbv:")
     rows = {line.split()[0]: line.split() for line in text.splitlines() if "%" in line}
@@ -89,7 +89,7 @@ def data_of(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
-def test_the_page_holds_every_action_and_needs_nothing_else():
+def test_the_page_contains_every_action_and_is_self_contained():
     several = [walk(build(name, 3, 6)) for name in ("1f1b", "zbv")]
     page = pipelines_html(several, 'a "title" <b>')
     assert "<title>a &quot;title&quot; &lt;b&gt;</title>" in page
@@ -107,7 +107,7 @@ def test_the_page_holds_every_action_and_needs_nothing_else():
             assert np.allclose(lane["end"], walked.end[own])
 
 
-def test_show_writes_what_it_is_asked_for(tmp_path):
+def test_show_writes_the_requested_files(tmp_path):
     out = io.StringIO()
     console = Console(file=out, width=100)
     page, trace = tmp_path / "p.html", tmp_path / "t.json"

@@ -238,7 +238,7 @@ def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
     if c.mine is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
     mine, best = c.mine.prediction, c.best.prediction
-    table = titled(f"{name} compared with the winner")
+    table = titled(f"{name} versus the winner")
     for column, side in (("", "left"), ("yours", "right"), ("winner", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for field, (a, b) in c.fields.items():

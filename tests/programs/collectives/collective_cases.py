@@ -1,4 +1,4 @@
-"""Shared by the tests of collectives: every algorithm, and programs drawn at random."""
+"""Helpers of the tests of collectives: every algorithm, and random programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY = [(operation, name) for operation, named in ALGORITHMS.items() for name i
 
 
 def expected(operation: str, inputs: list, ranks: int, elements: int, root: int = 0, target: int = 0) -> list:
-    """What numpy says each rank must end with; None where the operation promises nothing."""
+    """The required result of each rank, by numpy; None where the operation has no result."""
     edges = [r * elements // ranks for r in range(ranks + 1)]
     shard = [slice(edges[r], edges[r + 1]) for r in range(ranks)]
     nothing = [np.zeros(0)] * ranks
@@ -44,7 +44,7 @@ def expected(operation: str, inputs: list, ranks: int, elements: int, root: int 
 
 
 def inputs_of(operation: str, ranks: int, elements: int, seed: int) -> list:
-    """Random whole numbers: sums are exact in any order."""
+    """Random integers: sums are exact in any order."""
     numbers = np.random.default_rng(seed)
     size = [elements] * ranks
     if operation in ("gather", "all-gather"):
@@ -56,7 +56,7 @@ def inputs_of(operation: str, ranks: int, elements: int, seed: int) -> list:
 
 @st.composite
 def groups(draw, ranks: int):
-    """The ranks in any order, cut into nodes of any sizes."""
+    """The ranks in any order, divided into nodes of any sizes."""
     order = draw(st.permutations(range(ranks)))
     cuts = sorted(draw(st.sets(st.integers(1, ranks - 1), max_size=6))) if ranks > 1 else []
     return [order[a:b] for a, b in zip([0, *cuts], [*cuts, ranks], strict=True)]
@@ -64,7 +64,7 @@ def groups(draw, ranks: int):
 
 @st.composite
 def drawn(draw, operation: str, algorithm: str, most: int = 33, fewest: int = 1):
-    """A program of an algorithm at any number of ranks, any size, root, segments and nodes."""
+    """A program of an algorithm with any number of ranks, size, root, segments and nodes."""
     ranks = draw(st.integers(fewest, most))
     elements = draw(st.integers(0, 3 * ranks + 2) | st.integers(100, 1000))
     options = {}

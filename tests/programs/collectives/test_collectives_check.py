@@ -1,4 +1,4 @@
-"""Every builder is proved at any size, its numbers agree with numpy, and a program with one step broken is refused."""
+"""Every builder passes the check at any size, its results agree with numpy, and a program with one broken step is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WASTEFUL = {("all-reduce", "hierarchical"), ("all-gather", "tree"), ("all-reduce
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
-def test_every_algorithm_is_proved_and_agrees_with_numpy(operation, algorithm):
+def test_every_algorithm_is_checked_and_agrees_with_numpy(operation, algorithm):
     @given(st.data(), st.integers(0, 2**32 - 1))
     @settings(max_examples=15, deadline=None)
     def run(data, seed):
@@ -40,7 +40,7 @@ def agrees_with_numpy(program, options, seed):
         np.testing.assert_array_equal(got, want)
 
 
-def is_proved(program):
+def passes_check(program):
     try:
         return check(program) is program
     except MeshwrightError:
@@ -103,8 +103,8 @@ def test_a_broken_list_is_refused(operation, algorithm):
 
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
 def test_a_broken_table_is_refused(operation, algorithm):
-    """Drop, repeat or change one whole move, at both its ranks. What passes all the same (a redirected move may make another right
-    program) must be right by numpy."""
+    """Drop, repeat or change one move, on both its ranks. If the result still passes (a redirected move may give another correct
+    program), it must agree with numpy."""
 
     @given(st.data())
     @settings(max_examples=15, deadline=None)
@@ -132,7 +132,7 @@ def test_a_broken_table_is_refused(operation, algorithm):
             broken = joined([table._replace(target=target)])
         else:
             broken = table._replace(reduce=np.where(index == k, ~table.reduce, table.reduce))
-        if (how == "redirect" or (operation, algorithm) in WASTEFUL) and is_proved(program.but(moves=broken)):
+        if (how == "redirect" or (operation, algorithm) in WASTEFUL) and passes_check(program.but(moves=broken)):
             agrees_with_numpy(program.but(moves=broken), options, seed=1)
             return
         with pytest.raises(MeshwrightError) as refused:
@@ -142,7 +142,7 @@ def test_a_broken_table_is_refused(operation, algorithm):
     run()
 
 
-def test_a_chunk_cannot_be_sent_before_it_is_written():
+def test_sending_a_chunk_before_it_is_written_is_refused():
     with pytest.raises(MeshwrightError, match="rank 1, step 0: sends chunk 0 to rank 2 before it was written"):
         check(collective("broadcast", 3, 4, rows([(0, 1, 2, 0, 1), (1, 0, 1, 0, 1)])))
 
@@ -170,8 +170,8 @@ def test_races_are_refused():
         check(collective("all-reduce", 2, 1, swap))
 
 
-def test_partners_that_add_the_same_pair_are_proved_by_sets():
-    """Recursive doubling on whole buffers: each value is an operand twice, so counting alone would not do."""
+def test_partners_that_add_the_same_pair_are_checked_by_sets():
+    """Recursive doubling on full buffers: each value is an operand twice, so counting is not sufficient."""
     table = moves([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3] * 2, [1, 0, 3, 2, 2, 3, 0, 1], 0, reduce=True)
     check(collective("all-reduce", 4, 5, table))
     wrong = moves([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3] * 2, [1, 0, 3, 2, 1, 0, 3, 2], 0, reduce=True)
@@ -179,7 +179,7 @@ def test_partners_that_add_the_same_pair_are_proved_by_sets():
         check(collective("all-reduce", 4, 5, wrong))
 
 
-def test_a_program_must_be_of_its_operation():
+def test_a_program_must_implement_its_operation():
     program = build("all-gather", "ring", 4, 8)
     with pytest.raises(MeshwrightError, match="does not start and end as all-reduce does"):
         check(program.but(operation="all-reduce"))
@@ -188,7 +188,7 @@ def test_a_program_must_be_of_its_operation():
 
 
 def test_copies_through_a_scratch_chunk():
-    """Rank 0 stages its chunk in a second one before it sends; the promise is about the first alone."""
+    """Rank 0 copies its chunk to a second one before it sends; the required result covers only the first."""
     sizes = np.array([3, 3])
     table = moves([0, 1, 2], [0, 0, 1], [0, 1, 1], [0, 1, 1], 1, False, [1, 1, 0])
     program = Program("", "", 2, 3, sizes, np.array([0]), np.array([0, 2]), table)
@@ -206,7 +206,7 @@ def test_copies_through_a_scratch_chunk():
         check(program.but(moves=mixed))
 
 
-def test_the_proof_does_not_depend_on_the_room_for_slots(monkeypatch):
+def test_the_check_does_not_depend_on_the_number_of_slots(monkeypatch):
     programs = [build("all-to-all", "bruck", 7, 20), build("all-reduce", "ring", 5, 9)]
     monkeypatch.setattr("meshwright.programs.collectives.checker.DENSE_SLOTS", 1)
     for program in programs:

@@ -27,8 +27,8 @@ SUMS = [  # whole = first + second, and how the halves are told to use the same 
 
 
 @pytest.mark.parametrize(("whole", "first", "second", "one", "two"), SUMS)
-def test_operations_are_sums_of_others(whole, first, second, one, two):
-    """With every algorithm of the one and of the other that works on the same chunks."""
+def test_operations_are_compositions_of_others(whole, first, second, one, two):
+    """For all pairs of algorithms that use the same chunks."""
     tried = 0
     for ranks in (1, 2, 5, 8):
         for a in ALGORITHMS[first]:
@@ -48,7 +48,7 @@ def test_operations_are_sums_of_others(whole, first, second, one, two):
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), [pair for pair in EVERY if pair[0] in DUAL and pair[1] != "tree"])
-def test_the_dual_is_a_right_program_of_the_dual_operation(operation, algorithm):
+def test_the_dual_is_a_correct_program_of_the_dual_operation(operation, algorithm):
     @given(st.data())
     @settings(max_examples=10, deadline=None)
     def run(data):
@@ -61,7 +61,7 @@ def test_the_dual_is_a_right_program_of_the_dual_operation(operation, algorithm)
     run()
 
 
-def test_what_has_no_dual_says_so():
+def test_operations_without_a_dual_raise():
     with pytest.raises(MeshwrightError, match="all-reduce has no dual"):
         reverse(build("all-reduce", "ring", 4, 8))
 
@@ -71,14 +71,14 @@ def test_programs_on_different_chunks_do_not_compose():
         then("all-reduce", build("reduce", "binomial", 4, 8), build("broadcast", "chain", 4, 8))
 
 
-def test_a_ring_is_read_as_the_textbook_has_it():
-    """Four ranks: the sum of chunk 0 sets out from rank 1 and is complete at rank 0."""
+def test_a_ring_matches_the_textbook():
+    """Four ranks: the sum of chunk 0 starts at rank 1 and is complete at rank 0."""
     program = build("reduce-scatter", "ring", 4, 4)
     rows = zip(*(column.tolist() for column in program.moves), strict=True)
     assert [(s, a, b) for s, a, b, c, *_ in rows if c == 0] == [(0, 1, 2), (1, 2, 3), (2, 3, 0)]
 
 
-def test_the_lecture_all_reduce():
+def test_an_all_reduce_by_hand():
     for name in ALGORITHMS["all-reduce"]:
         outputs = run_on_arrays(build("all-reduce", name, 4, 4), [np.arange(4.0) + rank for rank in range(4)])
         assert all(out.tolist() == [6.0, 10.0, 14.0, 18.0] for out in outputs), name
@@ -86,7 +86,7 @@ def test_the_lecture_all_reduce():
 
 @given(st.integers(0, 500), st.sets(st.integers(1, 12), min_size=1))
 @settings(max_examples=50, deadline=None)
-def test_a_grid_holds_every_split(elements, parts):
+def test_a_grid_works_for_every_split(elements, parts):
     sizes, edges = grid(elements, parts)
     for p in parts:
         merged = [int(sizes[a:b].sum()) for a, b in zip(edges[p], edges[p][1:], strict=False)]
@@ -95,8 +95,8 @@ def test_a_grid_holds_every_split(elements, parts):
 
 @given(st.data(), st.integers(1, 20))
 @settings(max_examples=25, deadline=None)
-def test_two_level_sends_between_nodes_only_what_it_must(data, ranks):
-    """Across nodes each element of the buffer goes in and out of a node at most 2(N−1)/N times on average."""
+def test_two_level_sends_the_minimum_between_nodes(data, ranks):
+    """Each element of the buffer enters and leaves a node at most 2(N−1)/N times on average."""
     nodes = data.draw(groups(ranks))
     program = build("all-reduce", "two-level", ranks, 40 * ranks, groups=nodes)
     node = {rank: k for k, group in enumerate(nodes) for rank in group}
@@ -121,7 +121,7 @@ def test_groups_come_from_the_cluster_and_the_placement():
         build("all-reduce", "two-level", 4, 8, groups=[[0, 1], [1, 2, 3]])
 
 
-def test_a_double_tree_fills_in_2_log_p_steps_and_never_crowds_a_rank():
+def test_a_double_tree_fills_in_2_log_p_steps_without_congestion():
     for ranks in range(2, 130):
         assert 1 + max(first_use(ranks).values()) <= 2 * rounds(ranks)
         if ranks <= 33:

@@ -25,7 +25,7 @@ def test_a_rank_reads_its_list():
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
-def test_lists_make_the_program_again(operation, algorithm):
+def test_lists_reproduce_the_program(operation, algorithm):
     @given(st.data())
     @settings(max_examples=5, deadline=None)
     def run(data):
@@ -48,7 +48,7 @@ def test_lists_make_the_program_again(operation, algorithm):
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_steps_with_different_numbers_are_aligned(data):
-    """Each rank may number its own steps as it likes, as long as they rise."""
+    """Each rank may number its steps freely, as long as the numbers increase."""
     program, _ = data.draw(
         drawn("all-reduce", data.draw(st.sampled_from(sorted(ALGORITHMS["all-reduce"]))), most=8, fewest=2)
     )
@@ -77,7 +77,7 @@ def test_ranks_that_all_send_first_deadlock():
     check(assemble("all-gather", in_turn, 2))
 
 
-def test_a_send_that_nobody_receives_is_named():
+def test_a_send_without_a_receive_is_named():
     with pytest.raises(MeshwrightError, match="rank 1, step 4: send chunk 0 to rank 0: waits forever"):
         assemble("reduce", [[], [Instruction(4, "send", 0, 0)]], 2)
     with pytest.raises(MeshwrightError, match="rank 0, step 2: reduce chunk 0 from rank 1: waits forever"):
@@ -88,7 +88,7 @@ def test_a_send_that_nobody_receives_is_named():
         assemble("reduce", [[Instruction(2, "recieve", 1, 0)], []], 2)
 
 
-def test_bad_arguments_are_refused_in_words():
+def test_bad_arguments_give_clear_errors():
     for arguments, words in [
         (("all-reduce", "rings", 4, 8), "Fix: ring"),
         (("allreduce", "ring", 4, 8), "Fix: all-reduce"),

@@ -1,5 +1,4 @@
-"""Walked times: equal to the closed formulas where no link is shared, and right where links are mixed, shared or
-oversubscribed."""
+"""Walked times: equal to the closed formulas if no link is shared, and correct for mixed, shared or oversubscribed links."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ def even(ranks: int, nodes: int) -> list[range]:
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), list(FORMULAS))
-def test_the_walk_is_the_closed_formula_where_no_link_is_shared(operation, algorithm):
+def test_the_walk_equals_the_closed_formula_if_no_link_is_shared(operation, algorithm):
     for ranks in (1, 2, 3, 4, 5, 7, 8, 12, 16, 23, 32, 33):
         for nodes in [n for n in (1, 2, 4) if ranks % n == 0 and (n == 1 or "groups" in accepts(operation, algorithm))]:
             options = {"groups": even(ranks, nodes)} if "groups" in accepts(operation, algorithm) else {}
@@ -68,7 +67,7 @@ def test_every_algorithm_has_a_formula():
 
 
 def test_formulas_of_the_textbooks():
-    """A few by hand, at n bytes in full: binomial broadcast has its logarithm, all-gather its (P−1)/P."""
+    """Some formulas by hand for n bytes of full buffer: binomial broadcast has a logarithm, all-gather a factor (P−1)/P."""
     link = Link(name="l", alpha=1.0, bandwidth=1.0)
     assert terms("broadcast", "binomial", 8).time(100, link) == 3 * (1 + 100)
     assert terms("broadcast", "binomial", 9).time(100, link) == 4 * (1 + 100)
@@ -82,7 +81,7 @@ def test_formulas_of_the_textbooks():
 
 
 @pytest.mark.parametrize(("operation", "algorithm"), EVERY)
-def test_both_engines_walk_alike(operation, algorithm):
+def test_both_engines_give_the_same_times(operation, algorithm):
     @given(st.data())
     @settings(max_examples=10, deadline=None)
     def run(data):
@@ -99,7 +98,7 @@ def test_both_engines_walk_alike(operation, algorithm):
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_bytes_are_conserved(data):
-    """What the ranks send is what passes the ports, on any cluster and placement; no port is faster than it can be."""
+    """The bytes sent by ranks equal the bytes through ports, on any cluster and placement; no port exceeds its bandwidth."""
     operation, algorithm = data.draw(st.sampled_from(EVERY))
     program, _ = data.draw(drawn(operation, algorithm, most=12))
     shared = data.draw(st.sampled_from([{}, {"ports": 1}, {"ports": 2}, {"oversubscription": 3.0}]))
@@ -117,7 +116,7 @@ def test_bytes_are_conserved(data):
 
 
 def test_flows_through_one_port_share_it():
-    """Two ranks of a node send at once through the node's one card: half the rate each; a third inside is not held up."""
+    """Two ranks of a node send through its one card: half the rate each; a third flow inside the node is not slowed."""
     cluster = two_levels(2, 4, ports=1)
     table = moves(0, [0, 1, 2], [4, 5, 3], [0, 1, 2])
     program = collective("all-reduce", 8, 3000, table, chunks=3)  # a pattern to time, not a right all-reduce
@@ -127,8 +126,8 @@ def test_flows_through_one_port_share_it():
     assert result.bytes_by_port["nic-out", 1, 0, 0] == 2000
 
 
-def test_a_flow_speeds_up_when_its_neighbour_ends():
-    """1 kB and 3 kB share a port: the long one runs at half rate for 2 kB's time, then alone for its last 2 kB: 4 kB in all."""
+def test_a_flow_speeds_up_when_the_other_flow_ends():
+    """1 kB and 3 kB share a port: the longer flow runs at half rate for the time of 2 kB, then at full rate for its last 2 kB."""
     cluster = two_levels(2, 4, ports=1)
     program = collective("all-reduce", 8, 4000, rows([(0, 0, 4, 0, 1), (0, 1, 5, 1, 3)]), chunks=4)
     result = walk(program, cluster, element_bytes=1)
@@ -136,7 +135,7 @@ def test_a_flow_speeds_up_when_its_neighbour_ends():
 
 
 def test_an_oversubscribed_uplink_slows_an_all_to_all():
-    """Four nodes of four, uplinks at a third: the uplink's bytes over its rate bound the exchange, and it comes close."""
+    """Four nodes of four, uplinks at a third of the rate: the exchange takes little more than the uplink's bytes over its rate."""
     fair, crowded = two_levels(4, 4), two_levels(4, 4, oversubscription=3.0)
     program = build("all-to-all", "direct", 16, 16 * 10**6)
     fast, slow = walk(program, fair), walk(program, crowded)
@@ -148,7 +147,7 @@ def test_an_oversubscribed_uplink_slows_an_all_to_all():
 
 
 def test_a_mixed_ring_waits_for_its_slowest_hop():
-    """Large chunks: the slow hop sets the pace of all but the first steps, which the uniform formula cannot tell."""
+    """Large chunks: the slow hop determines all steps but the first, which the uniform formula does not model."""
     cluster, ranks, elements = two_levels(2, 4), 8, 8 * 10**6
     walked = walk(build("all-gather", "ring", ranks, elements), cluster).makespan
     shard = 4 * elements / ranks
@@ -157,8 +156,8 @@ def test_a_mixed_ring_waits_for_its_slowest_hop():
     assert walked > 0.99 * all_slow
 
 
-def test_what_nodes_are_for():
-    """Large all-reduce over four nodes: two-level beats hierarchical and ring, which are equal in the bytes of the busiest card."""
+def test_node_aware_algorithms_are_faster_across_nodes():
+    """A large all-reduce over four nodes: two-level is faster than hierarchical and ring, whose busiest card sends the same bytes."""
     cluster, elements = two_levels(4, 8), 32 * 10**6
     nodes = even(32, 4)
     times, busiest = {}, {}
@@ -193,7 +192,7 @@ def test_a_copy_costs_memory_time_only():
 @given(st.integers(1, 6), st.lists(st.sets(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=12))
 @settings(max_examples=100, deadline=None)
 def test_rates_are_max_min_fair(seed, paths):
-    """Every flow has a full port on its way where nobody is faster: the definition of max-min fairness."""
+    """Every flow passes a full port on which no flow is faster: the definition of max-min fairness."""
     capacity = np.append(np.random.default_rng(seed).integers(1, 9, size=5).astype(float), np.inf)
     ports = np.array([sorted(path) + [5] * (3 - len(path)) for path in paths])
     rates = max_min_rates(ports, capacity)

@@ -1,4 +1,4 @@
-"""`auto` under limits: never worse than a handmade schedule that fits, sound, within memory, and the same every time."""
+"""`auto` with memory limits: never slower than a handmade schedule that fits, correct, within memory, and deterministic."""
 
 import itertools
 
@@ -73,14 +73,14 @@ def _in_order(order):
 
 
 def test_memory_below_every_handmade_schedule():
-    """Half of 1F1B's activations: nothing handmade but the naive one fits, and auto is far better than that."""
+    """Half of the activations of 1F1B: of the handmade schedules only the naive one fits, and auto is much faster."""
     found = search(8, 16, limit=4.0)
     assert {name for name, value in found.handmade.items() if value is not None} == {"naive"}
     assert found.walked.peak_memory.max() <= 4.0
     assert found.walked.makespan < found.handmade["naive"] / 3
 
 
-def test_an_uneven_last_stage_is_balanced_against():
+def test_an_uneven_last_stage_is_compensated():
     times = [1.0] * 7 + [1.6]
     found = search(4, 8, 2, durations=Durations.of(8, times, times, [1.0] * 8), limit=4.0)
     assert found.walked.makespan < min(value for value in found.handmade.values() if value is not None)
@@ -88,13 +88,13 @@ def test_an_uneven_last_stage_is_balanced_against():
 
 
 def test_span_objective_and_limits_of_one_and_two_pipelines():
-    """The settings of Qi et al.: with 2P micro-batches of memory and no barrier there is no bubble left."""
+    """The settings of Qi et al.: with memory for 2P micro-batches and no barrier there is no bubble."""
     one, two = (search(4, 12, limit=k * 4.0, objective="span").walked for k in (1, 2))
     assert two.longest_span == 36.0
     assert one.longest_span > two.longest_span
 
 
-def test_nothing_fits():
+def test_an_impossible_memory_limit_is_refused():
     with pytest.raises(MeshwrightError) as caught:
         search(4, 8, limit=[2.0, 2.0, 0.5, 2.0])
     assert (caught.value.code, caught.value.exit_code) == ("MW-PIPE-030", 3)

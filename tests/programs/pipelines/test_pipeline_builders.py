@@ -1,4 +1,4 @@
-"""Every builder, over every size it allows: sound, within the memory it promises, placed as it says."""
+"""Every builder, for all sizes it allows: correct, within its stated memory, with its stated placement."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from meshwright.programs.pipelines.schedules import HANDMADE
 
 @st.composite
 def requests(draw):
-    """A handmade schedule with ranks, micro-batches and stages a rank that it allows."""
+    """A handmade schedule with a legal number of ranks, micro-batches and stages per rank."""
     name = draw(st.sampled_from(sorted(HANDMADE)))
     ranks, microbatches = draw(st.integers(1, 9)), draw(st.integers(1, 26))
     virtual = draw(st.integers(2, 4)) if RULES[name].most_virtual > 2 else RULES[name].virtual
@@ -24,7 +24,7 @@ def requests(draw):
 
 @given(requests())
 @settings(max_examples=150, deadline=None)
-def test_every_builder_is_sound_and_keeps_its_promise(request):
+def test_every_builder_is_correct_and_within_its_memory(request):
     name, ranks, microbatches, virtual = request
     program = check(build(name, ranks, microbatches, virtual))
     assert (program.ranks, program.stages, program.microbatches) == (ranks, ranks * virtual, microbatches)
@@ -61,7 +61,7 @@ def test_action_lists_as_the_papers_draw_them():
     )
 
 
-def test_zb_h1_is_interleaved_zero_bubble_with_one_stage_a_rank():
+def test_zb_h1_is_interleaved_zero_bubble_with_one_stage_per_rank():
     for ranks, microbatches in ((1, 1), (4, 2), (4, 9)):
         assert build("zb-h1", ranks, microbatches) == build("interleaved-zb", ranks, microbatches, 1)
 
@@ -96,7 +96,7 @@ def test_names_and_aliases():
         ("gpipe", 10**6, 10**6, 1, "MW-PIPE-006", "too large"),
     ],
 )
-def test_what_is_not_legal_is_refused_with_the_reason(schedule, ranks, microbatches, virtual, code, says):
+def test_illegal_arguments_are_refused_with_the_reason(schedule, ranks, microbatches, virtual, code, says):
     with pytest.raises(MeshwrightError) as caught:
         build(schedule, ranks, microbatches, virtual)
     assert caught.value.code == code
@@ -104,5 +104,5 @@ def test_what_is_not_legal_is_refused_with_the_reason(schedule, ranks, microbatc
     assert refusal(schedule, ranks, microbatches, virtual) is not None
 
 
-def test_numpy_integers_are_whole_numbers_too():
+def test_numpy_integers_are_accepted():
     assert len(build("gpipe", np.int64(2), np.int64(3), np.int64(1))) == 12

@@ -1,4 +1,4 @@
-"""A broken program is caught, and the message says where."""
+"""A broken program is refused, and the error names the place."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_an_action_twice():
     assert "rank 0, position 4 (0F1" in str(found)
 
 
-def test_an_action_on_the_wrong_rank_or_of_nothing():
+def test_an_action_on_the_wrong_rank_or_of_a_missing_stage():
     program, ranks = lists("gpipe", 2, 2)
     ranks[0][0] = (1, "F", 0)
     assert "rank 0, position 0 (1F0" in str(error(program, ranks))
@@ -91,7 +91,7 @@ def test_a_deadlock_names_the_circle():
     assert "waits for 0F1" in str(found)
 
 
-def test_memory_beyond_the_promise():
+def test_memory_above_the_stated_limit():
     program, ranks = lists("gpipe", 2, 4)
     found = error(program, ranks, promised=np.array([4, 2]))
     assert found.code == "MW-PIPE-014"
@@ -99,7 +99,7 @@ def test_memory_beyond_the_promise():
     assert "allows at most 2" in str(found)
 
 
-def test_a_join_needs_a_forward_and_the_backward_right_after_it():
+def test_a_joined_pair_is_a_forward_followed_by_a_backward():
     program, ranks = lists("1f1b", 2, 2)
     fine = program_of("joined", ranks, program.rank_of, 2, joined=[[], [0]])
     assert check(fine).lines()[1] == "(1F0;1B0) 1F1 1B1"
@@ -117,7 +117,7 @@ def test_stages_must_cover_the_ranks():
 
 @given(st.sampled_from(["1f1b", "zb-h1", "interleaved", "zbv"]), st.data())
 @settings(max_examples=80, deadline=None)
-def test_dropping_doubling_or_moving_home_any_action_never_passes(name, data):
+def test_dropping_doubling_or_moving_any_action_never_passes(name, data):
     program, ranks = lists(name, 3, 4)
     rank = data.draw(st.integers(0, 2))
     at = data.draw(st.integers(0, len(ranks[rank]) - 1))

@@ -1,4 +1,4 @@
-"""Closed forms held to the walk, where they claim to be exact and where they claim to be close."""
+"""Closed forms compared with the walk, where they are exact and where they are approximations."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ def settings_of(draw, names=tuple(HANDMADE)):
 
 
 def no_closed_form_beyond_equal_times(name, ranks, microbatches):
-    """The two corners that the docstring of `formulas` names."""
+    """The two exceptions in the docstring of `formulas`."""
     return (name == "interleaved-zb" and microbatches < ranks) or (
         name == "zbv" and ranks < microbatches < 2 * ranks - 1
     )
@@ -68,14 +68,14 @@ def test_small_overlapped_transfers(setting, times, p2p):
 
 @given(settings_of(("naive", "gpipe", "1f1b")), st.tuples(TIMES, TIMES, TIMES), st.floats(0, 1.0), st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_transfers_of_any_length_are_exact_for_one_stage_a_rank(setting, times, p2p, overlap):
+def test_transfers_of_any_length_are_exact_for_one_stage_per_rank(setting, times, p2p, overlap):
     found = walked(*setting, times, p2p=p2p, overlap=overlap)
     assert makespan(*setting, *times, p2p, overlap) == pytest.approx(found.makespan, rel=1e-12)
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("zb-h1", 1), ("interleaved-zb", 2)])
 @pytest.mark.parametrize("p2p", [0.5, 1.0, 3.0])
-def test_transfers_longer_than_the_weights_pace_a_zero_bubble_schedule(name, virtual, p2p):
+def test_transfers_longer_than_w_bound_a_zero_bubble_schedule(name, virtual, p2p):
     times = (1.0, 1.0, 0.3)
     found = float(makespan(name, 4, 32, virtual, *times, p2p))
     assert found == pytest.approx(walked(name, 4, 32, virtual, times, p2p=p2p).makespan, rel=0.05)
@@ -92,7 +92,7 @@ def test_blocking_transfers_are_estimated_from_above_and_closely(setting, times,
     assert found * (1 - 1e-9) <= estimate <= found * 1.15
 
 
-def test_the_textbook():
+def test_textbook_values():
     assert bubble_fraction("gpipe", 4, 8) == pytest.approx(3 / 11)
     assert bubble_overhead("1f1b", 4, 8) == pytest.approx(3 / 8)
     assert bubble_fraction("interleaved", 4, 8, 2) == pytest.approx(3 / 19)

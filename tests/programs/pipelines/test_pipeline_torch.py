@@ -1,4 +1,4 @@
-"""torch's own action lists for the schedules it has, beside ours: equal action for action, differences explained."""
+"""torch's action lists compared with ours: equal action for action, differences explained."""
 
 import pytest
 
@@ -55,8 +55,8 @@ def test_few_micro_batches_are_equal_too():
             )
 
 
-def test_1f1b_is_equal_but_for_the_numbers_torch_draws_on_its_last_rank():
-    """torch counts the last rank's forwards from 1 in the list it draws (its runtime counts from 0, as we do)."""
+def test_1f1b_is_equal_except_for_the_numbering_on_torchs_last_rank():
+    """torch's list numbers the forwards of the last rank from 1 (its runtime numbers them from 0, as we do)."""
     for ranks, microbatches in [case for case in CASES if case[1] >= case[0]]:
         ours, theirs = build("1f1b", ranks, microbatches).lines(), torch_lines("1f1b", ranks, microbatches, None)
         assert ours[:-1] == theirs[:-1]
@@ -66,8 +66,8 @@ def test_1f1b_is_equal_but_for_the_numbers_torch_draws_on_its_last_rank():
         assert ours[-1] in (theirs[-1], shifted)
 
 
-def test_where_torch_refuses_and_we_do_not():
-    """1F1B with fewer micro-batches than ranks, and rounds of unequal size: sound here, refused by torch."""
+def test_schedules_that_torch_refuses_and_we_accept():
+    """1F1B with fewer micro-batches than ranks, and rounds of unequal size: correct here, refused by torch."""
     for schedule, ranks, microbatches, virtual in (
         ("1f1b", 4, 2, None),
         ("interleaved", 4, 13, 2),
@@ -78,7 +78,7 @@ def test_where_torch_refuses_and_we_do_not():
             torch_lines(schedule, ranks, microbatches, virtual)
 
 
-def test_dualpipev_refuses_what_torch_refuses():
+def test_dualpipev_refuses_the_same_as_torch():
     with pytest.raises(ValueError):
         torch_lines("dualpipev", 4, 7, None)
     with pytest.raises(MeshwrightError):

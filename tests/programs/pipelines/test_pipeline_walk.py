@@ -1,4 +1,4 @@
-"""The walk: exact against the textbook's fractions and against a plain, slow simulation of the same rules."""
+"""The walk: equal to the textbook fractions and to a plain, slow simulation of the same rules."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_interleaved_bubble_fraction(ranks, microbatches, virtual):
     assert walked.bubble_fraction == pytest.approx((ranks - 1) / (microbatches * virtual + ranks - 1), rel=1e-12)
 
 
-def test_a_naive_pipeline_is_active_one_share_in_p():
+def test_a_naive_pipeline_is_busy_for_one_pth_of_the_time():
     walked = walk(build("naive", 4, 6))
     assert walked.bubble_fraction == pytest.approx(3 / 4)
     assert walked.peak_in_flight.tolist() == [1, 1, 1, 1]
@@ -43,7 +43,7 @@ def test_micro_batches_in_flight():
 
 
 def test_zero_bubble_needs_no_barrier_between_steps():
-    """ZB-H2 and ZBV have no idle time inside a rank's span, yet the same makespan as ZB-H1: a staircase."""
+    """ZB-H2 and ZBV have no idle time inside the span of a rank, but the same makespan as ZB-H1."""
     h1, h2, v = (walk(build(name, 4, 12)) for name in ("zb-h1", "zb-h2", "zbv"))
     assert h1.makespan == h2.makespan == 3 * 12 + 3
     assert h2.longest_span == 3 * 12
@@ -52,7 +52,7 @@ def test_zero_bubble_needs_no_barrier_between_steps():
 
 
 def reference(program, durations, p2p, overlap):
-    """Start times by sweeping the rules over all ranks until nothing changes; knows nothing of needs or orders."""
+    """Start times by repeated application of the rules until nothing changes, independent of the walk."""
     table = {k: getattr(durations, n) for k, n in zip("FBIW", ("forward", "backward", "input", "weight"), strict=True)}
     lists = [program.actions(r) for r in range(program.ranks)]
     home, last = program.rank_of.tolist(), program.stages - 1
@@ -113,7 +113,7 @@ def test_walk_equals_a_plain_simulation(case):
     assert found == expected
 
 
-def test_blocking_transfers_stop_the_compute_and_both_directions_go_at_once():
+def test_blocking_transfers_stop_compute_and_run_in_both_directions_together():
     """Two ranks, two micro-batches, every action 1 s, transfers 1 s: by hand."""
     program = build("1f1b", 2, 2)
     walked = walk(program, Durations.of(2, 1, 0.5, 0.5), p2p=1.0, overlap=False)
@@ -122,7 +122,7 @@ def test_blocking_transfers_stop_the_compute_and_both_directions_go_at_once():
     assert walk(program, Durations.of(2, 1, 0.5, 0.5), p2p=1.0).makespan < walked.makespan
 
 
-def test_stages_on_one_rank_exchange_nothing():
+def test_stages_on_one_rank_send_no_messages():
     assert walk(build("interleaved", 1, 3, 2), p2p=100.0).makespan == walk(build("interleaved", 1, 3, 2)).makespan
     v, loop = build("zbv", 2, 4), build("interleaved-zb", 2, 4)
     assert walk(v, p2p=[0.0, 50.0, 0.0]).makespan == walk(v).makespan  # stages 1 and 2 share rank 1
@@ -140,8 +140,8 @@ def test_joined_pairs_overlap_by_the_hidden_share():
     assert full.busy.tolist() == (apart.busy - np.add.reduceat(program.joined, program.first[:-1])).tolist()
 
 
-def test_pairs_that_cannot_run_as_one_are_told():
-    """On the last stage a backward needs the very forward that stands beside it."""
+def test_pairs_that_cannot_be_joined_are_refused():
+    """On the last stage a backward needs the forward with which it is joined."""
     naive = build("naive", 2, 2)
     program = program_of("joined", [naive.actions(r) for r in range(2)], naive.rank_of, 2, joined=[[], [0]])
     assert walk(program).makespan == walk(naive).makespan
