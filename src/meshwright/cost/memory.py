@@ -5,7 +5,8 @@
     optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
     activations  saved bytes of a micro-batch × micro-batches in flight, and one more layer while it is recomputed
     gathered     ZeRO-3: the weights of the running layer and of the prefetched layer
-    working      gradients of activations, logits and their gradients, communication buckets; a tile of attention with dropout
+    working      gradients of activations, logits and their gradients, communication buckets, compressors' buffers; a tile of attention
+                 with dropout
     context      driver, libraries, communicators
     slack        memory that the allocator reserves and cannot use
 
@@ -20,7 +21,9 @@ import numpy as np
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import COMPRESSIONS
-from meshwright.lower.footprint import elements, padded_elements
+from meshwright.lower.compression_memory import compression_buffers
+from meshwright.lower.footprint import GROUPS, elements, padded_elements
+from meshwright.lower.gradients import batch_messages
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 
@@ -94,9 +97,26 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)
-    gradients = sum(elements(program, held).values()) * b.comm_bytes  # a small model does not fill a bucket
-    buckets = np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
-    return np.maximum(flow + working_bytes(b), loss) + buckets
+    return np.maximum(flow + working_bytes(b), loss) + bucket_memory(program, held)
+
+
+def bucket_memory(program: StepProgram, held: StageBlocks) -> Array:
+    """Two communication buckets; a small model does not fill one."""
+    b = program.batch
+    gradients = sum(elements(program, held).values()) * b.comm_bytes
+    return np.where(b.dp > 1, 2 * np.minimum(np.minimum(b.bucket, 1e9), gradients), 0.0)
+
+
+def _add_compression(program: StepProgram, held: StageBlocks, out: dict[str, Array]) -> None:
+    """Raise the working memory to what compressors need: the buffers of one message during backward, those of all messages when
+    backward has freed its activations."""
+    b = program.batch
+    groups = GROUPS if b.model.experts else GROUPS[:1]
+    found = [compression_buffers(b, group, batch_messages(program, held, group)) for group in groups]
+    together, largest = sum(total for total, _ in found), np.maximum.reduce([one for _, one in found])
+    out["working"] = out["working"] + np.maximum(largest - bucket_memory(program, held), 0.0)
+    live = out["activations"] + out["gathered"] + out["working"]
+    out["working"] = out["working"] + np.maximum(together - live, 0.0)
 
 
 def gathered_memory(program: StepProgram, held: StageBlocks) -> Array:
@@ -120,6 +140,8 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out["activations"] = activation_memory(program, held)
     out["gathered"] = gathered_memory(program, held)
     out["working"] = working_memory(program, held)
+    if np.any(b.compression > COMPRESSIONS.index("bf16")):
+        _add_compression(program, held, out)
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

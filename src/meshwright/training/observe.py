@@ -7,7 +7,8 @@ with its group and its tensors. It counts the operation, the group, and n, the f
     all_reduce  the tensor     all_gather  the output     reduce_scatter  the input     send  the tensor
 
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
-(`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states) are added first.
+(`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, errors of
+compressors) are added first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.describe.sharding import KV_COPIES
+from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
+from meshwright.parallel.numerics.compress.powersgd import PowerSGD
 from meshwright.parallel.pieces import local_tensor
 from meshwright.training.loop import Trainer
 from meshwright.training.records import Observed
@@ -66,6 +69,10 @@ class Observer(TorchDispatchMode):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self.memory.add(local_tensor(value))
+        for compressor in compressors_in(trainer.parallel.reductions):
+            bases = compressor.bases if isinstance(compressor, PowerSGD) else {}
+            for kept in (*compressor.feedback.errors.values(), *bases.values()):
+                self.memory.add(kept)
 
     def __enter__(self) -> Observer:
         self.memory.watch_resizes()

@@ -58,23 +58,27 @@ class Quantised:
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
-        width = self.width(x.numel(), ranks)
-        rows = torch.nn.functional.pad(x, (0, width * ranks - x.numel())).view(ranks, width)
+        length, dtype, width = x.numel(), x.dtype, self.width(x.numel(), ranks)
+        rows = torch.nn.functional.pad(x, (0, width * ranks - length)).view(ranks, width)
+        del x  # the collectives of all messages run together: buffers that are no longer needed would add up
         payload = quantise(rows, self.kind)
-        error = rows - dequantise(payload, self.kind, x.dtype)
+        error = rows.sub_(dequantise(payload, self.kind, dtype))
+        del rows
 
         arrived = torch.empty_like(payload)
         yield Exchange("all_to_all", arrived, payload)
-        total = dequantise(arrived, self.kind, x.dtype).sum(0, keepdim=True)
+        del payload
+        total = dequantise(arrived, self.kind, dtype).sum(0, keepdim=True)
         mine = quantise(total, self.kind)
-        error[rank] += (total - dequantise(mine, self.kind, x.dtype))[
-            0
-        ]  # the rank that quantised the sum keeps its error
-        self.feedback.keep(index, error.flatten()[: x.numel()])
+        # The rank that quantised the sum keeps its error.
+        error[rank] += (total - dequantise(mine, self.kind, dtype))[0]
+        self.feedback.keep(index, error.flatten()[:length])
+        del error, total
 
-        whole = torch.empty_like(payload)
+        whole = torch.empty_like(arrived)
+        del arrived
         yield Exchange("all_gather", whole, mine)
-        message.copy_(dequantise(whole, self.kind, x.dtype).flatten()[: x.numel()])
+        message.copy_(dequantise(whole, self.kind, dtype).flatten()[:length])
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
@@ -82,7 +86,7 @@ class Quantised:
         x = self.feedback.corrected(index, rows)
         length = x.shape[1]
         payload = quantise(torch.nn.functional.pad(x, (0, length % 2)), self.kind)
-        self.feedback.keep(index, x - dequantise(payload, self.kind, x.dtype)[:, :length])
+        self.feedback.keep(index, x.sub_(dequantise(payload, self.kind, x.dtype)[:, :length]))
         arrived = torch.empty_like(payload)
         yield Exchange("all_to_all", arrived, payload)
         out.copy_(dequantise(arrived, self.kind, x.dtype).sum(0)[:length])
@@ -98,9 +102,9 @@ def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:
     scale = torch.where(scale == 0, 1.0, scale)  # a scale that is not finite is kept, and so are the values it scales
     level = rows / scale
     if kind == "fp8":
-        body = level.clamp(-LEVELS[kind], LEVELS[kind]).to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
+        body = level.clamp_(-LEVELS[kind], LEVELS[kind]).to(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        whole = level.round().clamp(-LEVELS[kind], LEVELS[kind])
+        whole = level.round_().clamp_(-LEVELS[kind], LEVELS[kind])
         body = whole.to(torch.int8).view(torch.uint8) if kind == "int8" else _nibbles(whole)
     return torch.cat((scale.view(torch.uint8), body), 1)
 
@@ -109,12 +113,12 @@ def dequantise(payload: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Te
     scale = payload[:, :SCALE_BYTES].flatten().clone().view(torch.float32).to(dtype)[:, None]
     body = payload[:, SCALE_BYTES:].contiguous()
     if kind == "fp8":
-        return body.view(torch.float8_e4m3fn).to(torch.float32).to(dtype) * scale
+        return body.view(torch.float8_e4m3fn).to(torch.float32).to(dtype).mul_(scale)
     if kind == "int8":
-        return body.view(torch.int8).to(dtype) * scale
-    return (torch.stack((body & 15, body >> 4), 2).flatten(1).to(dtype) - 8) * scale
+        return body.view(torch.int8).to(dtype).mul_(scale)
+    return torch.stack((body & 15, body >> 4), 2).flatten(1).to(dtype).sub_(8).mul_(scale)
 
 
 def _nibbles(whole: torch.Tensor) -> torch.Tensor:
-    shifted = (whole + 8).to(torch.uint8)
+    shifted = whole.add_(8).to(torch.uint8)
     return shifted[:, ::2] | (shifted[:, 1::2] << 4)

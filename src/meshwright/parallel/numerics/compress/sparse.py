@@ -161,7 +161,8 @@ class RandomK:
     def indices(self, index: int, length: int, device: torch.device) -> torch.Tensor:
         step = self.steps[index] = self.steps.get(index, -1) + 1
         random = generator(device, self.seed, index, step)
-        return torch.randperm(length, generator=random, device=device)[: count_kept(length, self.ratio)]
+        order = torch.randperm(length, generator=random, device=device)
+        return order[: count_kept(length, self.ratio)].clone()  # a view would keep all 8·length bytes
 
 
 def overflow(x: torch.Tensor) -> torch.Tensor:
