@@ -140,7 +140,7 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out["activations"] = activation_memory(program, held)
     out["gathered"] = gathered_memory(program, held)
     out["working"] = working_memory(program, held)
-    if np.any(b.compression > COMPRESSIONS.index("bf16")):
+    if b.compresses:
         _add_compression(program, held, out)
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]

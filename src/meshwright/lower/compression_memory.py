@@ -12,17 +12,14 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
-from meshwright.lower.compressed import INDEX_BYTES, LINEAR, Options, on_the_wire
+from meshwright.lower.compressed import INDEX_BYTES, Options, on_the_wire
 from meshwright.lower.gradients import Message, sharded
 from meshwright.lower.op import Array
 
 
 def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tuple[Array, Array]:
-    """Bytes of the compressors' buffers: of all messages whose collectives may run at once, and the largest of one message.
-
-    Buckets are sent during backward and completed after it, so all of them are in flight together; a unit of ZeRO is reduced before
-    the next one starts. Casts to 16 bits have no buffers beyond those of uncompressed gradients.
-    """
+    """Bytes of the compressors' buffers: while the collectives of all messages run and one message is compressed or expanded, and
+    of that one message alone."""
     whole, shard, _ = DATA_AXES[group]
     scattered, on = sharded(b, group), (b.size(whole) > 1) & np.equal(b.average_every, 0)
     in_units, running, largest = scattered & b.units, np.zeros(b.n), np.zeros(b.n)
@@ -30,7 +27,7 @@ def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tu
         mine = on & (in_units if message.unit else ~in_units) & (message.count > 0)
         for wire, chosen in b.wires:
             for kind, here in ((False, mine & chosen & ~scattered), (True, mine & chosen & scattered)):
-                if wire in LINEAR or not here.any():
+                if wire == "none" or not here.any():
                     continue
                 axis, factors = shard if kind else whole, (message.load.first, message.load.second)
                 flight, most = buffer_bytes(b, wire, message.load.sent, b.grad_bytes, b.size(axis), kind, factors)
@@ -50,26 +47,39 @@ def buffer_bytes(
     factors: tuple[Array, Array],
 ) -> tuple[Array, Array]:
     """Bytes one message takes in device memory beside its gradients and the error kept from the step before: while its collectives
-    run, and at most, while it is compressed or expanded.
+    run, and at most, while it is compressed or expanded. x is gradient + error; when it is compressed it becomes the next error.
 
-        int8, int4, fp8   the new error, what is sent and what arrives; at most two copies of the gradients (three of padded rows under
-                          ZeRO) and two bytes of integers for each
-        top-k, threshold  gradient + error, and pairs; at most a second copy for magnitudes (a third for squares)
-        random-k          gradient + error, and the values sent; at most a permutation of 8-byte indices, or the new error
-        powersgd          gradient + error, and the factors; at most the new error as well (under ZeRO a copy without padding too)
+        fp16, bf16        waits: the 16-bit copy of wider gradients
+        int8, int4, fp8   waits: what is sent and what arrives. At most x, x / scale in fp32 or wider, and two bytes of integers for
+                          each value; fp8 is converted through fp32
+        top-k             waits: pairs sent, and those of all ranks. At most x, its magnitudes, and the values and indices chosen
+        threshold         waits: x and 8-byte indices (a mask under ZeRO) until all counts are known, then like top-k
+        random-k          waits: values sent and their 8-byte indices. At most x and a permutation of 8-byte indices
+        powersgd          waits: x and the first factors. At most a copy of the largest matrix as well, counted as all of x
     """
     whole, sent = elements * width, on_the_wire(options, wire, elements, width, ranks, scattered, factors)[-1][1]
     match wire:
+        case "fp16" | "bf16":
+            waits = most = np.where(np.asarray(width) > 2, sent, 0.0) + (sent / ranks if scattered else 0.0)
         case "int8" | "int4" | "fp8":
-            return whole + 2 * sent, (3 if scattered else 2) * whole + 2 * elements
+            waits = 2 * sent
+            through = np.where((wire == "fp8") & (np.asarray(width) != 4), 4 * elements, 0.0)
+            most = whole + 2 * elements + np.maximum(np.maximum(width, 4) * elements, whole + through)
         case "top-k" | "threshold":
-            pairs = sent / ranks  # made as values, indices and one message; chosen by indices of 8 bytes
-            waiting = whole + sent + 2 * pairs + 8 * pairs / (width + INDEX_BYTES)
-            return waiting, waiting + (2 if wire == "threshold" else 1) * whole
+            pairs = sent if scattered else sent / ranks  # of this rank
+            count, waits = pairs / (width + INDEX_BYTES), sent + pairs
+            most = 2 * whole + (count * (width + 8) if wire == "top-k" else elements)
+            most = np.maximum(most, waits + sent / ranks)
+            if wire == "threshold":
+                waits = np.maximum(waits, whole + (elements if scattered else 8 * count))
         case "random-k":
-            values = sent + 8 * sent / width
-            return whole + values, whole + np.maximum(8 * elements, whole + values)
+            count = sent / width / (ranks if scattered else 1)
+            waits = sent + 8 * count + (sent / ranks if scattered else 0.0)
+            most = whole + 8 * count + np.maximum(8 * elements / (ranks if scattered else 1), 2 * sent)
         case "powersgd":
             first, second = factors
-            return whole + first * width, (3 if scattered else 2) * whole + 2 * (first + second) * width
-    return 0.0, 0.0
+            waits = whole + first * width
+            most = 2 * whole + 2 * (first + second) * width
+        case _:
+            return 0.0, 0.0
+    return waits, np.maximum(waits, most)

@@ -12,6 +12,9 @@ Error feedback: what a rank did not send, it adds to its next gradient, so nothi
 A number that is not finite must reach every rank in the same step, so that all of them skip it; it is not kept as an
 error, else it would spoil every later step. Where the loss is scaled, gradients are scaled and so are their errors:
 `rescale` adjusts them when the scale changes.
+
+Buckets are sent during backward and completed after it, so the buffers of all of them add up (`lower.compression_memory` counts them).
+Compressors therefore work in place, make x the new error as soon as they know what is sent, and free what no later line reads.
 """
 
 from __future__ import annotations
@@ -114,6 +117,7 @@ class RunningReduction:
         if self.work is None:
             return False
         self.work.wait()
+        self.work = None  # it holds the tensors of its collective
         return self._next()
 
 

@@ -48,7 +48,7 @@ class PowerSGD:
         return r if r * (m + n) < m * n else 0
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        sums = yield from self._sum(index, message, layout)
+        sums = yield from self._sum(index, self.feedback.corrected(index, message), layout)
         for (start, shape), (left, right) in zip(layout, sums, strict=True):
             message[start : start + shape.numel()] = multiply(left, right).flatten()
 
@@ -57,12 +57,14 @@ class PowerSGD:
     ) -> Iterator[Exchange]:
         """Each rank computes the rows of the product that it owns."""
         stops = [*(start for start, _ in layout[1:]), rows.shape[1]]
-        whole = [
-            rows[:, start:stop].flatten()[: shape.numel()] for (start, shape), stop in zip(layout, stops, strict=True)
-        ]
-        starts = accumulate((w.numel() for w in whole), initial=0)
+        whole = torch.cat(
+            [rows[:, start:stop].flatten()[: shape.numel()] for (start, shape), stop in zip(layout, stops, strict=True)]
+        )
+        starts = accumulate((shape.numel() for _, shape in layout), initial=0)
         flat = [(offset, shape) for offset, (_, shape) in zip(starts, layout, strict=False)]
-        sums = yield from self._sum(index, torch.cat(whole), flat)
+        running = self._sum(index, self.feedback.corrected(index, whole), flat)
+        del whole
+        sums = yield from running
         out.zero_()
         for (start, shape), (left, right) in zip(layout, sums, strict=True):
             each = -(-shape[0] // len(rows))
@@ -70,26 +72,24 @@ class PowerSGD:
             out[start : start + mine.numel()] = mine
 
     def _sum(
-        self, index: int, message: torch.Tensor, layout: Layout
+        self, index: int, x: torch.Tensor, layout: Layout
     ) -> Generator[Exchange, None, list[tuple[torch.Tensor, torch.Tensor | None]]]:
-        """The sum of each parameter over ranks, as its two factors, or (sum, None) where it is uncompressed."""
-        x = self.feedback.corrected(index, message)
+        """The sum of each parameter over ranks, as its two factors, or (sum, None) where it is uncompressed. `x` becomes the
+        error."""
         step = self.steps[index] = self.steps.get(index, -1) + 1
         matrices = [x[start : start + shape.numel()].view(shape[0], -1) for start, shape in layout]
         thin = [i for i, (_, shape) in enumerate(layout) if self.width(shape)]
         starts = {i: self._initial_q(index, layout[i][0], matrices[i], step) for i in thin}
 
-        first = [m @ starts[i] if i in starts else m for i, m in enumerate(matrices)]
-        first = yield from all_reduce_together(first)
+        first = yield from all_reduce_together([m @ starts[i] if i in starts else m for i, m in enumerate(matrices)])
         bases = {i: orthonormal(first[i]) for i in thin}
 
-        own = [matrices[i].T @ bases[i] for i in thin]
-        error = torch.zeros_like(x)
-        for i, q in zip(thin, own, strict=True):
-            start, shape = layout[i]
-            error[start : start + shape.numel()] = (matrices[i] - bases[i] @ q.T).flatten()
-        self.feedback.keep(index, error)
-        second = dict(zip(thin, (yield from all_reduce_together(own)), strict=True))
+        own = {i: matrices[i].T @ bases[i] for i in thin}
+        for i in range(len(matrices)):
+            matrices[i].sub_(bases[i] @ own[i].T if i in bases else matrices[i])
+        self.feedback.keep(index, x)
+        del x, matrices
+        second = dict(zip(thin, (yield from all_reduce_together(list(own.values()))), strict=True))
         for i, q in second.items():
             self.bases[index, layout[i][0]] = q.clone()
         return [(bases[i], second[i]) if i in second else (whole, None) for i, whole in enumerate(first)]
@@ -112,9 +112,11 @@ def all_reduce_together(parts: list[torch.Tensor]) -> Generator[Exchange, None, 
     """The sums of several tensors over ranks, in one all-reduce."""
     if not parts:
         return []
+    shapes = [part.shape for part in parts]
     payload = torch.cat([part.flatten() for part in parts])
+    del parts
     yield Exchange("all_reduce", payload, payload)
-    return [s.view_as(part) for part, s in zip(parts, payload.split([p.numel() for p in parts]), strict=True)]
+    return [s.view(shape) for shape, s in zip(shapes, payload.split([s.numel() for s in shapes]), strict=True)]
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

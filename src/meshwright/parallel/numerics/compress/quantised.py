@@ -57,12 +57,11 @@ class Quantised:
         self.kind, self.feedback = kind, Feedback(feedback)
 
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, message)
-        length, dtype, width = x.numel(), x.dtype, self.width(x.numel(), ranks)
-        rows = torch.nn.functional.pad(x, (0, width * ranks - length)).view(ranks, width)
-        del x  # the collectives of all messages run together: buffers that are no longer needed would add up
+        length, dtype, width = message.numel(), message.dtype, self.width(message.numel(), ranks)
+        rows = padded(self.feedback.corrected(index, message), width * ranks - length).view(ranks, width)
         payload = quantise(rows, self.kind)
         error = rows.sub_(dequantise(payload, self.kind, dtype))
+        self.feedback.keep(index, error.view(-1)[:length])
         del rows
 
         arrived = torch.empty_like(payload)
@@ -72,7 +71,7 @@ class Quantised:
         mine = quantise(total, self.kind)
         # The rank that quantised the sum keeps its error.
         error[rank] += (total - dequantise(mine, self.kind, dtype))[0]
-        self.feedback.keep(index, error.flatten()[:length])
+        self.feedback.keep(index, error.view(-1)[:length])
         del error, total
 
         whole = torch.empty_like(arrived)
@@ -83,17 +82,24 @@ class Quantised:
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
-        x = self.feedback.corrected(index, rows)
-        length = x.shape[1]
-        payload = quantise(torch.nn.functional.pad(x, (0, length % 2)), self.kind)
-        self.feedback.keep(index, x.sub_(dequantise(payload, self.kind, x.dtype)[:, :length]))
+        length, dtype = rows.shape[1], rows.dtype
+        x = padded(self.feedback.corrected(index, rows), length % 2)
+        payload = quantise(x, self.kind)
+        self.feedback.keep(index, x.sub_(dequantise(payload, self.kind, dtype))[:, :length])
+        del x
         arrived = torch.empty_like(payload)
         yield Exchange("all_to_all", arrived, payload)
-        out.copy_(dequantise(arrived, self.kind, x.dtype).sum(0)[:length])
+        del payload
+        out.copy_(dequantise(arrived, self.kind, dtype).sum(0)[:length])
 
     def width(self, elements: int, ranks: int) -> int:
         """Values in a rank's share: an even number, since int4 packs two into a byte."""
         return -(-elements // (2 * ranks)) * 2
+
+
+def padded(x: torch.Tensor, zeros: int) -> torch.Tensor:
+    """`x` with zeros after its last dimension; `x` itself if there are none to add."""
+    return torch.nn.functional.pad(x, (0, zeros)) if zeros else x
 
 
 def quantise(rows: torch.Tensor, kind: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ owner keeps, or, with a threshold, as many as the longest list of any rank has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,14 +28,22 @@ class TopK:
     def reduce(self, index: int, message: torch.Tensor, layout: Layout, rank: int, ranks: int) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, message)
         indices = x.abs().topk(count_kept(x.numel(), self.ratio), sorted=False).indices
-        yield from send_to_all(self.feedback, index, message, x, indices, ranks)
+        length = indices.numel()
+        payload = take_pairs(x[None], [indices], length)
+        self.feedback.keep(index, x)
+        del x, indices
+        yield from send_to_all(message, payload, length, ranks)
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
     ) -> Iterator[Exchange]:
         x = self.feedback.corrected(index, rows)
         indices = x.abs().topk(count_kept(x.shape[1], self.ratio), dim=1, sorted=False).indices
-        yield from send_to_owners(self.feedback, index, out, x, list(indices))
+        length = indices.shape[1]
+        payload = take_pairs(x, list(indices), length)
+        self.feedback.keep(index, x)
+        del x, indices
+        yield from send_to_owners(out, payload, length, rows.dtype)
 
 
 class Threshold:
@@ -54,8 +62,10 @@ class Threshold:
         counts = count.new_empty(ranks)
         yield Exchange("all_gather", counts, count)
         most = self._longest(index, counts)
-        # A rank with fewer values pads with value 0 at index 0, which adds nothing.
-        yield from send_to_all(self.feedback, index, message, x, indices, ranks, most)
+        payload = take_pairs(x[None], [indices], most)
+        self.feedback.keep(index, x)
+        del x, indices
+        yield from send_to_all(message, payload, most, ranks)
 
     def scatter(
         self, index: int, rows: torch.Tensor, layout: Layout, rank: int, out: torch.Tensor
@@ -66,11 +76,15 @@ class Threshold:
         counts = count.new_empty(len(rows))
         yield Exchange("all_gather", counts, count)
         most = self._longest(index, counts)
-        yield from send_to_owners(self.feedback, index, out, x, [row.nonzero()[:, 0] for row in above], most)
+        payload = take_pairs(x, [row.nonzero()[:, 0] for row in above], most)
+        self.feedback.keep(index, x)
+        del x, above
+        yield from send_to_owners(out, payload, most, rows.dtype)
 
     def above(self, x: torch.Tensor) -> torch.Tensor:
         """Where values are not below the threshold: NaN is not below, so it is sent."""
-        return ~(x.abs() < self.factor * x.square().mean().sqrt())
+        smallest = self.factor * x.square().mean().sqrt()
+        return ~(x.abs() < smallest)
 
     def _longest(self, index: int, counts: torch.Tensor) -> int:
         """The length of the longest list of any rank, at least 1; it is recorded for the traffic check."""
@@ -79,54 +93,42 @@ class Threshold:
         return most
 
 
-def send_to_all(
-    feedback: Feedback,
-    index: int,
-    message: torch.Tensor,
-    x: torch.Tensor,
-    indices: torch.Tensor,
-    ranks: int,
-    length: int | None = None,
-) -> Iterator[Exchange]:
-    """All ranks receive all ranks' (value, index) pairs; each adds them up in the order of ranks."""
-    length = indices.numel() if length is None else length
-    values, positions = x.new_zeros(length), torch.zeros(length, dtype=torch.int32, device=x.device)
-    values[: indices.numel()], positions[: indices.numel()] = x[indices], indices.to(torch.int32)
-    feedback.keep(index, x.index_fill(0, indices, 0.0))
-    mine = torch.cat((values.view(torch.uint8), positions.view(torch.uint8)))
-    whole = mine.new_empty(ranks, mine.numel())
-    yield Exchange("all_gather", whole, mine)
-    message.zero_()
-    values_bytes = length * x.element_size()
-    for row in whole:
-        message.index_add_(0, row[values_bytes:].clone().view(torch.int32), row[:values_bytes].clone().view(x.dtype))
+def take_pairs(x: torch.Tensor, indices: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """The bytes of `length` (value, index) pairs of each row of `x`. The values are then set to zero: `x` becomes the error.
 
-
-def send_to_owners(
-    feedback: Feedback,
-    index: int,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    indices: list[torch.Tensor],
-    length: int | None = None,
-) -> Iterator[Exchange]:
-    """Each owner receives all ranks' (value, index) pairs of its own rows, and adds them up in the order of ranks."""
-    length = len(indices[0]) if length is None else length
+    A row that has fewer values pads with value 0 at index 0, which adds nothing.
+    """
     values = x.new_zeros(len(x), length)
     positions = torch.zeros(len(x), length, dtype=torch.int32, device=x.device)
-    error = x.clone()
     for row, chosen in enumerate(indices):
         values[row, : len(chosen)], positions[row, : len(chosen)] = x[row, chosen], chosen.to(torch.int32)
-        error[row, chosen] = 0.0
-    feedback.keep(index, error)
-    given = torch.cat((values.view(torch.uint8), positions.view(torch.uint8)), 1)
-    arrived = torch.empty_like(given)
-    yield Exchange("all_to_all", arrived, given)
+        x[row, chosen] = 0.0
+    return torch.cat((values.view(torch.uint8), positions.view(torch.uint8)), 1)
+
+
+def send_to_all(message: torch.Tensor, payload: torch.Tensor, length: int, ranks: int) -> Iterator[Exchange]:
+    """All ranks receive all ranks' (value, index) pairs; each adds them up in the order of ranks."""
+    whole = payload.new_empty(ranks, payload.numel())
+    yield Exchange("all_gather", whole, payload)
+    del payload
+    add_pairs(message, whole, length, message.dtype)
+
+
+def send_to_owners(out: torch.Tensor, payload: torch.Tensor, length: int, dtype: torch.dtype) -> Iterator[Exchange]:
+    """Each owner receives all ranks' (value, index) pairs of its own rows, and adds them up in the order of ranks."""
+    arrived = torch.empty_like(payload)
+    yield Exchange("all_to_all", arrived, payload)
+    del payload
+    add_pairs(out, arrived, length, dtype)
+
+
+def add_pairs(out: torch.Tensor, received: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+    """Set `out` to the sum of the `length` pairs of each rank, whose values have this dtype."""
     out.zero_()
-    values_bytes = length * x.element_size()
-    for row in arrived:
+    values_bytes = length * dtype.itemsize
+    for row in received:
         out.index_add_(
-            0, row[values_bytes:].clone().view(torch.int32), row[:values_bytes].clone().view(x.dtype).to(out.dtype)
+            0, row[values_bytes:].clone().view(torch.int32), row[:values_bytes].clone().view(dtype).to(out.dtype)
         )
 
 
@@ -143,7 +145,8 @@ class RandomK:
         x = self.feedback.corrected(index, message)
         indices = self.indices(index, x.numel(), x.device)
         payload = x[indices] + overflow(x)
-        self.feedback.keep(index, x.index_fill(0, indices, 0.0))
+        self.feedback.keep(index, x.index_fill_(0, indices, 0.0))
+        del x
         yield Exchange("all_reduce", payload, payload)
         message.zero_().index_copy_(0, indices, payload)
 
@@ -153,7 +156,8 @@ class RandomK:
         x = self.feedback.corrected(index, rows)
         indices = self.indices(index, x.shape[1], x.device)
         payload = x[:, indices].contiguous() + overflow(x)
-        self.feedback.keep(index, x.index_fill(1, indices, 0.0))
+        self.feedback.keep(index, x.index_fill_(1, indices, 0.0))
+        del x
         mine = payload.new_empty(len(indices))
         yield Exchange("reduce_scatter", mine, payload)
         out.zero_().index_copy_(0, indices, mine.to(out.dtype))
