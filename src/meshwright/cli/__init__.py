@@ -59,6 +59,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("Compare predictions with published training runs."),
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
+    "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
     "report": Command("Write one HTML page about training runs: proof, loss, predicted and measured values."),
     "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
     "config": Command(
@@ -107,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, exit_on_signal)
     replace_unprintable()
-    sys.exit(exit_code_of(lambda: dispatch(arguments), "--json" in arguments))
+    as_json = "--json" in arguments and arguments[:1] != ["bench"]  # bench --json names a file
+    sys.exit(exit_code_of(lambda: dispatch(arguments), as_json))
 
 
 def exit_on_signal(number: int, frame: object) -> NoReturn:

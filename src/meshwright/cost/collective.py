@@ -82,10 +82,11 @@ class Curve:
         self.operation, self.algorithm, self.group = operation, algorithm, group
         self.across = group.nodes > 1
         self.crosses = bool(np.any(self.across))
+        self.cluster, added = cluster, cluster.collectives
         self.rates = rates_of(cluster, operation, algorithm, group)
-        self.call = np.where(self.across, library.CALL_ACROSS, library.CALL)
+        self.call = np.where(self.across, added.call_across, added.call)
         if operation == "all-to-all":
-            self.call = self.call + library.PEER * group.ranks
+            self.call = self.call + added.peer * group.ranks
         self.fit()
 
     def fit(self) -> None:
@@ -103,7 +104,7 @@ class Curve:
                 self.start, self.byte = start + outer[0], byte + outer[1]
                 self.wire = self.byte
         # 2√(ℓ·n·wire) as a multiple of √n; a send is not pipelined in chunks
-        self.chunks = library.chunking(self.wire) if self.operation != "point-to-point" else None
+        self.chunks = library.chunking(self.cluster, self.wire) if self.operation != "point-to-point" else None
         # by plan: start-up seconds and seconds per byte, inside nodes and between nodes, and seconds per √n
         at = self.group.of_plan
         self.begin, self.per_byte = (self.start + self.call)[at], np.broadcast_to(self.byte, self.call.shape)[at]
@@ -172,7 +173,7 @@ class SwitchCurve(Curve):
 
     def time(self, n: Array, root: Array) -> Array:
         """Seconds of one call, with one size per shape."""
-        return self.call + self.walked(n) + library.chunking(self.wire) * root
+        return self.call + self.walked(n) + library.chunking(self.cluster, self.wire) * root
 
     @cached_property
     def available(self) -> Array:
@@ -210,9 +211,10 @@ def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> 
     share = library.in_switch(cluster, algorithm)
     inside = cluster.device_bandwidth(0) * share[0]
     if operation != "point-to-point":
-        inside = inside * library.small_group(group.per_node)
-    hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop for k in (0, 1)]
-    return Rates(hops[0], 1 / inside, hops[1], 1 / (group.outside * share[1]))
+        inside = inside * library.small_group(cluster, group.per_node)
+    factor = cluster.collectives.factor(operation)
+    hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factor.latency for k in (0, 1)]
+    return Rates(hops[0], factor.bytes / inside, hops[1], factor.bytes / (group.outside * share[1]))
 
 
 def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:

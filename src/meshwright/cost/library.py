@@ -11,13 +11,14 @@ gloo has rings (`allreduce.cc`, `allgather.cc`, `reduce_scatter.h`) and posts al
 link's α). The library reaches `efficiency` of the bandwidth, and it reduces while it receives, so γ is hidden. `library_links` returns a cluster
 with these links; a program walked on it takes exactly the time of the closed formula.
 
-**Measured corrections** (from published collective benchmarks, `benchmarks/collectives.py`):
+**Measured corrections** (`Cluster.collectives`; the defaults are from published collective benchmarks, `benchmarks/collectives.py`):
 
     call          seconds of one call before the first byte moves; larger if network cards take part
-    small group   a group of P ranks in one node reaches (1 − 0.45/P) / (1 − 0.45/8) of the rate of eight ranks
+    small group   a group of P ranks in one node reaches (1 − 0.45/P) / (1 − 0.45/8) of the rate of eight (`pair_loss`)
     in-switch     reduction in a switch sustains a share of the rate that rings reach (Link.in_switch)
     chunks        a transfer time of w takes 2√(ℓ·w) longer, ℓ: the start-up time of one chunk. This is the remaining cost of
                   pipelining a transfer with the optimal number of chunks
+    factors       per operation, on the latency and on the transfer time (`meshwright calibrate` fits them)
 """
 
 from __future__ import annotations
@@ -27,12 +28,6 @@ import numpy as np
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.op import Array
 from meshwright.programs.collectives.comparison import SWITCHED, runs_on
-
-CALL = 8e-6  # kernel start and synchronisation of one call
-CALL_ACROSS = 30e-6  # the same if network cards take part
-CHUNK = 2.5e-6  # ℓ: start-up time of one chunk
-PEER = 1e-6  # each further send and receive in a group
-PAIR_LOSS = 0.45
 
 RINGS = {
     "all-gather": ("multi-ring",),
@@ -58,9 +53,10 @@ def algorithms(cluster: Cluster, operation: str) -> tuple[str, ...]:
     return tuple(name for name in LIBRARIES[library_of(cluster)].get(operation, ()) if runs_on(cluster, name))
 
 
-def small_group(size: Array) -> Array:
+def small_group(cluster: Cluster, size: Array) -> Array:
     """The rate of a group of `size` ranks inside a node, relative to a group of eight."""
-    return (1 - PAIR_LOSS / size) / (1 - PAIR_LOSS / 8)
+    loss = cluster.collectives.pair_loss
+    return (1 - loss / size) / (1 - loss / 8)
 
 
 def in_switch(cluster: Cluster, algorithm: str) -> tuple[float, float]:
@@ -71,18 +67,18 @@ def in_switch(cluster: Cluster, algorithm: str) -> tuple[float, float]:
 
 def library_links(cluster: Cluster, operation: str, algorithm: str, ranks: int) -> Cluster:
     """The cluster with the library's effective links for one algorithm on `ranks` ranks: hops, reached rates, hidden reductions."""
-    levels = []
+    levels, factor = [], cluster.collectives.factor(operation)
     for k, level in enumerate(cluster.levels):
         link = level.link
-        rate = link.bandwidth * in_switch(cluster, algorithm)[min(k, 1)]
+        rate = link.bandwidth * in_switch(cluster, algorithm)[min(k, 1)] / factor.bytes
         if k == 0:
             inside = min(ranks, cluster.node_size)
-            rate = rate if operation == "point-to-point" else rate * float(small_group(inside))
-        levels.append(level.but(link=link.but(alpha=link.library_hop, bandwidth=rate)))
+            rate = rate if operation == "point-to-point" else rate * float(small_group(cluster, inside))
+        levels.append(level.but(link=link.but(alpha=link.library_hop * factor.latency, bandwidth=rate)))
     device = cluster.accelerator.but(memory_bandwidth=1e30)
     return cluster.but(levels=tuple(levels), accelerator=device)
 
 
-def chunking(wire: Array) -> Array:
+def chunking(cluster: Cluster, wire: Array) -> Array:
     """Seconds that pipelining in chunks adds to a transfer of `wire` seconds."""
-    return 2 * np.sqrt(CHUNK * wire)
+    return 2 * np.sqrt(cluster.collectives.chunk * wire)

@@ -143,6 +143,34 @@ class Level(Described):
     reduces: bool = Field(default=False, description="the switch reduces: an all-reduce sends each byte once")
 
 
+class Factors(Described):
+    """Measured seconds of one operation over those of its closed formula, by term; 1: as the formula says."""
+
+    latency: float = Field(default=1.0, gt=0, description="factor on the latency of the formula")
+    bytes: float = Field(default=1.0, gt=0, description="factor on the seconds that the bytes take")
+
+
+class Collectives(Described):
+    """What a communication library adds to the formulas of its programs (`cost.library`), and measured factors by operation.
+
+    The defaults are NCCL's, from published measurements; `meshwright calibrate` writes those of a measured cluster.
+    """
+
+    call: Seconds = Field(default=8e-6, ge=0, description="kernel start and synchronisation of one call")
+    call_across: Seconds = Field(default=30e-6, ge=0, description="the same when network cards take part")
+    chunk: Seconds = Field(default=2.5e-6, ge=0, description="start of one chunk of a transfer")
+    peer: Seconds = Field(default=1e-6, ge=0, description="one more send and receive in a group of them")
+    pair_loss: float = Field(default=0.45, ge=0, lt=1, description="share of the rate that a group of P loses, times P")
+    factors: dict[str, Factors] = Field(default_factory=dict, description="by operation, such as all-reduce")
+    source: str = "published measurements of NCCL"
+
+    def factor(self, operation: str) -> Factors:
+        return self.factors.get(operation, AS_THE_FORMULA)
+
+
+AS_THE_FORMULA = Factors()
+
+
 class Path(NamedTuple):
     """The path of a message between two devices: α and the ports it passes."""
 
@@ -157,6 +185,7 @@ class Cluster(Described):
     accelerator: Annotated[Accelerator, named("accelerators")]
     levels: tuple[Level, ...] = Field(min_length=1)
     gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
+    collectives: Collectives = Collectives()
     price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
@@ -269,4 +298,4 @@ def uniform(ranks: int, alpha: float, bandwidth: float, memory_bandwidth: float 
     return Cluster(name="uniform", accelerator=device, levels=(Level(name="switch", size=ranks, link=link),))
 
 
-__all__ = ["DTYPE_BYTES", "Accelerator", "Cluster", "Level", "Link", "Path", "uniform"]
+__all__ = ["DTYPE_BYTES", "Accelerator", "Cluster", "Collectives", "Factors", "Level", "Link", "Path", "uniform"]

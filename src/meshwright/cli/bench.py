@@ -1,0 +1,123 @@
+"""`meshwright bench`: measure collectives, links and devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+
+def command(
+    ranks: int = typer.Option(
+        0,
+        "--ranks",
+        help="Local processes to start. Default: join torchrun or Slurm, else 4 or one per GPU.",
+        min=0,
+        max=1024,
+    ),
+    backends: str = typer.Option(
+        "", "--backends", help="gloo, nccl, meshwright, separated by commas. Default: nccl on GPUs, else gloo."
+    ),
+    operations: str = typer.Option("", "--operations", help="Such as all-reduce,point-to-point. Default: all."),
+    smallest: str = typer.Option("1KiB", "--min-size", help="Smallest message."),
+    largest: str = typer.Option("1GiB", "--max-size", help="Largest message, if the memory and the time allow it."),
+    budget: str = typer.Option("60s", "--budget", metavar="TIME", help="Time for all measurements."),
+    device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    timeout: str = typer.Option("60s", "--timeout", metavar="TIME", help="How long ranks wait for each other."),
+    json_file: str = typer.Option(
+        "", "--json", metavar="FILE", help="Write the result as JSON, for `meshwright calibrate`."
+    ),
+    html: str = typer.Option("", "--html", metavar="FILE", help="Write a page with measured points and fitted lines."),
+) -> None:
+    """Measure all collectives, transfers between pairs of ranks, and the device, within a time budget.
+
+    Alone it starts local processes; under torchrun or srun it joins their ranks, and rank 0 prints the result.
+    An interrupted bench keeps what was measured, marked as interrupted."""
+    from meshwright.cli.output import writable
+    from meshwright.comm.bench.options import sweep_of
+    from meshwright.units import parse_seconds
+
+    sweep = sweep_of(backends, operations, smallest, largest, budget)
+    wait = max(parse_seconds(timeout), 1.0)
+    writable(json_file, html)
+    from meshwright.comm.bench.session import placement
+
+    place = None if ranks else placement(os.environ)
+    chief = place is None or place.rank == 0
+    with progress_display(chief) as show:
+        result, failure = measured(place, ranks, sweep, device, wait, show)
+    if chief and (result.points or result.device or not failure):
+        finish(result, json_file, html)
+    if failure:
+        raise failure
+
+
+def measured(
+    place: Any, ranks: int, sweep: Any, device: str, wait: float, show: Callable[[float, float, str], None]
+) -> tuple[Any, BaseException | None]:
+    """The result, and what interrupted it: Ctrl-C, a signal, or a rank that failed."""
+    from dataclasses import replace
+
+    from meshwright.comm.bench.run import Collector, run_joined
+    from meshwright.errors import MeshwrightError
+    from meshwright.training.launch import run as launch
+    from meshwright.training.machine import available_memory, gpu_count
+
+    sweep = replace(sweep, memory_bytes=available_memory() / 2)
+    collector = Collector(show)
+    try:
+        if place:
+            run_joined(place, sweep, device, wait, collector)
+        else:
+            launch(
+                "meshwright.comm.bench.run:bench_rank",
+                ranks or gpu_count() or 4,
+                sweep,
+                group_timeout=wait,
+                silence=wait + sweep.budget_s,
+                listen=lambda rank, message: collector(message),
+                device=device,
+            )
+    except (KeyboardInterrupt, SystemExit, MeshwrightError) as failure:
+        what = str(failure).splitlines()[0][:300] if isinstance(failure, MeshwrightError) else "stopped by a signal"
+        return collector.result(what), failure
+    return collector.result(), None
+
+
+def finish(result: Any, json_file: str, html: str) -> None:
+    """Write the files and print the tables."""
+    from meshwright.view.bench import page
+    from meshwright.view.tables import show
+
+    if json_file:
+        result.write(json_file)
+    if html:
+        from meshwright.describe.files import write_text
+        from meshwright.view.bench_html import document
+
+        write_text(html, document(result))
+    show(page(result))
+    for what, where in (("result", json_file), ("page", html)):
+        if where:
+            print(f"{what} written to {where}")
+
+
+@contextmanager
+def progress_display(visible: bool) -> Iterator[Callable[[float, float, str], None]]:
+    """A bar on stderr with the seconds left and what is measured, from the start; on one rank and in terminals only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    err = Console(stderr=True)
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not (visible and err.is_terminal)) as bar:
+        task = bar.add_task("starting the ranks", total=1.0, left="")
+        yield lambda share, left, doing: bar.update(task, completed=share, left=f"{left:.0f} s left", description=doing)

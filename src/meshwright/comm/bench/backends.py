@@ -1,0 +1,140 @@
+"""One adapter for each communication library that `bench` measures: the calls of one operation, on buffers of n bytes.
+
+    adapter = Torch("gloo", ranks, device)          # every rank makes it, in the same order
+    call = adapter.collective("all-gather", "", n)  # buffers are allocated here, not while the clock runs
+    call()
+
+n is the full buffer: the output of an all-gather, the input of a reduce-scatter. It is rounded up to equal shards of whole elements
+(`Adapter.rounded`). To measure another library, write one class with the four methods of `Adapter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from meshwright.errors import MeshwrightError
+
+DTYPE, ELEMENT_BYTES = torch.float32, 4
+OPERATIONS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "barrier",
+)  # fmt: skip
+BUFFERS = {"all-reduce": 2, "all-gather": 2, "reduce-scatter": 3, "all-to-all": 2, "gather": 3, "scatter": 3}
+Call = Callable[[], object]
+
+
+class Adapter(Protocol):
+    """A communication library on a set of ranks; on other ranks its calls do nothing."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def algorithms(self, operation: str) -> tuple[str, ...]:
+        """The algorithms that can be chosen for an operation; ("",) where the library chooses, () where it has none."""
+        ...
+
+    def collective(self, operation: str, algorithm: str, n: int) -> Call: ...
+
+    def round_trip(self, peer: int, n: int, first: bool) -> Call:
+        """A message of n bytes to `peer` and back; `first`: this rank sends first."""
+        ...
+
+
+def do_nothing() -> None:
+    """The call of a rank that takes no part."""
+
+
+def rounded(n: int, ranks: int) -> int:
+    """The smallest size of at least n bytes that all ranks share in whole elements."""
+    unit = ELEMENT_BYTES * ranks
+    return max(-(-n // unit), 1) * unit
+
+
+class Torch:
+    """gloo or NCCL through torch.distributed."""
+
+    def __init__(self, backend: str, ranks: tuple[int, ...], device: torch.device) -> None:
+        self.name, self.ranks = backend, ranks
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        self.group = distributed.new_group(list(ranks), backend=backend)
+        self.member = distributed.get_rank() in ranks
+
+    def algorithms(self, operation: str) -> tuple[str, ...]:
+        return ("",)
+
+    def collective(self, operation: str, algorithm: str, n: int) -> Call:
+        if not self.member:
+            return do_nothing
+        if operation == "barrier":
+            return lambda: distributed.barrier(group=self.group)
+        size, root = len(self.ranks), self.ranks[0]
+        full = torch.zeros(n // ELEMENT_BYTES, dtype=DTYPE, device=self.device)
+        shard = torch.zeros(full.numel() // size, dtype=DTYPE, device=self.device)
+        return self._call(operation, full, shard, root)
+
+    def _call(self, operation: str, full: torch.Tensor, shard: torch.Tensor, root: int) -> Call:
+        group, at_root = self.group, distributed.get_rank() == root
+        match operation:
+            case "all-reduce":
+                return lambda: distributed.all_reduce(full, group=group)
+            case "all-gather":
+                gather = _newer_or_older("all_gather_single", "all_gather_into_tensor")
+                return lambda: gather(full, shard, group=group)
+            case "reduce-scatter":
+                scatter = _newer_or_older("reduce_scatter_single", "reduce_scatter_tensor")
+                return lambda: scatter(shard, full, group=group)
+            case "all-to-all":
+                other = torch.empty_like(full)
+                return lambda: distributed.all_to_all_single(other, full, group=group)
+            case "broadcast":
+                return lambda: distributed.broadcast(full, root, group=group)
+            case "reduce":
+                return lambda: distributed.reduce(full, root, group=group)
+            case "gather":
+                into = list(full.chunk(len(self.ranks))) if at_root else None
+                return lambda: distributed.gather(shard, into, root, group=group)
+            case "scatter":
+                parts = list(full.chunk(len(self.ranks))) if at_root else None
+                return lambda: distributed.scatter(shard, parts, root, group=group)
+        raise MeshwrightError(
+            "MW-BENCH-006", f"'{operation}' is not an operation that bench measures", valid=OPERATIONS
+        )
+
+    def round_trip(self, peer: int, n: int, first: bool) -> Call:
+        buffer = torch.zeros(max(n // ELEMENT_BYTES, 1), dtype=DTYPE, device=self.device)
+
+        def call() -> None:
+            if first:
+                distributed.send(buffer, peer, group=self.group)
+                distributed.recv(buffer, peer, group=self.group)
+            else:
+                distributed.recv(buffer, peer, group=self.group)
+                distributed.send(buffer, peer, group=self.group)
+
+        return call
+
+
+def _newer_or_older(newer: str, older: str) -> Callable[..., Any]:
+    """torch 2.13 renamed the collectives on single tensors; 2.11 and 2.12 have the older names only."""
+    found: Callable[..., Any] = getattr(distributed, newer, None) or getattr(distributed, older)
+    return found
+
+
+BACKENDS: dict[str, Callable[[tuple[int, ...], torch.device], Adapter]] = {
+    "gloo": lambda ranks, device: Torch("gloo", ranks, device),
+    "nccl": lambda ranks, device: Torch("nccl", ranks, device),
+}
+
+
+def usable(backend: str, device: torch.device, one_device_each: bool) -> str:
+    """Why a backend cannot be measured here; empty if it can."""
+    if backend != "nccl":
+        return ""
+    if device.type != "cuda":
+        return "nccl needs GPUs"
+    if not distributed.is_nccl_available():
+        return "this torch has no NCCL"
+    return "" if one_device_each else "nccl needs one GPU for each rank"

@@ -1,0 +1,146 @@
+"""One rank of a bench, and the collector that makes a `Bench` of what the ranks send.
+
+bench_rank       the target of the local launcher: `meshwright bench --ranks 4`
+run_joined       the same in a rank that torchrun or Slurm started
+Collector        receives the messages of rank 0; `result` is complete or, after an interruption, what was measured until then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
+from meshwright.comm.bench import collectives, topology
+from meshwright.comm.bench.backends import usable
+from meshwright.comm.bench.collectives import Emit, Sweep
+from meshwright.comm.bench.session import Placement, Session, connection_failed, join, session
+from meshwright.errors import MeshwrightError
+
+CONNECTION = ("Connection", "Timed out", "timed out", "Broken pipe", "Socket", "connect")
+
+
+class Context(Protocol):
+    """What the local launcher gives a rank (`training.rank.RankContext`)."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def send(self) -> Callable[[Any], None]: ...
+
+
+def bench_rank(context: Context, sweep: Sweep) -> None:
+    """Measure in a rank of the local launcher."""
+    measure_all(session(context.device), sweep, context.send)
+
+
+def run_joined(place: Placement, sweep: Sweep, device: str, timeout_s: float, emit: Emit) -> None:
+    """Measure in a rank of torchrun or Slurm; rank 0 calls `emit`."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{place.local_rank % max(torch.cuda.device_count(), 1)}"
+        torch.cuda.set_device(device)
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # as the local launcher does: gloo is faster where ranks share cores
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if place.world > 1:
+        join(place, timeout_s)
+    try:
+        measure_all(session(device), sweep, emit)
+    except RuntimeError as error:
+        if any(words in str(error) for words in CONNECTION):
+            raise connection_failed(error) from None
+        raise
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
+    """Say where the ranks run, then measure. Messages are sent by rank 0."""
+    tell = emit if here.rank == 0 else (lambda message: None)
+    first = here.hosts.index(here.hosts[here.rank]) == here.rank
+    reports = here.gather(json.dumps(topology.detect() if first else None))
+    detected = {host: json.loads(text) for host, text in zip(here.hosts, reports, strict=True) if text != "null"}
+    tell({"ranks": [info.model_dump() for info in here.ranks], "topology": detected, "libraries": versions()})
+    one_each = len({(info.host, str(k)) for k, info in enumerate(here.ranks)}) == here.world
+    asked = sweep.backends or (("nccl",) if here.device.type == "cuda" else ("gloo",))
+    reasons = {backend: usable(backend, here.device, one_each) for backend in asked}
+    for backend, reason in reasons.items():
+        if reason:
+            tell({"skipped": f"{backend}: {reason}"})
+    backends = tuple(backend for backend, reason in reasons.items() if not reason)
+    memory = here.smallest(min(sweep.memory_bytes, device_memory(here.device)))
+    if here.world > 1:
+        collectives.run(here, _but(sweep, backends=backends, memory_bytes=memory), emit)
+    else:
+        tell({"skipped": "collectives: one rank has no other rank to exchange with"})
+
+
+def _but(sweep: Sweep, **changes: Any) -> Sweep:
+    return Sweep(**{**sweep.__dict__, **changes})
+
+
+def device_memory(device: torch.device) -> float:
+    """Half of the free memory of a GPU; no limit on a CPU, whose memory the sweep's own limit counts."""
+    return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else float("inf")
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that the figures depend on."""
+    found = {"torch": str(torch.__version__), "threads": str(torch.get_num_threads())}
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        with contextlib.suppress(Exception):  # a torch without NCCL has no version of it
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+class Collector:
+    """Receives the messages of a bench. `show` is called with (share done, seconds left, what is measured)."""
+
+    def __init__(self, show: Callable[[float, float, str], None] = lambda share, left, doing: None) -> None:
+        self.show = show
+        self.about: dict[str, Any] = {}
+        self.points: list[Point] = []
+        self.device: list[DevicePoint] = []
+        self.skipped: list[str] = []
+
+    def __call__(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"progress": share, "left_s": left, "doing": doing}:
+                self.show(share, left, doing)
+            case {"point": fields}:
+                self.points.append(Point(**fields))
+            case {"device": fields}:
+                self.device.append(DevicePoint(**fields))
+            case {"skipped": text}:
+                self.skipped.append(text)
+            case {"ranks": ranks, "topology": detected, "libraries": libraries}:
+                self.about = {
+                    "ranks": tuple(RankInfo(**info) for info in ranks), "topology": detected, "libraries": libraries
+                }  # fmt: skip
+            case _:
+                raise MeshwrightError("MW-CLI-001", f"a rank sent an unknown message: {sorted(message)}")
+
+    def result(self, interrupted: str = "") -> Bench:
+        """What was measured; `interrupted` says why it is incomplete."""
+        return Bench(
+            made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            state="interrupted" if interrupted else "complete",
+            why=interrupted,
+            skipped=tuple(self.skipped),
+            points=tuple(self.points),
+            device=tuple(self.device),
+            **self.about,
+        )

@@ -1,0 +1,141 @@
+"""A bench in the terminal: where it ran, collectives by size, transfers between ranks, the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.calibrate.fit import Line, fit_line
+from meshwright.calibrate.points import Bench, DevicePoint, Point
+from meshwright.units import format_bytes, format_count, format_flops, format_rate, format_seconds
+from meshwright.view.tables import facts, filled, heading
+
+PAIR = "point-to-point"
+NOISY = 0.25  # a spread above this is coloured
+CONVENTION = (
+    "n is the full buffer. algbw = n/t; busbw = bytes that one rank sends / t, comparable with a link's rate (the conventions of nccl-tests). "
+    "Times are medians; ± is half the distance of the quartiles."
+)
+
+
+def page(bench: Bench) -> RenderableType:
+    """All tables of a bench."""
+    parts: list[RenderableType] = [header(bench)]
+    collectives = [p for p in bench.points if p.operation != PAIR]
+    if collectives:
+        parts += [collectives_table(collectives), Text(CONVENTION, "dim")]
+    pairs = [p for p in bench.points if p.operation == PAIR]
+    if pairs:
+        parts.append(pairs_table(pairs, bench))
+    if bench.device:
+        parts.append(device_table(bench.device))
+    if bench.skipped:
+        parts.append(skipped(bench.skipped))
+    return Group(*parts)
+
+
+def header(bench: Bench) -> RenderableType:
+    hosts = bench.hosts
+    where = ", ".join(f"{host}: {len(ranks)} ranks" for host, ranks in list(hosts.items())[:8])
+    devices = ", ".join(dict.fromkeys(info.device for info in bench.ranks))
+    cores = ", ".join(str(c) for c in dict.fromkeys(info.cores for info in bench.ranks))
+    state = Text(f"interrupted: {bench.why}", "bold red") if bench.state == "interrupted" else ""
+    return Group(
+        heading("bench", f"{bench.world} ranks on {len(hosts)} hosts"),
+        facts(
+            [
+                ("state", state),
+                ("hosts", where + (" …" if len(hosts) > 8 else "")),
+                ("device", f"{devices}; {cores} cores"),
+                ("libraries", ", ".join(f"{name} {version}" for name, version in bench.libraries.items())),
+            ]
+        ),
+    )
+
+
+def collectives_table(points: Iterable[Point]) -> RenderableType:
+    """One row for each operation, algorithm and size; series are separated by their order."""
+    rows = []
+    for series in by_series(points).values():
+        for k, point in enumerate(series):
+            name = f"{point.operation}" + (f" ({point.algorithm})" if point.algorithm else "")
+            rows.append(
+                (
+                    name if k == 0 else "",
+                    point.backend if k == 0 else "",
+                    len(point.ranks) if k == 0 else "",
+                    format_bytes(point.bytes) if point.bytes else "",
+                    format_seconds(point.median_s),
+                    spread(point),
+                    format_rate(point.algorithm_bandwidth) if point.bytes else "",
+                    format_rate(point.bus_bandwidth) if point.bytes else "",
+                )
+            )
+    return filled(("operation", "backend", ">ranks", ">n", ">time", ">±", ">algbw", ">busbw"), rows)
+
+
+def spread(point: Point | DevicePoint) -> Text:
+    return Text(f"{point.spread:.0%}", "yellow" if point.spread > NOISY else "")
+
+
+def by_series(points: Iterable[Point]) -> dict[tuple, list[Point]]:
+    """Points that differ in size only, by size."""
+    found: dict[tuple, list[Point]] = {}
+    for point in sorted(points, key=lambda p: p.bytes):
+        found.setdefault((*point.series, point.ranks), []).append(point)
+    return dict(sorted(found.items(), key=lambda item: str(item[0][:3])))
+
+
+def pairs_table(points: Sequence[Point], bench: Bench) -> RenderableType:
+    """The line of each kind of pair: inside a host, between hosts, alone and at the same time."""
+    host = {info.rank: info.host for info in bench.ranks}
+    kinds: dict[tuple[str, str], list[Point]] = {}
+    for point in points:
+        inside = host.get(point.ranks[0]) == host.get(point.ranks[1])
+        together = f"{point.concurrent} pairs at once" if point.concurrent > 1 else "one pair at a time"
+        kinds.setdefault((point.backend, f"{'inside a host' if inside else 'between hosts'}, {together}"), []).append(
+            point
+        )
+    rows = []
+    for (backend, kind), found in kinds.items():
+        line = line_of(found)
+        if line:
+            count = len({p.ranks for p in found})
+            rows.append((f"{PAIR} {kind}", backend, count, *line_cells(line)))
+    return filled(("transfers", "backend", ">pairs", ">α", ">rate", ">n*", ">residual", "~largest deviation"), rows)
+
+
+def line_of(points: Sequence[Point]) -> Line | None:
+    """The fitted line; None with fewer than two sizes."""
+    if len({p.bytes for p in points}) < 2:
+        return None
+    return fit_line([p.bytes for p in points], [p.median_s for p in points])
+
+
+def line_cells(line: Line) -> tuple[str, ...]:
+    return (
+        format_seconds(line.alpha),
+        format_rate(line.bandwidth) if line.beta else "",
+        format_bytes(line.crossover) if line.beta else "",
+        f"{line.residual:.0%}",
+        f"{line.deviation:.0%} at {format_bytes(line.deviates_at)}",
+    )
+
+
+def device_table(points: Sequence[DevicePoint]) -> RenderableType:
+    rows = []
+    for point in points:
+        rate = {"FLOP": format_flops, "byte": format_rate}.get(point.unit, lambda r: f"{format_count(r)}/s")(point.rate)
+        shape = " × ".join(f"{name} {value:g}" for name, value in point.shape.items())
+        slow = f"{point.slowdown:.2f}×" if point.condition else ""
+        rows.append(
+            (point.kind, point.dtype, shape, format_seconds(point.median_s), spread(point), rate, slow, point.condition)
+        )
+    return filled(("device", "dtype", "shape", ">time", ">±", ">rate", ">slower", "~while"), rows)
+
+
+def skipped(texts: Sequence[str], most: int = 6) -> RenderableType:
+    more = f"\n… and {len(texts) - most} more" if len(texts) > most else ""
+    return Text("not measured: " + "\n              ".join(texts[:most]) + more, "dim")

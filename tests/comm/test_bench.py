@@ -1,0 +1,240 @@
+"""`meshwright bench`: ranks are joined or named, the sweep keeps its budget, and what was measured is never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from meshwright.calibrate.points import Bench
+from meshwright.cli import main
+from meshwright.cli.bench import finish, measured
+from meshwright.comm.bench import collectives, topology
+from meshwright.comm.bench.backends import OPERATIONS
+from meshwright.comm.bench.collectives import PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
+from meshwright.comm.bench.options import sweep_of
+from meshwright.comm.bench.session import Placement, first_host, join, placement
+from meshwright.errors import MeshwrightError
+
+TWO_HOSTS = ["a", "a", "b", "b"]
+
+
+def bench(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | (environment or {})
+    command = [sys.executable, "-m", "meshwright", "bench", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables)
+
+
+def ended(process: subprocess.Popen, seconds: float = 60) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def variables_of(rank: int, world: int, port: int) -> dict[str, str]:
+    local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), **local}
+
+
+# Launchers
+
+
+def test_placement_of_torchrun_and_slurm() -> None:
+    assert placement({}) is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}
+    assert placement(torchrun) == Placement(3, 8, 1, "h0", 1234)
+    assert placement({**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True"}).store_is_running
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "71234"}
+    slurm["SLURM_STEP_NODELIST"] = "gpu[03-04]"
+    assert placement(slurm) == Placement(5, 16, 5, "gpu03", 29_500 + 1234)
+    assert placement({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None  # an interactive shell of one task
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu[003-007,12],login1", "gpu003"), ("node7", "node7"), ("a,b", "a"), ("n[5]", "n5"), ("", "")],
+)
+def test_first_host_of_a_slurm_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "0"},
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+    ],
+)
+def test_wrong_variables_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(MeshwrightError, match="MW-BENCH-003"):
+        placement(variables)
+
+
+# What is measured
+
+
+def test_pairs_and_groups() -> None:
+    assert pairs_of(TWO_HOSTS) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert groups_of(TWO_HOSTS) == [(0, 1, 2, 3), (0, 1), (0, 2)]
+    assert groups_of(["a", "a"]) == [(0, 1)]
+    assert concurrent_pairs(TWO_HOSTS) == [((0, 2), (1, 3))]
+    assert concurrent_pairs(["a"] * 4) == [((0, 2), (1, 3))]
+    many = [f"h{r // 8}" for r in range(64)]
+    found = pairs_of(many)
+    assert len(found) < 120
+    for host in range(8):  # every host is seen from at least two other hosts
+        others = {b // 8 if a // 8 == host else a // 8 for a, b in found if (a // 8 == host) != (b // 8 == host)}
+        assert len(others) >= 2
+
+
+def test_sizes_end_at_the_largest() -> None:
+    assert sizes_of(Sweep(smallest=1024, largest=100_000)) == [1024, 4096, 16384, 65536, 100_000]
+    assert sizes_of(Sweep())[-1] == 2**30
+
+
+def test_coarse_sizes_come_first() -> None:
+    order = list(collectives.coarse_to_fine([range(5), range(10, 12)]))  # type: ignore[list-item]
+    assert order == [0, 10, 3, 1, 11, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("gloo,ncl", "", "1KiB", "1MiB", "5s"), "backend 'ncl'"),
+        (("", "allreduce", "1KiB", "1MiB", "5s"), "operation 'allreduce'"),
+        (("", "", "1MiB", "1KiB", "5s"), "not a range"),
+        (("", "", "1KiB", "1MiB", "1ms"), "budget"),
+    ],
+)
+def test_wrong_options_are_refused(words, says) -> None:
+    with pytest.raises(MeshwrightError, match=says):
+        sweep_of(*words)
+
+
+# Topology
+
+TOPO = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
+GPU0\t X \tNV18\tPIX\t0-31
+GPU1\tNV18\t X \tSYS\t0-31
+NIC0\tPIX\tSYS\t X
+
+Legend:
+  X    = Self
+"""
+
+
+def test_topology_is_read() -> None:
+    assert topology.gpu_links(TOPO) == [["X", "NV18"], ["NV18", "X"]]
+    assert topology.gpu_links("") == []
+    assert topology.gpu_links("GPU0 GPU1\nGPU0 X what\n") == []
+    found = topology.detect()
+    assert found["interfaces"]["lo"]["virtual"]
+    json.dumps(found)
+
+
+def test_interfaces_and_rdma_of_sysfs(tmp_path) -> None:
+    nic = tmp_path / "class" / "net" / "eth0"
+    (nic / "device").mkdir(parents=True)
+    for name, text in (("speed", "100000"), ("operstate", "up"), ("mtu", "9000")):
+        (nic / name).write_text(text)
+    (tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    (tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1" / "rate").write_text("400 Gb/sec (4X NDR)")
+    assert topology.interfaces(tmp_path)["eth0"] == {
+        "state": "up",
+        "mtu": 9000,
+        "virtual": False,
+        "bytes_per_s": 12.5e9,
+    }
+    assert topology.rdma_devices(tmp_path) == {"mlx5_0": "400 Gb/sec (4X NDR)"}
+    assert topology.interfaces(tmp_path / "none") == {}
+
+
+# Runs
+
+
+def test_four_local_ranks(tmp_path, capsys) -> None:
+    file = tmp_path / "bench.json"
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "--ranks", "4", "--budget", "40s", "--max-size", "4KiB", "--json", str(file)])
+    assert left.value.code == 0
+    found = Bench.read(file)
+    assert (found.state, found.world) == ("complete", 4)
+    assert {p.operation for p in found.points} == {PAIR, *OPERATIONS}
+    pairs = {p.ranks for p in found.points if p.concurrent == 1 and p.operation == PAIR}
+    assert pairs == set(pairs_of(["a"] * 4))
+    assert "busbw" in capsys.readouterr().out
+
+
+def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys) -> None:
+    """Ctrl-C after the fifth progress message, as the parent of the ranks receives it."""
+    shown = []
+
+    def show(share: float, left: float, doing: str) -> None:
+        shown.append(doing)
+        if len(shown) == 5:
+            raise KeyboardInterrupt
+
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    found, failure = measured(None, 2, Sweep(budget_s=60.0), "cpu", 10.0, show)
+    assert isinstance(failure, KeyboardInterrupt)
+    assert (found.state, len(found.points)) == ("interrupted", 4)
+    finish(found, str(tmp_path / "bench.json"), "")
+    assert "interrupted" in capsys.readouterr().out
+    assert Bench.read(tmp_path / "bench.json") == found
+    if before:
+        assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("meshwright-")}
+
+
+def test_missing_rank_is_named_in_bounded_time() -> None:
+    start = time.monotonic()
+    with pytest.raises(MeshwrightError, match="rank 1, 2 of 3 did not join within 1 s") as found:
+        join(Placement(0, 3, 0, "127.0.0.1", free_port()), timeout_s=1.0)
+    assert found.value.code == "MW-BENCH-004"
+    assert time.monotonic() - start < 10
+
+
+def test_unreachable_meeting_place_is_an_error() -> None:
+    start = time.monotonic()
+    with pytest.raises(MeshwrightError, match="MW-BENCH-005"):
+        join(Placement(1, 2, 1, "127.0.0.1", free_port()), timeout_s=1.0)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_join_and_rank_0_writes(tmp_path) -> None:
+    port, file = free_port(), tmp_path / "bench.json"
+    options = ("--budget", "2s", "--max-size", "4KiB", "--operations", "all-reduce", "--json", str(file))
+    ranks = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
+    results = [ended(rank) for rank in ranks]
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "busbw" in results[0][1]
+    assert results[1][1] == ""
+    assert {p.bytes for p in Bench.read(file).points} == {1024, 4096}
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_bench_with_its_result(tmp_path) -> None:
+    file = tmp_path / "bench.json"
+    process = bench("--ranks", "2", "--budget", "60s", "--json", str(file))
+    time.sleep(15)
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process, 20)
+    assert code == 130, err
+    assert Bench.read(file).state == "interrupted"
+    assert "interrupted" in out
