@@ -169,15 +169,20 @@ def test_interfaces_and_rdma_of_sysfs(tmp_path) -> None:
 
 
 def test_four_local_ranks(tmp_path, capsys) -> None:
-    file = tmp_path / "bench.json"
+    file, page = tmp_path / "bench.json", tmp_path / "bench.html"
     with pytest.raises(SystemExit) as left:
-        main(["bench", "--ranks", "4", "--budget", "40s", "--max-size", "4KiB", "--json", str(file)])
+        main(
+            ["bench", "--ranks", "4", "--budget", "3s", "--max-size", "4KiB", "--json", str(file), "--html", str(page)]
+        )
     assert left.value.code == 0
     found = Bench.read(file)
     assert (found.state, found.world) == ("complete", 4)
-    assert {p.operation for p in found.points} == {PAIR, *OPERATIONS}
+    late = {name for name in (PAIR, *OPERATIONS) for text in found.skipped if f" {name}," in text}  # on a busy machine
+    assert {p.operation for p in found.points} | late == {PAIR, *OPERATIONS}
     pairs = {p.ranks for p in found.points if p.concurrent == 1 and p.operation == PAIR}
-    assert pairs == set(pairs_of(["a"] * 4))
+    assert pairs <= set(pairs_of(["a"] * 4))
+    assert pairs
+    assert '"title":"point-to-point"' in page.read_text("utf-8")
     assert "busbw" in capsys.readouterr().out
 
 
