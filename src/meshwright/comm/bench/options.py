@@ -31,7 +31,7 @@ def sweep_of(backends: str, operations: str, smallest: str, largest: str, budget
         )
     names = tuple(words(backends, BACKENDS, "backend", "--backends"))
     known = words(operations, (PAIR, *OPERATIONS), "operation", "--operations") or [PAIR, *OPERATIONS]
-    return Sweep(names, tuple(known), *sizes, budget_s=seconds)
+    return Sweep(names, tuple(known), sizes[0], sizes[1], seconds)
 
 
 def words(text: str, known: Iterable[str], what: str, option: str) -> list[str]:
