@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -21,6 +22,7 @@ from meshwright.comm.bench.collectives import PAIR, Sweep, concurrent_pairs, gro
 from meshwright.comm.bench.options import sweep_of
 from meshwright.comm.bench.session import Placement, first_host, join, placement
 from meshwright.errors import MeshwrightError
+from meshwright.training import launch
 
 TWO_HOSTS = ["a", "a", "b", "b"]
 
@@ -186,7 +188,7 @@ def test_four_local_ranks(tmp_path, capsys) -> None:
     assert "busbw" in capsys.readouterr().out
 
 
-def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys) -> None:
+def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:
     """Ctrl-C after the fifth progress message, as the parent of the ranks receives it."""
     shown = []
 
@@ -195,15 +197,21 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys) -> None:
         if len(shown) == 5:
             raise KeyboardInterrupt
 
-    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    folders = []
+
+    def mkdtemp(make=tempfile.mkdtemp, **options):
+        folders.append(make(**options))
+        return folders[-1]
+
+    monkeypatch.setattr(launch.tempfile, "mkdtemp", mkdtemp)
     found, failure = measured(None, 2, Sweep(budget_s=60.0), "cpu", 10.0, show)
     assert isinstance(failure, KeyboardInterrupt)
     assert (found.state, len(found.points)) == ("interrupted", 4)
     finish(found, str(tmp_path / "bench.json"), "")
     assert "interrupted" in capsys.readouterr().out
     assert Bench.read(tmp_path / "bench.json") == found
-    if before:
-        assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("meshwright-")}
+    assert len(folders) == 1
+    assert not os.path.exists(folders[0])
 
 
 def test_missing_rank_is_named_in_bounded_time() -> None:
