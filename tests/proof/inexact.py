@@ -40,17 +40,9 @@ def beside(i: int, kind: Fields) -> list[tuple[str, Fields]]:
     ]
 
 
-# Of kinds that are one class of compressor each strategy meets one, in turn, and strategies of four ranks every second such
-# class; the others wait for the soak.
+# Kinds that are one class of compressor: of each class one is enough for the daily run.
 ALIKE = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
-MADE = {name: beside(i, kind) for i, (name, kind) in enumerate(KINDS.items())}
-COMPRESSED = [
-    MADE[names[j % len(names)]][j]
-    for f, names in enumerate(ALIKE)
-    for j in range(8)
-    if j in (0, 3, 4, 6) or (f + j) % 2
-]
-TWINS = [layout for layouts in MADE.values() for layout in layouts if layout not in COMPRESSED]
+COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in beside(i, kind)]
 COMPRESSED += [
     ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
     ("one-kv", {**Z3, **ZBV, **KINDS["int8"]}),

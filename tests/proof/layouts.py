@@ -376,10 +376,6 @@ def narrow_layouts() -> list[Layout]:
     ]
 
 
-def twin_layouts() -> list[Layout]:
-    return [Layout(model, Plan(**plan)) for model, plan in inexact.TWINS]
-
-
 def lossy_layouts() -> list[Layout]:
     out = [Layout(model, Plan(**plan)) for model, plan in inexact.COMPRESSED]
     out += [Layout(model, Plan(**plan), router=tuple(router.items())) for model, plan, router in inexact.COUNTED]

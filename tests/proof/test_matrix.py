@@ -1,11 +1,12 @@
 """Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
-issues the lowered collectives."""
+issues the collectives that are lowered."""
 
 from dataclasses import replace
 from functools import cache
 
 import layouts
 import pytest
+from kinds import covering, exact_kinds, lossy_kinds
 
 import ranks
 from meshwright.programs.pipelines import SCHEDULES
@@ -13,15 +14,16 @@ from meshwright.proof import prove as proof
 from meshwright.proof import traffic
 from meshwright.proof.compare import bounds_from_rounding, compare
 
-ALL, LOSSY, TWINS = layouts.all_layouts(), tuple(layouts.lossy_layouts()), tuple(layouts.twin_layouts())
-TOGETHER = {1: 40, 2: 24, 4: 16, 8: 4}  # layouts that share a set of processes
+ALL, LOSSY, NARROW = layouts.all_layouts(), layouts.lossy_layouts(), layouts.narrow_layouts()
+DAILY = {*covering(ALL, exact_kinds), *covering(LOSSY, lossy_kinds), *covering(NARROW, lossy_kinds)}
+TOGETHER = {1: 40, 2: 30, 4: 13, 8: 5}  # layouts that share a set of processes
 BOUND = 1e-10
 SILENCE_S = 100.0
 
 
 @cache
 def one_device(together):
-    """The references of the layouts that train in the same processes."""
+    """References of the layouts that train in the same processes, by reference."""
     wanted = list(dict.fromkeys(layout.reference for layout in together))
     return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
@@ -31,22 +33,25 @@ def train(world, jobs):
 
 
 def train_on_one(jobs):
-    """Train jobs of one device, half of them on each core."""
+    """Jobs of one device, half of them on each core."""
     halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
 
 def companions(layout):
-    """Layouts that train in the same processes: the same world size and preparation, at most `TOGETHER` layouts."""
-    same = [other for other in ALL if (other.plan.world, other.prepare) == (layout.plan.world, layout.prepare)]
-    size = TOGETHER[layout.plan.world]
+    """Layouts that train in the same processes: the same world size and preparation, all daily or none, at most `TOGETHER`."""
+
+    def key(layout):
+        return layout.plan.world, layout.prepare, layout in DAILY
+
+    same, size = [other for other in ALL if key(other) == key(layout)], TOGETHER[layout.plan.world]
     start = same.index(layout) // size * size
     return tuple(same[start : start + size])
 
 
 @cache
 def trained(together):
-    """Traces by layout. If the set fails, there are none, and each layout trains separately, so that one failure does not hide others."""
+    """Traces by layout; if the set fails, none: each layout then trains by itself, so that one failure does not hide the others."""
     try:
         by_rank = train(together[0].plan.world, [layout.job() for layout in together])
         return {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
@@ -59,17 +64,10 @@ def traces_of(layout):
     return together[layout] if together else [rank[0] for rank in train(layout.plan.world, [layout.job()])]
 
 
-def all_five(layout):
-    """Whether all axes are larger than 1: such a layout is in the daily run, with the eight-rank layouts of its set."""
-    plan = layout.plan
-    return min(plan.tp, plan.cp, plan.pp, plan.ep, 1 + plan.zero) > 1
-
-
 def marked(layout, group=""):
     """A test parameter; layouts that train in the same processes run on one worker."""
-    rare = layout in TWINS or (layout.plan.world > 4 and not any(map(all_five, companions(layout))))
     group = group or f"matrix {ALL.index(companions(layout)[0])}"
-    marks = [pytest.mark.xdist_group(group), *([pytest.mark.slow] if rare else [])]
+    marks = [pytest.mark.xdist_group(group), *([] if layout in DAILY else [pytest.mark.slow])]
     return pytest.param(layout, id=layout.title, marks=marks)
 
 
@@ -86,7 +84,7 @@ def test_a_layout_trains_what_one_device_trains(layout):
 
 
 def assert_issues_what_is_lowered(layout, traces):
-    """Compare all collectives of the second step in number and bytes; a row is data-dependent only if routing or a threshold decides."""
+    """Every collective of the second step, in number and bytes; a row rests on data only where data decides."""
     rows = [(trace.rank, row) for trace in traces for row in trace.traffic]
     assert bool(rows) == (layout.plan.world > 1)
     assert [(rank, row) for rank, row in rows if row.unexplained or row.lowered != pytest.approx(row.observed)] == []
@@ -112,7 +110,7 @@ def data_decides(layout):
 
 
 def in_sets(every):
-    """Traces by layout; layouts of one world size train in the same processes, at most `TOGETHER` at a time."""
+    """Traces by layout: those of one world size train in the same processes, at most `TOGETHER` of them."""
     traces = {}
     for world in sorted({layout.plan.world for layout in every}):
         same, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
@@ -125,19 +123,23 @@ def in_sets(every):
 
 def lossy_set(layout):
     """Lossy layouts of one world size, of the daily run or of the soak."""
-    return tuple(other for other in (TWINS if layout in TWINS else LOSSY) if other.plan.world == layout.plan.world)
+
+    def key(layout):
+        return layout.plan.world, layout in DAILY
+
+    return tuple(other for other in LOSSY if key(other) == key(layout))
 
 
 @cache
 def lossy(every):
-    """Traces of one device and of the ranks. Ranks train first, because they report to the one device how they cut their gradients."""
+    """Traces of one device and of the ranks. Ranks train first: they report to one device how they cut their gradients."""
     traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
     return dict(zip(traces, train_on_one(jobs), strict=True)), traces
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout, f"matrix lossy {layout.plan.world}") for layout in (*LOSSY, *TWINS)])
+@pytest.mark.parametrize("layout", [marked(layout, f"matrix lossy {layout.plan.world}") for layout in LOSSY])
 def test_a_lossy_layout_equals_its_emulation_on_one_device(layout):
     one, many = (by[layout] for by in lossy(lossy_set(layout)))
     agreement = compare(one, many)
@@ -146,9 +148,9 @@ def test_a_lossy_layout_equals_its_emulation_on_one_device(layout):
 
 
 @cache
-def narrow(dtype):
+def narrow(dtype, daily):
     """Traces by layout, and those of one device in the same 16 bits and in float64."""
-    traces = in_sets([layout for layout in layouts.narrow_layouts() if layout.dtype == dtype])
+    traces = in_sets([layout for layout in NARROW if (layout.dtype, layout in DAILY) == (dtype, daily)])
     jobs = {
         layout: [on_one_device(layout, dtype, many) for dtype in (layout.dtype, "fp64")]
         for layout, many in traces.items()
@@ -159,30 +161,38 @@ def narrow(dtype):
 
 
 def on_one_device(layout, dtype, many):
-    """One device in this dtype: the full batch in one forward, or an emulation of the ranks."""
+    """One device in this dtype: all of the batch at once, or an emulation of the ranks."""
     plan, job = layout.plan, replace(layout.job(), dtypes=(dtype,))
     one = proof.one_device(job, [{dtype: trace} for trace in many])
     return replace(one, plan=one.plan.but(master=plan.master, grad_dtype=plan.grad_dtype))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", [marked(layout, f"matrix {layout.dtype}") for layout in layouts.narrow_layouts()])
+@pytest.mark.parametrize("layout", [marked(layout, f"matrix {layout.dtype}") for layout in NARROW])
 def test_the_error_of_a_16_bit_layout_is_at_most_that_of_one_device(layout):
-    (single, double), many = (by[layout] for by in narrow(layout.dtype))
+    (single, double), many = (by[layout] for by in narrow(layout.dtype, layout in DAILY))
     agreement = compare(double, many, bounds_from_rounding(single, double))
     assert not agreement.breaks, "\n".join(map(str, agreement.breaks[:5]))
     assert agreement.errors["gradient"] > 1e-6  # it was computed in 16 bits
     assert_issues_what_is_lowered(layout, many)
 
 
-def test_the_matrix_is_complete():
-    """No pair is missing: all pairs of families are generated, and no generated layout is refused."""
+def test_the_matrix_is_whole():
+    """No pair is left out: each was made by the families, and nothing of what was made is refused."""
     made = [*layouts.single_strategies(), *layouts.pairs(), *layouts.TRIPLES, *layouts.EXTRAS]
     assert [(model, fields) for model, fields in made if layouts.refused(model, fields)] == []
     assert len([layout for layout in ALL if layout.plan.world <= 4]) >= 150
     assert len(layouts.TRIPLES) >= 20
     assert {layout.plan.schedule for layout in ALL} == set(SCHEDULES)
     assert {layout.plan.zero for layout in ALL} == {0, 1, 2, 3}
+
+
+def test_the_daily_run_shows_every_kind_of_layout():
+    """A strategy beside another, a model beside an axis, a compressor of each class beside each strategy: none waits for the soak."""
+    for every, kinds_of in ((ALL, exact_kinds), (LOSSY, lossy_kinds), (NARROW, lossy_kinds)):
+        daily = [layout for layout in every if layout in DAILY]
+        assert set().union(*map(kinds_of, daily)) == set().union(*map(kinds_of, every))
+    assert any(min(p.tp, p.cp, p.pp, p.ep, 1 + p.zero) > 1 for p in (layout.plan for layout in DAILY))  # all five axes
 
 
 STRATEGIES = {
@@ -207,17 +217,11 @@ def lacking(plans, wanted):
 @pytest.mark.parametrize("kind", layouts.inexact.KINDS)
 def test_every_compression_is_combined_with_every_strategy(kind):
     wanted = {**STRATEGIES, **ONLY_COMPRESSED}
-    assert lacking([layout.plan for layout in (*LOSSY, *TWINS) if layout.plan.wire == kind], wanted) == []
-
-
-def test_every_strategy_has_several_compressors_in_the_daily_run():
-    plans = [layout.plan for layout in LOSSY]
-    for name, is_met in {**STRATEGIES, **ONLY_COMPRESSED}.items():
-        assert len({p.wire for p in plans if is_met(p)}) >= 3, name
+    assert lacking([layout.plan for layout in LOSSY if layout.plan.wire == kind], wanted) == []
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
 def test_every_precision_is_combined_with_every_strategy(precision):
-    every = (*ALL, *LOSSY) if precision == "fp8" else layouts.narrow_layouts()
+    every = (*ALL, *LOSSY) if precision == "fp8" else NARROW
     plans = [layout.plan for layout in every if layout.precision == precision]
     assert lacking(plans, {**STRATEGIES, **ONLY_PRECISE}) == []
