@@ -11,11 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from meshwright.training import launch
 
 launch.PRELOAD += ["meshwright.proof.trace", "meshwright.training.work"]
+launch.PRELOAD += [
+    "transformers.models.llama.modeling_llama"
+]  # seconds in every rank otherwise; ignored where it is missing
 SILENCE_S = 25.0
 GROUP_TIMEOUT_S = 15.0
+
+
+def soak(cases: list[Any]) -> list[Any]:
+    """Parameters of a test that only `make soak` runs: the matrix shows their kinds every day. A tuple is one value per name."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
 
 
 def run(

@@ -27,7 +27,7 @@ MODELS = {
 WORKLOAD = Workload(batch=4, seq=16)
 LAYOUTS = [
     ("gqa", {"tp": 2, "cp": 2, "recompute": "full"}),
-    ("gqa", {"cp": 2, "tp": 2, "cp_kind": "ulysses", "recompute": "selective"}),
+    *ranks.soak([("gqa", {"cp": 2, "tp": 2, "cp_kind": "ulysses", "recompute": "selective"})]),
     ("window", {"cp": 2, "replicate": 2, "cp_kind": "all-gather", "microbatch": 2}),
     ("mla", {"tp": 2, "pp": 2, "sp": True, "recompute": "selective"}),
 ]

@@ -294,13 +294,14 @@ LAYOUTS = [
     ("gemma", {"cp": 2, **GATHER, "microbatch": 8}),
     ("gemma", {"cp": 2, **ULYSSES, "microbatch": 8}),
     ("llama", {"cp": 4, **ULYSSES, "microbatch": 4}),  # two KV heads on four ranks
-    # with everything else
+    ("gpt", {"cp": 2, **ULYSSES, "zero": 1, "microbatch": 4}),  # shards over cp alone
+    ("gpt", {"cp": 2, **GATHER, "tp": 2, "sp": True, "microbatch": 8, "order": ("cp", "dp", "tp", "pp")}),
+]
+LAYOUTS_IN_SOAK = [
     ("llama", {"cp": 2, "replicate": 2, "microbatch": 2}),
     ("llama", {"cp": 2, "shard": 2, "zero": 3, "microbatch": 2}),
-    ("gpt", {"cp": 2, **ULYSSES, "zero": 1, "microbatch": 4}),  # shards over cp alone
     ("llama", {"cp": 2, **GATHER, "replicate": 2, "zero": 3, "microbatch": 2}),
     ("gemma", {"cp": 2, "tp": 2, "sp": True, "microbatch": 4}),
-    ("gpt", {"cp": 2, **GATHER, "tp": 2, "sp": True, "microbatch": 8, "order": ("cp", "dp", "tp", "pp")}),
     ("gpt", {"cp": 2, "pp": 2, "virtual": 2, "schedule": "zbv"}),
     ("llama", {"cp": 2, **ULYSSES, "pp": 2, "microbatch": 2}),
 ]
@@ -316,7 +317,7 @@ def title(case):
     return f"{case[0]}-{Plan(**case[1]).title()}"
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=title)
+@pytest.mark.parametrize("case", [*LAYOUTS, *ranks.soak([(case,) for case in LAYOUTS_IN_SOAK])], ids=title)
 def test_a_layout_trains_what_one_device_trains(case):
     name, said = case
     plan = Plan(**said)
@@ -343,9 +344,13 @@ def proof_of(plan, model=None, prepare=""):
         {"cp": 3},
         {"cp": 2, **GATHER, "zero": 3},
         {"cp": 2, **ULYSSES, "recompute": "selective"},
-        {"cp": 2, "tp": 2, "sp": True, "recompute": "selective"},
-        {"cp": 2, "recompute": "full"},
-        {"cp": 2, "shard": 2, "zero": 2},
+        *ranks.soak(
+            [
+                {"cp": 2, "tp": 2, "sp": True, "recompute": "selective"},
+                {"cp": 2, "recompute": "full"},
+                {"cp": 2, "shard": 2, "zero": 2},
+            ]
+        ),
     ],
 )
 def test_what_is_issued_is_what_is_lowered(plan):

@@ -184,8 +184,12 @@ def test_summed_after_each_micro_batch_it_is_the_same_sum():
 
 MODEL = Model(hidden=16, layers=4, heads=4, kv_heads=2, ffn=24, vocab=33)
 PROVED = [
-    {"replicate": 2, "reduce": "microbatch", "compression": "threshold", "tp": 2},
-    {"shard": 2, "zero": 3, "wrap": 0, "recompute": "full", "tp": 2},
+    *ranks.soak(
+        [
+            {"replicate": 2, "reduce": "microbatch", "compression": "threshold", "tp": 2},
+            {"shard": 2, "zero": 3, "wrap": 0, "recompute": "full", "tp": 2},
+        ]
+    ),
     {"shard": 2, "zero": 2, "wrap": 2, "pp": 2, "compression": "int8"},
 ]
 

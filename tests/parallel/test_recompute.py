@@ -183,14 +183,18 @@ SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
-        ({"tp": 2, "recompute": "full"}, {}),
         ({"tp": 2, "sp": True, "recompute": "full"}, {"norms_per_layer": 4}),
-        ({"tp": 2, "sp": True, "recompute": "selective"}, {}),
-        ({"tp": 2, "sp": True, "recompute": "full", **SPLIT}, {}),
-        ({"shard": 2, "zero": 3, "recompute": "full"}, {}),
-        ({"tp": 2, "recompute": "full"}, {"kind": "mlp"}),
         ({"tp": 2, "sp": True, "recompute": "full", "recompute_every": 3, **SPLIT}, {"layers": 9}),
         ({"replicate": 2, "ep": 2, "recompute": "full", "recompute_every": 2}, {"experts": 4, "top_k": 2}),
+        *ranks.soak(
+            [
+                ({"tp": 2, "recompute": "full"}, {}),
+                ({"tp": 2, "sp": True, "recompute": "selective"}, {}),
+                ({"tp": 2, "sp": True, "recompute": "full", **SPLIT}, {}),
+                ({"shard": 2, "zero": 3, "recompute": "full"}, {}),
+                ({"tp": 2, "recompute": "full"}, {"kind": "mlp"}),
+            ]
+        ),
     ],
 )
 def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan, model):

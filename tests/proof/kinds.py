@@ -37,7 +37,6 @@ def features(layout: Any) -> dict[str, Any]:
         found["pipeline"] = (plan.schedule, plan.virtual)
     if plan.ep > 1:
         found["expert"] = "ep"
-    found |= {f"{axis} above 2": True for axis in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, axis) > 2}
     for option in OPTIONS:
         if getattr(plan, option) != getattr(UNSET, option):
             found[option] = getattr(plan, option)
@@ -56,10 +55,11 @@ def kinds(layout: Any) -> set[tuple[Any, ...]]:
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """As `kinds`; the number of axes counts too, and models meet only axes, not every option."""
+    """As `kinds`; models meet only axes, not every option. An axis of more than two ranks and all axes at once count too."""
     axes = {"data", "tensor", "context", "pipeline", "expert"}
     paired = {kind for kind in kinds(layout) if len(kind) == 2 or kind[0] != "model" or kind[2] in axes}
-    return paired | {("axes", len(axes & features(layout).keys()))}
+    longer = {(axis, "above 2") for axis in ("tp", "cp", "pp", "replicate", "shard") if getattr(layout.plan, axis) > 2}
+    return paired | longer | ({("all axes",)} if axes <= features(layout).keys() else set())
 
 
 def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from meshwright.proof.compare import bounds_from_rounding, compare
 
 ALL, LOSSY, NARROW = layouts.all_layouts(), layouts.lossy_layouts(), layouts.narrow_layouts()
 DAILY = {*covering(ALL, exact_kinds), *covering(LOSSY, lossy_kinds), *covering(NARROW, lossy_kinds)}
-TOGETHER = {1: 40, 2: 30, 4: 13, 8: 5}  # layouts that share a set of processes
+TOGETHER = {1: 40, 2: 30, 4: 13, 8: 4}  # layouts that share a set of processes
 BOUND = 1e-10
 SILENCE_S = 100.0
 
