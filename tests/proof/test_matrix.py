@@ -1,5 +1,5 @@
 """Every layout of the matrix trains what one device trains (loss, norm, every gradient, every parameter, in float64) and
-issues the collectives that are lowered."""
+issues the lowered collectives."""
 
 from dataclasses import replace
 from functools import cache
@@ -23,7 +23,7 @@ SILENCE_S = 100.0
 
 @cache
 def one_device(together):
-    """References of the layouts that train in the same processes, by reference."""
+    """The references of the layouts that train in the same processes."""
     wanted = list(dict.fromkeys(layout.reference for layout in together))
     return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
@@ -33,7 +33,7 @@ def train(world, jobs):
 
 
 def train_on_one(jobs):
-    """Jobs of one device, half of them on each core."""
+    """Train jobs of one device, half of them on each core."""
     halves = ranks.run(2, layouts.train_separately, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
     return [halves[i % 2][i // 2] for i in range(len(jobs))]
 
@@ -51,7 +51,7 @@ def companions(layout):
 
 @cache
 def trained(together):
-    """Traces by layout; if the set fails, none: each layout then trains by itself, so that one failure does not hide the others."""
+    """Traces by layout. If the set fails, there are none, and each layout trains separately, so that one failure does not hide others."""
     try:
         by_rank = train(together[0].plan.world, [layout.job() for layout in together])
         return {layout: [rank[i] for rank in by_rank] for i, layout in enumerate(together)}
@@ -84,7 +84,7 @@ def test_a_layout_trains_what_one_device_trains(layout):
 
 
 def assert_issues_what_is_lowered(layout, traces):
-    """Every collective of the second step, in number and bytes; a row rests on data only where data decides."""
+    """Compare all collectives of the second step in number and bytes; a row is data-dependent only if routing or a threshold decides."""
     rows = [(trace.rank, row) for trace in traces for row in trace.traffic]
     assert bool(rows) == (layout.plan.world > 1)
     assert [(rank, row) for rank, row in rows if row.unexplained or row.lowered != pytest.approx(row.observed)] == []
@@ -110,7 +110,7 @@ def data_decides(layout):
 
 
 def in_sets(every):
-    """Traces by layout: those of one world size train in the same processes, at most `TOGETHER` of them."""
+    """Traces by layout; layouts of one world size train in the same processes, at most `TOGETHER` at a time."""
     traces = {}
     for world in sorted({layout.plan.world for layout in every}):
         same, size = [layout for layout in every if layout.plan.world == world], TOGETHER[world]
@@ -132,7 +132,7 @@ def lossy_set(layout):
 
 @cache
 def lossy(every):
-    """Traces of one device and of the ranks. Ranks train first: they report to one device how they cut their gradients."""
+    """Traces of one device and of the ranks. Ranks train first, because they report to the one device how they cut their gradients."""
     traces = in_sets(every)
     jobs = [proof.one_device(layout.job(), [{"fp64": trace} for trace in many]) for layout, many in traces.items()]
     return dict(zip(traces, train_on_one(jobs), strict=True)), traces
@@ -161,7 +161,7 @@ def narrow(dtype, daily):
 
 
 def on_one_device(layout, dtype, many):
-    """One device in this dtype: all of the batch at once, or an emulation of the ranks."""
+    """One device in this dtype: the full batch in one forward, or an emulation of the ranks."""
     plan, job = layout.plan, replace(layout.job(), dtypes=(dtype,))
     one = proof.one_device(job, [{dtype: trace} for trace in many])
     return replace(one, plan=one.plan.but(master=plan.master, grad_dtype=plan.grad_dtype))
