@@ -81,7 +81,7 @@ def test_the_readme_is_in_plain_words() -> None:
 def test_help_is_in_plain_words(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.cli import main
 
-    subcommands = {"config": ["show", "diff", "schema"]}.get(command, [])
+    subcommands = {"config": ["show", "diff", "schema"], "emulate": ["up", "run", "status", "down"]}.get(command, [])
     for arguments in ([command], *([command, sub] for sub in subcommands)):
         with pytest.raises(SystemExit):
             main([*arguments, "--help"])

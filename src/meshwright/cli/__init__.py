@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
     "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
+    "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
     "report": Command("Write one HTML page about training runs: proof, loss, predicted and measured values."),
     "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
     "config": Command(
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, exit_on_signal)
     replace_unprintable()
-    as_json = "--json" in arguments and arguments[:1] != ["bench"]  # bench --json names a file
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments  # `emulate run -- COMMAND --json`
+    as_json = "--json" in options and arguments[:1] != ["bench"]  # bench --json names a file
     sys.exit(exit_code_of(lambda: dispatch(arguments), as_json))
 
 

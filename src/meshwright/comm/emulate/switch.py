@@ -1,0 +1,135 @@
+"""The switch process: links of a rate and a delay in user space, for kernels without netem.
+
+Every node has a TUN device; what its kernel sends is read here, waits, and is written to the device of its destination. A frame of
+n bytes on the wire passes links 1 … k (out of the node, up, down, into the node), each free from time f on:
+
+    start_i = max(start_{i-1}, f_i)       f_i ← start_i + n / rate_i       (start_0: when it was read)
+    delivered at  max_i f_i + delay
+
+The links work on a frame at the same time (cut-through), as on a wire: a frame of 64 KiB is paid once, not once per link. A node
+whose own link is more than `BACKLOG_S` behind is not read for a while: its queue fills and its TCP waits. Frames that several nodes
+send to one wait here, bounded by the windows of TCP (`emulation.tcp_settings`). So no frame is ever dropped, as on a lossless
+fabric. Acknowledgements overtake data: with windows waiting in both directions each would slow the other.
+
+Python needs about 40 µs for a frame; with frames of 20 to 60 KiB that is a few percent of a core at 200 Mb/s, and the limit is
+some Gb/s in all. The process runs with real-time priority, since a late frame is a wrong delay. It ends with SIGTERM, or when its
+namespaces are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.comm.emulate import frames, system
+from meshwright.comm.emulate.topology import Topology, address, namespace
+
+BACKLOG_S = 4e-3
+MAX_WAIT_S = 2.0  # between two looks at whether the namespaces still exist
+READS_PER_TURN = 8  # frames taken from one node before the other nodes have their turn
+
+
+class Switch:
+    """Frames on their way, and when each link is free."""
+
+    def __init__(self, topology: Topology, files: list[int]) -> None:
+        self.topology, self.files = topology, files
+        self.node_of = {socket.inet_aton(address(node)): node for node in range(topology.nodes)}
+        self.free_at: dict[tuple[str, int], float] = {}
+        self.blocked_until = [0.0] * len(files)
+        self.waiting: list[tuple[float, int, int, bytes]] = []  # delivery time, number, node, frame
+        self.count = 0
+
+    def turn(self) -> None:
+        """Wait for a frame or for the time of the next delivery; then read, and deliver what is due."""
+        now = time.monotonic()
+        blocked = [until for until in self.blocked_until if until > now]
+        due = [self.waiting[0][0]] if self.waiting else []
+        wait = min([*blocked, *due, now + MAX_WAIT_S]) - now
+        readable = [file for file, until in zip(self.files, self.blocked_until, strict=True) if until <= now]
+        ready, _, _ = select.select(readable, [], [], max(0.0, wait))
+        for file in ready:
+            self.read_node(self.files.index(file))
+        self.deliver(time.monotonic())
+
+    def read_node(self, node: int) -> None:
+        for _ in range(READS_PER_TURN):
+            try:
+                frame = os.read(self.files[node], frames.MAX_FRAME)
+            except BlockingIOError:
+                return
+            now = time.monotonic()
+            behind = self.admit(node, frame, now)
+            if behind > BACKLOG_S:
+                self.blocked_until[node] = now + behind - BACKLOG_S
+                return
+
+    def admit(self, node: int, frame: bytes, now: float) -> float:
+        """Put a frame on its way; return by how many seconds the link out of the node is behind."""
+        target = self.node_of.get(frames.destination(frame) or b"")
+        if target is None or target == node:
+            return 0.0
+        size, start, last = frames.wire_bytes(frame), now, now
+        overtakes = frames.is_acknowledgement(frame)
+        for link in self.topology.links(node, target):
+            free, seconds = self.free_at.get(link, 0.0), size / self.topology.capacity(link)
+            self.free_at[link] = max(start, free) + seconds
+            start = start if overtakes else max(start, free)
+            last = max(last, start + seconds)
+        self.count += 1
+        heapq.heappush(self.waiting, (last + self.topology.delay, self.count, target, frame))
+        return self.free_at["out", node] - now
+
+    def deliver(self, now: float) -> None:
+        while self.waiting and self.waiting[0][0] <= now:
+            _, _, node, frame = heapq.heappop(self.waiting)
+            with contextlib.suppress(
+                BlockingIOError, OSError
+            ):  # a device that is down loses its frames, as a cable would
+                os.write(self.files[node], frame)
+
+
+def raise_priority() -> None:
+    """Real-time priority if that is allowed, else the highest ordinary one."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.nice(-20)
+
+
+def main(name: str, settings: dict[str, Any]) -> None:
+    """Make the devices, print "ready", and carry frames once the parent has answered.
+
+    If the parent ends before it answers, so does this process: an interrupted `up` leaves no switch behind."""
+    topology = Topology(**settings)
+    paths = [system.NAMESPACES / namespace(name, node) for node in range(topology.nodes)]
+    files = [system.in_namespace(path.name, frames.open_tun) for path in paths]
+    print("ready", flush=True)
+    if not sys.stdin.readline():
+        return
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(0, 1)
+    raise_priority()
+    switch, look_at = Switch(topology, files), time.monotonic() + MAX_WAIT_S
+    while True:
+        switch.turn()
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + MAX_WAIT_S
+            if not all(map(Path.exists, paths)):
+                return
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal of `up` is the parent's
+    main(sys.argv[1], json.loads(sys.argv[2]))
