@@ -185,11 +185,12 @@ def test_the_first_failure_ends_the_others_and_is_returned(name: str) -> None:
 def test_a_run_stops_at_its_time_limit_with_all_that_it_started(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 1.0)
     with Emulation(TOPOLOGY, name) as emulation:
-        script = f"trap '' TERM; sleep 61.{name[1:].translate(str.maketrans('abcdef', '123456'))} & wait; wait"
+        seconds = f"61.{name[1:].translate(str.maketrans('abcdef', '123456'))}"  # this run's sleep, and no other
+        script = f"trap '' TERM; sleep {seconds} & wait; wait"
         with pytest.raises(MeshwrightError) as late:
             emulation.run(["sh", "-c", script], RunSettings(nodes=1, ranks_per_node=1, timeout_s=0.3))
         assert (late.value.code, late.value.exit_code) == ("MW-EMU-008", 124)
-        assert processes_with(script.split()[3]) == []
+        assert processes_with(seconds) == []
         with pytest.raises(MeshwrightError, match="MW-EMU-009"):
             emulation.run(["no-such-command-of-ours"])
         with pytest.raises(MeshwrightError, match="MW-EMU-002"):
