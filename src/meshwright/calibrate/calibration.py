@@ -1,0 +1,208 @@
+"""From bench results to a cluster: levels and links, factors of the collectives, a verdict, and the reasons, as one `cluster.toml`.
+
+What was not measured is taken from the catalog's cluster, and the file says so: levels above the measured ones, the device where the
+bench has no device part, prices. A cluster of few nodes stands for many: α and the rate of a link do not depend on the number of nodes,
+the formulas of the collectives do; what may differ at scale, an oversubscribed switch above the measured nodes, is named as assumed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import tomli_w
+
+from meshwright.calibrate.crossovers import Crossover, Series, additions, crossovers, series_of
+from meshwright.calibrate.factors import FittedFactors, fitted_factors, with_factors
+from meshwright.calibrate.levels import FoundLevel, find_levels
+from meshwright.calibrate.points import Bench
+from meshwright.calibrate.verdict import Verdict, call_seconds, verdicts
+from meshwright.describe import catalog
+from meshwright.describe.cluster import Cluster, Collectives, Level, Link
+from meshwright.describe.config import load_cluster, table
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_bytes, format_rate, format_seconds
+
+MANY = 4096  # units of the last level: it may hold any number
+SHORTEST = 1e-7  # seconds; no message arrives sooner
+NO_LIBRARY_TERMS = Collectives(
+    call=0, call_across=0, chunk=0, peer=0, pair_loss=0, source="measured: in the factors of each operation"
+)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The calibrated cluster, and everything that a person should know about it."""
+
+    cluster: Cluster
+    levels: list[FoundLevel]
+    factors: list[FittedFactors]
+    series: list[Series]
+    crossovers: list[Crossover]
+    gamma: dict[str, float]
+    expected: Cluster
+    verdicts: list[Verdict]
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `meshwright calibrate --json` prints."""
+        return {
+            "cluster": table(self.cluster),
+            "levels": [
+                {"name": level.name, "units": level.units, "pairs": level.pairs, "slowdown": level.slowdown, **level.line.as_dict(),
+                 "slow": [asdict(unit) for unit in level.slow]}
+                for level in self.levels
+            ],
+            "factors": {f.operation: {**f.factors.model_dump(), "residual": f.residual, "worst": f.worst} for f in self.factors},
+            "algorithms": [
+                {"operation": s.operation, "backend": s.backend, "algorithm": s.algorithm, "ranks": len(s.ranks), **s.line.as_dict()}
+                for s in self.series
+            ],
+            "crossovers": [asdict(c) for c in self.crossovers],
+            "gamma_s_per_byte": self.gamma,
+            "expected": self.expected.name,
+            "verdicts": [{**asdict(v), "factor": v.factor, "normal": v.normal} for v in self.verdicts],
+            "notes": self.notes,
+        }  # fmt: skip
+
+    def to_toml(self) -> str:
+        """The cluster file, with the notes as comments."""
+        said = [*self.notes, *(f"{v.level}: {v} against {v.expected} of {self.expected.name}" for v in self.verdicts)]
+        comments = "".join(f"# {line}\n" for note in said for line in wrapped(note))
+        return comments + "\n" + tomli_w.dumps({"cluster": table(self.cluster)})
+
+
+def wrapped(text: str, width: int = 110) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, width, subsequent_indent="  ")
+
+
+def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Calibration:
+    """The calibration of one cluster from one or more bench results of it; the result with the most ranks gives the levels."""
+    if not benches:
+        raise MeshwrightError(
+            "MW-CALIB-002", "there is no bench result to calibrate from", fix="meshwright calibrate bench.json"
+        )
+    main = max(benches, key=lambda bench: bench.world)
+    expected = load_cluster(expect) if expect else best_match(main)
+    backend = library_backend(main)
+    levels = find_levels(main, backend)
+    bare = cluster_of(levels, expected, main, name or "measured", backend)
+    factors = fitted_factors(bare, benches, backend)
+    series = series_of(point for bench in benches for point in bench.points)
+    return Calibration(
+        with_factors(bare, {one.operation: one.factors for one in factors}),
+        levels,
+        factors,
+        series,
+        crossovers(series),
+        additions(series),
+        expected,
+        verdicts(levels, expected, main),
+        [*notes_of(main, levels, expected, backend)],
+    )
+
+
+def library_backend(bench: Bench) -> str:
+    """The backend whose points give the levels: NCCL where it was measured, else gloo, else the first there is."""
+    found = list(dict.fromkeys(point.backend for point in bench.points))
+    return next((name for name in ("nccl", "gloo") if name in found), found[0] if found else "gloo")
+
+
+def best_match(bench: Bench) -> Cluster:
+    """The catalog's cluster with this device and, of several, with nodes of the measured size; the laptop for CPUs."""
+    device = bench.ranks[0].device.lower() if bench.ranks else "cpu"
+    if device == "cpu":
+        return catalog.load("clusters", "laptop")
+    per_host = max((len(ranks) for ranks in bench.hosts.values()), default=1)
+
+    def likeness(cluster: Cluster) -> tuple[int, int, int]:
+        chip = cluster.accelerator.name.lower().split("-")[0]
+        words = re.findall(r"[a-z]+\d+[a-z]*", device)
+        return int(chip in words), int(cluster.node_size == per_host), -len(cluster.accelerator.name)
+
+    return max((catalog.load("clusters", entry) for entry in catalog.names("clusters")), key=likeness)
+
+
+def cluster_of(levels: list[FoundLevel], expected: Cluster, bench: Bench, name: str, backend: str) -> Cluster:
+    """The cluster of the found levels, without factors; levels that were not measured are the expected cluster's."""
+    found, size = [], 1
+    for k, level in enumerate(levels):
+        units = len(level.units[0]) // size
+        size = len(level.units[0])
+        last = k == len(levels) - 1 and len(bench.hosts) > 1
+        found.append(measured_level(level, MANY if last else units, expected, bench, k))
+    if len(bench.hosts) == 1 and backend != "gloo":
+        found += list(expected.levels[1:])
+    return Cluster(
+        name=name,
+        accelerator=expected.accelerator,
+        levels=tuple(found),
+        gpus=bench.world if len(bench.hosts) > 1 else 0,
+        collectives=Collectives() if backend == "nccl" else NO_LIBRARY_TERMS,
+        price=expected.price,
+        source=f"meshwright bench of {bench.made or 'unknown date'}, {bench.world} ranks on {len(bench.hosts)} hosts, {backend}",
+        checked="measured",
+    )
+
+
+def measured_level(level: FoundLevel, size: int, expected: Cluster, bench: Bench, k: int) -> Level:
+    """One level with its measured link. Which link is shared follows from pairs that exchanged at the same time; what NCCL takes to start
+    a call is not part of the link's latency, since the cost model adds it to every call."""
+    rate, per_host = level.line.bandwidth, max(len(ranks) for ranks in bench.hosts.values())
+    inside = all(len({info.host for info in bench.ranks if info.rank in unit}) == 1 for unit in level.units)
+    shared = inside and k == 0 and level.shared
+    if shared:  # all flows on one bus: its rate is what they reach together
+        rate *= level.together / level.slowdown
+    ports = 0 if inside or not level.shared else max(1, round(min(per_host, level.together) / level.slowdown))
+    call = call_seconds(expected, inside)
+    link = Link(
+        name=f"measured-{level.name.replace(' ', '-')}",
+        alpha=float(
+            f"{max(level.line.alpha - call, SHORTEST):.6g}"
+        ),  # six digits: more are noise, and a person reads the file
+        bandwidth=float(f"{rate:.6g}"),
+        in_switch=expected.levels[min(k, len(expected.levels) - 1)].link.in_switch,
+        source=f"{level.pairs} pairs, residual {level.line.residual:.1%}, largest deviation {level.line.deviation:.0%} "
+        f"at {format_bytes(level.line.deviates_at)}",
+        checked="measured",
+    )
+    reduces = expected.levels[min(k, len(expected.levels) - 1)].reduces
+    return Level(name=level.name, size=size, link=link, ports=ports, shared=shared, reduces=reduces)
+
+
+def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:
+    """What was measured, what was concluded, and what is assumed."""
+    hosts = bench.hosts
+    notes = [f"measured by `meshwright bench` ({bench.made}): {bench.world} ranks on {len(hosts)} hosts, {backend}"]
+    if bench.state == "interrupted":
+        notes.append(f"the bench was interrupted ({bench.why}): fewer sizes were measured")
+    for level in levels:
+        units = len(level.units)
+        text = (
+            f"{level.name}: α {format_seconds(level.line.alpha)}, {format_rate(level.line.bandwidth)} a pair, "
+            f"from {level.pairs} pairs in {units} unit{'s' * (units > 1)} of {len(level.units[0])} ranks"
+        )
+        if level.shared:
+            text += (
+                f"; {level.together} pairs at the same time take {level.slowdown:.1f}× as long, so they share a link"
+            )
+        notes.append(text)
+        if any(list(unit) != list(range(unit[0], unit[0] + len(unit))) for unit in level.units):
+            notes.append(f"{level.name}: ranks of one unit are not consecutive; a plan's layout assumes that they are")
+    if len(hosts) > 1:
+        notes.append(
+            f"more than {len(hosts)} nodes: α and the rate of a link stay as measured, since they do not depend on the number of nodes; "
+            "collectives follow their formulas, so a ring's latency grows with the number of ranks; assumed: no switch above the "
+            f"{len(hosts)} measured nodes is oversubscribed (set levels.oversubscription where one is)"
+        )
+    elif backend != "gloo" and len(expected.levels) > 1:
+        notes.append(
+            f"one node was measured: the levels between nodes are those of the catalog's {expected.name}, not measured"
+        )
+    if not bench.device:
+        notes.append(f"the device was not measured: {expected.accelerator.name} of the catalog")
+    return notes

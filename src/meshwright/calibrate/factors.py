@@ -1,0 +1,107 @@
+"""Factors on the formulas of the cost model, fitted to measured collectives.
+
+The cost model prices a collective by the closed formula of the program that the library runs, on the α and β of pairs of ranks. A library
+pays more: gloo's ring posts receives late and pays 4(P−1)α instead of 2(P−1)α, additions take time on a CPU, ranks share cores. So for
+each operation two factors are fitted, on the latency and on the seconds of the bytes, with which the formula gives the measured times:
+
+    minimise Σ ρ( ln model(n; latency, bytes) − ln measured )      ρ by Huber; Gauss-Newton in ln latency, ln bytes
+
+A weak pull towards 1 keeps a factor that the measured sizes do not determine (bytes, if only small messages were measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.calibrate.fit import HUBER, LEAST_SCALE, MAD
+from meshwright.calibrate.points import Bench, Point
+from meshwright.cost.collective import OPERATIONS, choose
+from meshwright.describe.cluster import Cluster, Factors
+
+PULL = 1e-3  # weight of the pull towards 1, against one point
+LARGEST = np.log(300.0)
+ROUNDS, STEP = 25, 1e-4
+PRICED = tuple(name for name in OPERATIONS.values() if name != "point-to-point")
+
+
+@dataclass(frozen=True)
+class FittedFactors:
+    """The factors of one operation, and how well the cost model then gives the measured times."""
+
+    operation: str
+    factors: Factors
+    residual: float  # median of |model/measured − 1|
+    worst: float
+    worst_at: int
+    points: int
+
+
+def fitted_factors(cluster: Cluster, benches: Sequence[Bench], backend: str) -> list[FittedFactors]:
+    """Factors of every operation that was measured with the library's own choice of algorithm."""
+    found = []
+    for operation in PRICED:
+        points = [
+            point for bench in benches for point in bench.points if usable(point, operation, backend, cluster, bench)
+        ]
+        if len({point.bytes for point in points}) >= 2:
+            found.append(fit(cluster, operation, points))
+    return found
+
+
+def usable(point: Point, operation: str, backend: str, cluster: Cluster, bench: Bench) -> bool:
+    """Whether the cost model prices the group of a point: the first ranks of the cluster, which fill whole nodes or lie in one."""
+    count = len(point.ranks)
+    first = point.ranks == tuple(range(count)) and count > 1
+    fills = count <= cluster.node_size or count % cluster.node_size == 0
+    return (
+        point.operation == operation
+        and point.backend == backend
+        and not point.algorithm
+        and first
+        and fills
+        and point.bytes > 0
+    )
+
+
+def with_factors(cluster: Cluster, factors: dict[str, Factors]) -> Cluster:
+    return cluster.but(collectives=cluster.collectives.but(factors={**cluster.collectives.factors, **factors}))
+
+
+def model_times(cluster: Cluster, operation: str, points: Sequence[Point], logs: np.ndarray) -> np.ndarray:
+    """Seconds by the cost model with these factors (logarithms)."""
+    factors = Factors(latency=float(np.exp(logs[0])), bytes=float(np.exp(logs[1])))
+    priced = with_factors(cluster, {operation: factors})
+    return np.array([choose(priced, operation, float(p.bytes), len(p.ranks)).seconds for p in points])
+
+
+def fit(cluster: Cluster, operation: str, points: Sequence[Point]) -> FittedFactors:
+    """The factors of one operation."""
+    measured = np.log([p.median_s for p in points])
+    logs = np.zeros(2)
+    for _ in range(ROUNDS):
+        base = np.log(model_times(cluster, operation, points, logs))
+        slopes = np.stack(
+            [(np.log(model_times(cluster, operation, points, logs + STEP * unit)) - base) / STEP for unit in np.eye(2)],
+            axis=1,
+        )
+        error = base - measured
+        bound = HUBER * max(MAD * float(np.median(np.abs(error))), LEAST_SCALE)
+        weights = np.minimum(1.0, bound / np.maximum(np.abs(error), LEAST_SCALE))
+        normal = slopes.T @ (weights[:, None] * slopes) + PULL * np.eye(2)
+        change = -np.linalg.solve(normal, slopes.T @ (weights * error) + PULL * logs)
+        logs = np.clip(logs + np.clip(change, -1.5, 1.5), -LARGEST, LARGEST)
+        if np.abs(change).max() < 1e-6:
+            break
+    final = np.abs(model_times(cluster, operation, points, logs) / np.exp(measured) - 1)
+    worst = int(final.argmax())
+    return FittedFactors(
+        operation,
+        Factors(latency=round(float(np.exp(logs[0])), 4), bytes=round(float(np.exp(logs[1])), 4)),
+        float(np.median(final)),
+        float(final[worst]),
+        points[worst].bytes,
+        len(points),
+    )
