@@ -5,6 +5,7 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -83,6 +84,30 @@ def test_bytes_stand_under_the_axis_that_was_predicted():
     assert set(measured) == set(predicted) == {"dp", "ep"}
     assert measured["dp"] == pytest.approx(predicted["dp"], rel=0.01)
     assert measured["ep"] == pytest.approx(predicted["ep"], rel=0.5)  # real routing is uneven
+
+
+def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
+    """How many copies a capacity drops is known only after the run; the prediction says that it is an upper bound."""
+    router = {"capacity": 0.75}
+    shape = {**MODEL, "tied": False, "experts": 8, "top_k": 2, "expert_ffn": 32, "router": router}
+    made = Config.from_parts(shape, "laptop", "gloo-cpu", WORKLOAD, {**FP32, "replicate": 2, "ep": 2})
+    training = run_training(made, 2)
+    m, p = training.measurement, training.prediction
+    assert 0.2 < m.kept_copies < 0.75
+    assert any("upper bound" in words and "at most 75%" in words for words in p.assumed)
+    (row,) = [d for d in training.differences if d.what.startswith("traffic ep")]
+    assert row.what == f"traffic ep ({100 * m.kept_copies:.0f}% of token copies kept)"
+    # The numbers of copies are exchanged too: 8 bytes for each expert, layer and micro-batch, whatever is kept.
+    counts = 8 * 8 * 2 * 4 / 2
+    assert row.predicted - counts == pytest.approx((p.traffic_bytes["ep"] - counts) * m.kept_copies / 0.75)
+    # A rank sends and receives other numbers of copies than the mean: of those dispatched at most all go to one rank.
+    assert row.predicted <= row.measured * (1 + 1e-9) < 2 * row.predicted
+    assert training.as_dict()["difference"][-1]["what"] == row.what
+
+    free = replace(m, kept_copies=None)
+    assert [d.what for d in free - p if "ep" in d.what.split()] == ["traffic ep"]
+    roomy = made.model.but(router=made.model.router.but(capacity=4.0))  # an expert has room for all tokens
+    assert not any("upper bound" in words for words in predicted(replace(made, model=roomy)).assumed)
 
 
 def test_replicas_that_average_now_and_then_send_as_much_less():

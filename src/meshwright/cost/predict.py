@@ -68,12 +68,23 @@ def prediction(
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
         tokens_per_s=samples / time,
         bound_by=bound_by(exposed),
-        assumed=[*(assumed or []), *model.notes],
+        assumed=[*(assumed or []), *model.notes, *dropped_copies(model, plan)],
         fits=bool(total <= cluster.accelerator.memory),
         memory_limit_gib=cluster.accelerator.memory / GIB,
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )
+
+
+def dropped_copies(model: Model, plan: Plan) -> list[str]:
+    """What is assumed of token copies that a router's capacity drops, if copies are sent to other ranks."""
+    sent = plan.ep > 1 or plan.etp > 1
+    if not sent or not model.experts or not model.router.can_drop(model.experts, model.top_k):
+        return []
+    words = (
+        f"router capacity {model.router.capacity:g} keeps at most {100 * model.router.travelling:.0f}% of token copies"
+    )
+    return [f"expert traffic is an upper bound: {words}, the tokens decide how many"]
 
 
 COMMUNICATION = {

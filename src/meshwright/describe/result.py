@@ -64,6 +64,7 @@ class Measurement(Result):
     warmup: int = 0
     spread: float = 0.0
     loss: list[float] = field(default_factory=list)
+    kept_copies: float | None = None  # share of token copies that the routers' capacity kept; None if it drops none
 
     def as_dict(self) -> dict[str, Any]:
         """All fields; a loss that is NaN or infinite becomes null, because JSON cannot represent it."""
@@ -71,6 +72,11 @@ class Measurement(Result):
 
     def __sub__(self, prediction: Prediction) -> list[Difference]:
         """Predicted and measured values of every quantity that both results have."""
+        return self.compare(prediction)
+
+    def compare(self, prediction: Prediction, routed_traffic: dict[str, float] | None = None) -> list[Difference]:
+        """As `self - prediction`. `routed_traffic` is the predicted traffic for the share of token copies that the run's routers
+        kept; rows that it changes say so."""
         rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
         if self.tensors_gib and prediction.tensors_gib:
             rows.append(Difference("peak memory of tensors", "GiB", max(prediction.tensors_gib), max(self.tensors_gib)))
@@ -80,8 +86,12 @@ class Measurement(Result):
             rows.append(Difference("MFU", "%", 100 * prediction.mfu, 100 * self.mfu))
         for axis in sorted(set(self.traffic_bytes) | set(prediction.traffic_bytes)):
             predicted, measured = prediction.traffic_bytes.get(axis, 0.0), self.traffic_bytes.get(axis, 0.0)
+            what = f"traffic {axis}"
+            if routed_traffic is not None and self.kept_copies is not None and routed_traffic.get(axis) != predicted:
+                predicted = routed_traffic.get(axis, 0.0)
+                what += f" ({100 * self.kept_copies:.0f}% of token copies kept)"
             if predicted or measured:
-                rows.append(Difference(f"traffic {axis}", "bytes", predicted, measured))
+                rows.append(Difference(what, "bytes", predicted, measured))
         return rows
 
 

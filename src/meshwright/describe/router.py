@@ -75,6 +75,10 @@ class RouterOptions(Described):
             return self.capacity or 1.0
         return min(1.0, self.capacity) if self.capacity else 1.0
 
+    def can_drop(self, experts: int, top_k: int) -> bool:
+        """Whether the capacity can drop copies. An expert that all T tokens choose keeps c·T·k/E of them: all if c ≥ E/k."""
+        return self.choice == "token" and 0 < self.capacity < experts / top_k
+
     def busiest(self, imbalance: float) -> float:
         """Load of the busiest expert over the mean; without a capacity limit it would be `imbalance`."""
         if self.choice == "expert":

@@ -37,14 +37,16 @@ class Observed:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, and
-    the bytes it sends per step by axis."""
+    """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
+    bytes it sends per step by axis, and the share of its token copies that a router's capacity kept (None if none can
+    be dropped)."""
 
     rank: int
     stage: int
     tensor_bytes: int
     process_bytes: int
     sent_bytes: dict[str, float]
+    kept_copies: float | None = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,10 @@ class Training:
 
     @property
     def differences(self) -> list[Difference]:
-        return self.measurement - self.prediction
+        """Predicted and measured values. Where a router's capacity drops token copies, only the run knows how many: the
+        traffic is predicted again for the share that was kept, so that both are of the same copies."""
+        kept = self.measurement.kept_copies
+        return self.measurement.compare(self.prediction, None if kept is None else routed_traffic(self.config, kept))
 
     @property
     def diverged_at(self) -> int | None:
@@ -132,6 +135,21 @@ def predicted(config: Config) -> Prediction:
     return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
 
 
+def routed_traffic(config: Config, kept: float) -> dict[str, float]:
+    """Predicted traffic by axis if routers keep this share of the token copies: a capacity below 1 keeps at most itself."""
+    router = config.model.router.but(capacity=kept)
+    return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+
+
+def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
+    """The share of token copies kept, by the ranks of the pipeline stage that sends the most bytes to experts."""
+    routing = [r for r in reports if r.kept_copies is not None]
+    if not routing:
+        return None
+    busiest = max(routing, key=lambda r: r.sent_bytes.get("ep", 0.0)).stage
+    return float(np.mean([r.kept_copies for r in routing if r.stage == busiest]))
+
+
 def measure(config: Config, records: list[StepRecord], reports: list[RankReport], steps: int) -> Measurement:
     """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
     no memory and no traffic."""
@@ -167,6 +185,7 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
         warmup=warmup,
         spread=float((high - low) / middle),
         loss=[r.loss for r in records],
+        kept_copies=kept_in_busiest_stage(reports),
         assumed=assumed,
     )
 

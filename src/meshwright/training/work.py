@@ -15,6 +15,7 @@ from meshwright.cost.step import AXIS_OF, TRAFFIC_AXIS
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
+from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.data import Corpus
 from meshwright.training.loop import Trainer
@@ -58,7 +59,16 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     seen = observer.observed()
     tensors, process = peak_memory(context.device, seen.peak_bytes)
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
-    return RankReport(context.rank, stage, tensors, process, traffic)
+    return RankReport(context.rank, stage, tensors, process, traffic, kept_share(trainer))
+
+
+def kept_share(trainer: Trainer) -> float | None:
+    """The share of this rank's token copies that the routers kept in the last step; None if their capacity drops none."""
+    parallel, plan, model = trainer.parallel, trainer.parallel.plan, trainer.parallel.model
+    if not model.experts or not model.router.can_drop(model.experts, model.top_k):
+        return None
+    tokens = plan.microbatch * parallel.workload.seq / (plan.cp * plan.tp)
+    return kept_copies(parallel.stages.values(), tokens * model.top_k)
 
 
 def peak_memory(device: str, observed_bytes: int) -> tuple[int, int]:

@@ -63,6 +63,15 @@ def worst(metrics: list[dict[str, float]], mesh: Mesh) -> dict[str, float]:
     return dict(zip(("entropy", "peak", "idle", "dropped"), (-entropy, *largest), strict=True))
 
 
+def kept_copies(modules: Iterable[nn.Module], copies: float) -> float | None:
+    """The share of this rank's token copies that were sent to experts in the last step, if each layer and micro-batch
+    routes `copies` of them; None without routed experts on this rank."""
+    parts = [part for module in modules for part in module.modules() if isinstance(part, MixtureOfExperts)]
+    placements = {part.placement for part in parts if isinstance(part.placement, ParallelPlacement)}
+    sent = [rows for p in placements for rows, *_, recomputed in p.last_dispatches if not recomputed]
+    return sum(sent) / (len(sent) * copies) if sent else None
+
+
 def reset_load(modules: Iterable[nn.Module]) -> None:
     """Drop the load counted in a step that was aborted."""
     for part in (part for module in modules for part in module.modules()):
