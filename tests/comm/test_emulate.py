@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from meshwright.comm.emulate import kernel_links, measure, ranks, state, system
+from meshwright.comm.emulate import hosts, kernel_links, measure, ranks, state, system
 from meshwright.comm.emulate.carry import bring_up
 from meshwright.comm.emulate.emulation import Emulation, find, take_down
 from meshwright.comm.emulate.ranks import RunSettings
@@ -60,7 +60,8 @@ def left_over(name: str) -> list[str]:
     """Namespaces, files and processes of an emulation."""
     spaces = [path.name for path in system.NAMESPACES.glob(f"mw-{name}-*")]
     files = [path.name for path in state.runtime_folder().glob(f"emulate-{name}.*")]
-    return spaces + files + processes_with(name)
+    named = [path.name for path in hosts.FOLDER.glob(f"mw-{name}-*")]
+    return spaces + files + named + processes_with(name)
 
 
 def processes_with(text: str) -> list[str]:
@@ -146,8 +147,8 @@ def test_nodes_reach_each_other_and_not_the_host(name: str) -> None:
             "names = [name for _, name in socket.if_nameindex()]",
             "assert {'lo', 'eth0'} <= set(names) and len(names) < 8, names",
             "rank, port = int(os.environ['RANK']), int(os.environ['MASTER_PORT'])",
-            "s = socket.create_server(('10.77.0.1', port)) if rank == 0 else None",
-            "print(s.accept()[1][0]) if s else None",
+            "s = socket.create_server(('node0', port)) if rank == 0 else None",
+            "print(socket.gethostbyaddr(s.accept()[1][0])[0]) if s else None",
         )
     )
     knock = """
@@ -163,7 +164,7 @@ for _ in range(200):
     with Emulation(TOPOLOGY, name) as emulation:
         lines = Lines()
         emulation.run([sys.executable, "-c", program], RunSettings(ranks_per_node=1, timeout_s=30, line=lines))
-        assert lines.text == [(0, "10.77.0.2")]
+        assert lines.text == [(0, "node1")]
 
 
 def test_the_first_failure_ends_the_others_and_is_returned(name: str) -> None:

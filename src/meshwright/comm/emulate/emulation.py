@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.comm.emulate import kernel_links, ranks, state, system
+from meshwright.comm.emulate import hosts, kernel_links, ranks, state, system
 from meshwright.comm.emulate.measure import LinkMeasurement, measure
 from meshwright.comm.emulate.topology import (
     INTERFACE,
@@ -116,6 +116,7 @@ class Emulation:
         for name in self.namespaces:
             system.call("ip", "netns", "add", name)
             system.call("ip", "-n", name, "link", "set", "lo", "up")
+            hosts.write(name, self.topology.nodes)
         if self.links == "auto":
             by_kernel = self.topology.delay == 0 or kernel_links.has_netem(self.name)
             self.links = "kernel" if by_kernel else "process"
@@ -248,6 +249,7 @@ def remove(name: str, found: dict[str, Any]) -> None:
     """End the switch process, delete the namespaces (their links go with them), then the state that names them."""
     system.end_process(found["switch"])
     for space in found["namespaces"]:
+        hosts.remove(space)
         system.delete_namespace(space)
     state.remove(name)
 
