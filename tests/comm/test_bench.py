@@ -13,15 +13,17 @@ import time
 
 import pytest
 
-from meshwright.calibrate.points import Bench
+from meshwright.calibrate.points import Bench, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
 from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import OPERATIONS
 from meshwright.comm.bench.collectives import PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
 from meshwright.comm.bench.options import sweep_of
-from meshwright.comm.bench.session import Placement, first_host, join, placement
+from meshwright.comm.bench.session import Placement, first_host, join, named_hosts, placement
 from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import ALGORITHMS
+from meshwright.programs.collectives.comparison import SWITCHED
 from meshwright.training import launch
 
 TWO_HOSTS = ["a", "a", "b", "b"]
@@ -105,6 +107,11 @@ def test_pairs_and_groups() -> None:
         assert len(others) >= 2
 
 
+def test_hosts_of_one_name_and_several_namespaces_are_told_apart() -> None:
+    found = named_hosts([RankInfo(rank=r, host=host) for r, host in enumerate(["a/1", "vm/7", "a/1", "vm/8"])])
+    assert [info.host for info in found] == ["a", "vm-0", "a", "vm-1"]
+
+
 def test_sizes_end_at_the_largest() -> None:
     assert sizes_of(Sweep(smallest=1024, largest=100_000)) == [1024, 4096, 16384, 65536, 100_000]
     assert sizes_of(Sweep())[-1] == 2**30
@@ -186,6 +193,22 @@ def test_four_local_ranks(tmp_path, capsys) -> None:
     assert pairs
     assert '"title":"point-to-point"' in page.read_text("utf-8")
     assert "busbw" in capsys.readouterr().out
+
+
+def test_every_algorithm_of_ours_is_measured_by_name() -> None:
+    sweep = Sweep(
+        ("meshwright",), ("all-reduce", "all-gather", "scatter", "gather", "reduce-scatter"), 1024, 1024, 30.0
+    )
+    found, failure = measured(None, 2, sweep, "cpu", 20.0, lambda share, left, doing: None)
+    assert failure is None
+    algorithms = {(p.operation, p.algorithm) for p in found.points}
+    late = {f"{name} {operation}" for operation, name in algorithms} | {
+        text.split(",")[0][11:] for text in found.skipped
+    }
+    for operation in sweep.operations:
+        for name in ALGORITHMS[operation]:
+            assert name in SWITCHED or f"{name} {operation}" in late
+    assert ("all-reduce", "ring") in algorithms
 
 
 def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:

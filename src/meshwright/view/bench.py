@@ -38,12 +38,12 @@ def page(bench: Bench) -> RenderableType:
 
 def header(bench: Bench) -> RenderableType:
     hosts = bench.hosts
-    where = ", ".join(f"{host}: {len(ranks)} ranks" for host, ranks in list(hosts.items())[:8])
+    where = ", ".join(f"{host}: {counted(len(ranks), 'rank')}" for host, ranks in list(hosts.items())[:8])
     devices = ", ".join(dict.fromkeys(info.device for info in bench.ranks))
     cores = ", ".join(str(c) for c in dict.fromkeys(info.cores for info in bench.ranks))
     state = Text(f"interrupted: {bench.why}", "bold red") if bench.state == "interrupted" else ""
     return Group(
-        heading("bench", f"{bench.world} ranks on {len(hosts)} hosts"),
+        heading("bench", f"{counted(bench.world, 'rank')} on {counted(len(hosts), 'host')}"),
         facts(
             [
                 ("state", state),
@@ -53,6 +53,10 @@ def header(bench: Bench) -> RenderableType:
             ]
         ),
     )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def collectives_table(points: Iterable[Point]) -> RenderableType:

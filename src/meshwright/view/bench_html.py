@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.calibrate.points import Bench, Point, bus_factor
 from meshwright.units import format_bytes, format_rate, format_seconds
-from meshwright.view.bench import CONVENTION, PAIR, by_series, line_of
+from meshwright.view.bench import CONVENTION, PAIR, by_series, counted, line_of
 from meshwright.view.collectives import filled_template
 
 MOST_SERIES = 12  # of pairs: the first ones; all of them are in the JSON file
@@ -25,7 +25,7 @@ def document(bench: Bench) -> str:
     return filled_template(
         "bench.html",
         {
-            "title": f"{bench.world} ranks on {len(bench.hosts)} hosts, {bench.made}",
+            "title": f"{counted(bench.world, 'rank')} on {counted(len(bench.hosts), 'host')}, {bench.made}",
             "about": f"{devices}; {libraries}",
             "state": f"interrupted: {bench.why}" if bench.state == "interrupted" else "",
             "note": CONVENTION + " Dashed: the fitted line T = α + n·β.",

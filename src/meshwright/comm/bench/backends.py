@@ -1,22 +1,25 @@
 """One adapter for each communication library that `bench` measures: the calls of one operation, on buffers of n bytes.
 
-    adapter = Torch("gloo", ranks, device)          # every rank makes it, in the same order
+    adapter = Torch("gloo", ranks, device)          # every rank makes it, in the same order (new_group is collective)
     call = adapter.collective("all-gather", "", n)  # buffers are allocated here, not while the clock runs
     call()
 
 n is the full buffer: the output of an all-gather, the input of a reduce-scatter. It is rounded up to equal shards of whole elements
-(`Adapter.rounded`). To measure another library, write one class with the four methods of `Adapter`.
+(`rounded`). To measure another library, write one class with the methods of `Adapter` and name it in BACKENDS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import distributed
 
+from meshwright.comm.communicator import Communicator
 from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import ALGORITHMS, accepts, build
+from meshwright.programs.collectives.comparison import SWITCHED
 
 DTYPE, ELEMENT_BYTES = torch.float32, 4
 OPERATIONS = (
@@ -31,6 +34,7 @@ class Adapter(Protocol):
 
     name: str
     ranks: tuple[int, ...]
+    has_pairs: bool  # whether its transfers between two ranks are measured
 
     def algorithms(self, operation: str) -> tuple[str, ...]:
         """The algorithms that can be chosen for an operation; ("",) where the library chooses, () where it has none."""
@@ -55,6 +59,8 @@ def rounded(n: int, ranks: int) -> int:
 
 class Torch:
     """gloo or NCCL through torch.distributed."""
+
+    has_pairs = True
 
     def __init__(self, backend: str, ranks: tuple[int, ...], device: torch.device) -> None:
         self.name, self.ranks = backend, ranks
@@ -123,9 +129,52 @@ def _newer_or_older(newer: str, older: str) -> Callable[..., Any]:
     return found
 
 
-BACKENDS: dict[str, Callable[[tuple[int, ...], torch.device], Adapter]] = {
-    "gloo": lambda ranks, device: Torch("gloo", ranks, device),
-    "nccl": lambda ranks, device: Torch("nccl", ranks, device),
+class Programs:
+    """The programs of Meshwright, each algorithm by name, run by `comm.run` over a gloo group. A message is gloo's, so pairs are not
+    measured again."""
+
+    has_pairs = False
+
+    def __init__(self, ranks: tuple[int, ...], hosts: Sequence[str]) -> None:
+        self.name, self.ranks = "meshwright", ranks
+        self.group = distributed.new_group(list(ranks), backend="gloo")
+        self.member = distributed.get_rank() in ranks
+        self.communicator = Communicator.of_group(self.group) if self.member else None
+        places: dict[str, list[int]] = {}
+        for index, rank in enumerate(ranks):
+            places.setdefault(hosts[rank], []).append(index)
+        self.groups = list(places.values())
+
+    def algorithms(self, operation: str) -> tuple[str, ...]:
+        return tuple(name for name in ALGORITHMS.get(operation, ()) if name not in SWITCHED)
+
+    def collective(self, operation: str, algorithm: str, n: int) -> Call:
+        if self.communicator is None:
+            return do_nothing
+        size, communicator = len(self.ranks), self.communicator
+        elements = 0 if operation == "barrier" else n // ELEMENT_BYTES
+        options = {"groups": self.groups} if "groups" in accepts(operation, algorithm) else {}
+        program = build(operation, algorithm, size, elements, **options)
+        root = communicator.rank == 0
+        whole = {
+            "source": operation not in ("all-gather", "gather"),
+            "result": operation not in ("reduce-scatter", "scatter"),
+        }
+        if operation in ("gather", "scatter") and not root:
+            whole = {"source": False, "result": False}
+        source, result = (torch.zeros(elements if w else elements // size, dtype=DTYPE) for w in whole.values())
+        if operation in ("all-reduce", "broadcast", "reduce", "barrier"):
+            return lambda: communicator.run(program, source)
+        return lambda: communicator.run(program, source, result)
+
+    def round_trip(self, peer: int, n: int, first: bool) -> Call:
+        raise MeshwrightError("MW-BENCH-006", "transfers between pairs are measured with gloo or nccl")
+
+
+BACKENDS: dict[str, Callable[[tuple[int, ...], torch.device, Sequence[str]], Adapter]] = {
+    "gloo": lambda ranks, device, hosts: Torch("gloo", ranks, device),
+    "nccl": lambda ranks, device, hosts: Torch("nccl", ranks, device),
+    "meshwright": lambda ranks, device, hosts: Programs(ranks, hosts),
 }
 
 

@@ -20,6 +20,7 @@ from meshwright.calibrate.points import Point, Timed
 from meshwright.comm.bench.backends import BACKENDS, BUFFERS, OPERATIONS, Adapter, do_nothing, rounded
 from meshwright.comm.bench.session import Session
 from meshwright.comm.bench.timing import measure
+from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_seconds
 
 SMALLEST, LARGEST, STEP = 2**10, 2**30, 4
@@ -27,6 +28,7 @@ PAIR_SIZES = (2**10, 2**16, 2**20, 2**24)
 MOST_PAIRS = 120  # all pairs of 16 ranks; of more ranks some pairs of each kind
 SHORTEST_S, LONGEST_S = 0.01, 1.0  # time given to one measurement
 CALLS = 3  # calls that a measurement needs at least
+LARGE = 2**20  # a pair reaches its rate from this size on
 PART = 0.25  # a measurement that needs more than this part of the remaining time is skipped
 PAIR = "point-to-point"
 Emit = Callable[[dict[str, Any]], None]
@@ -84,7 +86,7 @@ def run(session: Session, sweep: Sweep, emit: Emit) -> None:
                 state.refused.add((task.adapter.name, task.operation, task.algorithm))
                 tell({"skipped": f"{task}: {point}"})
             else:
-                state.last[task.series] = point
+                state.measured.setdefault(task.series, []).append(point)
                 tell({"point": point.model_dump(mode="json")})
         state.done += 1
 
@@ -97,7 +99,7 @@ class Progress:
     budget_s: float
     start: float
     done: int = 0
-    last: dict[tuple, Point] = field(default_factory=dict)
+    measured: dict[tuple, list[Point]] = field(default_factory=dict)
     refused: set[tuple] = field(default_factory=set)
 
     def elapsed(self) -> float:
@@ -115,9 +117,25 @@ class Progress:
         return ""
 
     def expected(self, task: Task) -> float:
-        """Seconds of one call, from the last size of the same series; 0 if there is none."""
-        last = self.last.get(task.series)
-        return last.median_s * max(task.n / max(last.bytes, 1), 1.0) * (2 if task.pairs else 1) if last else 0.0
+        """Seconds of one call, extrapolated from the sizes of the same series; 0 if there are none.
+
+        From two sizes on, along the line through the last two; from one size, with the rate of the slowest pair for all bytes
+        that the ranks of the group exchange, or in proportion to the size if no pair was measured."""
+        known = sorted(self.measured.get(task.series, []), key=lambda point: point.bytes)
+        below = [point for point in known if point.bytes <= task.n]
+        if not below:
+            return 0.0
+        last, trips = below[-1], 2 if task.pairs else 1
+        if len(below) > 1:
+            slope = max(last.median_s - below[-2].median_s, 0.0) / (last.bytes - below[-2].bytes)
+            return trips * (last.median_s + slope * (task.n - last.bytes))
+        slowest = min((p.algorithm_bandwidth for p in self.pairs() if p.bytes >= LARGE), default=0.0)
+        if not slowest:
+            return trips * last.median_s * task.n / max(last.bytes, 1)
+        return trips * last.median_s + len(task.ranks) * (task.n - last.bytes) / slowest
+
+    def pairs(self) -> list[Point]:
+        return [point for series, points in self.measured.items() if series[1] == PAIR for point in points]
 
 
 def measured(session: Session, task: Task, budget_s: float) -> Point | str:
@@ -126,7 +144,10 @@ def measured(session: Session, task: Task, budget_s: float) -> Point | str:
     call: Callable[[], object] = do_nothing
     try:
         call = call_of(session, task)
-    except RuntimeError as found:
+    except (
+        RuntimeError,
+        MeshwrightError,
+    ) as found:  # no memory; an algorithm that does not run on this number of ranks
         error = str(found).splitlines()[0][:160]
     if session.agree([float(bool(error))])[0]:
         return error or "another rank refused it"
@@ -171,8 +192,8 @@ def tasks_of(session: Session, sweep: Sweep) -> list[Task]:
     per_host = max(session.hosts.count(host) for host in session.hosts)
     for backend in sweep.backends:
         for k, ranks in enumerate(groups_of(session.hosts)):
-            adapter = BACKENDS[backend](ranks, session.device)
-            if k == 0 and PAIR in sweep.operations and session.world > 1:
+            adapter = BACKENDS[backend](ranks, session.device, session.hosts)
+            if k == 0 and PAIR in sweep.operations and adapter.has_pairs:
                 pairs += pair_tasks(adapter, session.hosts, sweep)
             for operation in sweep.operations:
                 if operation == PAIR:

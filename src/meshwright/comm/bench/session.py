@@ -207,10 +207,34 @@ def session(device: str) -> Session:
 
 def _with_ranks(rank: int, world: int, device: str, control: Any) -> Session:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
-    info = RankInfo(rank=rank, host=socket.gethostname(), device=name, cores=usable_cores())
-    alone = Session(rank, world, torch.device(device), control, ())
+    info = RankInfo(rank=rank, host=host_name(), device=name, cores=usable_cores())
+    alone = Session(rank, world, torch.device(device), control, ())  # enough to gather where the ranks are
     infos = [RankInfo.model_validate_json(text) for text in alone.gather(info.model_dump_json())]
-    return Session(rank, world, alone.device, control, tuple(infos))
+    return Session(rank, world, alone.device, control, named_hosts(infos))
+
+
+def host_name() -> str:
+    """The host, and the network namespace: containers and emulated nodes of one machine have one name but separate networks."""
+    try:
+        namespace = re.sub(r"\D", "", os.readlink("/proc/self/ns/net"))
+    except OSError:  # not Linux
+        namespace = ""
+    return f"{socket.gethostname()}/{namespace}"
+
+
+def named_hosts(infos: Sequence[RankInfo]) -> tuple[RankInfo, ...]:
+    """Hosts by their name alone; where several namespaces share a name, each gets a number: vm, vm-1, …"""
+    found: dict[str, list[str]] = {}
+    for info in infos:
+        known = found.setdefault(info.host.rpartition("/")[0], [])
+        if info.host not in known:
+            known.append(info.host)
+    names = {
+        full: name if len(known) == 1 else f"{name}-{k}"
+        for name, known in found.items()
+        for k, full in enumerate(known)
+    }
+    return tuple(info.but(host=names[info.host]) for info in infos)
 
 
 def usable_cores() -> int:
