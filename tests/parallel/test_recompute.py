@@ -13,7 +13,7 @@ import ranks
 from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import activation_memory
 from meshwright.cost.predict import predict
-from meshwright.cost.recompute import SPARE, peak
+from meshwright.cost.recompute import USABLE_MEMORY, peak
 from meshwright.cost.recompute import resolve_recompute as settled
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
@@ -218,12 +218,12 @@ def test_without_a_budget_auto_is_what_the_device_has_room_for():
     plan, workload = Plan(recompute="auto", pp=2, microbatch=4), Workload(batch=16, seq=512)
     whole, bare = (peak(model, plan.but(recompute=r), workload, stack) for r in ("none", "full"))
     assert settled(model, plan, workload, stack, 1.1 * whole).recompute == "none"
-    device = 0.5 * (whole + bare) / SPARE
+    device = 0.5 * (whole + bare) / USABLE_MEMORY
     chosen = settled(model, plan, workload, stack, device)
     assert 0 < chosen.recompute_layers < 4
     fewer = chosen.but(recompute_layers=chosen.recompute_layers - 1)
-    assert peak(model, chosen, workload, stack) <= SPARE * device < peak(model, fewer, workload, stack)
-    with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* a device with every layer recomputed, more than"):
+    assert peak(model, chosen, workload, stack) <= USABLE_MEMORY * device < peak(model, fewer, workload, stack)
+    with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* per device with every layer recomputed, more than"):
         settled(model, plan, workload, stack, bare)
     said = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
     assert settled(model, said, workload, stack, 1.0).recompute == "none"  # a budget that is said goes first

@@ -1,7 +1,7 @@
 """Device memory that gradient compressors need beside the gradients: their buffers, and not the error they keep (`cost.memory`).
 
-The collectives of all buckets run during backward and complete after it, so their buffers add up; a unit of ZeRO is reduced before the
-next one starts.
+In our trainer the collectives of all buckets run during backward and complete after it, so their buffers add up; a unit of ZeRO is reduced
+before the next one starts. Frameworks with flat shards free each bucket when it is reduced.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tu
     whole, shard, _ = DATA_AXES[group]
     scattered, on = sharded(b, group), (b.size(whole) > 1) & np.equal(b.average_every, 0)
     in_units, running, largest = scattered & b.units, np.zeros(b.n), np.zeros(b.n)
+    one_at_a_time = in_units | (not b.units)
     for message in messages:
         mine = on & (in_units if message.unit else ~in_units) & (message.count > 0)
         for wire, chosen in b.wires:
@@ -32,8 +33,8 @@ def compression_buffers(b: Batch, group: str, messages: Sequence[Message]) -> tu
                 axis, factors = shard if kind else whole, (message.load.first, message.load.second)
                 flight, most = buffer_bytes(b, wire, message.load.sent, b.grad_bytes, b.size(axis), kind, factors)
                 here = here & (np.asarray(message.load.sent) > 0)
-                running += np.where(here & ~in_units, message.count * flight, 0.0)
-                largest = np.maximum(largest, np.where(here, most - np.where(in_units, 0.0, flight), 0.0))
+                running += np.where(here & ~one_at_a_time, message.count * flight, 0.0)
+                largest = np.maximum(largest, np.where(here, most - np.where(one_at_a_time, 0.0, flight), 0.0))
     return running + largest, largest
 
 
