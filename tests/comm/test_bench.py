@@ -274,3 +274,16 @@ def test_ctrl_c_ends_a_bench_with_its_result(tmp_path) -> None:
     assert code == 130, err
     assert Bench.read(file).state == "interrupted"
     assert "interrupted" in out
+
+
+def test_full_shared_memory_is_not_used(monkeypatch, tmp_path) -> None:
+    """The rendezvous goes to the temporary folder; a full or missing /dev/shm is no reason to fail."""
+
+    class Full:
+        f_bavail, f_frsize, f_favail = 0, 4096, 10**6
+
+    monkeypatch.setattr(launch.os, "statvfs", lambda path: Full)
+    assert launch.memory_folder("/dev/shm") is None
+    monkeypatch.undo()
+    assert launch.memory_folder(str(tmp_path / "none")) is None
+    assert launch.memory_folder(str(tmp_path)) == str(tmp_path)

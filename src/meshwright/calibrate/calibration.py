@@ -69,7 +69,10 @@ class Calibration:
 
     def to_toml(self) -> str:
         """The cluster file, with the notes as comments."""
-        said = [*self.notes, *(f"{v.level}: {v} against {v.expected} of {self.expected.name}" for v in self.verdicts)]
+        against = {
+            v.level: f" against {v.expected} of {self.expected.name}" if v.expected else "" for v in self.verdicts
+        }
+        said = [*self.notes, *(f"{v.level}: {v}{against[v.level]}" for v in self.verdicts)]
         comments = "".join(f"# {line}\n" for note in said for line in wrapped(note))
         return comments + "\n" + tomli_w.dumps({"cluster": table(self.cluster)})
 

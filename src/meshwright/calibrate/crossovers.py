@@ -94,13 +94,14 @@ def crossovers(series: Iterable[Series]) -> list[Crossover]:
 
 
 def additions(series: Iterable[Series]) -> dict[str, float]:
-    """γ, seconds to add one byte, by backend and algorithm that has both a reduce-scatter and an all-gather."""
+    """γ, seconds to add one byte, by algorithm that has both a reduce-scatter and an all-gather. A library's own choice has none: it may
+    run different algorithms for the two."""
     lines = {(s.operation, s.backend, s.algorithm, s.ranks): s for s in series}
     found = {}
     for (operation, backend, algorithm, ranks), reduce in lines.items():
         dual = {"recursive-halving": "recursive-doubling"}.get(algorithm, algorithm)
         gather = lines.get(("all-gather", backend, dual, ranks))
-        if operation == "reduce-scatter" and gather and reduce.line.beta > gather.line.beta:
+        if operation == "reduce-scatter" and algorithm and gather and reduce.line.beta > gather.line.beta:
             share = (len(ranks) - 1) / len(ranks)
             found[reduce.name] = (reduce.line.beta - gather.line.beta) / share
     return found

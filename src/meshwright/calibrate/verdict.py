@@ -25,7 +25,8 @@ TCP_LATENCY = 15e-6  # RDMA takes less, kernel sockets take more
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measured level beside the expected one. `factor`: expected over measured rate; above 1 is slow."""
+    """A measured level beside the expected one. `factor`: expected over measured rate; above 1 is slow. `expected` is empty where the
+    expected cluster has no such level: then there is nothing to compare with."""
 
     level: str
     expected: str
@@ -37,11 +38,11 @@ class Verdict:
 
     @property
     def factor(self) -> float:
-        return self.expected_rate / self.rate
+        return self.expected_rate / self.rate if self.expected else 1.0
 
     @property
     def latency_factor(self) -> float:
-        return self.latency / self.expected_latency if self.expected_latency else 1.0
+        return self.latency / self.expected_latency if self.expected and self.expected_latency else 1.0
 
     @property
     def normal(self) -> bool:
@@ -49,7 +50,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.normal:
-            return "normal"
+            return "normal" if self.expected else "nothing to compare with"
         words = []
         if self.factor > NORMAL:
             words.append(f"rate slow by {self.factor:.1f}×")
@@ -63,6 +64,11 @@ def verdicts(levels: list[FoundLevel], expected: Cluster, bench: Bench) -> list[
     found = []
     for k, level in enumerate(levels):
         link = matching_level(level, k, levels, expected, len(bench.hosts))
+        if link is None:
+            found.append(
+                Verdict(level.name, "", level.line.bandwidth, 0.0, level.line.alpha, 0.0, tuple(slow_causes(level)))
+            )
+            continue
         rate, expected_rate = level.line.bandwidth, link.link.bandwidth * link.link.efficiency
         inside = is_inside(level, bench)
         call = call_seconds(expected, inside)
@@ -84,12 +90,12 @@ def is_inside(level: FoundLevel, bench: Bench) -> bool:
     return all(len({hosts[r] for r in unit}) == 1 for unit in level.units)
 
 
-def matching_level(level: FoundLevel, k: int, levels: list[FoundLevel], expected: Cluster, hosts: int) -> Level:
+def matching_level(level: FoundLevel, k: int, levels: list[FoundLevel], expected: Cluster, hosts: int) -> Level | None:
     """The level of the catalog that joins as much: level 0 inside a node; between nodes the first above, then the next."""
-    if hosts == 1 or (k == 0 and len(levels) > 1):
+    node = next((j for j, other in enumerate(levels) if len(other.units) == hosts), -1)
+    if k <= node:
         return expected.levels[0]
-    above = k - next((j for j, other in enumerate(levels) if len(other.units) == hosts), 0)
-    return expected.levels[min(max(above, 0 if hosts == 1 else 1), len(expected.levels) - 1)]
+    return expected.levels[min(k - node, len(expected.levels) - 1)] if len(expected.levels) > 1 else None
 
 
 def slow_causes(level: FoundLevel) -> Iterable[str]:

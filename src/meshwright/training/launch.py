@@ -37,6 +37,7 @@ from meshwright.training.machine import resolve_device
 
 PRELOAD = ["meshwright.training.preload"]
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
+RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
 CONSEQUENCES = (
     "MW-COMM-004",
@@ -98,7 +99,7 @@ def run(
     folder is left behind, however the run ends.
     """
     device = resolve_device(device, world)
-    rendezvous = Path(tempfile.mkdtemp(prefix="meshwright-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    rendezvous = Path(tempfile.mkdtemp(prefix="meshwright-", dir=memory_folder()))
     logs = folder or rendezvous
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[Rank] = []
@@ -120,6 +121,16 @@ def run(
                 r.process.kill()
             r.process.join()
         shutil.rmtree(rendezvous, ignore_errors=True)
+
+
+def memory_folder(shared: str = "/dev/shm") -> str | None:
+    """The folder for a rendezvous: in shared memory, or None (the system's temporary folder) if that is missing, full or read-only."""
+    try:
+        status = os.statvfs(shared)
+    except OSError:
+        return None
+    roomy = status.f_bavail * status.f_frsize >= RENDEZVOUS_BYTES and status.f_favail > 1000
+    return shared if roomy and os.access(shared, os.W_OK) else None
 
 
 def _start(

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.calibrate.calibration import Calibration
-from meshwright.calibrate.verdict import NORMAL
+from meshwright.calibrate.verdict import NORMAL, Verdict
 from meshwright.units import format_bytes, format_rate, format_seconds
 from meshwright.view.tables import filled, heading
 
@@ -47,12 +47,18 @@ def levels(result: Calibration) -> RenderableType:
                 format_rate(level.line.bandwidth),
                 f"{level.line.residual:.0%}",
                 bent,
-                f"{verdict.expected} {format_rate(verdict.expected_rate)}, {format_seconds(verdict.expected_latency)}",
+                expectation(verdict),
                 Text(str(verdict), style),
             )
         )
     columns = ("level", ">units", ">pairs", ">α", ">rate", ">residual", ">deviation", "~expected", "verdict")
     return filled(columns, rows)
+
+
+def expectation(verdict: Verdict) -> str:
+    if not verdict.expected:
+        return ""
+    return f"{verdict.expected} {format_rate(verdict.expected_rate)}, {format_seconds(verdict.expected_latency)}"
 
 
 def causes(result: Calibration) -> list[RenderableType]:

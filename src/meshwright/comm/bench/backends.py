@@ -42,8 +42,8 @@ class Adapter(Protocol):
 
     def collective(self, operation: str, algorithm: str, n: int) -> Call: ...
 
-    def round_trip(self, peer: int, n: int, first: bool) -> Call:
-        """A message of n bytes to `peer` and back; `first`: this rank sends first."""
+    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
+        """A message of n bytes to `peer` and an answer of `answer` bytes back; `first`: this rank sends the message."""
         ...
 
 
@@ -109,16 +109,18 @@ class Torch:
             "MW-BENCH-006", f"'{operation}' is not an operation that bench measures", valid=OPERATIONS
         )
 
-    def round_trip(self, peer: int, n: int, first: bool) -> Call:
-        buffer = torch.zeros(max(n // ELEMENT_BYTES, 1), dtype=DTYPE, device=self.device)
+    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
+        message, reply = (
+            torch.zeros(max(size // ELEMENT_BYTES, 1), dtype=DTYPE, device=self.device) for size in (n, answer)
+        )
 
         def call() -> None:
             if first:
-                distributed.send(buffer, peer, group=self.group)
-                distributed.recv(buffer, peer, group=self.group)
+                distributed.send(message, peer, group=self.group)
+                distributed.recv(reply, peer, group=self.group)
             else:
-                distributed.recv(buffer, peer, group=self.group)
-                distributed.send(buffer, peer, group=self.group)
+                distributed.recv(message, peer, group=self.group)
+                distributed.send(reply, peer, group=self.group)
 
         return call
 
@@ -167,7 +169,7 @@ class Programs:
             return lambda: communicator.run(program, source)
         return lambda: communicator.run(program, source, result)
 
-    def round_trip(self, peer: int, n: int, first: bool) -> Call:
+    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
         raise MeshwrightError("MW-BENCH-006", "transfers between pairs are measured with gloo or nccl")
 
 

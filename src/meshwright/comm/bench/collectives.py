@@ -17,7 +17,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from meshwright.calibrate.points import Point, Timed
-from meshwright.comm.bench.backends import BACKENDS, BUFFERS, OPERATIONS, Adapter, do_nothing, rounded
+from meshwright.comm.bench.backends import BACKENDS, BUFFERS, ELEMENT_BYTES, OPERATIONS, Adapter, do_nothing, rounded
 from meshwright.comm.bench.session import Session
 from meshwright.comm.bench.timing import measure
 from meshwright.errors import MeshwrightError
@@ -47,7 +47,7 @@ class Sweep:
 
 
 class Task(NamedTuple):
-    """One measurement: a collective of a group, or round trips of pairs that run at the same time."""
+    """One measurement: a collective of a group, or transfers of pairs that run at the same time."""
 
     adapter: Adapter
     operation: str
@@ -125,7 +125,7 @@ class Progress:
         below = [point for point in known if point.bytes <= task.n]
         if not below:
             return 0.0
-        last, trips = below[-1], 2 if task.pairs else 1
+        last, trips = below[-1], 2 if len(task.pairs) == 1 else 1
         if len(below) > 1:
             slope = max(last.median_s - below[-2].median_s, 0.0) / (last.bytes - below[-2].bytes)
             return trips * (last.median_s + slope * (task.n - last.bytes))
@@ -156,7 +156,7 @@ def measured(session: Session, task: Task, budget_s: float) -> Point | str:
     except RuntimeError as found:
         session.barrier()  # raises too if a rank has ended; passes if all ranks were refused
         return str(found).splitlines()[0][:160]
-    if task.pairs:
+    if len(task.pairs) == 1:
         seconds = halved(seconds)
     return Point(
         operation=task.operation,
@@ -170,12 +170,17 @@ def measured(session: Session, task: Task, budget_s: float) -> Point | str:
 
 
 def call_of(session: Session, task: Task) -> Callable[[], object]:
-    """This rank's part of a task; ranks outside the group do nothing."""
+    """This rank's part of a task; ranks outside the group do nothing.
+
+    One pair exchanges equal messages, and half of the round trip counts. Pairs at the same time send in one direction and are answered
+    by a few bytes: in round trips one pair's messages would meet the answers of another, which a link in two directions carries at once.
+    """
     if not task.pairs:
         return task.adapter.collective(task.operation, task.algorithm, task.n)
     for a, b in task.pairs:
         if session.rank in (a, b):
-            return task.adapter.round_trip(b if session.rank == a else a, task.n, first=session.rank == a)
+            answer = task.n if len(task.pairs) == 1 else ELEMENT_BYTES
+            return task.adapter.exchange(b if session.rank == a else a, task.n, session.rank == a, answer)
     return do_nothing
 
 
