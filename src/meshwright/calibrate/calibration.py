@@ -16,11 +16,12 @@ import tomli_w
 
 from meshwright.calibrate.crossovers import Crossover, Series, additions, crossovers, series_of
 from meshwright.calibrate.factors import FittedFactors, fitted_factors, with_factors
+from meshwright.calibrate.gpu import gpu_accelerator
 from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.points import Bench
 from meshwright.calibrate.verdict import Verdict, call_seconds, verdicts
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Cluster, Collectives, Level, Link
+from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Level, Link
 from meshwright.describe.config import load_cluster, table
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_rate, format_seconds
@@ -92,8 +93,9 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     main = max(benches, key=lambda bench: bench.world)
     expected = load_cluster(expect) if expect else best_match(main)
     backend = library_backend(main)
-    levels = find_levels(main, backend)
-    bare = cluster_of(levels, expected, main, name or "measured", backend)
+    levels = find_levels(main, backend) if main.world > 1 else []
+    device, about_device = measured_device(benches, expected)
+    bare = cluster_of(levels, expected, main, name or "measured", backend, device)
     factors = fitted_factors(bare, benches, backend)
     series = series_of(point for bench in benches for point in bench.points)
     return Calibration(
@@ -105,7 +107,7 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         additions(series),
         expected,
         verdicts(levels, expected, main),
-        [*notes_of(main, levels, expected, backend)],
+        [*notes_of(main, levels, expected, backend), *about_device],
     )
 
 
@@ -130,7 +132,18 @@ def best_match(bench: Bench) -> Cluster:
     return max((catalog.load("clusters", entry) for entry in catalog.names("clusters")), key=likeness)
 
 
-def cluster_of(levels: list[FoundLevel], expected: Cluster, bench: Bench, name: str, backend: str) -> Cluster:
+def measured_device(benches: Sequence[Bench], expected: Cluster) -> tuple[Accelerator, list[str]]:
+    """The expected device with the shares of its peak rates that were measured on a GPU; a CPU is calibrated where it trains."""
+    points = [point for bench in benches for point in bench.device]
+    if expected.accelerator.name.startswith("cpu"):
+        return expected.accelerator, ["the device: `meshwright train` measures the CPU it runs on"]
+    dates = ", ".join(dict.fromkeys(bench.made for bench in benches if bench.device))
+    return gpu_accelerator(points, expected.accelerator, f"meshwright bench of {dates}")
+
+
+def cluster_of(
+    levels: list[FoundLevel], expected: Cluster, bench: Bench, name: str, backend: str, device: Accelerator
+) -> Cluster:
     """The cluster of the found levels, without factors; levels that were not measured are the expected cluster's."""
     found, size = [], 1
     for k, level in enumerate(levels):
@@ -138,14 +151,15 @@ def cluster_of(levels: list[FoundLevel], expected: Cluster, bench: Bench, name: 
         size = len(level.units[0])
         last = k == len(levels) - 1 and len(bench.hosts) > 1
         found.append(measured_level(level, MANY if last else units, expected, bench, k))
-    if len(bench.hosts) == 1 and backend != "gloo":
-        found += list(expected.levels[1:])
+    gpus_of_one_host = len(bench.hosts) == 1 and backend != "gloo"
+    if gpus_of_one_host or not levels:
+        found += list(expected.levels[1 if levels else 0 :])
     return Cluster(
         name=name,
-        accelerator=expected.accelerator,
+        accelerator=device,
         levels=tuple(found),
         gpus=bench.world if len(bench.hosts) > 1 else 0,
-        collectives=Collectives() if backend == "nccl" else NO_LIBRARY_TERMS,
+        collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,
         source=f"meshwright bench of {bench.made or 'unknown date'}, {bench.world} ranks on {len(bench.hosts)} hosts, {backend}",
         checked="measured",
@@ -202,10 +216,10 @@ def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend:
             "collectives follow their formulas, so a ring's latency grows with the number of ranks; assumed: no switch above the "
             f"{len(hosts)} measured nodes is oversubscribed (set levels.oversubscription where one is)"
         )
-    elif backend != "gloo" and len(expected.levels) > 1:
+    elif levels and backend != "gloo" and len(expected.levels) > 1:
         notes.append(
             f"one node was measured: the levels between nodes are those of the catalog's {expected.name}, not measured"
         )
-    if not bench.device:
-        notes.append(f"the device was not measured: {expected.accelerator.name} of the catalog")
+    if not levels:
+        notes.append(f"one rank was measured: all links are those of the catalog's {expected.name}, not measured")
     return notes

@@ -42,8 +42,8 @@ class Adapter(Protocol):
 
     def collective(self, operation: str, algorithm: str, n: int) -> Call: ...
 
-    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
-        """A message of n bytes to `peer` and an answer of `answer` bytes back; `first`: this rank sends the message."""
+    def round_trip(self, peer: int, n: int, first: bool, answer: int = 0) -> Call:
+        """A message of n bytes to `peer` and an answer of `answer` bytes back (default: n); `first`: this rank sends the message."""
         ...
 
 
@@ -109,7 +109,7 @@ class Torch:
             "MW-BENCH-006", f"'{operation}' is not an operation that bench measures", valid=OPERATIONS
         )
 
-    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
+    def round_trip(self, peer: int, n: int, first: bool, answer: int = 0) -> Call:
         message, reply = (
             torch.zeros(max(size // ELEMENT_BYTES, 1), dtype=DTYPE, device=self.device) for size in (n, answer)
         )
@@ -144,7 +144,7 @@ class Programs:
         self.communicator = Communicator.of_group(self.group) if self.member else None
         places: dict[str, list[int]] = {}
         for index, rank in enumerate(ranks):
-            places.setdefault(hosts[rank], []).append(index)
+            places.setdefault(hosts[rank] if hosts else "", []).append(index)
         self.groups = list(places.values())
 
     def algorithms(self, operation: str) -> tuple[str, ...]:
@@ -169,14 +169,14 @@ class Programs:
             return lambda: communicator.run(program, source)
         return lambda: communicator.run(program, source, result)
 
-    def exchange(self, peer: int, n: int, first: bool, answer: int) -> Call:
+    def round_trip(self, peer: int, n: int, first: bool, answer: int = 0) -> Call:
         raise MeshwrightError("MW-BENCH-006", "transfers between pairs are measured with gloo or nccl")
 
 
-BACKENDS: dict[str, Callable[[tuple[int, ...], torch.device, Sequence[str]], Adapter]] = {
-    "gloo": lambda ranks, device, hosts: Torch("gloo", ranks, device),
-    "nccl": lambda ranks, device, hosts: Torch("nccl", ranks, device),
-    "meshwright": lambda ranks, device, hosts: Programs(ranks, hosts),
+BACKENDS: dict[str, Callable[..., Adapter]] = {  # ranks, device, and the host of each rank of the world
+    "gloo": lambda ranks, device, hosts=(): Torch("gloo", ranks, device),
+    "nccl": lambda ranks, device, hosts=(): Torch("nccl", ranks, device),
+    "meshwright": lambda ranks, device, hosts=(): Programs(ranks, hosts),
 }
 
 

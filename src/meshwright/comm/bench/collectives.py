@@ -180,7 +180,7 @@ def call_of(session: Session, task: Task) -> Callable[[], object]:
     for a, b in task.pairs:
         if session.rank in (a, b):
             answer = task.n if len(task.pairs) == 1 else ELEMENT_BYTES
-            return task.adapter.exchange(b if session.rank == a else a, task.n, session.rank == a, answer)
+            return task.adapter.round_trip(b if session.rank == a else a, task.n, session.rank == a, answer)
     return do_nothing
 
 
