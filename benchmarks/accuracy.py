@@ -1,11 +1,11 @@
-"""One effect at a time: how much of the error each part of the cost model removes.
+"""The error of step time as parts of the cost model are added one by one.
 
     python benchmarks/accuracy.py RUNS.csv
 
 Prints, for every source, the median absolute error of step time of a constant-MFU baseline and of the cost model as its parts are
-added, then the macro average over sources. "Left out": whatever was set by looking at a source is replaced, on that source, by what
-the others give: the baseline's MFU is the median of the other sources, and a stack whose host times were set on the source falls
-back to the default stack's.
+added, then the macro average over sources. "Left out": constants that were fitted to a source are replaced, for that source, by the
+values from other sources: the MFU of the baseline is the median of the other sources, and a stack whose host times were fitted to
+the source gets those of the default stack.
 """
 
 from __future__ import annotations

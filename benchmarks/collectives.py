@@ -1,9 +1,9 @@
-"""How far the cost model's collectives are from measured ones.
+"""The error of the cost model's collectives against measured ones.
 
     python benchmarks/collectives.py COLLECTIVES.csv
 
-Prices every row of the table whose machine the catalog has, on a group that fills its nodes, and prints by source and operation the
-rows, the median absolute error of the time, and the same for messages of 16 MiB and more, which training sends.
+Predicts every row whose machine is in the catalog, on a group that fills its nodes. Prints by source and operation the number of rows,
+the median absolute error of the time, and the same for messages of 16 MiB and more, which training sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LARGE = 16 * 2**20
 
 
 def cluster_of(row: dict[str, str]) -> Cluster | None:
-    """The catalog's machine of a row; SHARP is switched on where the row says so."""
+    """The catalog cluster of a row, with SHARP if the row has it."""
     name = next((c for s, g, c in MACHINES if row["source"].startswith(s) and g in row["gpu"]), None)
     if name is None or not row["gpus"]:
         return None
@@ -57,7 +57,7 @@ def cluster_of(row: dict[str, str]) -> Cluster | None:
 
 
 def predicted(cluster: Cluster, kind: str, sizes: np.ndarray, ranks: int) -> np.ndarray:
-    """Seconds of each size over `ranks` devices that fill their nodes."""
+    """Predicted seconds of each size on `ranks` devices that fill their nodes."""
     model, stack = catalog.load("models", "gpt2-small"), catalog.load("stacks", "default")
     plans = [Plan(replicate=ranks)] * len(sizes)
     batch = Batch.of(plans, model, Workload(batch=ranks, seq=1024), stack)
@@ -66,7 +66,7 @@ def predicted(cluster: Cluster, kind: str, sizes: np.ndarray, ranks: int) -> np.
 
 
 def seconds_of(row: dict[str, str], kind: str) -> float:
-    """Measured seconds; of a row that has its bus bandwidth only, the bytes it stands for over it."""
+    """Measured seconds; computed from the bus bandwidth if the row has only that."""
     if row["time_us"]:
         return float(row["time_us"]) * 1e-6
     return float(sent(kind, float(row["size_bytes"]), float(row["gpus"]))) / (float(row["busbw_gbps"]) * 1e9)

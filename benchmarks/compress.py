@@ -1,16 +1,16 @@
-"""Gradient compression: bytes saved, time spent, the bandwidth below which it pays, and what it does to convergence.
+"""Gradient compression: bytes saved, compression time, the break-even bandwidth, and the effect on convergence.
 
     python benchmarks/compress.py [--steps 60] [--elements 4000000] [--ranks 2] [--device cpu]
 
 For each compressor, on a gradient of `elements` float32 in layers of 1024 × 1024:
 
-    ratio       bytes one rank sends in a ring all-reduce, over those it sends compressed, at 2 and at 8 ranks; and of a
-                reduce-scatter at 8 (ZeRO)
-    γ           seconds to compress and decompress, nothing sent, best of five; only this machine's
-    break-even  the bandwidth of a link below which the bytes saved take longer than γ, at 2 ranks
-    loss        of a small transformer after `steps` steps on `ranks` ranks, and its excess over the exact run's
+    ratio       bytes that one rank sends in a ring all-reduce, over the bytes that it sends compressed, at 2 and 8 ranks;
+                and of a reduce-scatter at 8 ranks (ZeRO)
+    γ           seconds to compress and decompress without sending, best of five, on this machine
+    break-even  the link bandwidth below which sending the saved bytes takes longer than γ, at 2 ranks
+    loss        of a small transformer after `steps` steps on `ranks` ranks, and the difference to the exact run
 
-What is measured on a CPU says nothing of a GPU's γ: run it there.
+γ on a CPU does not predict γ on a GPU: use `--device cuda`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def train(context: Any, name: str, steps: int) -> float:
 
 
 def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float]]:
-    """Best seconds of five, and bytes one rank sends at 2 and at 8 ranks, and under ZeRO at 8."""
+    """The shortest time of five runs, and the bytes that one rank sends at 2 and 8 ranks, and with ZeRO at 8."""
     import torch
 
     from meshwright.parallel.numerics.compress.compressors import make_compressor
@@ -112,9 +112,9 @@ def main() -> None:
         ratio = {key: plain[key] / sizes[key] for key in sizes}
         shards = f"{ratio['zero']:>6.1f}×"
         even = compression_break_even(4.0 * elements, ratio["2"], gamma, factor=1.0) if gamma else float("inf")
-        told = f"{format_decimal_bytes(even)}/s" if gamma else "—"
+        bandwidth = f"{format_decimal_bytes(even)}/s" if gamma else "—"
         print(
-            f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {told:>12} {loss:>8.4f} "
+            f"{name:<10} {ratio['2']:>9.1f}× {ratio['8']:>6.1f}× {shards} {1e3 * gamma:>8.1f} {bandwidth:>12} {loss:>8.4f} "
             f"{loss - exact:>+8.4f}"
         )
 

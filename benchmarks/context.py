@@ -1,12 +1,11 @@
-"""Long sequences on one GPU's memory: what one rank of a context-parallel group does, against attention to the whole.
+"""Long sequences on one GPU: the work of one rank of a context-parallel group, compared with attention to the full sequence.
 
     python benchmarks/context.py [--ranks 8] [--sequences 131072 262144 1048576]
 
-One layer's attention with Llama-3-8B's heads (32 of width 128, 8 of keys and values), causal, in bf16: forward and
-backward of one rank's zigzag share, every other rank's keys and values in turn, as the ring hands them over (nothing
-is sent: one GPU has nobody to send to). Beside it torch's kernel on the whole sequence, as far as it fits, whose time
-over the number of ranks is what could be had at best. Without a GPU a short sequence on the CPU: that shows that it
-runs, and nothing of speed.
+Attention of one layer with the heads of Llama-3-8B (32 of width 128, 8 KV heads), causal, in bf16: forward and backward of
+the zigzag share of one rank, with the keys and values of all ranks in the order of the ring (nothing is sent on one GPU).
+For comparison, torch's kernel on the full sequence, if it fits; its time divided by the number of ranks is the optimum.
+Without a GPU a short sequence runs on the CPU, which says nothing about speed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def drawn(heads: int, length: int, device: str) -> torch.Tensor:
 
 
 def one_rank(seq: int, ranks: int, device: str) -> Callable[[], None]:
-    """Forward and backward of rank 0, of which every rank's share is as large."""
+    """Forward and backward of rank 0; the shares of all ranks have the same size."""
     runs, pattern = runs_of(seq, ranks, True), AttentionPattern(True)
     q, grad_output = (drawn(HEADS, seq // ranks, device) for _ in range(2))
     k, v = (drawn(KV_HEADS, seq // ranks, device) for _ in range(2))
@@ -63,7 +62,7 @@ def whole(seq: int, device: str) -> Callable[[], None]:
 
 
 def measured(make: Callable[[], Callable[[], None]], device: str) -> tuple[float, float]:
-    """Median seconds of three, and peak bytes; not a number where it does not fit."""
+    """Median seconds of three runs, and peak bytes; NaN if it does not fit."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -94,7 +93,7 @@ def main() -> None:
         f"{'whole':>9} {'TFLOP/s':>8} {'peak GiB':>9}   rank × ranks / whole"
     )
     for seq in sequences:
-        flops = 3.5 * 4 * HEADS * WIDTH * seq * seq / 2  # backward is 2.5 forwards: it makes the scores again
+        flops = 3.5 * 4 * HEADS * WIDTH * seq * seq / 2  # backward is 2.5 × forward, because it recomputes the scores
         seconds, peak = measured(lambda seq=seq: one_rank(seq, options.ranks, device), device)
         all_seconds, all_peak = measured(lambda seq=seq: whole(seq, device), device)
         print(

@@ -1,10 +1,11 @@
-"""How many distinct plans a second the lowering and the cost model evaluate on one core.
+"""The number of distinct plans per second that lowering and the cost model evaluate on one core.
 
     python benchmarks/cost.py           evaluate the committed list
-    python benchmarks/cost.py --make    write the list anew (deterministic)
+    python benchmarks/cost.py --make    rewrite the list (deterministic)
 
 The list, `plans-100k.npz`, holds 100,000 distinct legal plans of llama3-70b on 1,024 H100 at a batch of 4,096 sequences.
-Printed beside it is what other planners reach, as reported: Calculon 33 a CPU-second as shipped and 264 quiet, llm-analysis 2,063, SimuMax 7 to 13.
+For comparison it prints the reported rates of other planners, in plans per CPU-second: Calculon 33 as shipped and 264 without output,
+llm-analysis 2,063, SimuMax 7 to 13.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def main() -> None:
         best = min(float(step_cost(lower(batch), cluster).time.min()) for batch in batches)
         rates.append(len(rows) / (time.process_time() - began))
     print(f"{len(rows):,} distinct plans, lowered and timed: {np.median(rates):,.0f} plans per CPU-second")
-    print(f"(median of five; {min(rates):,.0f} to {max(rates):,.0f}); fastest plan {best:.2f} s a step")
-    print("reported for others: llm-analysis 2,063; Calculon 264 quiet, 33 as shipped; SimuMax 7 to 13")
+    print(f"(median of five; {min(rates):,.0f} to {max(rates):,.0f}); fastest plan {best:.2f} s per step")
+    print("reported for others: llm-analysis 2,063; Calculon 264 without output, 33 as shipped; SimuMax 7 to 13")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Is overlap real? Data parallelism on a slowed link, the time its communication adds to a step held to what cannot be hidden.
+"""Overlap on a slowed link: the time that data-parallel communication adds to a step, compared with the part that cannot be hidden.
 
     python benchmarks/overlap.py [--ranks 2] [--rounds 5]
 
-Every rank paces the sockets it speaks to the others by (the kernel then sends no faster, and costs no core), at a rate
-at which the sum of the gradients takes half, once and twice as long as backward. In turn are timed
+Every rank limits the rate of its sockets in the kernel (which uses no core), so that the gradient reduction takes half,
+once and twice as long as backward. It times, one after the other:
 
-    compute        forward and backward, no gradient sent           comm     the same messages, nothing computed
-    ours           `zero.Buckets`, messages behind backward          late     the same, all sent after backward
+    compute        forward and backward, no messages                 comm     the same messages without compute
+    ours           `Buckets`, messages during backward               late     the same, all messages after backward
     torch          `DistributedDataParallel` with the same bucket
 
-and told is what each adds to `compute`, against the bound max(0, comm − backward) + 15% of comm: of a message no more
-can be hidden than there is backward to hide it behind. Needs Linux, and a core for each rank and one more for what gloo
-adds up: on fewer, sums take from backward what they save.
+It prints the time that each adds to `compute`, and the bound max(0, comm − backward) + 15% of comm: backward cannot hide more
+communication than it takes itself. Needs Linux, one core per rank and one more for gloo's sums; with fewer cores the sums slow
+backward down.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from meshwright.describe.model import Model
 from meshwright.training import launch
 
 MODEL = Model(name="bench", hidden=384, layers=4, heads=6, ffn=1024, vocab=512)
-ROWS, SEQ = 4, 256  # much work a byte: gloo adds on the same cores, which is no part of the link
+ROWS, SEQ = 4, 256  # much compute per byte, because gloo's sums use the same cores
 BUCKET = 1e6
-LONGER = (0.5, 1.0, 2.0)  # communication over backward
+LONGER = (0.5, 1.0, 2.0)  # communication time / backward time
 SO_MAX_PACING_RATE = 47
 
 
 def set_rate(bytes_per_second: float) -> None:
-    """Of every connection of this process."""
+    """Limit the rate of every connection of this process."""
     for fd in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
                 continue
             connection = socket.socket(fileno=os.dup(int(fd)))
-        except OSError:  # closed meanwhile
+        except OSError:  # the descriptor was closed in the meantime
             continue
         with connection:
             listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

@@ -1,17 +1,17 @@
-"""Our step against plain torch's on the same ranks: time in interleaved pairs, and the operations and bytes both issue.
+"""Our step compared with plain torch on the same ranks: time in interleaved pairs, and the collectives and bytes of both.
 
     python benchmarks/parallel.py [--pairs 100] [--ranks 2] [--only ddp] [--memory]
 
-Each case builds both trainings in the same processes and lets them take steps in turn, so that whatever else the
-machine does falls on both. Told is the median over pairs of the ratio ours / plain with a bootstrap 95% interval, and
-what an independent witness counted of one step of each. Plain torch does the same work: forward, backward,
-gradient reduction, clipping by the global norm, AdamW, and the loss averaged over ranks for the log.
+Each case builds both trainings in the same processes and alternates their steps, so that other load on the machine affects
+both. It prints the median over pairs of the ratio ours / plain with a bootstrap 95% interval, and the collectives of one step
+of each, counted independently. Plain torch does the same work: forward, backward, gradient reduction, clipping by the global
+norm, AdamW, and the loss averaged over ranks for the log.
 
-Memory (alone: `--memory`): each side takes its steps in processes of its own, on a larger model, with an allocator that
-gives large tensors back at once; told is the ratio of what the kernel says a rank's processes held at most, less what they held
-before there was a model.
+Memory (only this: `--memory`): each side runs its steps in separate processes, on a larger model, with an allocator that
+returns large tensors immediately. It prints the ratio of the peak resident memory of a rank, less its memory before the model
+was built.
 
-    ddp   DistributedDataParallel              zero3  fully_shard, a unit a layer
+    ddp   DistributedDataParallel              zero3  fully_shard, one unit per layer
     tp    parallelize_module (DTensor)         1f1b   Schedule1F1B
 """
 
@@ -36,7 +36,7 @@ from meshwright.training import launch
 MODEL = Model(name="bench", hidden=128, layers=4, heads=4, ffn=384, vocab=512)
 CASES = {"ddp": "replicate", "zero3": "shard", "tp": "tp", "1f1b": "pp"}
 LARGER = MODEL.but(hidden=512, layers=8, heads=8, ffn=1536, vocab=2048)
-RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+FREE_IMMEDIATELY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def plan_of(case: str, ranks: int) -> Plan:
@@ -109,7 +109,7 @@ class Plain:
         return self.loss(output, target) / self.tokens
 
     def clip(self) -> Any:
-        """By the global norm; a pipeline sums its stages' squares, and DTensors do not mix with plain gradients."""
+        """Clip by the global norm; a pipeline sums the squares of its stages, and DTensors do not mix with plain gradients."""
         torch, utils = self.torch, self.torch.nn.utils
         if self.case in ("ddp", "zero3"):
             return utils.clip_grad_norm_(self.module.parameters(), 1.0)
@@ -133,7 +133,7 @@ class Plain:
         start = self.rank * share if data > 1 else 0
         batch = batch_of(self.samples, self.step, range(start, start + share), "cpu", torch.float32)
         self.tokens = batch.valid
-        if data > 1:  # DDP and fully_shard average over ranks; the loss is to be a mean over all valid tokens
+        if data > 1:  # DDP and fully_shard average over ranks, but the loss is a mean over all valid tokens
             distributed.all_reduce(self.tokens)
             self.tokens = self.tokens / data
         if self.case == "1f1b":
@@ -158,7 +158,7 @@ class Plain:
 
 
 def workload_of(case: str, ranks: int) -> Workload:
-    """One micro-batch a step and data-parallel rank, so that there is no accumulation to tell DDP about; eight in a pipeline."""
+    """One micro-batch per step and data-parallel rank, so that DDP needs no `no_sync`; eight in a pipeline."""
     return Workload(batch={"tp": 4, "1f1b": 8}.get(case, 4 * ranks), seq=64, precision="fp32")
 
 
@@ -197,13 +197,13 @@ def work(context: Any, case: str, pairs: int) -> dict[str, Any]:
 
 
 def hold(context: Any, case: str, side: str) -> int:
-    """The most bytes this process held in three steps, above what it held before it had a model."""
-    SIDES[side](case, context, MODEL)()  # libraries load and buffers of the transport are made
+    """Peak bytes of this process in three steps, less its bytes before the model was built."""
+    SIDES[side](case, context, MODEL)()  # load libraries and create the transport buffers
     gc.collect()
     before = resident("VmRSS")
     step = SIDES[side](case, context, LARGER)
     step()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the recorded peak
     for _ in range(3):
         step()
     return resident("VmHWM") - before
@@ -215,7 +215,7 @@ def resident(field: str) -> int:
 
 
 def count_collectives(step: Any, known: dict) -> dict[str, tuple[int, int]]:
-    """By operation: how many and how many bytes, scalars and the ranks' own bookkeeping included."""
+    """Number and bytes by operation, including scalars and bookkeeping of the ranks."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,7 +249,7 @@ def interval(ours: np.ndarray, plain: np.ndarray) -> tuple[float, float, float]:
     return float(np.median(ratios)), float(low), float(high)
 
 
-def tell_time(case: str, ranks: int, pairs: int) -> None:
+def print_time(case: str, ranks: int, pairs: int) -> None:
     results = launch.run("__main__:work", ranks, case, pairs, silence=600)
     times = {name: np.max([r["times"][name] for r in results], axis=0) for name in SIDES}
     ratio, low, high = interval(times["ours"], times["plain"])
@@ -263,7 +263,7 @@ def tell_time(case: str, ranks: int, pairs: int) -> None:
         )
 
 
-def tell_memory(case: str, ranks: int) -> None:
+def print_memory(case: str, ranks: int) -> None:
     ours, plain = (max(launch.run("__main__:hold", ranks, case, side, silence=600)) for side in SIDES)
     print(f"{case:<6} {ours / plain:.3f}× of peak memory, {ours / 1e6:.0f} against {plain / 1e6:.0f} MB")
 
@@ -277,14 +277,16 @@ def main() -> None:
     options = parser.parse_args()
     cases = [options.only] if options.only else CASES
     if options.memory:
-        os.environ.update(RETURNED_AT_ONCE)  # for the processes that start from here
+        os.environ.update(FREE_IMMEDIATELY)  # for the processes that this one starts
         for case in cases:
-            tell_memory(case, options.ranks)
+            print_memory(case, options.ranks)
         return
     for case in cases:
-        tell_time(case, options.ranks, options.pairs)
+        print_time(case, options.ranks, options.pairs)
     sys.stdout.flush()
-    subprocess.run([sys.executable, *sys.argv, "--memory"], check=True)  # another allocator: other processes
+    subprocess.run(
+        [sys.executable, *sys.argv, "--memory"], check=True
+    )  # in new processes, because the allocator differs
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""How fast the planner is, and how true its ranking: prints both.
+"""The speed of the planner and the accuracy of its ranking.
 
     python benchmarks/planner.py            speed, growth, ranking
     python benchmarks/planner.py speed      one of them
 
-**Speed**: whole spaces searched on one core, each in a process of its own (so that peak memory is its own), against the targets. A plan counts
-as searched when it was costed, or proved slower or too large by a bound. **Growth**: seconds against legal plans over a doubling cluster.
-**Ranking**: on random problems, random plans that fit are ranked by the closed forms and by walking each one; *regret* is how much slower their
-first choice walks than the walked best, *overlap* the share of the walked twenty best among their twenty. Targets: 1% and 80%.
+**Speed**: full spaces searched on one core, each in a separate process (to measure its peak memory), compared with the targets. A plan counts
+as searched if it was costed, or proved slower or too large by a bound. **Growth**: seconds by legal plans, for clusters that double in size.
+**Ranking**: on random problems, random plans that fit are ranked by the closed forms and by walking each one. *Regret* is the slowdown of the
+first choice against the walked best; *overlap* is the share of the twenty walked best among the first twenty. Targets: 1% and 80%.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CASES = {  # model, cluster, devices, batch, sequence, target in seconds
 }
 
 
-def one(name: str) -> None:
+def search_case(name: str) -> None:
     """Search one case and print its figures for `speed`."""
     model, cluster, gpus, batch, seq, _ = CASES[name]
     cpu, wall = time.process_time(), time.perf_counter()
@@ -70,7 +70,7 @@ def speed() -> None:
 
 
 def against_calculon(plans: int, costed: int, cpu: float) -> None:
-    """Plans per CPU-second: settled by the search, and costed one by one as Calculon does."""
+    """Plans per CPU-second: decided by the search, and costed one by one as Calculon does."""
     fewest, most = (n / CALCULON_S for n in CALCULON_PLANS)
     print(
         f"{'':<10}Calculon, the same problem: {CALCULON_S:,.0f} core-seconds, {CALCULON_S / cpu:,.0f} times as long, for "
@@ -87,7 +87,7 @@ def against_calculon(plans: int, costed: int, cpu: float) -> None:
 
 
 def costing(count: int = 100_000) -> float:
-    """Plans per CPU-second where nothing is left out."""
+    """Plans per CPU-second if every plan is costed."""
     model, cluster, gpus, batch, seq, _ = CASES["GPT-3 175B on 512 A100"]
     space = Space(
         catalog.load("models", model),
@@ -123,7 +123,7 @@ def growth() -> None:
 
 
 def ranking(cases: int = 60, plans: int = 160) -> None:
-    rng = np.random.default_rng(1)  # 0 are the plans to which the estimate was fitted
+    rng = np.random.default_rng(1)  # seed 0 gave the plans to which the estimate was fitted
     models = ("gpt3-13b", "llama3-8b", "llama2-70b", "mixtral-8x7b", "gpt3-175b", "llama3.1-405b")
     clusters = ("dgx-a100", "dgx-h100", "aws-p4d", "gb200-nvl72")
     seen: list[tuple[Table, np.ndarray, float]] = []
@@ -159,7 +159,7 @@ def regretted(regrets: np.ndarray) -> str:
 
 
 def sample(space: Space, rng: np.random.Generator, count: int) -> Table | None:
-    """Random plans with pipelines that fit, costed; None where too few do."""
+    """Random costed plans with pipelines that fit; None if too few fit."""
     frames = space.frames.take(space.frames.pp > 1)
 
     def some(rows: Table, n: int) -> Table:
@@ -168,7 +168,7 @@ def sample(space: Space, rng: np.random.Generator, count: int) -> Table | None:
     if not len(frames):
         return None
     shapes = space.shaped(some(frames, 200))
-    shapes = shapes.take(space.microbatches(shapes) <= 128)  # long pipelines walk slowly and teach nothing new
+    shapes = shapes.take(space.microbatches(shapes) <= 128)  # long pipelines walk slowly and add no information
     rows = some(space.scheduled(some(space.sharded(some(space.placed(shapes), 2000)), 3000)), 6000)
     rows = Search(space, np.inf).cost(rows)
     rows = rows.take(rows.memory <= space.cluster.accelerator.memory)
@@ -176,7 +176,7 @@ def sample(space: Space, rng: np.random.Generator, count: int) -> Table | None:
 
 
 def chosen(space: Space, rows: Table) -> float:
-    """Seconds of the plan that the planner would take of these: a few of them walked, in waves."""
+    """Seconds of the plan that the planner would choose: it walks some of them, in waves."""
     best = Incumbents(space.cluster.accelerator.memory)
     best.offer(rows)
     ranking = rank(space, Found(best.found(), best, {}, set(), len(rows), len(rows)))
@@ -185,7 +185,7 @@ def chosen(space: Space, rows: Table) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["one"]:
-        one(sys.argv[2])
+        search_case(sys.argv[2])
     else:
         for part in sys.argv[1:] or ("speed", "growth", "ranking"):
             {"speed": speed, "growth": growth, "ranking": ranking}[part]()

@@ -1,10 +1,8 @@
-"""How long collectives take to build, prove and walk: the 1,024-rank ring (asked to stay below one second), others, and
-the event engine.
+"""The time to build, check and walk collectives: the 1,024-rank ring (target: below one second), others, and the event engine.
 
     python benchmarks/programs_collectives.py
 
-Each line is the best of three in one process; the first line also tells the first, cold run, which pays for fresh
-memory.
+Each line is the best of three runs in one process, with the first, cold run, which allocates memory, in brackets.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ def timed(run: Callable[[], object]) -> tuple[float, object]:
 
 def once(operation: str, algorithm: str, ranks: int, cluster: Cluster) -> tuple[float, float, float, int, float]:
     built, program = timed(lambda: build(operation, algorithm, ranks, ranks * 1024))
-    proved, _ = timed(lambda: check(program))
+    checked, _ = timed(lambda: check(program))
     walked, result = timed(lambda: walk(program, cluster))
-    return built, proved, walked, len(program.moves.step), result.makespan
+    return built, checked, walked, len(program.moves.step), result.makespan
 
 
 def line(operation: str, algorithm: str, ranks: int, cluster: Cluster, what: str) -> None:
     runs = [once(operation, algorithm, ranks, cluster) for _ in range(3)]
-    built, proved, walked, moves, makespan = min(runs, key=lambda r: sum(r[:3]))
+    built, checked, walked, moves, makespan = min(runs, key=lambda r: sum(r[:3]))
     cold = sum(runs[0][:3])
-    total = built + proved + walked
+    total = built + checked + walked
     print(
-        f"{ranks:5d}  {algorithm + ' ' + operation:32s} {what:24s} {moves:9,d} moves   build {built:6.3f}  check {proved:6.3f}  "
+        f"{ranks:5d}  {algorithm + ' ' + operation:32s} {what:24s} {moves:9,d} moves   build {built:6.3f}  check {checked:6.3f}  "
         f"walk {walked:6.3f}  total {total:6.3f} s   (first run {cold:6.3f} s)   makespan {makespan * 1e3:9.3f} ms"
     )
 

@@ -1,9 +1,9 @@
-"""How long pipeline programs take to build, check, walk and search for.
+"""The time to build, check, walk and search pipeline programs.
 
     python benchmarks/programs_pipelines.py
 
 Targets: 64 ranks and 512 micro-batches interleaved under 2 s, 16 ranks and 64 micro-batches under 20 ms (build + check +
-walk). Best of several runs in one process; the search is run once, it is the same every time.
+walk). Best of several runs in one process; the search is deterministic and runs once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def best(runs: int, work: Callable[[], object]) -> float:
     return min(times)
 
 
-def one(name: str, ranks: int, microbatches: int, virtual: int, runs: int, target: float) -> None:
+def time_schedule(name: str, ranks: int, microbatches: int, virtual: int, runs: int, target: float) -> None:
     def fresh():
         return build(name, ranks, microbatches, virtual)
 
     building = best(runs, fresh)
-    unchecked = [fresh() for _ in range(runs)]  # check remembers its result in the program
+    unchecked = [fresh() for _ in range(runs)]  # check caches its result in the program
     checking = best(runs, lambda: check(unchecked.pop()))
     program = check(fresh())
     walking = best(runs, lambda: walk(program))
@@ -63,7 +63,7 @@ def main() -> None:
     for ranks, microbatches, runs, target in SIZES:
         for name in HANDMADE:
             for virtual in (2, 4) if RULES[name].most_virtual > 2 else (RULES[name].virtual,):
-                one(name, ranks, microbatches, virtual, runs, target)
+                time_schedule(name, ranks, microbatches, virtual, runs, target)
     for case in ((8, 32, 1, 8.0), (16, 64, 1, 16.0), (8, 32, 2, 8.0), (16, 64, 2, 16.0), (64, 512, 1, 64.0)):
         searching(*case)
     ranks, microbatches = (np.random.default_rng(0).integers(1, 64, 1_000_000) for _ in range(2))

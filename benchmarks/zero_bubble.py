@@ -1,9 +1,9 @@
-"""Zero-bubble schedules against published runs: the order of schedules and their memory, with stage times from the cost model.
+"""Zero-bubble schedules compared with published runs: the order of schedules and their memory, with stage times of the cost model.
 
     python benchmarks/zero_bubble.py RUNS.csv
 
 For every model and number of micro-batches the source measured, the four schedules are built, walked with the stage times that `cost` gives,
-and put beside the measured step time and peak memory. Without an argument it says what it needs and stops.
+and compared with the measured step time and peak memory. Without an argument it prints its usage.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_parse(parse, text, value) -> None:
 )
 @given(value=SIZES)
 def test_printed_values_can_be_parsed(parse, show, value) -> None:
-    # Durations of days are told to a tenth; everything else keeps as many digits as it is asked for.
+    # Durations of days are printed to a tenth; all other values keep as many digits as it is asked for.
     rel = 0.05 if show is units.format_seconds else 1e-4
     assert parse(show(value, 6)) == pytest.approx(value, rel=rel)
 

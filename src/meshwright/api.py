@@ -72,7 +72,7 @@ def estimate(
 
 
 def with_best_plan(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with the best common plan, and the assumption in words; where none fits, with the one closest to fitting."""
+    """The configuration with the best common plan, and the assumption as text; if none fits, with the one closest to fitting."""
     from dataclasses import replace
 
     from meshwright.planner.question import base_plan
@@ -163,7 +163,7 @@ def parallelize(
     """Put a plan on a module of your own, in every rank of a `torchrun`; the result has `step`, `backward`, `clip_norm` and `state_dict`.
 
     Data parallelism, ZeRO, recompute and precision work on every module. Tensor and sequence parallelism take a `table` of rows (pattern of
-    names, style), found by itself for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A
+    names, style), built in for Hugging Face's Llama, Mistral, Qwen, Phi-3, Mixtral, GPT-2 and ViT and for `nn.TransformerEncoder`. A
     pipeline divides the list of layers at the path `layers`, and needs an `example`: the inputs of one micro-batch.
     `optimizer` makes a torch optimizer of (name, parameter) pairs; `loss(output, targets)` is a mean over samples, or a sum with
     `reduction="sum"`. `batch_first=False`: inputs are [sequence, batch, …]. docs/parallel.md shows each.

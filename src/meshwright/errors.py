@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 
 class MeshwrightError(ValueError):
-    """One clear error. `code` is `MW-AREA-NNN`; the rest are sentences or values for a person.
+    """One clear error. `code` is `MW-AREA-NNN`; the other fields are sentences or values for the user.
 
     It is a `ValueError`, so that a pydantic validator may raise it and `describe.base` can pass it on unchanged.
     """
@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 def shown(value: object, limit: int = 60) -> str:
-    """A value as a person writes it in TOML, cut where it is long; never in Python's words."""
+    """A value as it is written in TOML, not in Python, truncated if it is long."""
     text = _shown(value, depth=3)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -113,7 +113,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown(code: str, what: str, word: str, choices: Iterable[str], fix: str = "{}") -> MeshwrightError:
-    """An error for a word that is none of `choices`; `fix` is a template around the nearest one."""
+    """An error for a name that is not in `choices`; `fix` is a template for the closest choice."""
     choices = list(choices)
     near = nearest(word, choices)
     cut = str(word) if len(str(word)) <= 60 else str(word)[:57] + "..."

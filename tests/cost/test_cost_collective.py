@@ -193,7 +193,7 @@ def test_large_messages_reach_the_effective_link_rate_inside_a_node():
 def test_crossing_nodes_costs_more_unless_all_cards_are_used():
     inside, across = network(tp=8), network(tp=1, pp=8, replicate=8)
     assert one(across.time(op("all_reduce", "dp", 1e9))) > 3 * one(inside.time(op("all_reduce", "tp", 1e9)))
-    whole_nodes = network(replicate=16)  # eight cards a node carry it
+    whole_nodes = network(replicate=16)  # eight cards per node share it
     one_a_node = network(pp=8, replicate=2)
     assert one(whole_nodes.time(op("all_reduce", "dp", 1e9))) < one(one_a_node.time(op("all_reduce", "dp", 1e9)))
 

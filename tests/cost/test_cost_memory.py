@@ -108,14 +108,14 @@ def test_activations_in_flight_match_the_walked_schedule(schedule):
     program = lowered(GPT, Workload(batch=16, seq=512), pp=4, schedule=schedule)
     peaks = walk(build(schedule, 4, 16)).peak_in_flight
     for rank in (1, 2):  # no embedding, no head
-        saved = 2 * sum(map(one, program.saved["dense"].values()))  # two layers a stage
+        saved = 2 * sum(map(one, program.saved["dense"].values()))  # two layers per stage
         assert of(program, rank)["activations"] == pytest.approx(peaks[rank] * saved)
 
 
 def test_virtual_stages_are_counted_by_their_size():
     program = lowered(GPT, Workload(batch=16, seq=512), pp=4, virtual=2, schedule="interleaved")
     peaks = walk(build("interleaved", 4, 16, 2)).peak_in_flight
-    layer = sum(map(one, program.saved["dense"].values()))  # one layer a stage, two stages a rank
+    layer = sum(map(one, program.saved["dense"].values()))  # one layer per stage, two stages per rank
     assert of(program, 1)["activations"] == pytest.approx(peaks[1] * layer)
 
 

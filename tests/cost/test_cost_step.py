@@ -333,7 +333,7 @@ def test_estimate_compares_with_the_targets():
 def test_count_only_models_and_experts_have_costs():
     assert one(cost(COUNTS, Workload(batch=512, seq=1), replicate=8, microbatch=64).time) > 0
     spread = cost(MOE, replicate=8, ep=8)
-    counts = 8 * 8 * MOE.experts * 8  # told in each layer
+    counts = 8 * 8 * MOE.experts * 8  # counted in each layer
     assert one(spread.traffic["ep"]) == pytest.approx(7 / 8 * (8 * 8 * 4 * 2 * 512 * MOE.hidden * 2 + counts))
     skewed = cost(MOE, WORK.but(imbalance=2.0), replicate=8, ep=8, stack=Stack(**IDLE_HOST))
     assert one(skewed.time) > one(cost(MOE, replicate=8, ep=8, stack=Stack(**IDLE_HOST)).time)
@@ -380,6 +380,6 @@ def test_a_split_backward_pays_for_the_gathers_of_its_inputs_on_all_stages_but_t
     made = [
         cost(GQA, schedule=s, recompute="full", stack=Stack(**IDLE_HOST), **plan).ranks[1].i for s in ("1f1b", "zb-h1")
     ]
-    assert one(made[0]) == one(made[1])  # a layer made again keeps what it gathered
+    assert one(made[0]) == one(made[1])  # a recomputed layer keeps what it gathered
     beside = cost(GQA, schedule="zb-h1", stack=Stack(overlap=("tp",), **IDLE_HOST), **plan)
     assert one(beside.times["dense", "G"].busy) < one(split.times["dense", "G"].busy)

@@ -103,7 +103,7 @@ def test_a_name_replaces_a_section(tmp_path, base) -> None:
     child.write_text('extends = "base.toml"\ncluster = "dgx-a100"\n')
     config = load(child)
     assert config.cluster.accelerator.name == "a100-80gb"
-    assert config.cluster.gpus == 64  # no longer said: the plan's world size
+    assert config.cluster.gpus == 64  # no longer set: the plan's world size
     assert config.origin("cluster.gpus") == "the plan's world size"
 
 

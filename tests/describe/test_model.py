@@ -50,7 +50,7 @@ def test_variants_of_the_34_formula(h, a, s):
     without_masks = sum(saved_by_one_layer(model, s, flash=False, dropout=False).values())
     assert without_masks == s * h * 32 + 2 * a * s * s
     fused = sum(saved_by_one_layer(model, s, flash=True).values())
-    assert fused == 34 * s * h + 4 * a * s  # the softmax gives way to one fp32 log-sum-exp a row
+    assert fused == 34 * s * h + 4 * a * s  # one fp32 log-sum-exp per row replaces the softmax
     single = sum(saved_by_one_layer(model, s, dtype_bytes=4, flash=False, dropout=False).values())
     assert single == 2 * without_masks
 

@@ -64,7 +64,7 @@ def test_first_copies_cover_each_parameter_exactly_once(name, degrees):
         return
     plan = Plan(**degrees).check(model, WORK.but(batch=24))
     per_rank = tables(model, plan)
-    replicas = plan.replicate if plan.average_every else 1  # each trains a model of its own
+    replicas = plan.replicate if plan.average_every else 1  # each trains a separate model
     for row in zip(*per_rank, strict=True):
         seen = np.zeros(row[0].full_shape, dtype=int)
         for box in row:
@@ -90,7 +90,7 @@ def test_exactly_the_ranks_along_copy_axes_hold_the_same_elements(name, degrees)
         sizes = [copies if axis == "kv_copies" else layout.size(axis) for axis in row[0].copies]
         many = math.prod(sizes)
         for key, ranks in holders.items():
-            if math.prod(key[1]):  # ranks beyond the last row hold nothing, all the same nothing
+            if math.prod(key[1]):  # ranks after the last row hold nothing, and so the same
                 assert len(ranks) == many, (row[0].name, row[0].copies)
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels for blocks of attention, fp8 products, compressors, a training step. Skipped without one."""
+"""Tests that need a GPU: kernels for blocks of attention, fp8 products, compressors, a training step. Skipped without one."""
 
 import pytest
 import torch
@@ -11,12 +11,12 @@ from one_process import perform
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 MODEL = Model(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocab=512)
-DRAWN = ("random-k", "powersgd")  # each kind of device draws its own numbers, alike on every rank
+DRAWN = ("random-k", "powersgd")  # each kind of device draws different numbers, the same on every rank
 WORKLOAD = Workload(batch=8, seq=128, precision="fp32")
 
 
 def exact(q, k, v):
-    """Causal attention in float64, and its gradients under a grad_output of ones."""
+    """Causal attention in float64, and its gradients for a grad_output of ones."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(groups, 1).transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -59,7 +59,7 @@ def in_blocks(q, k, v, parts):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_blocks_of_attention_are_as_exact_as_the_whole(dtype):
+def test_attention_in_blocks_is_as_exact_as_in_one_kernel(dtype):
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, n, 1024, 64, generator=generator, device="cuda").to(dtype) for n in (8, 2, 2))
     for truth, one, many in zip(exact(q, k, v), whole(q, k, v), in_blocks(q, k, v, 4), strict=True):
@@ -68,7 +68,7 @@ def test_blocks_of_attention_are_as_exact_as_the_whole(dtype):
 
 
 @pytest.mark.parametrize("dtypes", [("e4m3fn", "e4m3fn"), ("e5m2", "e4m3fn")])
-def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
+def test_fp8_products_of_the_device_equal_the_emulation(dtypes):
     from meshwright.parallel.numerics.fp8 import has_scaled_product, rounded, scaled_product
 
     a_dtype, b_dtype = (getattr(torch, f"float8_{name}") for name in dtypes)
@@ -84,14 +84,14 @@ def test_the_device_multiplies_fp8_as_the_emulation_does(dtypes):
     assert ((ours - emulated).abs() <= bound).all(), float(((ours - emulated).abs() / bound).max())
 
 
-def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does():
-    """Runs of no multiple of 16 rows, and of none; forward and both gradients."""
+def test_fp8_products_of_experts_equal_the_emulation():
+    """Numbers of rows that are not a multiple of 16, and zero rows; forward and both gradients."""
     from meshwright.parallel.numerics.fp8 import has_scaled_product
     from meshwright.parallel.numerics.fp8_grouped import grouped
 
     counts, generator = [100, 0, 33], torch.Generator().manual_seed(0)
     x, w, g = (torch.randn(*s, generator=generator) for s in ((133, 256), (3, 384, 256), (133, 384)))
-    g *= torch.logspace(-6, 0, 133)[:, None]  # each row has a scale of its own
+    g *= torch.logspace(-6, 0, 133)[:, None]  # each row has a separate scale
     if not has_scaled_product(x.cuda(), w[0].cuda()):
         pytest.skip("no fp8 units")
     told = []
@@ -108,7 +108,7 @@ def test_the_device_multiplies_the_rows_of_experts_in_fp8_as_the_emulation_does(
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "int8", "int4", "fp8", "top-k", "random-k", "threshold", "powersgd"])
-def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
+def test_compressors_give_the_same_result_on_gpu_and_cpu(name):
     from meshwright.parallel.numerics.compress.compressors import make_compressor
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
@@ -130,7 +130,7 @@ def test_a_compressor_does_on_the_gpu_what_it_does_on_the_cpu(name):
 
 
 def hooked(context, names):
-    """Gradients of the fourth step under torch's own DDP, by name of the hook."""
+    """Gradients of the fourth step with torch's DDP, by name of the hook."""
     from torch.nn.parallel import DistributedDataParallel
 
     from meshwright.parallel.numerics.compress.ddp_hook import CompressionState, hook
@@ -149,13 +149,13 @@ def hooked(context, names):
     return out
 
 
-def test_the_hook_waits_on_the_gpu_for_what_it_sends():
+def test_the_hook_waits_for_its_messages_on_the_gpu():
     found = ranks.run(1, hooked, ("none", "bf16", "int8"), device="cuda")[0]
     largest = abs(found["none"]).max()
     for name, bound in (
         ("bf16", 2**-8),
         ("int8", 1.01 / 127),
-    ):  # of four gradients alike, each says what the last left out
+    ):  # four equal gradients: each sends what the previous one left out
         error = abs(found[name] - found["none"]).max() / largest
         assert 0 < error < bound, (name, error)
 
@@ -173,14 +173,14 @@ def losses(context, plan, workload, dtype, model=MODEL):
 @pytest.mark.parametrize(
     "said", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
 )
-def test_a_gpu_trains_what_a_cpu_does(said):
+def test_training_on_a_gpu_equals_a_cpu(said):
     plan = Plan(microbatch=4, param_dtype="fp32", master=False, **said)
     cpu, gpu = (ranks.run(1, losses, plan, WORKLOAD, "float32", device=device)[0] for device in ("cpu", "cuda"))
     assert cpu == pytest.approx(gpu, rel=2e-5)
 
 
 @pytest.mark.parametrize(("precision", "experts"), [("bf16", 0), ("fp16", 0), ("fp8", 0), ("fp8", 4)])
-def test_a_gpu_trains_narrow(precision, experts):
+def test_training_on_a_gpu_in_16_bits(precision, experts):
     model = MODEL.but(experts=experts, top_k=2, expert_ffn=256, shared_experts=1) if experts else MODEL
     wide = Plan(microbatch=4, param_dtype="fp32", master=False)
     exact_losses = ranks.run(1, losses, wide, WORKLOAD, "float32", model, device="cuda")[0]
@@ -192,7 +192,7 @@ def test_a_gpu_trains_narrow(precision, experts):
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 256), (torch.bfloat16, 1030), (torch.float64, 33)])
-def test_dropout_drops_the_same_on_any_device(dtype, width):
+def test_dropout_is_the_same_on_any_device(dtype, width):
     from meshwright.models.dropout import Dropout, Moment, drawing
 
     layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, width).to(dtype)
@@ -206,8 +206,8 @@ def test_dropout_drops_the_same_on_any_device(dtype, width):
     assert all(torch.equal(here, there) for here, there in zip(*told, strict=True))
 
 
-def test_attention_drops_the_same_probabilities_on_any_device():
-    """In tiles, on a GPU too: a fused kernel would draw numbers of its own."""
+def test_attention_dropout_is_the_same_on_any_device():
+    """In tiles, also on a GPU: a fused kernel would draw different random numbers."""
     from meshwright.models.dropout import Dropped
     from meshwright.parallel.context.blocks import AttentionPattern
     from meshwright.parallel.context.ring import tiled_attention

@@ -80,7 +80,7 @@ def test_frozen_parameters_are_gathered_but_not_reduced():
         messages({"tp": 2, "sp": True}, given=Given(frozen=names))["tp", "all_gather"]
         for names in (frozenset(), frozen)
     ]
-    assert gathers[0][0] - gathers[1][0] == 2 * 16  # nobody's gradient wants the input of that layer's two regions
+    assert gathers[0][0] - gathers[1][0] == 2 * 16  # no gradient needs the input of that layer's two regions
 
 
 @pytest.mark.parametrize(

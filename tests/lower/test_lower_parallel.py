@@ -114,7 +114,7 @@ def test_experts_dispatch_every_token_k_times(ep, top_k):
     program = lowered(model, replicate=8, ep=ep)
     assert calls(program, "moe", axis="ep") == {("F", "all_to_all", "ep"): 3, ("I", "all_to_all", "ep"): 2}
     token_bytes = TOKENS * model.hidden * 2
-    counts = model.experts * 8  # how many go where is told first
+    counts = model.experts * 8  # the counts are exchanged first
     assert block_bytes(program, "ep", "moe") == pytest.approx((4 * top_k * token_bytes + counts) * (ep - 1) / ep)
 
 

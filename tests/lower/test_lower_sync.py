@@ -12,7 +12,7 @@ from meshwright.lower.gradients import Load, Message, cut, data_parallel_ops
 from meshwright.lower.stages import bounding_ranks
 
 P = 8
-ONCE = Workload(batch=P, seq=512)  # one micro-batch a rank, so that "per step" and "per micro-batch" agree
+ONCE = Workload(batch=P, seq=512)  # one micro-batch per rank, so that "per step" and "per micro-batch" agree
 
 
 def data_parallel(program, rank=0):
@@ -230,7 +230,7 @@ NUMBERS = {("count-tokens", "dp_cp"): 8.0, ("norm-and-loss", "world"): 16.0}
 
 
 def test_three_scalars_are_all_reduced_over_all_ranks():
-    assert small() == {}  # one rank has nobody to ask
+    assert small() == {}  # one rank needs no message
     assert small(replicate=P) == NUMBERS
 
 

@@ -90,7 +90,7 @@ def test_stages_partition_the_parameters():
     names = [n for stage in stages for n in stage]
     assert set(names) - {"head.project.weight"} == set(whole)
     assert len(names) == len(set(names))
-    assert "head.project.weight" in stages[-1]  # a tied head away from its embedding has a copy of its own
+    assert "head.project.weight" in stages[-1]  # a tied head on another stage than its embedding has a separate copy
 
 
 def test_an_mlp_is_its_square_layers():

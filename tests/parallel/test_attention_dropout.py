@@ -1,4 +1,4 @@
-"""Attention's probabilities are dropped alike on every layout, in tiles as by the formula."""
+"""Dropout of attention probabilities is the same on every layout, and tiles equal the formula."""
 
 from functools import cache
 
@@ -40,7 +40,7 @@ def one_device(name):
 
 
 @pytest.mark.parametrize(("name", "said"), LAYOUTS)
-def test_every_layout_drops_what_one_device_drops(name, said):
+def test_every_layout_drops_the_same_as_one_device(name, said):
     plan = Plan(**said)
     job = Job(MODELS[name], plan, WORKLOAD, steps=2, dtypes=("fp64",))
     agreement = compare(one_device(name), [rank["fp64"] for rank in ranks.run(plan.world, record, job)])
@@ -56,7 +56,7 @@ def random(*shape, seed):
 
 
 @pytest.mark.parametrize(("window", "causal"), [(0, True), (3, True), (0, False)])
-def test_tiles_are_the_formula(window, causal, monkeypatch):
+def test_tiles_equal_the_formula(window, causal, monkeypatch):
     """Grouped queries; a tile of a few rows."""
     monkeypatch.setattr(blocks, "TILE", 2 * 4 * 16 * 3)
     geometry = Geometry(Model(**SHAPE, window=window, causal=causal))
@@ -74,7 +74,7 @@ def test_tiles_are_the_formula(window, causal, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_each_probability_has_a_number_of_its_own():
+def test_each_probability_has_a_different_random_number():
     module = Probabilities(0.25, "layers.0.probabilities")
     with drawing(Moment(3, 7, range(2, 5))):
         whole = module(torch.empty(3, 4, 64, 8))

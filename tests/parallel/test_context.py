@@ -1,4 +1,4 @@
-"""Context parallelism: each kind against attention on one device, then whole layouts, their traffic and their bugs."""
+"""Context parallelism: each kind compared with attention on one device, then full layouts, their traffic and their bugs."""
 
 from functools import cache
 
@@ -30,7 +30,7 @@ def random(shape, seed):
 
 
 def attention(q, k, v, causal, window):
-    """In the plainest words: every score, every softmax."""
+    """The plain formula: every score, every softmax."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     place = torch.arange(q.shape[2])
@@ -47,7 +47,7 @@ CASES = [  # heads, KV heads, causal, zigzag, window
 
 
 def functions(context):
-    """Largest error of output and gradients of every kind and case on this rank."""
+    """The largest error of output and gradients for every kind and case on this rank."""
     from torch import distributed
 
     from meshwright.parallel.context import blocks
@@ -92,7 +92,7 @@ def functions(context):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_kind_is_attention_on_one_device(world):
+def test_every_kind_equals_attention_on_one_device(world):
     for errors in ranks.run(world, functions):
         assert len(errors) == 3 * len(CASES) + 5
         assert max(errors.values()) < 1e-12, errors
@@ -105,7 +105,7 @@ def plain_forward(q, k, v, triangle):
 
 
 def plain_backward(grad_output, q, k, v, output, total, triangle):
-    """Of Σ grad_output ∘ exp(s − ℓ) v, less what ℓ itself moves: as kernels do it, the final ℓ and output given."""
+    """The gradients of Σ grad_output ∘ exp(s − ℓ) v as kernels compute them, with the final ℓ and output given."""
     assert grad_output.stride(-1) == 1  # kernels read rows
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -117,8 +117,8 @@ def plain_backward(grad_output, q, k, v, output, total, triangle):
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
-    """All ranks of a ring in turn, in one process, on a kernel in place of tiles."""
+def test_a_kernel_that_returns_its_log_sum_exp_gives_the_same_result(monkeypatch, zigzag):
+    """All ranks of a ring one after the other, in one process, with a kernel instead of tiles."""
     from meshwright.parallel.context import blocks, kernels
 
     calls = []
@@ -148,7 +148,7 @@ def test_a_kernel_that_tells_its_sum_gives_the_same(monkeypatch, zigzag):
     assert sum(calls) == 2 * 3  # each rank's own triangle, forward and backward
 
 
-def test_torch_still_has_the_kernels_by_their_private_names():
+def test_torch_has_the_private_kernels():
     from meshwright.parallel.context import kernels
 
     assert kernels._has("cudnn")
@@ -159,7 +159,7 @@ def test_torch_still_has_the_kernels_by_their_private_names():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements any operator's result had."""
+    """The largest number of elements in the result of any operator."""
 
     most = 0
 
@@ -186,7 +186,7 @@ def sizes(context, seq):
     return found
 
 
-def test_no_scores_of_the_whole_sequence_and_in_a_ring_no_keys_of_it_either():
+def test_no_rank_holds_all_scores_and_a_ring_rank_not_all_keys():
     seq, world, width = 48, 2, 8
     for ring, gather in ranks.run(world, sizes, seq):
         assert ring == 2 * seq // world * width  # one rank's K and V
@@ -216,7 +216,7 @@ def wrong_calls(context):
     return told
 
 
-def test_what_does_not_divide_is_refused_and_no_samples_are_none():
+def test_indivisible_sizes_are_refused_and_an_empty_batch_works():
     for told in ranks.run(2, wrong_calls):
         assert told == ["MW-CP-001", "MW-CP-002", "MW-CP-003", "MW-CP-003", *[(0, 2, 4, 4)] * 3]
 
@@ -237,7 +237,7 @@ LLAMA = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab
     ],
 )
 @pytest.mark.parametrize("zigzag", [True, False])
-def test_rectangles_hold_every_pair_that_sees_and_whole_ones_no_other(zigzag, pattern):
+def test_rectangles_cover_exactly_the_visible_pairs(zigzag, pattern):
     runs = runs_of(SEQ, 3, zigzag)
     for mine in runs:
         for other in runs:
@@ -267,7 +267,7 @@ def test_zigzag_gives_every_rank_half_a_block_at_every_step_in_one_rectangle():
     assert [len(rectangles(own, straight[1], AttentionPattern(True))) for own in straight] == [0, 1, 1, 1]
 
 
-def test_zigzag_only_where_blocks_are_causal():
+def test_zigzag_is_used_only_for_causal_blocks():
     causal, both = Model(**LLAMA), Model(**LLAMA, causal=False)
     assert [is_zigzag(causal, kind, 24, 4) for kind in ("ring", "all-gather", "ulysses")] == [True, True, False]
     assert not is_zigzag(both, "ring", 24, 4)
@@ -353,7 +353,7 @@ def proof_of(plan, model=None, prepare=""):
         ),
     ],
 )
-def test_what_is_issued_is_what_is_lowered(plan):
+def test_issued_collectives_equal_lowered_ones(plan):
     proof = proof_of(plan)
     assert proof.passed
     moved = {row.operation for _, row in proof.rows if row.axis == "cp"}
@@ -383,7 +383,7 @@ def test_small_copies_keep_every_context_legal(kind):
 
 
 def wrong_offset():
-    """Every rank believes to hold the start of the sequence."""
+    """Every rank uses the positions of the start of the sequence."""
     from meshwright.parallel.context import sequence as context
 
     put_on = context.shard_sequence
@@ -397,7 +397,7 @@ def wrong_offset():
 
 
 def no_sync_without_dp():
-    """Gradients reduced over dp, which has one rank, though cp has two with different tokens."""
+    """Gradients are reduced over dp, which has one rank, although cp has two ranks with different tokens."""
     from meshwright.parallel.data.buckets import Buckets
 
     start = Buckets.__init__
@@ -405,7 +405,7 @@ def no_sync_without_dp():
 
 
 def own_tokens_only():
-    """The loss divided by the tokens of one rank's part of the sequence."""
+    """The loss is divided by the tokens of the part of one rank."""
     from meshwright.training.loop import Trainer
 
     all_reduce = Trainer.all_reduce

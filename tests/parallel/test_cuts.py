@@ -1,4 +1,4 @@
-"""Weights that hold several parts: which ranges a rank has of each, and a network of one's own divided by them."""
+"""Weights that hold several parts: the ranges of each part on a rank, and a user's network that is split by them."""
 
 from functools import cache
 
@@ -49,17 +49,17 @@ def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
         ("heads", "8,3,1", "002"),
     ],
 )
-def test_parts_that_do_not_fill_it_or_do_not_divide_are_told(kind, said, code):
+def test_parts_that_do_not_fit_or_do_not_divide_are_refused(kind, said, code):
     with pytest.raises(MeshwrightError, match=f"MW-TP-{code}"):
         fused_cuts("w", 0, 48, kind, said, 4, 0)
 
 
-def test_boundaries_are_as_even_as_can_be():
+def test_boundaries_are_as_even_as_possible():
     assert [even_range(10, 4, i) for i in range(4)] == [(0, 3), (3, 6), (6, 8), (8, 10)]
 
 
 class Attend(nn.Module):
-    """Heads of four, the last dimension of one weight their queries, keys and values."""
+    """Heads of width four; one weight holds queries, keys and values."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def network():
 
 
 def divided(context):
-    """Of two ranks and of four, with and without sequence parallelism: the largest differences from one device."""
+    """The largest differences from one device, on two and four ranks, with and without sequence parallelism."""
     from torch import distributed
 
     from meshwright.parallel.tensor.split import split
@@ -149,7 +149,7 @@ def by_rank():
 
 
 @pytest.mark.parametrize("case", range(3), ids=["two", "four", "four-sequence"])
-def test_fused_projections_divided_compute_what_one_device_computes(case):
+def test_split_fused_projections_equal_one_device(case):
     for rank in by_rank():
         errors, copies, columns = rank[case]
         assert not {name: error for name, error in errors.items() if not error < 1e-11}
@@ -158,7 +158,7 @@ def test_fused_projections_divided_compute_what_one_device_computes(case):
         assert columns == 24 // (4 if case else 2)
 
 
-def test_a_whole_parameter_has_no_cut():
+def test_a_replicated_parameter_has_no_cut():
     from meshwright.parallel.tensor.cuts import Split
 
     done = Split(None, cuts={"a": Cut(0, 2, 2, 4)}, fused={"b": fused_cuts("b", 0, 8, "column", "1,1", 2, 1)})

@@ -1,4 +1,4 @@
-"""What is gathered ahead, and what fits: arithmetic on sizes, without ranks."""
+"""Which units are prefetched, and which fit: arithmetic on sizes, without ranks."""
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ from meshwright.parallel.data.gathering import (
         (3, -1, 3, 6, [2, 1]),
     ],
 )
-def test_units_that_fit_beside_the_one_at_work(at, step, most, limit, expected):
+def test_number_of_units_that_fit_with_the_running_one(at, step, most, limit, expected):
     assert fitting([4, 3, 2, 1], at, step, most, limit) == expected
 
 
 class Unit(nn.Linear):
-    """Remembers whom it was told to gather ahead."""
+    """Records the units that it should prefetch."""
 
     def __init__(self, width):
         super().__init__(width, width, bias=False)
@@ -68,7 +68,7 @@ SIZES = [4 * width**2 for width in WIDTHS]
         ({"limit": SIZES[0]}, [[], [], []], [[4], [3], [3]]),
     ],
 )
-def test_each_unit_is_told_whom_to_gather_ahead_as_far_as_they_fit_beside_it(said, forward, backward):
+def test_each_unit_prefetches_the_next_units_that_fit(said, forward, backward):
     units = [[Unit(width), Unit(1)] for width in WIDTHS]
     gather_ahead(units, SIZES, Gathering(**said))
     for which, expected in (("forward", forward), ("backward", backward)):
@@ -76,7 +76,7 @@ def test_each_unit_is_told_whom_to_gather_ahead_as_far_as_they_fit_beside_it(sai
     assert not any(unit[1].ahead for unit in units)
 
 
-def test_a_unit_that_does_not_fit_by_itself_is_told_and_sizes_are_of_what_is_gathered():
+def test_a_unit_larger_than_the_limit_is_refused():
     with pytest.raises(MeshwrightError, match="MW-ZERO-001"):
         gather_ahead([[Unit(4)]], [SIZES[0]], Gathering(limit=SIZES[0] - 1))
     gather_ahead([], [], Gathering(limit=0))
@@ -88,7 +88,7 @@ def test_a_unit_that_does_not_fit_by_itself_is_told_and_sizes_are_of_what_is_gat
     assert size_of(layers[:2], torch.bfloat16) == 2 * (6 + 2 + 2)
 
 
-def test_a_weight_that_two_units_share_is_told():
+def test_a_weight_shared_by_two_units_is_refused():
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     first, second, third = module
     third.weight = first.weight

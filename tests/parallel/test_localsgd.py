@@ -1,4 +1,4 @@
-"""Replicas that train alone and average: with k = 1 and SGD it is data parallelism, whatever their tokens."""
+"""Local SGD: with k = 1 and SGD it equals data parallelism, for any numbers of tokens."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def trained(context, plan, workload, every, steps):
 
 @pytest.mark.parametrize("plan", [Plan(replicate=2, microbatch=2), Plan(replicate=2, tp=2)])
 def test_averaging_every_step_is_data_parallelism(plan):
-    """Padding differs between replicas, so an unweighted average would not do."""
+    """Padding differs between replicas, so an unweighted average would be wrong."""
     together, apart = ranks.run(plan.world, trained, plan, SGD, 0, 3), ranks.run(plan.world, trained, plan, SGD, 1, 3)
     for (exact, _), (local, _) in zip(together, apart, strict=True):
         for a, b in zip(exact, local, strict=True):
@@ -49,20 +49,20 @@ def test_averaging_every_step_is_data_parallelism(plan):
     assert (together[0][0][0]["head.norm.weight"] != together[0][0][2]["head.norm.weight"]).any()
 
 
-def test_between_averages_replicas_are_quiet_and_drift_and_then_agree():
+def test_replicas_diverge_without_traffic_between_averages_and_agree_after():
     one, other = ranks.run(2, trained, Plan(replicate=2, microbatch=2), SGD, 3, 6)
     for step in range(6):
         averaged = step % 3 == 2
         equal = all((one[0][step][name] == other[0][step][name]).all() for name in one[0][step])
         assert equal == averaged
-        assert bool(one[1][step]) == averaged  # nothing at all is said in between
+        assert bool(one[1][step]) == averaged  # no messages in between
     ((operation, (count, size)),) = one[1][2].items()
     elements = sum(value.size for value in one[0][0].values())
     assert (operation[1], count, size) == ("all_reduce", 1, 8 * (elements + 1))
 
 
 def averaged(context, every):
-    """A module of one's own: each replica adds a number of its own a step."""
+    """A user's module: each replica adds a different number per step."""
     from torch import distributed
 
     from meshwright.parallel.data.local_sgd import Average
@@ -78,7 +78,7 @@ def averaged(context, every):
     return told
 
 
-def test_a_module_of_ones_own_is_averaged_by_the_tokens_seen():
+def test_a_users_module_is_averaged_by_its_tokens():
     for rank, told in enumerate(ranks.run(2, averaged, 2)):
         assert [done for done, _ in told] == [False, True, False, True]
         drift = 1.0 + rank
@@ -89,7 +89,7 @@ def test_a_module_of_ones_own_is_averaged_by_the_tokens_seen():
 @pytest.mark.parametrize(
     "plan", [{"shard": 2, "zero": 3}, {"replicate": 2, "cp": 2}, {}, {"replicate": 2, "compression": "int8"}]
 )
-def test_replicas_that_need_each_other_are_refused(plan):
+def test_replicas_that_share_experts_or_states_are_refused(plan):
     with pytest.raises(MeshwrightError, match="MW-PLAN-015") as error:
         Plan(**plan, average_every=2)
     assert error.value.fix
@@ -98,8 +98,8 @@ def test_replicas_that_need_each_other_are_refused(plan):
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}])
-def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
-    """AdamW and clipping, each replica its own; two steps apart, then the average."""
+def test_a_local_sgd_plan_is_proved_against_replicas_on_one_device(plan):
+    """AdamW and clipping per replica; two separate steps, then the average."""
     config = Config.from_parts(
         MODEL, "laptop", plan={**plan, "average_every": 8}, workload={"batch": 8, "seq": 8, "precision": "fp32"}
     )
@@ -113,7 +113,7 @@ def test_a_plan_with_it_is_proved_against_replicas_on_one_device(plan):
     ]  # of the third step
 
 
-def test_bytes_fall_by_the_steps_between_averages():
+def test_bytes_fall_with_the_steps_between_averages():
     plans = [Plan(replicate=8, bucket=1e12), *(Plan(replicate=8, average_every=n) for n in (1, 10))]
     cost = step_cost(step_program(MODEL, plans, Workload(batch=8, seq=8)), catalog.load("clusters", "laptop"))
     assert cost.traffic["dp"][1] == pytest.approx(cost.traffic["dp"][0], rel=1e-3)  # and one number more

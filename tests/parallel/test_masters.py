@@ -1,4 +1,4 @@
-"""Wide copies that an optimizer works on, scaled losses, averages when they are due: to the number, without ranks."""
+"""Master weights, loss scales and scheduled averages: exact values, without ranks."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from meshwright.parallel.pieces import Piece
 
 
 def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
-    """A parameter whose gradient is twice itself, summed in `sums`."""
+    """A parameter whose gradient is twice its value, accumulated in `sums`."""
     parameter = nn.Parameter(torch.tensor(values, dtype=dtype), requires_grad=trained)
     if trained:
         parameter.grad_dtype = sums or dtype
@@ -44,14 +44,14 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
     ],
     ids=str,
 )
-def test_masters_are_there_where_parameters_are_narrow_or_away(dtype, sums, said, wide):
-    """Or where gradients are wider than an optimizer would take; of a parameter that is not trained it does not matter."""
+def test_masters_exist_for_narrow_or_offloaded_parameters(dtype, sums, said, wide):
+    """Also if gradients are wider than an optimizer accepts; frozen parameters do not count."""
     made = masters_of([piece([1.0], dtype, trained=False), piece([1.0], dtype, sums)], Plan(**said))
     assert ({m.local.dtype for m in made.pieces} if made else {None}) == {wide}
     assert masters_of([piece([1.0], torch.float32, trained=False)], Plan()) is None
 
 
-def test_masters_take_gradients_and_give_back_roundings():
+def test_masters_receive_gradients_and_return_rounded_parameters():
     sources = [piece([1.0, 3.0], sums=torch.float32), piece([5.0], trained=False)]
     masters = Masters(iter(sources), torch.float32)
     first, still = masters.pieces
@@ -59,7 +59,7 @@ def test_masters_take_gradients_and_give_back_roundings():
     assert (first.local.tolist(), still.local.tolist()) == ([1.0, 3.0], [5.0])
     masters.take_gradients()
     assert (first.gradient.tolist(), still.gradient.tolist()) == ([2.0, 6.0], [0.0])
-    assert masters.moved_bytes == 2 * 4 + 2  # one that is not trained has no gradient but zeros of its own dtype
+    assert masters.moved_bytes == 2 * 4 + 2  # a frozen parameter has a zero gradient of its dtype
     with torch.no_grad():
         first.local.add_(2.0**-10)
     assert sources[0].local.tolist() == [1.0, 3.0]
@@ -74,7 +74,7 @@ def test_masters_take_gradients_and_give_back_roundings():
     assert not masters.pinned
 
 
-def test_a_scale_halves_at_an_overflow_and_doubles_after_good_steps():
+def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_good_steps():
     scale = LossScale.of(torch.float16)
     assert (scale.value, scale.dynamic) == (2.0**16, True)
     good, bad = torch.tensor(1.0), torch.tensor(float("inf"))
@@ -91,7 +91,7 @@ def test_a_scale_halves_at_an_overflow_and_doubles_after_good_steps():
         assert [p.gradient.item() for p in pieces] == [8.0 / factor, 16.0 / factor]
 
 
-def test_what_is_narrow_and_what_is_cast():
+def test_narrow_dtypes_and_casts():
     assert [narrow(d) for d in (torch.bfloat16, torch.float16, torch.float32, torch.float64)] == [
         True,
         True,
@@ -110,7 +110,7 @@ def test_what_is_narrow_and_what_is_cast():
         assert module[1].num_batches_tracked.dtype == torch.int64
 
 
-def test_an_average_comes_when_it_is_due_and_of_one_replica_it_is_itself():
+def test_averages_run_every_k_steps_and_do_nothing_on_one_replica():
     tensors = [torch.tensor([[2.0, 4.0]], dtype=torch.float64), torch.tensor([8.0], dtype=torch.float64)]
     average = Average(tensors, None, 3)
     assert [average.after_update(torch.tensor(5.0)) for _ in range(7)] == [
@@ -128,8 +128,8 @@ def test_an_average_comes_when_it_is_due_and_of_one_replica_it_is_itself():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_an_average_of_any_number_of_tokens_is_itself(dtype):
-    """None at all, and more than 16 bits can count."""
+def test_equal_replicas_do_not_change_for_any_number_of_tokens(dtype):
+    """Zero tokens, and more than 16 bits can count."""
     for tokens in (0.0, 70_001.0):
         tensor = torch.tensor([2.0, 0.1], dtype=dtype)
         assert Average([tensor], None, 1).after_update(tokens)

@@ -1,4 +1,4 @@
-"""The mesh's groups are the layout's, on every axis and in every order."""
+"""The groups of the mesh equal those of the layout, on every axis and in every order."""
 
 import pytest
 
@@ -45,8 +45,8 @@ def refuse(context):
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.title())
-def test_groups_are_the_layouts(plan):
-    """Fresh ranks for each plan: gloo may stall where one process makes dozens of groups."""
+def test_groups_equal_those_of_the_layout(plan):
+    """New ranks for each plan: gloo may stall if one process creates dozens of groups."""
     by_rank = ranks.run(4, groups, [plan])
     for layout in [Layout(plan)]:
         for rank, told in enumerate(row[0] for row in by_rank):

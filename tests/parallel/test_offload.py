@@ -1,4 +1,4 @@
-"""Offload moves memory and changes nothing: exact gradients and updates, and the bytes that would cross."""
+"""Offload moves memory without changing results: exact gradients and updates, and the number of copied bytes."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def layers():
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))).double()
 
 
-def test_activations_go_and_come_back_unchanged_and_each_once():
+def test_activations_return_unchanged_and_are_copied_once():
     plain, moved = layers(), layers()
     away = offload.offload_activations(moved)
     x = torch.ones(5, 8, dtype=torch.float64, requires_grad=True)
@@ -39,7 +39,7 @@ def test_activations_go_and_come_back_unchanged_and_each_once():
         assert torch.equal(a.grad, b.grad)
 
 
-def test_of_a_recomputed_layer_only_the_input_goes():
+def test_only_the_input_of_a_recomputed_layer_is_offloaded():
     net, plain = layers(), layers()
     recompute(net)
     away = offload.offload_activations(net)
@@ -50,7 +50,7 @@ def test_of_a_recomputed_layer_only_the_input_goes():
     assert torch.equal(net[0][0].weight.grad, plain[0][0].weight.grad)
 
 
-def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
+def test_a_tensor_changed_in_place_is_offloaded_as_saved():
     away = offload.ActivationOffload()
     x = torch.ones(4)
     first = away.send(x)
@@ -60,7 +60,7 @@ def test_a_tensor_changed_in_place_is_sent_as_it_was_saved():
     assert away.fetch(second).tolist() == [2.0] * 4
 
 
-def test_views_of_one_memory_go_once_unless_they_are_turned():
+def test_views_of_one_storage_are_copied_once_unless_transposed():
     away = offload.ActivationOffload()
     x = torch.arange(6.0).view(2, 3)
     for view in (x, x.view(-1), x.view(1, 2, 3)):
@@ -73,15 +73,15 @@ def test_views_of_one_memory_go_once_unless_they_are_turned():
 
 
 @pytest.mark.parametrize(("smallest", "moved"), [(0, 16), (16, 16), (17, 0)])
-def test_what_is_smaller_stays(smallest, moved):
+def test_small_tensors_are_not_offloaded(smallest, moved):
     away, x = offload.ActivationOffload(smallest), torch.full((4,), 2.0, requires_grad=True)
     away.wrap(nn.Identity(), lambda y: y * y)(x).sum().backward()
     assert x.grad.tolist() == [4.0] * 4
     assert (away.down_bytes, away.up_bytes) == (moved, 2 * moved)
 
 
-def bytes_of_a_region(context):
-    """What a sequence-parallel region of one product and one activation sends down, and its input's gradient."""
+def offloaded_bytes_of_a_region(context):
+    """Bytes that a sequence-parallel region of one product and one activation offloads, and the gradient of its input."""
     from torch import distributed
 
     from meshwright.parallel.tensor.split import split
@@ -102,12 +102,12 @@ def bytes_of_a_region(context):
     return away.down_bytes, share.nbytes, whole.nbytes
 
 
-def test_of_a_sequence_parallel_region_the_share_goes_and_what_it_computed():
-    for down, share, whole in ranks.run(2, bytes_of_a_region):
+def test_a_sequence_parallel_region_offloads_its_share_and_its_activations():
+    for down, share, whole in ranks.run(2, offloaded_bytes_of_a_region):
         assert down == share + whole // 2  # never the gathered input; half the columns of tanh's output
 
 
-def states_crossed(context, plan, workload, dtype):
+def bytes_of_states(context, plan, workload, dtype):
     from meshwright.parallel.apply import apply
     from meshwright.training.data import RandomSamples
     from meshwright.training.loop import Trainer
@@ -121,10 +121,10 @@ def states_crossed(context, plan, workload, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "crossing"), [("float32", 4 + 4), ("bfloat16", 4 + 2)])
-def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, crossing):
-    """fp32 gradients down, parameters up; the optimizer holds none of the model's own tensors."""
+def test_states_stay_on_the_host_and_gradients_and_parameters_are_copied(dtype, crossing):
+    """fp32 gradients to the host, parameters back; the optimizer holds no tensor of the model."""
     plan = Plan(offload="states", microbatch=2)
-    ((moved, elements, shares),) = ranks.run(1, states_crossed, plan, Workload(batch=2, seq=4), dtype)
+    ((moved, elements, shares),) = ranks.run(1, bytes_of_states, plan, Workload(batch=2, seq=4), dtype)
     assert moved == 2 * crossing * elements
     assert not shares
 
@@ -137,7 +137,7 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_cross(dtype, cross
         {"offload": "activations", "tp": 2, "sp": True},
     ],
 )
-def test_a_plan_with_it_trains_what_one_device_trains(plan):
+def test_a_plan_with_offload_equals_one_device(plan):
     model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}
     config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan=plan)
     proof = prove(config, ranks=4, steps=2)

@@ -1,4 +1,4 @@
-"""Options of data parallelism on a user's own module: what is gathered when, in which dtype, and what waits for what."""
+"""Options of data parallelism on a user's module: order of gathers, dtypes and overlap."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LAYERS = 6
 
 
 class Own(nn.Module):
-    """Somebody's network: a body of layers, a buffer, and an end."""
+    """A user's network: layers, a buffer, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def batch(rank):
 
 
 class Gathers:
-    """In the place of torch's all-gather: counts."""
+    """Replaces torch's all-gather and counts calls."""
 
     def __init__(self):
         self.count = 0
@@ -55,8 +55,7 @@ class Gathers:
 
 
 def sharded(context, options):
-    """Gradients, the dtypes seen inside, and how many units were gathered or under way when each one worked, forward
-    and backward."""
+    """Gradients, the dtypes inside, and the number of units gathered or in flight while each unit runs, in forward and backward."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from meshwright.parallel.data.gathering import Gathering, shard
@@ -103,7 +102,7 @@ def alone(world):
         ({"forward": 0, "backward": 0}, [1] * 6),
     ],
 )
-def test_units_are_wrapped_and_gathered_ahead_as_asked(options, sizes):
+def test_units_are_wrapped_and_prefetched_as_configured(options, sizes):
     for made, ahead, _, gradients in ranks.run(2, sharded, options):
         assert made == sizes
         for got, expected in zip(gradients, alone(2), strict=True):
@@ -112,10 +111,10 @@ def test_units_are_wrapped_and_gathered_ahead_as_asked(options, sizes):
             assert set(ahead["backward"]) <= {0, -1, -2, -3, -4, -5}  # nothing is gathered again
         elif made == [1] * 6:
             assert max(ahead["forward"]) == 1 + (options.get("forward") or 0)
-            assert max(ahead["backward"]) == 1 + options.get("backward", 1)  # torch by itself: one ahead
+            assert max(ahead["backward"]) == 1 + options.get("backward", 1)  # torch's default: one unit ahead
 
 
-def test_no_more_is_gathered_at_once_than_the_limit():
+def test_gathered_weights_stay_within_the_limit():
     unit = 72 * 8
     for _, ahead, _, _ in ranks.run(2, sharded, {"forward": 5, "backward": 5, "limit": 2.5 * unit}):
         assert max(ahead["forward"]) == max(ahead["backward"]) == 2
@@ -123,7 +122,7 @@ def test_no_more_is_gathered_at_once_than_the_limit():
         ranks.run(1, sharded, {"limit": unit - 1})
 
 
-def test_parameters_reductions_and_buffers_have_dtypes_of_their_own():
+def test_parameters_reductions_and_buffers_have_separate_dtypes():
     options = {"param_dtype": torch.float32, "reduce_dtype": torch.float64, "buffer_dtype": torch.bfloat16}
     for _, _, seen, gradients in ranks.run(2, sharded, options):
         assert seen == {(torch.float32, torch.bfloat16)}
@@ -132,7 +131,7 @@ def test_parameters_reductions_and_buffers_have_dtypes_of_their_own():
 
 
 def replicated(context, options, orders, used):
-    """Flat gradients of each step; how many messages had left before backward was through."""
+    """Flat gradients of each step, and the number of messages sent before backward ends."""
     from torch import distributed
 
     from meshwright.parallel.data.buckets import Buckets
@@ -154,7 +153,7 @@ def replicated(context, options, orders, used):
     return out
 
 
-def test_ranks_may_use_their_layers_in_any_order_and_in_another_every_step():
+def test_ranks_may_run_their_layers_in_any_order():
     orders = [([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]), ([2, 3], [4, 0, 1])]
     one, other = ranks.run(2, replicated, {}, orders, (True, True))
     for (a, _, _), (b, _, _) in zip(one, other, strict=True):
@@ -162,7 +161,7 @@ def test_ranks_may_use_their_layers_in_any_order_and_in_another_every_step():
         assert (a != 0).any()
 
 
-def test_a_static_graph_waits_for_no_unused_parameter_and_tells_if_it_was_not_static():
+def test_a_static_graph_skips_unused_parameters_and_raises_if_the_graph_changes():
     order = ([0, 1, 2, 3, 4, 5],) * 2
     plain, static = (
         ranks.run(2, replicated, {"static_graph": s}, [order] * 2, (False, False))[0] for s in (False, True)
@@ -175,7 +174,7 @@ def test_a_static_graph_waits_for_no_unused_parameter_and_tells_if_it_was_not_st
         ranks.run(2, replicated, {"static_graph": True}, [order] * 2, (False, True))
 
 
-def test_summed_after_each_micro_batch_it_is_the_same_sum():
+def test_reducing_every_micro_batch_gives_the_same_sum():
     order = ([0, 1, 2, 3, 4, 5],) * 2
     once, each = (ranks.run(2, replicated, {"per_microbatch": e}, [order] * 2, (True, True))[0] for e in (False, True))
     for (a, _, _), (b, _, _) in zip(once, each, strict=True):
@@ -195,7 +194,7 @@ PROVED = [
 
 
 @pytest.mark.parametrize("plan", PROVED, ids=str)
-def test_a_plan_says_them_and_is_proved(plan):
+def test_plans_with_these_options_are_proved(plan):
     config = Config.from_parts(
         MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan={**plan, "bucket": 4e3}
     )

@@ -1,4 +1,4 @@
-"""A plan on a user's own module trains what one device trains: losses, gradients, norms and parameters, in float64."""
+"""A plan on a user's module gives the same training as one device: losses, gradients, norms and parameters, in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH, SEQ, STEPS, BOUND = 4, 8, 2, 1e-11
 
 
 def wide_norm(part, x):
-    """Theirs goes through float32 and would hide what float64 shows."""
+    """The original computes in float32, which would hide differences in float64."""
     return functional.rms_norm(x, part.weight.shape, part.weight, part.variance_epsilon)
 
 
@@ -43,7 +43,7 @@ def wide_router(part, x):
 
 
 class Head(nn.Module):
-    """An encoder in a user's own module, with a parameter of its own beside the layers."""
+    """An encoder in a user's module, with a parameter besides the layers."""
 
     def __init__(self, batch_first):
         super().__init__()
@@ -143,7 +143,7 @@ def one_device(name):
 
 
 def error_of(got, expected, least=1e-3):
-    """Relative to the largest element, of tensors that are all but zero (the gradient of a key's bias) to `least`."""
+    """The error relative to the largest element; for tensors near zero (the gradient of a key's bias) relative to `least`."""
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=least))
 
 
@@ -218,7 +218,7 @@ def compared_all(context, cases):
 
 @cache
 def by_rank(world):
-    """One set of ranks for all: importing their library takes longer than the rest."""
+    """One set of ranks for all cases: importing transformers takes longer than the training."""
     return ranks.run(world, compared_all, TWO if world == 2 else FOUR, silence=90)
 
 
@@ -227,19 +227,19 @@ def title(case):
 
 
 @pytest.mark.parametrize("case", range(len(TWO)), ids=[title(case) for case in TWO])
-def test_two_ranks_train_what_one_device_trains(case):
+def test_two_ranks_equal_one_device(case):
     for rank in by_rank(2):
         assert not rank[case]
 
 
 @pytest.mark.parametrize("case", range(len(FOUR)), ids=[title(case) for case in FOUR])
-def test_four_ranks_train_what_one_device_trains(case):
+def test_four_ranks_equal_one_device(case):
     for rank in by_rank(4):
         assert not rank[case]
 
 
 class Scored(nn.Module):
-    """Returns its own loss, a sum over targets that are not padding."""
+    """Returns its loss, a sum over targets that are not padding."""
 
     def __init__(self):
         super().__init__()
@@ -251,7 +251,7 @@ class Scored(nn.Module):
 
 
 def odd_batches(context):
-    """Ranks of three and one samples: a mean over all of them, and a sum over tokens of which padding leaves different numbers."""
+    """Ranks with three samples and one: a mean over all samples, and a sum over tokens with different padding."""
     ids = torch.arange(16).view(4, 4) * 5 % 42
     ids[0, :3] = 0
     mine = ids[:3] if context.rank == 0 else ids[3:]
@@ -281,7 +281,7 @@ def wide_loss(y, target):
 
 
 def narrow(context, plan):
-    """Losses in 16 bits with fp32 copies, and whether ranks agree; the state has the copies' dtype."""
+    """Losses in 16 bits with fp32 masters, and whether ranks agree; the state has the dtype of the masters."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     trained = parallelize(module, plan, optimizer=partial(torch.optim.SGD, lr=0.05), loss=wide_loss, layers="")
@@ -327,7 +327,7 @@ def refusals(context, cases):
     return out
 
 
-def test_what_cannot_be_done_is_refused_in_words():
+def test_unsupported_plans_give_clear_errors():
     import re
 
     for told, (_, _, words) in zip(ranks.run(2, refusals, REFUSED)[0], REFUSED, strict=True):
@@ -355,7 +355,7 @@ def misuse(context):
     return out
 
 
-def test_misuse_is_told_in_words():
+def test_misuse_gives_clear_errors():
     told = ranks.run(2, misuse)[0]
     assert [error[:10] for error in told] == [
         "MW-OWN-003", "MW-OWN-003", "MW-OWN-003", "MW-OWN-004", "MW-OWN-005", "MW-OWN-005", "MW-OWN-002", "MW-OWN-001"

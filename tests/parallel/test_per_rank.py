@@ -1,4 +1,4 @@
-"""Every rank's gradient on one device: of its own tokens alone, and together the gradient of all."""
+"""The gradient of every rank, computed on one device: each has its own tokens, and their sum is the full gradient."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ PLANS = [Plan(replicate=2, microbatch=2), Plan(tp=2, replicate=2), Plan(shard=2,
 
 
 @pytest.mark.parametrize(("kind", "plan"), [(k, p) for k in MODELS for p in PLANS[: 2 if k == "mlp" else 3]])
-def test_ranks_have_their_parts_of_the_gradient(kind, plan):
+def test_gradients_of_the_ranks_sum_to_the_full_gradient(kind, plan):
     model = MODELS[kind]
     layout, (x, y), loss = Layout(plan), batch(model, plan), loss_function(model)
     whole = network(model)
@@ -68,7 +68,7 @@ def test_ranks_have_their_parts_of_the_gradient(kind, plan):
     assert apart.take_gradients() == {s: {} for s in taken}
 
 
-def test_a_data_parallel_ranks_part_is_the_gradient_of_its_samples():
+def test_a_data_parallel_rank_has_the_gradient_of_its_samples():
     model, plan = MODELS["gpt"], Plan(replicate=2, microbatch=2)
     (x, y), loss = batch(model, plan), loss_function(model)
     module = network(model)
@@ -83,8 +83,8 @@ def test_a_data_parallel_ranks_part_is_the_gradient_of_its_samples():
             torch.testing.assert_close(sum(taken[rank, 0, 0, 0][use] for use in uses), p.grad, rtol=1e-12, atol=1e-13)
 
 
-def test_an_experts_rank_has_the_tokens_it_routed():
-    """Of a sequence over cp, zigzag, and of that a half for each of two tp ranks."""
+def test_expert_gradients_belong_to_the_rank_that_routed_the_tokens():
+    """A sequence over cp in zigzag, and half of each part for each of two tp ranks."""
     plan = Plan(cp=2, tp=2, sp=True, microbatch=2)
     rows = tokens_of(Layout(plan), MODELS["moe"], SEQ)
     assert rows[0, 0, 0, 0].tolist() == [0, 1, 8, 9]
@@ -92,8 +92,8 @@ def test_an_experts_rank_has_the_tokens_it_routed():
     assert rows[0, 0, 1, 1].tolist() == [4, 5, 12, 13]
 
 
-def test_places_of_one_data_rank_share_the_scales_of_fp8():
-    """Two places: their gradients add up to that of one product, though each has largest values of its own."""
+def test_parts_of_one_data_rank_share_the_scales_of_fp8():
+    """Two parts: their gradients sum to that of one product, although each part has another maximum."""
     model, plan = MODELS["gpt"], Plan(cp=2, microbatch=2)
     (x, y), loss = batch(model, plan), loss_function(model)
     gradients = []

@@ -1,4 +1,4 @@
-"""The adapter to torch's pipeline runtime: what it needs is there, what it runs is our program."""
+"""The adapter to torch's pipeline runtime: torch has the names that it needs, and it runs our program."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ MODEL = Model(hidden=16, layers=4, heads=2, ffn=24, vocab=32)
 
 
 def order_run(context, plan, workload):
-    """The actions torch really performs on this rank, as (stage, kind, micro-batch)."""
+    """The actions that torch performs on this rank, as (stage, kind, micro-batch)."""
     from meshwright.parallel.apply import apply
     from meshwright.parallel.pipeline import Stage
     from meshwright.training.data import RandomSamples
@@ -55,7 +55,7 @@ def test_torch_runs_our_program_action_by_action(schedule, virtual):
         assert list(program.rank_of) == [0, 1, 1, 0]
 
 
-def test_the_adapter_knows_this_torch():
+def test_the_adapter_supports_this_torch():
     check_adapter()
     program = SCHEDULES["zbv"](2, 4, 2)
     actions = actions_of(program)
@@ -66,7 +66,7 @@ def test_the_adapter_knows_this_torch():
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
-def test_messages_are_asked_for_before_the_computation_that_does_not_need_them(schedule, virtual):
+def test_receives_are_posted_before_unrelated_computations(schedule, virtual):
     program = SCHEDULES[schedule](4, 8, virtual)
     lists = schedules._add_send_recv(actions_of(program), lambda stage: program.rank_of[stage], 4 * virtual)
     moved = 0
@@ -89,14 +89,14 @@ def is_message(action):
 
 
 def needs(receive, actions):
-    """The computation that a message is for."""
+    """The computation that needs a message."""
     kinds = "F" if "RECV_F" in str(receive) else "BI"
     wanted = {f"{receive.stage_index}{kind}{receive.microbatch_index}" for kind in kinds}
     return next(action for action in actions if str(action) in wanted)
 
 
 @pytest.mark.parametrize("name", ["_Action", "_PipelineScheduleRuntime", "_ComputationType"])
-def test_a_torch_that_moved_them_is_named_clearly(name, monkeypatch):
+def test_a_torch_without_the_private_names_gives_a_clear_error(name, monkeypatch):
     monkeypatch.delattr(schedules, name)
     with pytest.raises(MeshwrightError, match=f"MW-PIPE-040: torch .* has no .*{name}"):
         check_adapter()
@@ -106,7 +106,7 @@ def test_a_torch_that_moved_them_is_named_clearly(name, monkeypatch):
         check_adapter()
 
 
-def test_products_that_an_older_torch_forgets_are_refused(monkeypatch):
+def test_custom_products_in_a_split_backward_are_refused_on_older_torch(monkeypatch):
     plan, split = Plan(pp=2, schedule="zb-h1"), SCHEDULES["zb-h1"](2, 4, 1)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0+cpu"))
     check_split_products(plan, split)
@@ -117,7 +117,7 @@ def test_products_that_an_older_torch_forgets_are_refused(monkeypatch):
 
 
 def own_stages(context, schedule, virtual):
-    """Of networks of one's own, some stages of which learn nothing: whether gradients are one device's, by network."""
+    """Networks in which some stages have no trained parameters: whether gradients equal those of one device, by network."""
     from torch import nn
 
     from meshwright.describe.layout import Layout
@@ -159,7 +159,7 @@ def own_stages(context, schedule, virtual):
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("zbv", 2)])
-def test_networks_of_ones_own_may_have_stages_that_learn_nothing(schedule, virtual):
+def test_users_networks_may_have_stages_without_trained_parameters(schedule, virtual):
     for right in ranks.run(2, own_stages, schedule, virtual):
         assert right
         assert all(right)

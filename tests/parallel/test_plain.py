@@ -1,4 +1,4 @@
-"""What a module of one's own may not do if it is to be split: more than its products, or drop what other ranks keep."""
+"""Modules that cannot be split: those that compute more than a product, and dropout that differs between ranks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ class Halved(nn.Linear):
 
 
 class Spelled(nn.Linear):
-    """In other words."""
+    """A different implementation of the same product."""
 
     def forward(self, x):
         return x @ self.weight.T + self.bias
@@ -27,7 +27,7 @@ class Scaled(nn.Embedding):
 
 
 class Conv1D(nn.Module):
-    """Another's linear layer, its weight [in, out]."""
+    """A linear layer of another library, with a weight [in, out]."""
 
     def __init__(self, device=None):
         super().__init__()
@@ -43,7 +43,7 @@ def patched(part):
     return part
 
 
-def test_a_weight_may_lie_the_other_way():
+def test_a_weight_may_be_transposed():
     ours, theirs, x = nn.Linear(4, 6, bias=False), Conv1D(), torch.randn(3, 4)
     assert (output_dim(ours), output_dim(theirs)) == (0, 1)
     for part in (ours, theirs):
@@ -61,7 +61,7 @@ def test_a_weight_may_lie_the_other_way():
         Conv1D("meta"),
     ],
 )
-def test_a_product_is_taken_for_one(part):
+def test_a_custom_forward_that_equals_a_product_is_accepted(part):
     check_plain("part", part)
 
 
@@ -74,7 +74,7 @@ def test_more_than_a_product_is_refused(part):
 
 
 def pair(context, seeds, drop, frozen):
-    """Two products split over two ranks, with a norm between that is trained only after the split."""
+    """Two products split over two ranks, with a norm between them that is unfrozen after the split."""
     from torch import distributed
 
     from meshwright.parallel.tensor.split import split
@@ -94,7 +94,7 @@ def pair(context, seeds, drop, frozen):
     return norm.weight.grad.numpy()
 
 
-def test_what_is_trained_only_after_the_split_is_summed_too():
+def test_parameters_unfrozen_after_the_split_are_summed_too():
     frozen, trained = (ranks.run(2, pair, [0, 0], 0.0, f) for f in (True, False))
     assert (
         abs(trained[0] - trained[1]).max()
@@ -105,7 +105,7 @@ def test_what_is_trained_only_after_the_split_is_summed_too():
     assert abs(trained[0]).max() > 0
 
 
-def test_ranks_that_would_drop_other_places_are_told():
+def test_dropout_that_differs_between_ranks_is_refused():
     ranks.run(2, pair, [1, 1], 0.5, False)
     ranks.run(2, pair, [1, 2], 0.0, False)
     with pytest.raises(MeshwrightError, match="MW-TP-007: '2' has dropout"):

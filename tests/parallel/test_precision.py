@@ -1,4 +1,4 @@
-"""16-bit parameters with wide masters and sums, scaled losses, fp8 products: against one device doing the same."""
+"""16-bit parameters with fp32 masters and sums, loss scales, fp8 products: compared with one device in the same precision."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, 
 
 
 def trained(context, plan, workload, dtype, steps=2, break_at=None):
-    """Pieces (rounded and master), losses, scales and which steps were taken, after a few steps.
+    """Pieces (rounded and master), losses, scales and taken steps, after a few steps.
 
     `break_at` makes one gradient of the last rank infinite in that step.
     """
@@ -63,8 +63,8 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_two_ranks_in_16_bits_are_one_device_with_their_micro_batches(dtype):
-    """Two summands have one order, so equality is to the bit: the same rounding, masters and sums in fp32."""
+def test_two_ranks_in_16_bits_equal_one_device_with_two_micro_batches(dtype):
+    """The sum of two numbers does not depend on their order, so results are bitwise equal: the same rounding, masters and sums in fp32."""
     said = {"param_dtype": dtype, "microbatch": 2}
     (one,) = ranks.run(1, trained, Plan(**said), WORKLOAD, dtype)
     for rank in ranks.run(2, trained, Plan(replicate=2, **said), WORKLOAD, dtype):
@@ -84,7 +84,7 @@ def test_two_ranks_in_16_bits_are_one_device_with_their_micro_batches(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
-def test_16_bits_stay_near_32(dtype, unit):
+def test_16_bits_stay_close_to_32_bits(dtype, unit):
     """A few hundred roundings of relative size `unit` between parameters and loss; most cancel."""
     plan = Plan(microbatch=2)
     (exact,), (rounded,) = (ranks.run(1, trained, plan, WORKLOAD, d) for d in ("fp64", dtype))
@@ -93,7 +93,7 @@ def test_16_bits_stay_near_32(dtype, unit):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    """Of a pipeline, whose ranks share no gradient: only the norm's sum can tell the first stage."""
+    """In a pipeline ranks share no gradient, so the first stage learns of the overflow only through the global norm."""
     plan = Plan(pp=2, param_dtype="fp16")
     for rank in ranks.run(2, trained, plan, WORKLOAD, "fp16", 3, 1):
         assert rank["taken"] == [True, False, True]
@@ -103,7 +103,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
         assert (second != third).any()
 
 
-def test_the_scale_grows_after_enough_good_steps_and_stands_still_without_fp16():
+def test_the_scale_grows_after_good_steps_and_is_constant_without_fp16():
     scale = LossScale(4.0, True, growth_interval=2)
     good, bad = torch.tensor(1.0), torch.tensor(float("nan"))
     assert [scale.accept(norm) for norm in (good, good, bad, good, good)] == [True, True, False, True, True]
@@ -112,7 +112,7 @@ def test_the_scale_grows_after_enough_good_steps_and_stands_still_without_fp16()
     assert LossScale.of(torch.bfloat16).value == 1.0
 
 
-def test_buffers_have_a_dtype_of_their_own():
+def test_buffers_have_a_separate_dtype():
     module = cast(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.bfloat16, torch.float32)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert module[1].running_mean.dtype == torch.float32
@@ -134,7 +134,7 @@ def test_fp8_products_are_within_their_bounds_forward_and_backward():
     exact_x, exact_w = gradient @ w, gradient.flatten(0, 1).T @ x.flatten(0, 1)
 
     def bound(a, c, fine_a, fine_c):
-        """(u_a + u_c + u_a·u_c) Σ|a||c|, and half a smallest step of each for what is below the normal numbers."""
+        """(u_a + u_c + u_a·u_c) Σ|a||c|, plus half of the smallest step for subnormal numbers."""
         below = a.abs().max() * c.abs().sum(-1).max() * 2.0**-17 + c.abs().max() * a.abs().sum(-1).max() * 2.0**-17
         return (fine_a + fine_c + fine_a * fine_c) * (a.abs() @ c.abs().mT) + below
 
@@ -145,14 +145,14 @@ def test_fp8_products_are_within_their_bounds_forward_and_backward():
     assert (w.grad - exact_w).norm() > 1e-3 * exact_w.norm()  # and it was fp8
 
 
-def test_fp8_rounds_to_what_its_types_hold():
+def test_fp8_rounds_to_representable_values():
     x = torch.tensor([448.0, 1.0, 1.05, 0.0, -448.0])  # the scale is 1
     assert fp8.rounded(x, fp8.E4M3).tolist() == [448.0, 1.0, 1.0, 0.0, -448.0]
     assert fp8.rounded(torch.zeros(3), fp8.E5M2).tolist() == [0.0] * 3
     assert fp8.rounded(torch.full((2,), 1e30), fp8.E5M2).isfinite().all()
 
 
-def test_fp8_takes_a_module_that_is_called_with_names():
+def test_fp8_works_with_keyword_arguments():
     class Layer(nn.Linear):
         def forward(self, x, *, scale):
             return scale * super().forward(x)
@@ -163,8 +163,8 @@ def test_fp8_takes_a_module_that_is_called_with_names():
     assert torch.equal(layer(x, scale=2.0), 2.0 * fp8.linear(x, layer.weight, layer.bias))
 
 
-def test_fp8_on_two_ranks_is_fp8_on_one_device():
-    """Scales are a micro-batch's own, so one device with the same micro-batches does the same arithmetic."""
+def test_fp8_on_two_ranks_equals_fp8_on_one_device():
+    """Scales are computed per micro-batch, so one device with the same micro-batches does the same arithmetic."""
     workload = WORKLOAD.but(precision="fp8")
     (one,) = ranks.run(1, trained, Plan(microbatch=2), workload, "fp64")
     (wide,) = ranks.run(1, trained, Plan(microbatch=2), WORKLOAD, "fp64")
@@ -189,7 +189,7 @@ FP8_EXPERTS = [
 ]
 
 
-def test_fp8_of_experts_is_within_its_bounds_whoever_is_together():
+def test_fp8_of_experts_is_within_its_bounds_for_any_grouping_of_tokens():
     counts = [5, 0, 3]
     x, w = random(8, 32).requires_grad_(), random(3, 24, 32, seed=1).requires_grad_()
     x.data[6] *= 1e-6  # scaled with the others of its expert it would be gone
@@ -212,7 +212,7 @@ def test_fp8_of_experts_is_within_its_bounds_whoever_is_together():
 
 
 @pytest.mark.parametrize("plan", FP8_EXPERTS, ids=str)
-def test_fp8_experts_divided_are_fp8_experts_on_one_device(plan):
+def test_split_fp8_experts_equal_one_device(plan):
     config = Config.from_parts(
         MODEL.but(layers=4, heads=4, kv_heads=2, **EXPERTS),
         "laptop",
@@ -226,8 +226,8 @@ def test_fp8_experts_divided_are_fp8_experts_on_one_device(plan):
 
 
 @pytest.mark.parametrize("plan", FP8, ids=str)
-def test_fp8_divided_is_fp8_on_one_device(plan):
-    """A scale a shard would round otherwise: ranks agree on the largest of what they hold parts of."""
+def test_split_fp8_products_equal_one_device(plan):
+    """A scale per shard would round differently: ranks reduce the maximum of a tensor of which they hold parts."""
     if plan.get("schedule") == "zb-h1" and torch.__version__ < TorchVersion("2.13"):
         pytest.skip("refused before torch 2.13")
     config = Config.from_parts(

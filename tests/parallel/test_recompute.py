@@ -1,5 +1,4 @@
-"""Recompute changes memory and nothing else: parity is exact, saved bytes fall as predicted, communication is
-lowered."""
+"""Recompute changes only memory: parity is exact, saved bytes fall as predicted, and communication equals the lowering."""
 
 import os
 from dataclasses import replace
@@ -46,7 +45,7 @@ def network(plan, dtype=torch.float64):
 
 
 def saved_bytes(run, parameters):
-    """Bytes of distinct storages autograd keeps, weights apart."""
+    """Bytes of distinct storages that autograd saves, without weights."""
     own = {p.untyped_storage().data_ptr() for p in parameters}
     kept = {}
 
@@ -60,7 +59,7 @@ def saved_bytes(run, parameters):
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_gradients_are_those_without_it_to_the_bit(mode):
+def test_gradients_are_bitwise_those_without_recompute(mode):
     ids = torch.arange(16).reshape(2, 8)
     results = []
     for plan in (Plan(), Plan(recompute=mode)):
@@ -87,19 +86,21 @@ def test_saved_bytes_fall_as_predicted():
         predicted[mode] = MODEL.layers * sum(float(size[0]) for size in parts.values())
     assert measured["full"] == predicted["full"] == MODEL.layers * 2 * 8 * 32 * 4
     assert measured["none"] - measured["selective"] == predicted["none"] - predicted["selective"] > 0
-    # Beside the prediction there are only one reciprocal root a token and norm, and the one table of rotations.
+    # Besides the prediction there are only one reciprocal root a token and norm, and the one table of rotations.
     assert measured["none"] == predicted["none"] + MODEL.layers * 2 * 16 * 4 + 2 * 8 * 8 * 4
 
 
 @pytest.mark.parametrize(
     ("said", "again"), [({"recompute_every": 2}, 4), ({"recompute_every": 3, "recompute_layers": 1}, 2)]
 )
-def test_of_some_layers_only_the_saved_bytes_and_the_work_fall_in_between(said, again):
-    """Eight layers in two stages; a layer in three kinds: kept, made again, and the mean of them."""
+def test_recompute_of_some_layers_has_proportional_memory_and_work(said, again):
+    """Eight layers in two stages: saved, recomputed, and the mean of both."""
     model, workload = MODEL.but(layers=8), Workload(batch=8, seq=8, precision="fp32")
     plans = [Plan(pp=2, recompute="none"), Plan(pp=2, recompute="full", **said), Plan(pp=2, recompute="full")]
     cost = step_cost(step_program(model, plans, workload, Stack()), catalog.load("clusters", "laptop"), every_rank=True)
-    bare = cost.program.transient[2]  # one layer made again is whole beside what the others keep
+    bare = cost.program.transient[
+        2
+    ]  # the tensors of one recomputed layer are in memory besides those that the others save
     kept = [sum(float(part["activations"][i]) for part in cost.memory) for i in range(3)]
     some = kept[0] + (again / 8) * (kept[2] - 2 * bare - kept[0]) + 2 * bare
     assert kept[1] == pytest.approx(some)
@@ -108,7 +109,7 @@ def test_of_some_layers_only_the_saved_bytes_and_the_work_fall_in_between(said, 
     assert single.time[0] == pytest.approx(cost.time[1])
 
 
-def test_auto_is_the_fewest_layers_that_fit_and_runs():
+def test_auto_recomputes_the_fewest_layers_that_fit():
     plan, batch = Plan(recompute="auto", recompute_budget=1e12, microbatch=2), Workload(batch=2, seq=8)
     assert resolve_recompute_budget(MODEL, plan, batch).recompute == "none"
     half = 0.6 * layers_to_recompute(MODEL, plan, batch, 1e12).bytes
@@ -142,7 +143,7 @@ def test_every_nth_and_a_count_choose_layers_of_any_module():
         recompute(layers, every=0)
 
 
-def test_dropout_is_dropped_alike_again_and_a_layer_is_made_again_once():
+def test_recomputed_dropout_is_the_same_and_a_layer_is_recomputed_once():
     calls = []
 
     class Dropped(nn.Module):
@@ -157,13 +158,13 @@ def test_dropout_is_dropped_alike_again_and_a_layer_is_made_again_once():
     state = torch.get_rng_state()
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert len(calls) == 2  # twice backward, as I and W do, but made again once
+    assert len(calls) == 2  # two backward passes, as for I and W, but one recompute
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(gradient, torch.where(y == 1, 0.0, 2 * y.detach()))
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 4)])
-def test_a_budget_is_kept_with_the_fewest_layers(pp, microbatches):
+def test_a_budget_is_met_with_the_fewest_layers(pp, microbatches):
     model, plan = MODEL.but(layers=8), Plan(pp=pp, microbatch=2)
     workload = Workload(batch=2 * microbatches, seq=8, precision="fp32")
     none = layers_to_recompute(model, plan, workload, 1e12)
@@ -197,7 +198,7 @@ SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
         ),
     ],
 )
-def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan, model):
+def test_composed_with_other_strategies_it_equals_one_device_and_the_lowering(plan, model):
     shape = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32, "ffn_bias": True}
     if model.get("kind") == "mlp":
         shape = {"hidden": 16, "layers": 4, "ffn_bias": True}
@@ -211,8 +212,8 @@ def test_composed_it_trains_what_one_device_trains_and_says_what_is_lowered(plan
     assert proof.passed, [row for _, row in proof.rows if row.unexplained]
 
 
-def test_without_a_budget_auto_is_what_the_device_has_room_for():
-    """The fewest layers with which the plan fits, by the memory that `estimate` prints; every command alike."""
+def test_auto_without_a_budget_uses_the_memory_of_the_device():
+    """The fewest layers with which the plan fits, by the memory model of `estimate`, in every command."""
     model = MODEL.but(layers=8, hidden=256, ffn=1024, vocab=512)
     laptop, stack = catalog.load("clusters", "laptop"), Stack()
     plan, workload = Plan(recompute="auto", pp=2, microbatch=4), Workload(batch=16, seq=512)
@@ -226,7 +227,7 @@ def test_without_a_budget_auto_is_what_the_device_has_room_for():
     with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* per device with every layer recomputed, more than"):
         settled(model, plan, workload, stack, bare)
     said = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
-    assert settled(model, said, workload, stack, 1.0).recompute == "none"  # a budget that is said goes first
+    assert settled(model, said, workload, stack, 1.0).recompute == "none"  # an explicit budget takes precedence
     with pytest.raises(MeshwrightError, match="MW-PAR-004"):
         step_program(model, plan, workload)
 
@@ -240,15 +241,15 @@ def test_without_a_budget_auto_is_what_the_device_has_room_for():
         lint.check(replace(config, cluster=tight))
 
 
-def settled_on_two_ranks(context):
+def resolved_on_two_ranks(context):
     from meshwright.parallel.apply import apply
 
     plan = Plan(recompute="auto", tp=2, param_dtype="fp32", master=False)
     return apply(MODEL, plan, WORKLOAD, context.rank).plan.recompute
 
 
-def test_alone_a_rank_fits_its_share_of_the_host():
-    assert ranks.run(2, settled_on_two_ranks) == ["none", "none"]
+def test_a_rank_fits_in_its_share_of_the_host_memory():
+    assert ranks.run(2, resolved_on_two_ranks) == ["none", "none"]
 
 
 def memory_here(context, pages=None):
@@ -273,7 +274,7 @@ class Named(nn.Module):
         return self.drop(torch.tanh(self.linear(x) * scale)) + sides[0]
 
 
-def test_arguments_may_have_names_and_hold_several_tensors():
+def test_keyword_arguments_and_nested_tensors():
     full, part = Named().eval(), Named().eval()
     part.load_state_dict(full.state_dict())
     recompute([part])
@@ -294,7 +295,7 @@ class Growing(nn.Module):
         return x[: self.rows].exp().sum()
 
 
-def test_a_module_that_is_made_again_otherwise_is_told():
+def test_a_module_that_recomputes_differently_is_refused():
     growing, dropping = Growing(), Named()
     recompute([growing, dropping])
     y = growing(torch.ones(4, requires_grad=True))

@@ -1,4 +1,4 @@
-"""ZeRO-1 on plain parameters: ranks with shares of an optimizer's state train what one device trains."""
+"""ZeRO-1 on plain parameters: ranks with shards of the optimizer states train the same as one device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trained(context, name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shares_of_the_state_train_what_one_device_trains(name):
+def test_sharded_optimizer_states_equal_one_device(name):
     found = ranks.run(3, trained, name)
     states = 2 if name == "adamw" else 1
     for error, norms, held, total in found:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` split by heads gives what one device gives, with every kind of mask, and in evaluation."""
+"""`nn.MultiheadAttention` split by heads equals one device, with every kind of mask, and in evaluation."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def compared(context):
     return {what: error for what, error in errors.items() if not error < 1e-11}
 
 
-def test_attention_split_by_heads_computes_what_one_device_computes():
+def test_attention_split_by_heads_equals_one_device():
     assert ranks.run(2, compared) == [{}, {}]
 
 
@@ -89,5 +89,5 @@ def evaluated(context):
     return float(((got - expected) * ~padding[..., None]).abs().max())
 
 
-def test_evaluation_does_not_take_the_fast_path():
+def test_evaluation_does_not_use_the_fast_path():
     assert max(ranks.run(2, evaluated)) < 1e-11

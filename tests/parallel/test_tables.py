@@ -1,4 +1,4 @@
-"""Every parameter of our models has the style of the sharding table; tables of other libraries' classes name what they hold."""
+"""Every parameter of our models has the style of the sharding table; tables for classes of other libraries name their modules."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism in its parts: the pairs of exchange, the vocabulary's ends, the table, the count of all-reduces."""
+"""Parts of tensor parallelism: the exchange functions, the vocabulary, the table, and the number of all-reduces."""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -31,7 +31,7 @@ def random(shape, seed):
 
 
 def exchanges(context):
-    """Each exchange's output and input gradient, against what they mean in terms of all ranks' tensors."""
+    """The output and input gradient of each exchange, compared with their definition on the tensors of all ranks."""
     from torch import distributed
 
     from meshwright.parallel import exchange
@@ -102,7 +102,7 @@ def uneven_heads(context):
 
 
 def region(context, again, changed=False):
-    """Gathers made and gradients of a region of three products under sequence parallelism, `changed` in place at first."""
+    """Number of gathers and gradients of a region of three products under sequence parallelism; `changed`: its input is changed in place."""
     from torch import distributed, nn
 
     from meshwright.parallel import exchange
@@ -129,11 +129,11 @@ def test_each_exchange_and_its_backward():
 
 
 @pytest.mark.parametrize("vocabulary", [8, 11])
-def test_a_split_vocabulary_embeds_and_scores_as_a_whole_one(vocabulary):
+def test_a_split_vocabulary_equals_a_full_one(vocabulary):
     assert ranks.run(3, vocabulary_ends, vocabulary) == [True] * 3
 
 
-def test_a_parameter_no_pattern_names_raises():
+def test_a_parameter_without_a_pattern_raises():
     with pytest.raises(MeshwrightError, match="MW-TP-001: 'extra' holds weight, bias"):
         ranks.run(2, omission)
 
@@ -143,7 +143,7 @@ def test_a_dimension_that_does_not_divide_raises():
         ranks.run(2, uneven_heads)
 
 
-def test_gathering_again_changes_no_gradient_and_gathers_once_for_all_products():
+def test_regathering_in_backward_keeps_gradients_and_gathers_once_for_all_products():
     kept, again = ranks.run(2, region, False), ranks.run(2, region, True)
     for (calls_kept, x_kept, w_kept), (calls_again, x_again, w_again) in zip(kept, again, strict=True):
         assert (calls_kept, calls_again) == (1, 2)
@@ -151,7 +151,7 @@ def test_gathering_again_changes_no_gradient_and_gathers_once_for_all_products()
         assert w_kept == w_again
 
 
-def test_gathering_again_is_not_for_what_was_changed_in_place():
+def test_a_tensor_changed_in_place_is_not_regathered():
     kept, again = ranks.run(2, region, False, True), ranks.run(2, region, True, True)
     for (_, *gradients_kept), (calls_again, *gradients_again) in zip(kept, again, strict=True):
         assert calls_again == 1
@@ -167,7 +167,7 @@ def uneven_share(context):
 
 
 def twice(context):
-    """Each exchange, of whose gradient a gradient is asked; what was said."""
+    """The errors of second-order gradients of each exchange."""
     from torch import distributed
 
     from meshwright.parallel import exchange
@@ -196,7 +196,7 @@ def twice(context):
     return set(calls) - set(refused)
 
 
-def test_a_gradient_of_a_gradient_is_refused_not_wrong():
+def test_a_second_order_gradient_is_refused():
     assert ranks.run(2, twice) == [set()] * 2
 
 
@@ -210,7 +210,7 @@ def test_a_sequence_that_does_not_divide_raises():
     [
         # four a layer; embedding one, head one, and two small ones of the loss; the global norm
         ({}, 2, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
-        # a head on both ranks: one more, once a step
+        # a head on both ranks: one more all-reduce, once per step
         ({}, 1, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1 + 1}),
         # forward two gathers and two reduce-scatters a layer, backward the transposed and two gathers more for the weights
         (
@@ -230,7 +230,7 @@ def test_a_sequence_that_does_not_divide_raises():
         ),
     ],
 )
-def test_four_all_reduces_a_layer_and_no_more(said, kv_heads, expected):
+def test_four_all_reduces_per_layer(said, kv_heads, expected):
     model, plan = LLAMA.but(kv_heads=kv_heads), Plan(tp=2, microbatch=2, **said)
     job = Job(model, plan, Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)
     for rank in ranks.run(2, record, job):
@@ -244,7 +244,7 @@ def test_patterns_match_part_by_part():
     assert not matches("layers.11.attention.q_norm", "layers.*.attention.[qkv]")
 
 
-def test_an_input_is_the_first_however_it_is_passed():
+def test_the_input_is_the_first_argument_positional_or_keyword():
     taken = tensor.input_of(lambda x, y, z=0: (x, y, z))
     for args, kwargs, rest in (((1, 2), {"z": 3}, (2, 3)), ((1,), {"y": 2}, (2, 0)), ((), {"y": 2, "x": 1}, (2, 0))):
         x, call = taken(args, kwargs)
@@ -254,7 +254,7 @@ def test_an_input_is_the_first_however_it_is_passed():
 @pytest.mark.parametrize(
     ("padding", "expected"), [(0, (0, None)), (3, (3, None)), (4, (None, 0)), (6, (None, 2)), (None, (None, None))]
 )
-def test_padding_is_where_its_row_is(padding, expected):
+def test_the_padding_row_is_on_the_rank_that_has_it(padding, expected):
     for rank in range(2):
         group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         table = torch.nn.Embedding(7, 3, padding_idx=padding)

@@ -1,4 +1,4 @@
-"""A user's own module under tensor parallelism: Hugging Face models give the outputs and gradients of one device."""
+"""A user's module under tensor parallelism: Hugging Face models have the outputs and gradients of one device."""
 
 from functools import cache, partial
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ FUSED = {
 
 
 def falcon(fused, counts, *norms):
-    """A user's own table: several layouts of one fused weight in one class."""
+    """A user's table: several layouts of one fused weight in one class."""
     layer = "transformer.h.*."
     return (
         ("transformer.word_embeddings", "vocabulary"),
@@ -97,7 +97,7 @@ def compared(name, group, options):
     model, config, table = made(name)
     said = config.to_dict()
     done = split(model, table, group, **options)
-    assert config.to_dict() == said  # parts that count in it have configs of their own
+    assert config.to_dict() == said  # modules that read counts from it have separate configs
     ids = torch.arange(16).view(2, 8) * 7 % SIZES["vocab_size"]
     ids[0, 3] = 3
     errors = {}
@@ -133,12 +133,12 @@ def compared_all(context):
 
 @cache
 def by_rank():
-    """One set of ranks for all: importing their library takes longer than the rest."""
+    """One set of ranks for all cases: importing transformers takes longer than the training."""
     return ranks.run(4, compared_all, silence=60)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{world}" for name, world, _ in CASES])
-def test_a_hugging_face_model_computes_what_one_device_computes(case):
+def test_a_hugging_face_model_equals_one_device(case):
     name, world, _ = CASES[case]
     for rank in by_rank():
         errors, copies = rank[case]
@@ -152,7 +152,7 @@ def test_a_hugging_face_model_computes_what_one_device_computes(case):
 
 
 class Ranks:
-    """A group that is only asked for its size: what does not fit is refused before anything is sent."""
+    """A group that has only a size: errors are raised before anything is sent."""
 
     def __init__(self, size):
         self.size, self.rank = lambda: size, lambda: 0
@@ -223,7 +223,7 @@ def other(pattern, style):
         ),
     ],
 )
-def test_a_table_that_does_not_fit_is_refused_in_words(table, world, head, words):
+def test_a_table_that_does_not_match_gives_a_clear_error(table, world, head, words):
     with pytest.raises(MeshwrightError, match=words):
         split(made("llama")[0], table, Ranks(world), head=head)
 
@@ -236,8 +236,8 @@ def test_the_size_of_a_module_follows_its_weight():
     assert model.lm_head.weight is embedding.weight
 
 
-def test_sequence_parallelism_that_no_row_begins_is_refused():
-    """Every rank would see all tokens, and gradients of what stands between the regions would be summed too often."""
+def test_sequence_parallelism_without_a_row_that_splits_is_refused():
+    """Every rank would see all tokens, and gradients of modules between the regions would be summed too often."""
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1, enable_nested_tensor=False
     )
@@ -257,7 +257,7 @@ def test_experts_that_are_not_ours_must_be_cut_by_the_table():
         split(transformers.MixtralForCausalLM(config), table, Ranks(2), True)
 
 
-def test_a_module_without_a_table_says_how_to_write_one():
+def test_the_error_for_a_missing_table_shows_how_to_write_one():
     with pytest.raises(MeshwrightError, match=r"MW-TP-009: .* needs a sharding table for Sequential.* table=\[\(\"0\""):
         families.table_for(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(MeshwrightError, match="MW-TP-003: pattern 'x' of the table matches no parameter"):

@@ -1,4 +1,4 @@
-"""Data parallelism in its parts: buckets leave during backward, shards hold their share, pieces cover the model once."""
+"""Parts of data parallelism: buckets are sent during backward, shards have their size, pieces cover the model once."""
 
 from types import SimpleNamespace
 
@@ -72,7 +72,7 @@ def test_buckets_are_views_sent_in_order_while_backward_runs():
         assert (one == other).all()
 
 
-def test_bucket_sums_are_sums_and_not_means():
+def test_buckets_are_summed_not_averaged():
     (_, alone, *_), (_, together, sizes, *_) = ranks.run(1, buckets, 1e9)[0], ranks.run(2, buckets, 1e9)[0]
     assert sizes == [80]  # all in one message
     assert (together[-1] == 2 * alone[-1]).all()  # the last bias sees ones, whatever the input
@@ -92,13 +92,13 @@ def test_counted_pieces_cover_every_element_once():
         assert all((w == 1).all() for w in cover.values()), plan.title()
 
 
-def test_zero_3_keeps_its_share_only():
+def test_zero_3_keeps_only_its_shard():
     (mine,) = ranks.run(4, boxes, MODEL, [Plan(shard=4, zero=3)], WORKLOAD)[1]
     for _, _, shape, _, full in mine:
         assert shape[0] <= -(-full[0] // 4)
 
 
-def test_fewer_experts_than_ranks_are_cut_inside():
+def test_fewer_experts_than_ranks_are_cut_in_their_width():
     moe = MODEL.but(experts=3, top_k=1)
     held = [0] * 4
     for rank, (mine,) in enumerate(ranks.run(4, boxes, moe, [Plan(shard=4, zero=3)], WORKLOAD)):
@@ -123,7 +123,7 @@ def test_fewer_experts_than_ranks_are_cut_inside():
         ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
     ],
 )
-def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, monkeypatch):
+def test_sharding_options_are_passed_to_torch(said, expected, monkeypatch):
     from meshwright.models import build
     from meshwright.parallel.data import zero
 
@@ -136,7 +136,7 @@ def test_what_a_plan_says_of_sharding_is_what_is_asked_of_torch(said, expected, 
     assert how.backward == how.forward
 
 
-def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
+def test_gradients_of_one_rank_are_allocated_by_backward_and_freed():
     from torch import nn
 
     from meshwright.parallel.data.reduction import LocalGradients
@@ -166,7 +166,7 @@ def test_gradients_of_one_rank_are_made_by_backward_and_given_back():
 
 
 def own_buckets(context):
-    """By what was done to a module of one's own: whether each step's gradients are one device's, or what was told."""
+    """By change to a user's module: whether the gradients of each step equal one device, or the error."""
     from torch import distributed, nn
 
     from meshwright.errors import MeshwrightError
@@ -253,7 +253,7 @@ def own_buckets(context):
     return out
 
 
-def test_buckets_hold_what_a_module_of_ones_own_makes_of_its_gradients_or_tell():
+def test_buckets_follow_a_users_changes_to_gradients_or_raise():
     for out in ranks.run(2, own_buckets):
         assert out.pop("zero_grad") == [True, True]
         codes = {

@@ -55,7 +55,7 @@ def space(
 
 
 def placement(where: Space, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """How many members of each group stand in each unit of the cluster: what an order comes to."""
+    """The number of members of each group in each unit of the cluster: the effect of an order."""
     sizes = {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp, "dp": plan.dp}
     inside, stride = {}, 1
     for axis in plan.order or where.stack.order:

@@ -1,4 +1,4 @@
-"""Whatever is asked, the answer is a plan that keeps to it or an error in words; never a fault, never an empty table."""
+"""Any request gives a plan that meets its constraints or a clear error; never an exception or an empty table."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_verify_and_train_report_that_it_is_only_modelled(what) -> None:
         what(config(tp=8, sp=True, gather_dtype="fp8"))
 
 
-# What is said and offered
+# Printed text and suggestions
 
 
 def test_a_title_shows_it_if_it_has_an_effect() -> None:

@@ -1,7 +1,7 @@
 """Lossy layouts, each combined with every strategy: compressed gradients, 16-bit arithmetic, fp8 products.
 
-Of each compression `beside` makes a few layouts that together meet every strategy; what adds no ranks (recompute, offload,
-accumulation) rides along. Of each precision `PLAIN` does. The rest are triples and what has paths of its own.
+For each compression `combined` builds a few layouts that together cover every strategy; options without ranks (recompute, offload,
+accumulation) are added to them. For each precision `PLAIN` does the same. The other layouts are triples and special code paths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS["random-k"] |= {"compression_ratio": 0.1}
 KINDS["powersgd"] = {"compression": "powersgd", "compression_rank": 2}
 
 
-def beside(i: int, kind: Fields) -> list[tuple[str, Fields]]:
+def combined(i: int, kind: Fields) -> list[tuple[str, Fields]]:
     """The i-th compression with every strategy; models and variants of strategies alternate."""
     dense = [DENSE[(i + j) % len(DENSE)] for j in range(7)]
     plans: list[Fields] = [
@@ -40,15 +40,15 @@ def beside(i: int, kind: Fields) -> list[tuple[str, Fields]]:
     ]
 
 
-# Kinds that are one class of compressor: of each class one is enough for the daily run.
-ALIKE = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
-COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in beside(i, kind)]
+# Compressors of one class: one of each class is enough for the daily run.
+SAME_CLASS = (("fp16", "bf16"), ("int8", "int4", "fp8"), ("top-k",), ("random-k",), ("threshold",), ("powersgd",))
+COMPRESSED = [layout for i, kind in enumerate(KINDS.values()) for layout in combined(i, kind)]
 COMPRESSED += [
     ("gpt", {**DP, "tp": 2, "comm_dtype": "fp8", "microbatch": 2}),
     ("one-kv", {**Z3, **ZBV, **KINDS["int8"]}),
     ("mixtral", {"replicate": 4, "ep": 2, **KINDS["top-k"]}),
     ("qwen-moe", {**DP, **SP, **KINDS["powersgd"]}),  # an expert's bias is a partial sum
-    ("qwen-moe", {"tp": 2, "expert_tp": 1, **KINDS["int8"]}),  # of data parallelism only the experts'
+    ("qwen-moe", {"tp": 2, "expert_tp": 1, **KINDS["int8"]}),  # data parallelism of the experts only
     ("few", {"shard": 4, "zero": 3, "ep": 2, **KINDS["int4"]}),  # an expert on two ranks
     ("deepseek", {**CP[0], **DP, "ep": 2, **KINDS["random-k"]}),
     ("gemma", {**CP[0], **Z3, **KINDS["fp8"], "microbatch": 2}),
@@ -64,14 +64,14 @@ COUNTED: list[tuple[str, Fields, Fields]] = [
     ("qwen-moe", {**CP[0], "microbatch": 4, **KINDS["int4"]}, {"capacity": 1.0}),
 ]  # fmt: skip
 
-# What each precision is tried beside.
+# Strategies with which each precision is tried.
 PLAIN: list[tuple[str, Fields]] = [
     ("llama", DP), ("gpt", {"shard": 2, "zero": 1, "offload": "states"}), ("qwen", {"shard": 2, "zero": 2, "recompute": "selective"}),
     ("gemma", {**Z3, "recompute": "full"}), ("llama", {"replicate": 2, **Z3}), ("qwen", {"tp": 2, "offload": "activations"}),
     ("gpt", SP), ("gemma", CP[0]), ("llama", CP[1]), ("qwen", CP[2]), ("gpt", PP), ("qwen", ZBV),
     ("mixtral", {"replicate": 2, "ep": 2}), ("llama", {**DP, "average_every": 2}),
 ]  # fmt: skip
-# Products in fp8: one device takes the same micro-batches, and ranks that hold parts of a tensor scale it as it does.
+# Products in fp8: one device runs the same micro-batches, and ranks with parts of a tensor use its scale.
 FP8: list[tuple[str, Fields]] = [
     *((model, {"microbatch": 2, **fields}) for model, fields in PLAIN),
     ("llama", {"microbatch": 2}), ("mlp", {"replicate": 2}), ("gpt", {"recompute": "full", "offload": "activations"}),
@@ -87,7 +87,7 @@ FP8_COMPRESSED = [
     ("gpt", {**CP[0], **DP, **KINDS["int8"], "order": ("tp", "pp", "dp", "cp")}), ("gemma", {**CP[2], **Z3, **KINDS["int8"]}),
 ]  # fmt: skip
 
-# Arithmetic in 16 bits, held to what one device's own in 16 bits is off by.
+# Arithmetic in 16 bits, compared with the error of one device in 16 bits.
 NARROW: list[tuple[str, Fields, str]] = [
     *((model, fields, "bf16") for model, fields in PLAIN),
     *((model.replace("gemma", "llama"), fields, "fp16") for model, fields in PLAIN),  # gemma's first fp16 step overflows

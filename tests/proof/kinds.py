@@ -67,7 +67,7 @@ def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
     changes; each feature beside a loss. Models do not matter."""
     found = {family: value for family, value in features(layout).items() if family != "model"}
     if "wire" in found:
-        found["wire"] = next(i for i, alike in enumerate(inexact.ALIKE) if found["wire"] in alike)
+        found["wire"] = next(i for i, alike in enumerate(inexact.SAME_CLASS) if found["wire"] in alike)
     losses = found.keys() & {"wire", "precision"}
     beside = {(loss, found[loss], other) for loss in losses for other in found if other != loss}
     beside |= {(loss, found[loss], "data", found.get("data")) for loss in losses}

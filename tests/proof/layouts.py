@@ -71,7 +71,7 @@ SCHEDULES = [
     ("auto", 1),
     ("auto", 2),
 ]
-# Models take turns, so that each meets many layouts; experts need a model that has them.
+# Models alternate, so that each is used with many layouts; experts need a model that has them.
 DENSE = ("llama", "qwen", "gpt", "gemma")
 SPARSE = ("mixtral", "qwen-moe", "deepseek")
 Z3 = {"shard": 2, "zero": 3}
@@ -80,7 +80,7 @@ SP = {"tp": 2, "sp": True}
 CP = {"cp": 2}
 
 TRIPLES: list[tuple[str, dict[str, Any]]] = [
-    # of four ranks: two axes, and what adds no ranks of its own
+    # four ranks: two axes, and options that add no ranks
     ("qwen", {"replicate": 2, "tp": 2, "recompute": "full", "microbatch": 2}),
     ("gpt", {**Z3, **SP, "recompute": "selective"}),
     ("gemma", {**Z3, "pp": 2, "recompute": "full"}),
@@ -246,7 +246,7 @@ class Layout(NamedTuple):
     plan: Plan
     prepare: str = ""
     router: tuple[tuple[str, Any], ...] = ()
-    emulated: Plan | None = None  # whose ranks one device stands for, where they do not do what one device would
+    emulated: Plan | None = None  # the ranks that one device emulates, if they do not compute the same as one device
     precision: str = "bf16"  # of the workload: fp8 changes the products
     dtype: str = "fp64"  # of the arithmetic
     kv_copies: int = 1  # how often one device makes each KV head

@@ -87,7 +87,7 @@ def traffic(axis: str, *case: Any, **plan: Any) -> float:
 
 
 def volume(parameters: Model | str, ranks: int = 1024, **plan: Any) -> float:
-    """Elements of data-parallel traffic over parameters, in 16 bits, one micro-batch a step."""
+    """Elements of data-parallel traffic over parameters, in 16 bits, one micro-batch per step."""
     shape = model(parameters) if isinstance(parameters, str) else parameters
     return traffic("dp", shape, 1, ranks, grad_dtype="bf16", **plan) / (2 * shape.total)
 
@@ -99,7 +99,7 @@ def calls(program: StepProgram, phases: str, axis: str = "tp", block: str = "den
 
 
 def layer_bytes(program: StepProgram, axis: str, block: str = "dense", phases: str = "FIWR") -> float:
-    """Bytes a rank sends along an axis for one layer and micro-batch."""
+    """Bytes that a rank sends along an axis for one layer and micro-batch."""
     ops = [op for phase, op in program.ops(block) if phase in phases and op.collective and op.axis == axis]
     return sum(one(op.count * sent(op.collective, op.message_bytes, program.batch.size(axis))) for op in ops)
 

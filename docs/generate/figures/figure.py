@@ -12,7 +12,7 @@ trailing zeros count as rounding: "42" means 41.5 to 42.5, "400" means 395 to 40
 widened by the same rule at both ends. A bound is written "2,000+" or "<1". A formula is evaluated at the case named in the entry
 and must agree within half a percent.
 
-A convention counts only if the text states it (rounded inputs of its own included), if the published source that it quotes uses it (a data
+A convention counts only if the text states it (including its rounded inputs), if the published source that it quotes uses it (a data
 sheet, a paper), or if digits are cut off instead of rounded. A text that states one convention and then breaks it is wrong.
 
 Each verdict is chosen by hand in the tables (`holds(...)`, `bound(...)`, `convention(...)`, `wrong(...)`); a test asserts that it

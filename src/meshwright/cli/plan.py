@@ -100,7 +100,7 @@ def command(
 
 
 def check_given(context: typer.Context) -> None:
-    """Raise where an option was given without a value, or beside --case, which has its own model, cluster and plan."""
+    """Raise if an option has no value, or is combined with --case, which sets model, cluster and plan."""
     given = [
         p
         for p in context.command.params
@@ -122,7 +122,7 @@ def check_given(context: typer.Context) -> None:
 
 
 def show_as_json(answer: Any, compared: Any, guided: Any) -> None:
-    """Print the answer as JSON, with the comparison and the guides where they were asked for."""
+    """Print the result as JSON, with the comparison and the guides if requested."""
     from meshwright.view.tables import show_json
 
     out = answer.as_dict() | ({"compare": compared.as_dict()} if compared else {})
@@ -130,7 +130,7 @@ def show_as_json(answer: Any, compared: Any, guided: Any) -> None:
 
 
 def write(result: Any, out: str, html: str) -> dict[str, str]:
-    """Write the files that were asked for; their paths by what they hold."""
+    """Write the requested files and return their paths by content."""
     from meshwright.describe.files import write_text
 
     if out:
@@ -143,7 +143,7 @@ def write(result: Any, out: str, html: str) -> dict[str, str]:
 
 
 def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any = None) -> None:
-    """Print the answer, or the answer beside the user's own plan; before it the curve over GPU counts."""
+    """Print the result, or its comparison with the user's plan; with `sizing`, first the table of GPU counts."""
     from meshwright.view import plan as view
     from meshwright.view.tables import show
 

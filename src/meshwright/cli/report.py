@@ -12,7 +12,7 @@ def command(
     html: Path = typer.Option(Path("report.html"), "--html", help="The file to write."),
     title: str = typer.Option("", "--title", help="The heading of the page."),
 ) -> None:
-    """Write one HTML page about training runs: the proof, the loss, and predicted beside measured values."""
+    """Write one HTML page about training runs: the proof, the loss, and predicted and measured values."""
     from meshwright.cli.output import writable
     from meshwright.describe.files import write_text
     from meshwright.view.report import page, read_run

@@ -82,7 +82,7 @@ def ring_free_block(
 
 
 def accumulation(batch: int, microbatch: int, dp: int) -> int:
-    """Micro-batches a rank accumulates: batch = micro-batch × accumulation × dp."""
+    """The number of micro-batches that a rank accumulates: batch = micro-batch × accumulation × dp."""
     return batch // (microbatch * dp)
 
 

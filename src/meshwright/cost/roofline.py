@@ -1,6 +1,6 @@
 """The communication roofline: the share of peak FLOP/s that the bandwidth of each level allows.
 
-    CCR   = FLOPs per device and step / bytes a device sends through the level per step
+    CCR   = FLOPs per device and step / bytes that a device sends through the level per step
     CCR*  = peak FLOP/s / bandwidth of a device at the level                         the ridge
     throughput ≤ min( peak, CCR · bandwidth ),  efficiency = min(1, CCR / CCR*)
 

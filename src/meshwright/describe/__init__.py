@@ -1,1 +1,1 @@
-"""What flows through Meshwright: Model, Cluster, Stack, Workload, Plan and Layout, and the catalog of known ones."""
+"""Describe a training: Model, Cluster, Stack, Workload, Plan and Layout, their legality and sharding, and a catalog of presets."""

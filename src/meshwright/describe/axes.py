@@ -1,4 +1,4 @@
-"""Sizes of the axes and where their groups lie: one statement for one plan (integers) and for a batch of plans (arrays).
+"""Sizes of the axes and positions of their groups, for one plan (integers) and for a batch of plans (arrays).
 
 `plan` below is anything with the degrees replicate, shard, tp, cp, pp, ep and etp, as integers or arrays. Besides these base axes:
 

@@ -4,7 +4,7 @@ Ranks are numbered with the first axis of the order running fastest. With order 
 
     rank = tp_i + tp · (cp_i + cp · (pp_i + pp · (shard_i + shard · replicate_i)))
 
-so the group of an axis is an arithmetic progression: `size` ranks, `stride` apart. The seeds' 3D example (tp 2, pp 2, dp 2)
+so the group of an axis is an arithmetic progression: `size` ranks, `stride` apart. An example (tp 2, pp 2, dp 2)
 gives tp groups {0,1} {2,3} …, pp groups {0,2} {1,3} …, dp groups {0,4} {1,5} ….
 
 `describe.axes` defines the axes and counts their groups without listing them; here every rank is listed. Experts re-factorise the ranks of one
@@ -116,7 +116,7 @@ class Layout:
         return int(max(np.unique(row, return_counts=True)[1].max() for row in units[:4096]))
 
     def flows(self, axis: str, cluster: Cluster) -> int:
-        """How many of the axis's groups cross one node's boundary at once: they share its network cards."""
+        """The number of groups of an axis that cross the boundary of one node: they share its network cards."""
         groups = self.groups(axis)
         nodes = groups // cluster.node_size
         crossing = nodes.min(1) != nodes.max(1)

@@ -58,7 +58,7 @@ class Model(ModelShape):
 
     @cached_property
     def active(self) -> float:
-        """Parameters one token meets: of the experts only its own k."""
+        """Parameters that one token uses: only k of the experts."""
         idle = self.parameters().get("experts", 0) * (self.experts - self.top_k) / self.experts if self.experts else 0
         return self.total - idle
 
@@ -76,7 +76,7 @@ class Model(ModelShape):
         return out
 
     def model_flops(self, seq: float, halve_causal: bool = True) -> float:
-        """FLOPs to train one token: forward and twice that for backward, nothing recomputed. MFU's numerator."""
+        """FLOPs to train one token: forward, and twice that for backward, without recompute. The numerator of MFU."""
         return 3.0 * sum(self.flops(seq, halve_causal).values())
 
     def activations(

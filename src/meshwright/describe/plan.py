@@ -6,7 +6,7 @@
 above 1: hybrid sharding). Expert parallelism adds no devices: it re-factorises the ranks of one pipeline stage,
 expert_tp · ep · (expert data parallel) = tp · cp · replicate · shard.
 
-A plan is checked by `describe.legality`: by itself when it is made (`Plan(...)`), and against a model, a workload, a cluster and a
+`describe.legality` checks a plan: its fields when it is created (`Plan(...)`), and against a model, a workload, a cluster and a
 training stack by `check`.
 """
 

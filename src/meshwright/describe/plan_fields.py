@@ -38,7 +38,7 @@ GATHER_DTYPES: tuple[str, ...] = get_args(GatherDtype)
 
 
 class PlanFields(Described):
-    """What a plan states, each field checked by itself."""
+    """The fields of a plan, each validated separately."""
 
     replicate: Size = Field(default=1, description="data-parallel groups that each hold a full copy")
     shard: Size = Field(default=1, description="data-parallel ranks that ZeRO shards over")
@@ -158,7 +158,7 @@ class PlanFields(Described):
         return self.layers_per_stage or layers_of_stages(layers, self.stages)
 
     def recomputed_layers(self, stage: range) -> range:
-        """The layers of one stage that full recompute runs again in backward."""
+        """The layers of one stage that full recompute recomputes in backward."""
         chosen = stage[:: self.recompute_every][: self.recompute_layers or None]
         return chosen if self.recompute == "full" else stage[:0]
 

@@ -1,6 +1,6 @@
-"""Which layers a pipeline stage holds, and which stages a rank holds: for one plan (integers) and for a batch (arrays).
+"""The layers of each pipeline stage and the stages of each rank, for one plan (integers) and for a batch (arrays).
 
-L layers over S stages are as even as possible. L mod S stages hold one layer more; they stand in the middle, so that the short
+L layers over S stages are as even as possible. L mod S stages have one more layer; they are in the middle, so that the short
 stages are at both ends, where the embedding and the head add work:
 
     layers of every stage ≥ ⌊L/S⌋        stages with one more: from ⌊(S − L mod S)/2⌋ on, L mod S of them

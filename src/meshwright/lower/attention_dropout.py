@@ -9,10 +9,10 @@ score, forward reads or writes four bytes
 and backward, which recomputes the probabilities, 36.5 times: 6 for them, 17.5, and 13 for p ∘ m, m ∘ do vᵀ and ds. The products are
 those of flash attention, two forward and five backward. Saved for backward are q, k, v, the output and ℓ, as by a fused kernel: dropout
 costs time, not memory, except for the tile at work (five tensors) and for gradients that are accumulated in float32. Stacks that store
-their softmax keep masks and dropped probabilities beside it (`describe.anatomy`); a vendor's fused kernel draws its own numbers and
+their softmax also save masks and dropped probabilities (`describe.anatomy`); a vendor's fused kernel draws its own numbers and
 costs as much as without dropout.
 
-Dropout between the products is a pass of its own, one read and one write, forward and backward: the mask is hashed in registers, and
+Dropout between the products is a separate pass, one read and one write, forward and backward: the mask is hashed in registers, and
 eight bytes per token are kept to compute it again. Stacks that store masks have `Model.dropout`, a byte per element.
 """
 
@@ -30,7 +30,7 @@ PRODUCTS = {"F": 2.0, "I": 5.0}
 LAUNCHES = {"F": 45.0, "I": 60.0}  # kernels for each tile
 LIVE = 5.0  # tensors of a tile at once: probabilities, their mask, the product of both, ds and what it is made of
 WIDE = 4.0  # bytes of a float32
-TOKEN_BYTES = 8.0  # kept for each token to compute a mask between the products again
+TOKEN_BYTES = 8.0  # saved per token to recompute the mask between the products
 
 
 def is_tiled(b: Batch) -> bool:
@@ -66,7 +66,7 @@ def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: float) -> d
 
 
 def working_bytes(b: Batch) -> Array:
-    """Bytes of the tile at work, and of gradients of q, k and v accumulated in float32, with k and v beside them."""
+    """Bytes of the running tile, of the gradients of q, k and v accumulated in float32, and of k and v."""
     core = b.model.blocks[b.model.layer_kinds[0]].attention
     if core is None or not is_tiled(b):
         return 0.0

@@ -11,7 +11,7 @@
     powersgd           r·m of each m × n matrix and, whole, whatever would not shrink; then r·n of each matrix
 
 Under ZeRO each rank needs only its shard of the sum (`scattered`). What can be summed on the wire is reduce-scattered, PowerSGD's
-factors are all-reduced as before, and the rest goes to the owner of each shard in one all-to-all, without the all-gather.
+factors are all-reduced as before, and other tensors go to the owner of each shard in one all-to-all, without the all-gather.
 
 The functions take integers (one message of one rank) or arrays (one message of each plan of a batch).
 """

@@ -63,9 +63,7 @@ def tensors(b: Batch, block: Block) -> list[Tensor]:
     """Every parameter of a block."""
     model, d = b.model, degrees(b)
     found: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
-    if (
-        block.kind == "head" and model.tied and model.kind == "transformer"
-    ):  # a stage apart from the embedding's has a copy
+    if block.kind == "head" and model.tied and model.kind == "transformer":  # a stage without the embedding has a copy
         found.append((tied_copy(model), b.pp > 1))
     out = []
     for p, on in found:
@@ -105,7 +103,7 @@ def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]
         ranks = b.size(DATA_AXES[t.group].shard)
         stacked = np.where(
             sharded(b, t.group) & (shard_dim(t.shape, ranks) == 1), ranks, 1.0
-        )  # parts one below the other
+        )  # parts stacked along rows
         shape = [t.shape[0] * stacked, math.prod(t.shape[1:]) / stacked] if len(t.shape) > 1 else t.shape
         on = compressible(t.style, d) * (t.size > 0) * t.learns
         out.append((t.size * on, *(x * on for x in factor_size(shape, b.compression_rank))))
@@ -115,7 +113,7 @@ def compressed(b: Batch, held: list[Tensor]) -> list[tuple[Array, Array, Array]]
 def partial_sums(b: Batch, held: list[Tensor]) -> dict[str, Array]:
     """Axis → elements whose gradient is a partial sum over it, after ZeRO.
 
-    A norm of heads and a router see this rank's heads or tokens always; what stands between the tensor-parallel regions sees a share of
+    A norm of heads and a router see this rank's heads or tokens always; modules between the tensor-parallel regions see a share of
     the tokens under sequence parallelism; the bias behind a split expert's product is whole on each of its ranks.
     """
     d, out = degrees(b), dict[str, Array]()

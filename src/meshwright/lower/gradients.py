@@ -10,7 +10,7 @@
 A *message* is one of two things:
 
     bucket   each pipeline stage has one flat buffer of the gradients that dp·cp sums and one of experts', cut into
-             ⌈bytes / bucket⌉ messages of equal length; gradients that must not be compressed have a buffer of their own.
+             ⌈bytes / bucket⌉ messages of equal length; gradients that must not be compressed have a separate buffer.
              PowerSGD's messages end between parameters
     unit     under ZeRO: `plan.wrap` layers, each end of the model (both together if they share a weight), each layer's experts
 
@@ -187,7 +187,7 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
         passes = unit.sent * _passes(b)
         scatter.append(Op("compress", "optimizer", "memory", reduces * (passes > 0), bytes=passes, launches=4.0))
     gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
-    # Kept whole after forward, the weights are gathered once a step, not once a micro-batch.
+    # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     return {
         "F": [op(gather, on * np.where(b.reshard, 1.0, once) * times)],
         "I": [op(gather, on * b.reshard * times)],

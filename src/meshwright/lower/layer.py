@@ -5,7 +5,7 @@ gradient backward; a row-split product is the reverse. So a layer has four all-r
 and after the FFN, forward and backward. Sequence parallelism cuts each in two: an all-gather before the column-split
 product and a reduce-scatter after the row-split one, same bytes, and the norms between them see T/tp tokens. Its saved
 inputs are sharded too, so backward gathers them again for the gradient of the weights: two more all-gathers; where backward is split, I
-gathers them as well as W (phase G). With more ranks than KV heads each head has tp/K copies, which sum their gradients once a step (`sync`).
+gathers them as well as W (phase G). With more ranks than KV heads each head has tp/K copies, which sum their gradients once per step (`sync`).
 
 The all-gather form splits every product by columns and gathers each output: more bytes, one kind of collective.
 

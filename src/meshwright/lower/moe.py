@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: route, dispatch, compute, combine.
 
 Each token goes to k of E experts. With ep ranks that hold E/ep experts each, dispatch is an all-to-all: a rank sends k copies of its
-tokens, t·k·h bytes in all, of which (ep−1)/ep leave it. Combine sends the results back, and backward repeats both: four all-to-alls per
+tokens, t·k·h bytes in total, of which (ep−1)/ep leave it. Combine sends the results back, and backward repeats both: four all-to-alls per
 layer and micro-batch. (4·B·S·H·(E−1)/E, an often quoted formula, omits k and has E in the place of the degree of expert parallelism.)
 
 Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · cp · dp. A rank dispatches 1/tp of its tensor-parallel

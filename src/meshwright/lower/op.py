@@ -10,7 +10,7 @@ apart S what backward does once more, G what layers that are not recomputed gath
 Numeric fields are arrays over a batch of plans; `count` is how often the operation happens in its block (0 where a plan does not have
 it). Traffic, memory, time, traces and proofs are all computed from these operations. Which blocks a pipeline rank holds is `stages`'.
 
-Streams: `compute`; `comm:<axis>` for communication that may run beside compute; `host` for launches.
+Streams: `compute`; `comm:<axis>` for communication that may overlap with compute; `host` for launches.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Stage:
     split: int
 
 
-Sent = tuple[str, str, str, float, float]  # name, axis, collective, count, bytes in all
+Sent = tuple[str, str, str, float, float]  # name, axis, collective, count, total bytes
 
 
 def traffic_of_rank(
@@ -93,7 +93,7 @@ def traffic_of_rank(
     stack: Stack | None = None,
     element: float = 0.0,
 ) -> list[Record]:
-    """Everything this rank issues in the step; activations have `element` bytes, by default those of the workload's precision."""
+    """All messages of this rank in the step; activations have `element` bytes, by default those of the workload's precision."""
     given, plan = given or Given(), resolve_recompute_budget(model, plan, workload, stack)
     layout, m = Layout(plan, order), plan.microbatches(workload)
     program = step_program(model, plan, workload, stack or OURS, element)
@@ -196,7 +196,7 @@ def boundaries(program: StepProgram, pipeline: PipelineProgram | None, at: int, 
         yield op.name, op.axis, op.collective, count, count * number(op.message_bytes)
 
 
-# Once a step
+# Once per step
 
 
 def reductions(

@@ -5,7 +5,7 @@ layer it holds that layer's S once more. With n layers in its stages, c of them 
 
     F · ((n − c)·S + c·T·h) + S·[c > 0]  ≤  budget          for the smallest c
 
-Where layers are of two kinds, the larger one counts for both, so that the budget holds whichever layers are chosen. All ranks recompute
+Where layers are of two kinds, the larger one counts for both, so that the budget holds for any choice of layers. All ranks recompute
 the same number of layers per stage: as many as the fullest rank needs.
 """
 

@@ -37,7 +37,7 @@ class StageBlocks:
     rank: Array
     counts: dict[str, Array]
     recomputed: dict[str, Array] | None = None  # of these, recomputed in backward; None: all, where the plan recomputes
-    split: dict[str, Array] | None = None  # of these, how many per micro-batch run I and W apart; None: none
+    split: dict[str, Array] | None = None  # the number of these per micro-batch that run I and W separately; None: none
     regathered: dict[str, Array] | None = (
         None  # of the split ones, those that are not recomputed; None: as the plan recomputes
     )

@@ -70,7 +70,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
 
 
 def _add_weight_gathers(program: StepProgram) -> None:
-    """ZeRO-3 gathers and reduces unit by unit: one layer or several, each end by itself or both that share a weight, a layer's
+    """ZeRO-3 gathers and reduces unit by unit: one layer or several, each end separately or both if they share a weight, a layer's
     experts; or all of a stage but those."""
     batch = program.batch
     if not np.any(batch.zero == 3):
@@ -113,7 +113,7 @@ def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Arr
 
 
 def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
-    """Add what a stage sends to its neighbours. It belongs to no block: a stage sends once, however many layers it has."""
+    """Add the messages between stages. They belong to no block: a stage sends once, for any number of layers."""
     if kind != "dense":
         return
     batch = program.batch

@@ -1,4 +1,4 @@
-"""What happens once a step: gradients are reduced, clipped, the optimizer steps, sharded parameters are gathered.
+"""Operations that run once per step: gradients are reduced, clipped, the optimizer steps, sharded parameters are gathered.
 
 The reduction of gradients and the gathering of parameters are `gradients`'. After them come sums that few elements need: over tp of
 whole vectors that saw a part of the heads or tokens and of copied KV heads, over the two ends of a pipeline of a tied embedding, over
@@ -28,7 +28,7 @@ UPDATE_LAUNCHES = 12.0  # kernels that an unfused optimizer launches for each pa
 def step_ops(
     program: StepProgram, held: StageBlocks, zero_3: bool = False, sums: Mapping[str, Array] | None = None
 ) -> list[Op]:
-    """Everything the ranks that hold these blocks do once a step, in order: reduce, clip, update, gather. `zero_3` adds the messages of
+    """Everything the ranks that hold these blocks run once per step, in order: reduce, clip, update, gather. `zero_3` adds the messages of
     ZeRO-3, which overlap with the blocks and are listed there (`gradients.unit_ops`); `sums` replaces what `summed` says of the rank."""
     b = program.batch
     elements = padded_elements(program, held)
@@ -54,12 +54,12 @@ def step_ops(
 
 
 def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
-    """Elements that a rank sums once a step beside its gradients, by axis; `stage` are the routers' loads."""
+    """Elements that a rank reduces once per step besides its gradients, by axis; `stage`: the loads of the routers."""
     b, out = program.batch, dict[str, Array]()
     for block, axes in program.partial.items():
         for axis, count in axes.items():
             out[axis] = out.get(axis, 0.0) + held.counts[block] * count
-    if present(program.tied):  # a rank with both ends, as in a V-shaped pipeline, adds its two copies up by itself
+    if present(program.tied):  # a rank with both ends, as in a V-shaped pipeline, adds its two copies locally
         out["ends"] = np.abs(held.counts["embedding"] - held.counts["head"]) * (b.pp > 1) * program.tied
     if b.model.experts:
         out["stage"] = held.counts["moe"] * ROUTER_LOADS * b.model.experts
@@ -97,7 +97,7 @@ def small_sums(b: Batch, elements: Mapping[str, Array]) -> list[Op]:
     together = np.equal(b.average_every, 0)
     reduce("count-tokens", "dp_cp", 8.0, "optimizer", together)
     reduce("norm-and-loss", "world", 16.0, "optimizer", together)
-    for axis in () if together.all() else ("tp", "pp"):  # a replica that trains alone has a norm of its own
+    for axis in () if together.all() else ("tp", "pp"):  # with local SGD each replica has a separate norm
         reduce("norm-and-loss", axis, 16.0, "optimizer", ~together)
     return ops
 

@@ -1,4 +1,4 @@
-"""What a step sends, by axis and collective: how often, and the bytes of the full, unsharded buffers in all.
+"""The messages of a step by axis and collective: their number, and the total bytes of the full, unsharded buffers.
 
 The step program is one description, read in two ways:
 
@@ -29,7 +29,7 @@ DATA_PARALLEL = ("dense", "expert")  # parts of ZeRO-3's operations in the block
 
 @dataclass(frozen=True)
 class Record:
-    """One kind of message of one rank: `count` per step, `bytes` of full buffers in all, and the operations that send it."""
+    """One kind of message of one rank: `count` per step, total `bytes` of full buffers, and the operations that send it."""
 
     axis: str
     collective: str
@@ -50,7 +50,7 @@ def batch_traffic(program: StepProgram, held: StageBlocks) -> dict[Key, tuple[Ar
 
 
 def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
-    """Everything one pipeline rank of a program of one plan issues in a step."""
+    """All messages of one pipeline rank in a step, for a program of one plan."""
     held = rank_blocks(program.batch, np.full(program.batch.n, float(rank)))
     found = [
         (op.name, op.axis, op.collective, number(times * op.count), number(times * op.count * op.message_bytes))
@@ -60,7 +60,7 @@ def traffic(program: StepProgram, rank: int = 0) -> list[Record]:
 
 
 def _operations(program: StepProgram, held: StageBlocks) -> list[tuple[Op, Array]]:
-    """Every operation that sends something, and how often the step runs it."""
+    """Every operation with communication, and the number of times that the step runs it."""
     b = program.batch
     m = np.maximum(b.microbatches, 1.0)
     out: list[tuple[Op, Array]] = []
@@ -90,7 +90,7 @@ def number(value: object) -> float:
 
 
 def boundary_messages(batch: Batch, rank: Array) -> tuple[Array, Array]:
-    """Messages a rank sends per micro-batch: activations on, gradients back.
+    """Messages that a rank sends per micro-batch: activations forward, gradients backward.
 
     All its stages send on, except the model's last, and back, except the model's first. In a V-shaped pipeline both ends of the model
     are on rank 0 and the turn is on the last rank, which passes to itself.

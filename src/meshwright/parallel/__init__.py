@@ -1,1 +1,1 @@
-"""Parallel strategies applied to a model that knows nothing of them; `apply` applies them in one fixed order."""
+"""Parallel strategies for models that contain no parallelism; `apply` applies them in one fixed order."""

@@ -8,7 +8,7 @@
     divide      own slice     forward, all-gather     backward      the inverse of join: each rank continues with its share
 
 One `copy_in` feeds q, k and v together, so backward sums their three input gradients before the one all-reduce: four
-all-reduces a layer, where a plan that treats each product by itself makes seven. An all-reduce is a reduce-scatter
+all-reduces a layer, where a plan that treats each product separately has seven. An all-reduce is a reduce-scatter
 and an all-gather, so the sequence-sharded pair moves the same bytes.
 
 Each can be differentiated once: a gradient of a gradient would need further pairs of collectives, and raises.

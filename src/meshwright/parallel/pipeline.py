@@ -145,7 +145,7 @@ class Stage(PipelineStage):
         return super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _begin(self) -> None:
-        """Before a micro-batch has gradients: send those of the one before, where each is reduced by itself."""
+        """Before a micro-batch has gradients: send those of the previous one, if each is reduced separately."""
         for part in reductions_in([self.reduction]):
             if isinstance(part, Buckets) and part.per_microbatch:
                 part.begin(last=False)

@@ -53,7 +53,7 @@ class _AllFilled(Exception):
 
 
 class _Handle:
-    """Stands for one tensor that the original forward saved."""
+    """A placeholder for one tensor that the original forward saved."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.kind = tensor.shape, tensor.dtype

@@ -17,7 +17,7 @@ Daly (2006) takes the exact expectation with exponential failures, in which fail
 **Goodput** is the inverse, T_work / T_wall: the share of wall time that moves training on. Of a step's MFU only MFU × goodput is left
 over weeks. Around its optimum the curve is flat: half or twice the best interval costs little, a tenth or ten times a lot.
 
-A save that runs beside training costs only the part that blocks it (the copy to host memory); pass that as δ, and remember that
+A save that overlaps with training costs only the part that blocks it (the copy to host memory); pass that as δ, and remember that
 work is safe only once the whole save has landed: τ cannot be shorter than the whole save takes.
 
 **Held to** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time;
@@ -76,7 +76,7 @@ def daly_interval(save: float, mtbf: float) -> float:
 
 
 def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
-    """Share of wall time that is kept work, by Daly's exact expectation; 0 where a save hardly ever survives."""
+    """Share of wall time that is kept work, by Daly's exact expectation; 0 if a save almost never completes between failures."""
     for name, value in (("interval", interval), ("mtbf", mtbf)):
         _positive(name, value)
     if save < 0 or restart < 0:
@@ -94,7 +94,7 @@ def curve(save: float, restart: float, mtbf: float, points: int = 9, reach: floa
 
 
 def checkpoint_bytes(parameters: float, param: float = 2.0, master: float = 4.0, moments: float = 8.0) -> float:
-    """What a resumable save holds: weights, their fp32 copy and the optimizer's moments, 14 bytes a parameter."""
+    """What a resumable save holds: weights, their fp32 copy and the optimizer's moments, 14 bytes per parameter."""
     return parameters * (param + master + moments)
 
 

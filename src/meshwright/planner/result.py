@@ -30,7 +30,7 @@ from meshwright.planner.sites import LATENCY, Crossing, crossing
 
 @dataclass(frozen=True)
 class Comparison:
-    """The user's plan beside the winner."""
+    """The user's plan compared with the winner."""
 
     mine: Estimate | None
     best: Estimate

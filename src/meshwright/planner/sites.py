@@ -5,7 +5,7 @@
 so that a rank has fewer micro-batches to hide its reduction behind, and its pipeline fewer to fill its bubble with.
 
 **Several sites.** Only what replicas exchange may cross a line between sites: the gradients, N·bytes/(tp·pp) from each of tp·pp
-ranks of a replica, N·bytes in all. Reduced hierarchically each site sends, per step,
+ranks of a replica, N·bytes in total. Reduced hierarchically each site sends, per step,
 
     2·(S−1)/S · N · bytes        over S sites, whatever their size
 
@@ -126,7 +126,7 @@ def crossing(
 
 
 def axes_across(e: Estimate, level: int) -> dict[str, int]:
-    """Axes whose groups span a level of the cluster or one above it, with their degrees: only dp should stand here."""
+    """Axes whose groups span a level of the cluster or one above it, with their degrees; this should be only dp."""
     b = e.program.batch
     unit = e.cluster.spans[level - 1]
     sizes = {axis: int(b.size(axis)[0]) for axis in ("tp", "cp", "pp", "dp", "ep")}

@@ -122,7 +122,7 @@ def joined(ranks: list[int]) -> str:
 
 
 def amount(count_and_bytes: tuple[float, float]) -> str:
-    """How many, and their bytes in all."""
+    """Number and total bytes."""
     return f"{count_and_bytes[0]:g}, {format_decimal_bytes(count_and_bytes[1])}"
 
 

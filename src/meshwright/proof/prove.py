@@ -1,13 +1,13 @@
-"""The proof of a plan: train small copies of it on many ranks and on one device, and compare everything.
+"""The proof of a plan: train small copies of it on many ranks and on one device, and compare all results.
 
-    1  fold      the plan to few ranks: once with every axis, then with each axis at 4 by itself (`fold`); the model to a small one
+    1  fold      the plan to few ranks: once with every axis, then with one axis at a time at 4 (`fold`); the model to a small one
                  with the same flags (`small`)
     2  train     both sides through `train`'s own step, in float64 and float32, from the same weights on the same batches; of a
                  16-bit plan its own dtypes as well
     3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one watched step
     4  replay    of a 16-bit plan every update: unscale, clip, optimizer, masters, rounding (`emulation.update`)
-    5  converge  where gradients or products are lossy: the loss after the steps, beside the exact run's
-    6  blame     should they differ: train again with each axis alone; the one that differs alone is the broken one
+    5  converge  where gradients or products are lossy: the loss after the steps, compared with an exact run
+    6  blame     if they differ: train with each axis separately; an axis that differs on its own is the broken one
 
 A proof is worth what it would catch, so weights start where no bias is zero, padding differs from rank to rank, and
 gradients are large enough to be clipped.
@@ -38,7 +38,7 @@ SILENCE_S = 120.0
 def prove(
     config: Config, ranks: int = 8, steps: int = 5, seed: int = 0, device: str = "cpu", prepare: str = ""
 ) -> Proof:
-    """Raise only for what cannot be tried; a plan that trains something else comes back as a failed proof."""
+    """Raise only for a plan that cannot be tried; a plan that trains a different model returns a failed proof."""
     started = time.perf_counter()
     # A small copy may be legal where the plan itself is not.
     legality.check(config.plan, config.model, config.workload, trainer=True)
@@ -46,7 +46,7 @@ def prove(
     for i, small in enumerate(small_copies(config, ranks)):
         proof.copies.append(prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0))
         if not proof.copies[-1].passed:
-            break  # what broke is found; the other copies would repeat it
+            break  # a difference was found; other copies would repeat it
     proof.seconds = time.perf_counter() - started
     return proof
 
@@ -141,7 +141,7 @@ def exact(job: Job) -> Job:
 
 
 def blame(job: Job, one: Trace, device: str) -> str:
-    """The axis that breaks parity by itself; all axes where none does."""
+    """The axis that breaks parity on its own; all axes if none does."""
     used = [axis for axis in (*AXES, "ep") if getattr(job.plan, axis) > 1]
     for axis in ["", *used] if len(used) > 1 else [""]:
         try:
@@ -149,8 +149,8 @@ def blame(job: Job, one: Trace, device: str) -> str:
             trial = replace(job, plan=plan, dtypes=("fp64",), watch=False)
             ranks = run(trial, device)
         except MeshwrightError:
-            continue  # this axis cannot stand alone on the small model
-        # Other ranks lose other parts of their gradients: such a trial is held to an emulation of itself.
+            continue  # this axis is not legal on its own for the small model
+        # Ranks lose different parts of their gradients, so such a trial is compared with an emulation of itself.
         emulated = job.plan.lossy or job.plan.average_every or job.workload.precision == "fp8"
         expected = run(one_device(trial, ranks), device)[0]["fp64"] if emulated else one
         if compare(expected, [rank["fp64"] for rank in ranks]).breaks:

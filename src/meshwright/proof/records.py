@@ -32,7 +32,7 @@ class Job:
     summed: dict[str, list[Any]] = field(default_factory=dict)  # by dtype: the lossy sums that the ranks reported
     backwards: bool = False  # those sums in the other order
     kv_copies: int = 1  # how often one device computes each KV head: as often as ranks do, where parts are rounded
-    reference: bool = False  # one device, to which ranks are held: it emulates fp8 by itself
+    reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
     updates: bool = False  # record every update, for its replay
 
 

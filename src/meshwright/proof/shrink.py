@@ -17,7 +17,7 @@ RANKS = 8
 
 
 def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tuple[Config, tuple[str, ...]]:
-    """The small copy on at most `ranks` ranks, and what was changed, in words."""
+    """The small copy on at most `ranks` ranks, and a list of the changes as text."""
     small = small_copy(config, ranks)
     tp, world = small.plan.tp, small.plan.world
     model = small.model

@@ -4,7 +4,7 @@ Heads, KV heads and FFN become small multiples of tp; grouped queries stay group
 stages stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is. Without a pipeline three micro-batches
 run where the plan has as many: a first, a middle and a last one. A pipeline of P stages has 2P, enough for its steady state.
 
-Each copy says in words what was changed (`changes`), and in numbers what was folded (`folded`) and how many micro-batches run.
+Each copy lists its changes as text (`changes`), the folded axes as numbers (`folded`), and its number of micro-batches.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def changes_of(
 
 
 def widened(plan: Plan) -> Plan:
-    """The plan as float32 and float64 run it: no masters; a dtype of communication stays where it is a loss by itself."""
+    """The plan as float32 and float64 run it: no masters; the dtype of communication is kept if it is lossy."""
     wire = plan.comm_dtype if plan.wire == plan.comm_dtype else None
     return plan.but(param_dtype="fp32", grad_dtype="fp32", state_dtype="fp32", comm_dtype=wire, master=False)
 
@@ -190,7 +190,7 @@ def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
 
 
 def small_seq(plan: Plan) -> int:
-    """Eight tokens a rank or more: what every axis, and both runs of a zigzag, divide."""
+    """At least eight tokens per rank: a number that every axis, and both runs of a zigzag, divide."""
     unit = plan.tp * plan.cp * (2 if plan.cp > 1 else 1)
     return -(-8 * max(1, plan.tp * plan.cp // 4) // unit) * unit
 

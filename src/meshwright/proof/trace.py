@@ -45,7 +45,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
-        if job.emulated.lossy or scaled:  # each rank compresses, or scales, the gradient of its own tokens
+        if job.emulated.lossy or scaled:  # each rank compresses, or scales, the gradient of its tokens
             layout = Layout(job.emulated, job.order)
             emulated = Emulated(parallel, layout, job.summed.get(dtype, []), job.backwards)
             parallel.reductions = [emulated]  # type: ignore[list-item]
@@ -69,7 +69,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
 
 
 def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
-    """The plan on the model; a reference emulates fp8 products with code of its own, where the device has none."""
+    """The plan on the model; a reference emulates fp8 products with separate code, if the device has none."""
     emulates = job.reference and job.workload.precision == "fp8" and context.device == "cpu"
     parallel = apply(
         job.model,

@@ -1,4 +1,4 @@
-"""Training runs as one HTML page: for each run its proof if it has one, its loss, and predicted beside measured values.
+"""Training runs as one HTML page: for each run its proof if it has one, its loss, and predicted and measured values.
 
 A run folder contains `plan.toml`, `prediction.json`, `measurement.json`, `difference.json` and, after `verify --out`,
 `proof.json`. The page is self-contained and labels every number as predicted or measured.

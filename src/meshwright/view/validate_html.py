@@ -1,7 +1,7 @@
 """The accuracy of predictions as one self-contained page: a log-log scatter of predicted over measured step time, then
 tables.
 
-Each source has a letter beside its colour, so that the plot can be read without colour.
+Each source has a letter and a colour, so that the plot can be read without colour.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from meshwright.programs.collectives.double_tree import first_use
 from meshwright.programs.collectives.program import split
 from meshwright.programs.collectives.trees import rounds
 
-SUMS = [  # whole = first + second, and how the halves are told to use the same chunks
+SUMS = [  # whole = first + second, and the options with which both use the same chunks
     ("all-reduce", "reduce-scatter", "all-gather", {}, {}),
     ("all-reduce", "reduce", "broadcast", {"chunks": 3}, {"chunks": 3}),
     ("all-gather", "gather", "broadcast", {}, {"chunks": "ranks"}),

@@ -1,4 +1,4 @@
-"""The catalog: known models, accelerators, links, clusters and stacks, by name."""
+"""The catalog: models, accelerators, links, clusters and stacks, by name."""
 
 from __future__ import annotations
 

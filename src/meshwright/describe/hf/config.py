@@ -69,7 +69,7 @@ class Config:
         self.asked.update(keys)
 
     def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """A whole number. Null or absent: the default given, else the default of the family's class, else an error."""
+        """An integer. If it is null or absent: the given default, else the default of the family's class, else an error."""
         value = self.get(key)
         if value is None:
             assumed = DEFAULTS.get(self.family, {}).get(key) if key not in self.data else None
@@ -122,7 +122,7 @@ class Config:
         return MeshwrightError("MW-HF-006", f"{key} = {shown(value)} is not valid", valid=[wanted])
 
     def rate(self, kind: str) -> float | None:
-        """The dropout rate of a kind, whichever of its spellings the config uses; None where it has none."""
+        """The dropout rate of a kind, in any of the spellings that configs use; None if the config has none."""
         for key in DROPOUT[kind]:
             value = self.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -133,7 +133,7 @@ class Config:
 
     @property
     def drops(self) -> bool:
-        """Whether anything is dropped, so that masks are kept for backward."""
+        """Whether any dropout rate is above zero, so that masks are saved for backward."""
         return any(self.rate(kind) for kind in DROPOUT)
 
     def unread(self) -> list[str]:

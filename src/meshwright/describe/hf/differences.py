@@ -1,7 +1,7 @@
 """What a config says about the model's mathematics that our transformer computes in another way.
 
 Costs do not depend on these, so such a model is planned and estimated as it is. `train` and `verify` run our transformer, so
-everything listed here is shown by both commands: nothing that changes the mathematics is left out silently.
+both commands show all entries, so that no difference in the mathematics is silent.
 Base of the rotary embedding, epsilon of the norms and dropout rates are fields of the Model and are run as the config says.
 """
 
@@ -74,7 +74,7 @@ def not_run(c: Config) -> list[str]:
 
 
 def rope_parameters(c: Config) -> dict[str, Any]:
-    """The table of rotary settings: `rope_parameters` in newer files, `rope_scaling` beside `rope_theta` in older ones."""
+    """The table of rotary settings: `rope_parameters` in newer files, `rope_scaling` with `rope_theta` in older ones."""
     for key in ROPE_FIELDS:
         table = c.get(key)
         if isinstance(table, dict):

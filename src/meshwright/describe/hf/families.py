@@ -1,7 +1,7 @@
 """One small function per family of Hugging Face configs: its keys as the fields of a Model.
 
 The same key means different things in different families: `intermediate_size` is the dense FFN of Llama and the expert of
-Mixtral, Qwen2 has biases on Q, K and V without a key for them, Gemma 2 has four norms a layer. So nothing is guessed across
+Mixtral, Qwen2 has biases on Q, K and V without a key for them, Gemma 2 has four norms per layer. So no key is interpreted across
 families. A pattern that a Model cannot hold exactly is refused.
 """
 
@@ -167,7 +167,7 @@ def _gpt_oss(c: Config) -> dict[str, Any]:
 
 
 def _olmo2(c: Config) -> dict[str, Any]:
-    """Norms after attention and FFN, and norms of the whole query and key projections."""
+    """Norms after attention and FFN, and norms of the full query and key projections."""
     fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "qk_norm_width": "projection", "norm_position": "post"}
     return fields | (sliding_window(c, every_nth(4, fields["layers"])) if c.family == "olmo3" else {})
 

@@ -46,7 +46,7 @@ def interpret(data: dict[str, Any], name: str = "") -> Model:
 
 
 def _language_model(data: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """The family and the keys of the language model, which a multi-modal config holds inside or beside its towers."""
+    """The family and the keys of the language model, which a multi-modal config has in a nested table or at its top level."""
     text = data.get("text_config")
     towers = [key for key in data if re.fullmatch(r"(vision|audio|image)\w*_config", key)]
     if isinstance(text, dict) or towers:

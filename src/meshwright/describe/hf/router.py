@@ -8,8 +8,8 @@
 
 `router_aux_loss_coef` weighs E·Σ f_e P_e with f and P averaged over all layers with experts and f summing to k; ours is
 added in each layer, with f summing to one: a coefficient c becomes c·k/layers. Those classes add the loss only where
-`output_router_logits` is true. DeepSeek's `aux_loss_alpha` is per layer and normalised as ours is, over each
-sequence by itself where `seq_aux` is true.
+`output_router_logits` is true. DeepSeek's `aux_loss_alpha` is per layer and normalised as ours is, per sequence if
+`seq_aux` is true.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     legal(Case.of(plan, model, workload, cluster, stack))     True or False; an array of them for a batch
     check(plan, model, workload, cluster, stack)              raise the first broken rule as a MeshwrightError
 
-A rule has an error code, a condition that works on integers and arrays alike, and a function that explains it: the arithmetic, the
+A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
 valid values, and changes that could mend it. Only a change after which **every** rule holds is offered as the fix.
 
 A rule needs some of model, workload, cluster, stack; it applies where these are given. Two more needs say what runs the plan: `trainer`

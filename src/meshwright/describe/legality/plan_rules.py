@@ -1,4 +1,4 @@
-"""Rules of a plan by itself: its fields do not contradict each other."""
+"""Rules about the fields of a plan only: they must not contradict each other."""
 
 from __future__ import annotations
 

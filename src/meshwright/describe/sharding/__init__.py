@@ -1,4 +1,4 @@
-"""The sharding table: for every parameter of a model, which rank holds which box of it, who holds copies, and who sums its gradient.
+"""The sharding table: for every parameter of a model, which rank holds which box of it, which ranks hold copies, and which ranks sum its gradient.
 
 It is built in four steps, one file each, and every other room reads it instead of restating a part of it:
 
@@ -7,7 +7,7 @@ It is built in four steps, one file each, and every other room reads it instead 
     zero         how ZeRO cuts, pads and sends what tensor and expert parallelism left
     boxes        all of it for one rank: the `Box` of each parameter
 
-The rules are data, and the functions that evaluate them take Python integers (one rank) and numpy arrays (a batch of plans) alike:
+The rules are data, and the functions that evaluate them take Python integers (one rank) or numpy arrays (a batch of plans):
 
     boxes(model, plan, layout, rank, layers)          one rank: start and stop per dimension, copies, partial sums, ZeRO shard
     local_shape(style, shape, degrees)                any number of plans: the box of the first rank of each group, which is the fullest

@@ -1,7 +1,7 @@
 """Every parameter of a model by name, shape and style, in the order in which the network registers them.
 
 `describe.anatomy` lists the matrices and vectors of each block with their style; here each becomes a named tensor. Weights are
-[out, in] as in `nn.Linear`, experts [expert, out, in]. The head of a model with tied embeddings has no weight of its own, except on a
+[out, in] as in `nn.Linear`, experts [expert, out, in]. The head of a model with tied embeddings has no separate weight, except on a
 pipeline stage that does not hold the embedding: there it has a copy.
 """
 
@@ -49,7 +49,7 @@ class Parameter:
 
     @property
     def expert(self) -> bool:
-        """Whether it belongs to a routed expert, which has data-parallel groups of its own."""
+        """Whether it belongs to a routed expert, which has separate data-parallel groups."""
         return self.style.startswith("experts")
 
     @property
@@ -92,7 +92,7 @@ def block_parameters(model: Model, block: Block) -> list[Parameter]:
 
 
 def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
-    """(pattern of module names, style) of all modules that hold parameters; `*` stands for the layer."""
+    """(pattern of module names, style) of all modules that have parameters; `*` is the layer index."""
     out: dict[str, str] = {}
     for kind, block in model.blocks.items():
         prefix = "layers.*." if kind in ("dense", "moe") else ""

@@ -131,7 +131,7 @@ def compressible(style: str, d: Degrees) -> Number:
     """Whether a lossy compression may send the gradient.
 
     Not if it is still a partial sum over another axis: compressed before it is whole, it would lose what cancels. And not if all
-    ranks of a tp group hold the same parameter: each would lose something else, and the copies would drift apart.
+    ranks of a tp group hold the same parameter: each would lose another part, and the copies would diverge.
     """
     rule = RULES[style]
     on = next(iter(partial_over(style, d).values()), False)

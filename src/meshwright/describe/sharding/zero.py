@@ -3,7 +3,7 @@
 The first dimension is cut: ⌈rows/P⌉ rows per rank, the last ranks hold fewer or none, and every rank's part is padded to ⌈rows/P⌉
 rows when it is gathered or reduced. A tensor with fewer rows than ranks (few experts over many ranks) would be mostly padding, and the
 first ranks would hold all of it: there the second dimension is cut, if it divides by P (`shard_dim`). Then nothing is padded, and the
-P parts travel one below the other (`shape_in_transit`).
+P parts are stacked along rows for sending (`shape_in_transit`).
 
 All functions take integers, or numpy arrays over a batch of plans.
 """
@@ -26,7 +26,7 @@ def shard_dim(shape: Sequence[Number], parts: Number) -> Number:
 
 
 def shape_in_transit(shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    """The shape as it is sent, cut by rows: parts of the second dimension lie one below the other."""
+    """The shape as it is sent, cut by rows: parts of the second dimension are stacked along rows."""
     if shard_dim(shape, parts):
         return parts * shape[0], shape[1] // parts, *shape[2:]
     return tuple(shape)

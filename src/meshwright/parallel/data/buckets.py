@@ -87,7 +87,7 @@ class Buckets:
         self._sent = 0
         self._used: set[torch.Tensor] = set()
         self._graph_known = False  # whether `_used` are all the parameters that a static graph uses
-        self._total: torch.Tensor | None = None  # sum of earlier micro-batches, where each is reduced by itself
+        self._total: torch.Tensor | None = None  # sum of earlier micro-batches, if each is reduced separately
         self._begun = False
 
     def begin(self, last: bool) -> None:

@@ -141,7 +141,7 @@ def gather_ahead(units: list[Unit], sizes: list[int], gathering: Gathering) -> N
 
 
 def fitting(sizes: list[int], at: int, step: int, most: int, limit: float) -> list[int]:
-    """The next units, at most `most`, that fit into the limit beside the one that computes."""
+    """The next units, at most `most`, that fit into the limit together with the running one."""
     out, room = [], limit - sizes[at]
     for k in range(1, most + 1):
         i = at + step * k

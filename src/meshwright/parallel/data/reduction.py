@@ -6,8 +6,8 @@
 Gradients are **summed** here, never averaged: the loss was divided by the global number of tokens already, and an
 average over ranks on top of it is this field's favourite silent bug.
 
-Routed experts are summed over expert_dp, everything else over dp·cp, and what is not compressed beside compressed
-gradients in buckets of its own, so a stage may need several reductions (`CombinedReduction`). All have the same four
+Routed experts are summed over expert_dp, all other gradients over dp·cp, and uncompressed gradients next to compressed
+ones in separate buckets, so a stage may need several reductions (`CombinedReduction`). All have the same four
 methods: `begin(last)` before each micro-batch, `start` after the last backward, `finish` before the update, `zero`
 after it.
 """
@@ -35,7 +35,7 @@ from meshwright.parallel.pieces import Piece
 
 class LocalGradients:
     """Gradients that are not summed with any other rank's: autograd's own tensors, allocated while backward frees
-    activations, and freed after the update. A flat buffer for them would take memory beside the activations of forward."""
+    activations, and freed after the update. A flat buffer for them would take memory in addition to the activations of forward."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters = list(parameters)

@@ -58,7 +58,7 @@ def shard_parts(
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1
     prefetch = None if plan.prefetch else 0
-    reduced = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # a compressor narrows by itself
+    reduced = plan.grad_dtype if plan.wire != "none" else plan.reduce_dtype  # a compressor does its own rounding
     gathering = Gathering(
         forward=prefetch,
         backward=prefetch,

@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention` split by heads.
 
 torch keeps queries, keys and values in one weight, `in_proj_weight`, and calls one function that reads this weight, the number of heads and
-`out_proj.weight` directly. Each of the three parts is cut by itself, and `forward` is written anew:
+`out_proj.weight` directly. Each of the three parts is cut separately, and `forward` is replaced:
 
     q, k, v = this rank's heads of x Wᵀ          x enters as in every column-split product (`Split.enter`)
     out_proj(softmax(q kᵀ / √d + mask) v)        "row" in the table: the sum over the ranks, then the bias
@@ -121,7 +121,7 @@ class _Forward:
         return out
 
     def mask(self, padding: torch.Tensor | None, given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """Both masks as one to add to the scores; a mask of B·N heads in all is cut to this rank's."""
+        """Both masks as one to add to the scores; a mask for B·N heads is cut to the heads of this rank."""
         batch, heads = like.shape[:2]
         total = None
         if given is not None:

@@ -3,7 +3,7 @@
 Many models compute queries, keys and values, or gate and up, in one product, whose weight is theirs stacked:
 
     [ q | k | v ]  cut in two halves:         [ q, half of k ] and [ half of k, v ]        no rank can attend
-    each part cut by itself:                  [ q₀ | k₀ | v₀ ] and [ q₁ | k₁ | v₁ ]        each has some heads
+    each part cut separately:                 [ q₀ | k₀ | v₀ ] and [ q₁ | k₁ | v₁ ]        each has some heads
 
 The table gives the parts, "column:1,1" in proportion, or "heads:32,8,8" in heads, which are never cut: where there are
 fewer heads than ranks, neighbours hold copies, as with "keys". Parts that alternate head by head (GPT-NeoX's

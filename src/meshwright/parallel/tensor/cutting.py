@@ -1,6 +1,6 @@
 """Cutting the parameters of a module: by the rule of its style, by a row for one parameter, or part by part of a fused weight.
 
-`shard_parameters` reads `describe.sharding.rules`, for our models and for yours alike: which dimension a style cuts, whether it must
+`shard_parameters` reads `describe.sharding.rules`, for our models and for a user's module: which dimension a style cuts, whether it must
 divide, and over which axis the gradient is a partial sum. Everything that is cut is recorded in the `Split`.
 """
 
@@ -59,7 +59,7 @@ def replace_parameter(done: Split, owner: Any, name: str, cuts: tuple[Cut, ...])
 
 
 def cut_row(done: Split, owner: Any, prefix: str, name: str, argument: str) -> None:
-    """A row for one parameter: "cut:1", or "cut:1:1,1" where dimension 1 holds two parts, each cut by itself."""
+    """A row for one parameter: "cut:1", or "cut:1:1,1" if dimension 1 has two parts, each cut separately."""
     dim, _, parts = argument.partition(":")
     parameter, full = getattr(owner, name), f"{prefix}.{name}"
     if not dim.isdecimal() or int(dim) >= parameter.ndim:
@@ -78,7 +78,7 @@ def cut_row(done: Split, owner: Any, prefix: str, name: str, argument: str) -> N
 
 
 def cut_fused(done: Split, name: str, part: Any, kind: str, argument: str) -> None:
-    """Columns of several parts, each cut by itself."""
+    """Columns of several parts, each cut separately."""
     for field_name, dim in (("weight", output_dim(part)), ("bias", 0)):
         parameter = getattr(part, field_name)
         if parameter is None:

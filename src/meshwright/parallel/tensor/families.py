@@ -6,7 +6,7 @@ Sequence parallelism: the embedding's output stays whole ("embedding"), since th
 layer divides it ("split_sequence"), and what follows the last layer gets the whole again ("enter" before a split product, "join_sequence"
 before one that every rank computes).
 
-A mixture of experts is a region in which every rank routes all tokens alike and holds some columns of each expert: the router's gradient is
+A mixture of experts is a region in which every rank routes all tokens in the same way and holds some columns of each expert: the router's gradient is
 a partial sum ("inside"), the block's output too ("reduce"). "experts" marks what expert parallelism spreads.
 """
 

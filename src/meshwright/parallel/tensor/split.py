@@ -7,7 +7,7 @@ A pair of products Y = σ(X A), Z = Y B is split by giving each of the P ranks a
 Attention is the same pair, with whole heads as the blocks. The bias of B is added **after** the sum, on **every** rank:
 before the sum it would count P times; on one rank only, the ranks would continue with different outputs. A bias of A is
 split with A's columns. With fewer KV heads K than ranks, each head is on P/K neighbours: every copy sees only the queries
-of its own rank, so its gradient is a partial sum, completed once a step by a sum over the copies (`copied`); the global
+of its rank, so its gradient is a partial sum, completed once per step by a sum over the copies (`copied`); the global
 norm counts one of them.
 
 Sequence parallelism shards the layers between the pairs (norms, residuals) along the sequence: the all-reduce becomes a
@@ -17,13 +17,13 @@ backward: only this rank's share is, and it is gathered again for the gradient o
 The all-gather form splits B by columns as well: Y is gathered, then Z. Forward has one kind of collective, but sends more
 bytes: of Y's width too, and backward still sums, Y's gradient by a reduce-scatter and X's by an all-reduce.
 
-Splitting each product by itself (DTensor's default) would sum the gradients of q, k and v separately.
+Splitting each product separately (DTensor's default) would sum the gradients of q, k and v separately.
 
 On a module of another library (`parallel.user_module` builds on this):
 
     done = split(model, families.llama(model.config), group)             # the same weights on every rank
     model(input_ids=ids, labels=ids).loss.backward()
-    done.sum_gradients(model)                                            # once a step: copies, and norms under sp
+    done.sum_gradients(model)                                            # once per step: copies, and norms under sp
     norm = done.norm(model)                                              # of the whole model: each element once
     state = {n: done.whole(n, p) for n, p in model.named_parameters()}   # as one device would save it
 
@@ -121,7 +121,7 @@ def check_sequence(table: Table, sequence: bool) -> None:
 
 
 def _set_query_groups(module: nn.Module, done: Split) -> None:
-    """Adjust attention that stores how many query heads share a KV head: a copy serves only those of its own rank."""
+    """Adjust attention that stores how many query heads share a KV head: a copy serves only those of its rank."""
     copies = {
         name.rpartition(".")[0].rpartition(".")[0]: max(cut.copies for cut in done.cuts_of(name))
         for name in done.copied

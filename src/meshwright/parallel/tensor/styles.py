@@ -2,7 +2,7 @@
 
 A style is a function of the `Split` that records the changes, the module's name and the module. How it cuts parameters, and which
 gradients are partial sums, is the rule of the same name in `describe.sharding.rules`, which `shard_parameters` reads for our models
-and for yours alike; the function then wraps `forward` with the collectives of `exchange`.
+and for a user's module; the function then wraps `forward` with the collectives of `exchange`.
 """
 
 from __future__ import annotations

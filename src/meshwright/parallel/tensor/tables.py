@@ -3,7 +3,7 @@
     region      its input enters column-split products: `copy_in`, or `gather_in` with sequence parallelism
     enter       its output enters such products
     column      a linear layer whose weight and bias are split by output; no communication
-    column:1,1  the same for several parts in one weight, in this proportion, each split by itself (`cuts`)
+    column:1,1  the same for several parts in one weight, in this proportion, each split separately (`cuts`)
     heads:4,2,2 several parts counted in heads, which are never cut; with fewer heads than ranks a head is on several ranks
     keys:64     column by whole heads of this width; with fewer heads than ranks a head is on several ranks
     counts:a,b  attributes by which the module counts (its heads, for example) become this rank's; `config.a`: in its own copy of a config
@@ -29,8 +29,8 @@
     gathered    its output, columns of this rank, is gathered from all: the deep MLP's layers
     experts     divided over ep and expert_tp (`expert`); in a module that is not ours, "cut" rows give how tensor parallelism divides it
 
-A row may also name a parameter: "cut:1" splits dimension 1, "cut:1:1,1" a dimension of two parts, each by itself.
-`*` stands for one part of a dotted name. Rows of one module apply in their order; what wraps it later is outside.
+A row may also name a parameter: "cut:1" splits dimension 1, "cut:1:1,1" a dimension of two parts, each separately.
+`*` matches one part of a dotted name. Rows of one module apply in their order; what wraps it later is outside.
 
 A module that holds parameters and matches no row raises, and so does a row that matches nothing: either would silently train
 something else. Tables of known classes of other libraries are in `families`.
@@ -43,7 +43,7 @@ from meshwright.describe.sharding import module_styles
 
 Table = tuple[tuple[str, str], ...]
 
-# The modules of our models that communicate or drop, beside those that hold parameters (`describe.sharding.module_styles`).
+# The modules of our models that communicate or drop, besides those with parameters (`describe.sharding.module_styles`).
 COMMON: Table = (
     ("embedding.drop", "dropout"),
     ("layers.*.*_drop", "dropout"),

@@ -1,9 +1,9 @@
-"""What this rank holds of each parameter of a user's module: its part, who holds copies, how to gather the whole, how to cut it again.
+"""The part of each parameter of a user's module on this rank: its box, the ranks with copies, and how to gather and cut the full tensor.
 
 A parameter is cut at most three times, in this order: experts over ep (dimension 0), columns or rows over tp (`Split`), and rows or columns
 over the shard axis (`fully_shard`, a DTensor). A full tensor is gathered the other way round.
 
-    norm        each element of the model counts once, whoever holds copies
+    norm        each element of the model counts once, even if several ranks hold copies
     partial     gradients that are sums over this rank's heads, columns or tokens only are summed over tp, or over the copies of a head
 """
 

@@ -1,6 +1,6 @@
 """Put a plan on a user's own module, in one fixed order.
 
-    1  mesh        the ranks of every axis; the process group, where `torchrun` started the ranks and nobody made it
+    1  mesh        the ranks of every axis; the process group, if `torchrun` started the ranks and none exists yet
     2  broadcast   rank 0's parameters and buffers to all
     3  precision   parameters in the plan's dtype, where the plan sets one
     4  example     with a pipeline: one micro-batch run on the whole module shows the shapes between stages
@@ -136,7 +136,7 @@ def check(module: nn.Module, plan: Plan, reduction: str) -> None:
 
 
 def join_group(module: nn.Module, plan: Plan) -> str:
-    """Make the process group if nobody has; returns the device of the module."""
+    """Create the process group if none exists; returns the device of the module."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     if not distributed.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -174,7 +174,7 @@ def rows_of(module: nn.Module, plan: Plan, table: Sequence[tuple[str, str]] | No
 
 @torch.no_grad()
 def broadcast_state(module: nn.Module) -> None:
-    """All ranks start from rank 0's values: replicas that start apart would stay apart."""
+    """Broadcast the values of rank 0: replicas that start with different values would stay different."""
     if distributed.get_world_size() > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             value = tensor.detach().contiguous()

@@ -128,7 +128,7 @@ class _Leave(BaseException):
 
 
 class StageModule(nn.Module):
-    """One stage: a copy of the module's structure with the parameters of its own layers."""
+    """One stage: a copy of the module's structure with the parameters of its layers."""
 
     def __init__(
         self, root: nn.Module, seen: Recorded, own: range, count: int, finish: Callable[[Any, Any], torch.Tensor]

@@ -103,7 +103,7 @@ def context_parallel(e: Estimate, trial: Trial) -> str:
         return words
     one_stage = (
         plan.but(virtual=1, schedule="1f1b") if plan.virtual > 1 else plan
-    )  # a longer pipeline has fewer layers a stage
+    )  # a longer pipeline has fewer layers per stage
     others = {
         axis: trial.of(moved(plan, "cp", axis, plan.cp, e.workload, e.stack))
         or trial.of(moved(one_stage, "cp", axis, plan.cp, e.workload, e.stack))

@@ -150,7 +150,7 @@ def load(name: str) -> Case:
 
 
 def evaluate(name: str) -> Evaluated:
-    """A case with its estimate, the published figures beside ours, and the planner's choice if one was kept."""
+    """A case with its estimate, the published figures and ours, and the planner's choice if one is stored."""
     case = load(name)
     e = estimated(case, case.config.plan)
     choice = chosen(name)
@@ -172,7 +172,7 @@ def gpu_hours(e: Estimate) -> float:
 
 
 def rows(case: Case, e: Estimate) -> Iterator[Row]:
-    """Each published figure beside its counterpart; the band is the prediction's own."""
+    """Each published figure with ours; the band is that of the prediction."""
     p = e.prediction
     ours = {
         "step_s": p.step_time_s,

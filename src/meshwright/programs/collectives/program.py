@@ -1,6 +1,6 @@
 """The representation of a collective: chunks that move between ranks, step by step.
 
-The buffer of n elements is split into **chunks**. A chunk id names one piece of the data, on whichever rank it is.
+The buffer of n elements is split into **chunks**. A chunk id names one piece of the data, on any rank.
 Every rank has one *slot* for each chunk; the slot is empty unless the rank starts with the chunk. A program is a table
 of moves:
 

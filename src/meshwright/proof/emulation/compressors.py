@@ -12,7 +12,7 @@ ranks' gradients in one process, so that no exchange is left, only arithmetic:
     powersgd          P = basis of Σ_r x_r Q,  Q ← Σ_r x_rᵀ P,  sum = P Qᵀ,  e_r = x_r − P (x_rᵀ P)ᵀ
 
 `x` is one message, or a matrix with a row for each owner (ZeRO's reduce-scatter). Random places and PowerSGD's first basis are drawn
-from a hash of (seed, message, …, step): that hash is a convention between ranks, and so it stands here as well.
+from a hash of (seed, message, …, step): that hash is a convention between ranks, so it is repeated here.
 """
 
 from __future__ import annotations

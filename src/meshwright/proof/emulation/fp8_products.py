@@ -7,7 +7,7 @@
     routed experts            a scale for each row of x and one for each expert's weight; the gradient's scales are powers of two;
                               dw_e = ĥᵀ q with h = g · s_row and q = x̂ / s_row, one scale for the rows of an expert
 
-Ranks that hold parts of a tensor agree on its scale, so one device with the whole tensor rounds alike. On a GPU the device's own
+Ranks that hold parts of a tensor agree on its scale, so one device with the full tensor rounds in the same way. On a GPU the device's own
 kernel multiplies, whose sums no emulation repeats digit by digit: there both sides run the ranks' code.
 """
 

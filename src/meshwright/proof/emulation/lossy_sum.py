@@ -1,6 +1,6 @@
 """Lossy sums of many ranks, emulated on one device: the proof of a lossy sum is that ranks and emulation agree.
 
-Every rank loses other parts of its gradient, so one device needs each rank's gradient by itself (`per_rank`), cut as that rank cuts
+Every rank loses other parts of its gradient, so one device needs the gradient of each rank separately (`per_rank`), cut as that rank cuts
 it, and loses the same (`compressors`, which shares no code with the ranks'). The ranks report who sums what with whom
 (`lossy_sums`): names, boxes, and whose tokens each gradient is of. Everything else is summed exactly. One device then runs
 
@@ -12,8 +12,8 @@ it, and loses the same (`compressors`, which shares no code with the ranks'). Th
 Ranks that sum 16-bit numbers on the wire round after every addition, in an order that is the library's. With two ranks it does not
 matter; with more, one device sums `backwards` as well to show how much it does.
 
-A rank of dp or cp compresses the gradient of its own tokens, a rank that holds experts that of its block's tokens, and each of two
-stages that share an embedding that of its own use of it.
+A rank of dp or cp compresses the gradient of its tokens; a rank with experts, that of the tokens of its block; each of two
+stages that share an embedding, that of its use of it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Portion:
 class Summed:
     """What the ranks of one group sum lossily, in their order: cut into messages at `edges`, or into the rows of their
     owners. `members` are the ranks whose tokens each of them has the gradient of; `rounds` the micro-batches, in their
-    order, that are summed each by itself: none, if all are summed once."""
+    order, that are reduced separately: none, if there is one reduction per step."""
 
     portions: tuple[Portion, ...]
     members: tuple[tuple[Source, ...], ...]

@@ -1,6 +1,6 @@
 """Each rank's gradient on one device: every token uses a copy of the parameters that belongs to the rank that holds it.
 
-Ranks that hold the same weights have different gradients, each of its own tokens, even where attention and routers read all tokens.
+Ranks that hold the same weights have different gradients, each from its tokens, even if attention and routers read all tokens.
 One device has only their sum. But our networks use every parameter token by token, so the sum separates once each rank's tokens
 use a separate copy:
 
@@ -40,13 +40,13 @@ Rows = dict[Source, torch.Tensor]
 
 
 def source(layout: Layout, rank: int, *, tp: bool) -> Source:
-    """Whose tokens a rank has; without `tp` those of its whole tp group."""
+    """The ranks whose tokens a rank has; without `tp`, those of its full tp group."""
     at = layout.coordinates(rank)
     return tuple(at[axis] if tp or axis != "tp" else 0 for axis in AXES)
 
 
 def tokens_of(layout: Layout, model: Model, seq: int) -> Rows:
-    """Where each rank's tokens stand in one device's micro-batch, of which each has an equal share."""
+    """The positions of the tokens of each rank in the micro-batch of one device; all ranks have equal shares."""
     plan = layout.plan
     order = token_order(layout, 0, model, plan.microbatch, seq // plan.cp // (plan.tp if plan.sp else 1))
     ranks = layout.group_of("stage", 0)
@@ -204,7 +204,7 @@ def of_tokens(use: Callable, rows: torch.Tensor, x: torch.Tensor) -> torch.Tenso
 
 
 def of_positions(use: Callable, rows: torch.Tensor, length: int) -> torch.Tensor:
-    """The table is the same for every sample: each row of it once a token."""
+    """The table is the same for every sample: each of its rows is used once per token."""
     return use(length)[rows % length]
 
 
@@ -216,7 +216,7 @@ def of_experts(use: Callable, rows: torch.Tensor, x_RI: torch.Tensor, counts: li
 
 @contextmanager
 def lent(owner: nn.Module, copies: dict[str, nn.Parameter]) -> Iterator[None]:
-    """A module with these parameters in the place of its own."""
+    """A module with its parameters replaced by these."""
     kept = {name: getattr(owner, name) for name in copies}
     for name, copy in copies.items():
         setattr(owner, name, copy)

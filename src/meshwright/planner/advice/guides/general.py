@@ -3,7 +3,7 @@
 The guides come from two texts, "Distributed Training Basics" and "A Guide to Distributed Training"; each recommendation names its section. Where a
 figure in a text is wrong, the function uses the correct figure and the recommendation says so:
 
-    state          16 bytes a parameter (2 + 2 + 12), so 7B needs 112 GB and DDP ends at 2.5B on 40 GB and 5B on 80 GB
+    state          16 bytes per parameter (2 + 2 + 12), so 7B needs 112 GB and DDP ends at 2.5B on 40 GB and 5B on 80 GB
     ZeRO at P = 8  7B: ZeRO-1 38.5, ZeRO-2 26.25, ZeRO-3 14 GB
     bubble         overhead (P−1)/M, fraction (P−1)/(M+P−1): M ≥ 4·P keeps the fraction below 20%; the guide shows the walked
                    fraction, as `estimate` does

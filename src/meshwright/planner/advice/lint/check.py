@@ -1,7 +1,7 @@
 """Anti-patterns of a plan, each with its cost in seconds and a way out.
 
 A **rule** looks at an estimate and, where it finds its pattern, reports the cost of the pattern: the seconds it exposes (against the
-same plan on a network that does not have the fault), or what its fix saves, whichever is more. Its **fix** is the
+same plan on a network that does not have the fault), or what its fix saves, if that is more. Its **fix** is the
 fastest legal neighbour of the plan that lacks the pattern and fits in memory, as `--set` words, estimated like the plan itself;
 where that neighbour is slower no fix is offered.
 
@@ -9,8 +9,8 @@ where that neighbour is slower no fix is offered.
     warning   the fix saves at least 1% of the step, or the pattern costs at least 10% of it
     note      the pattern is there, but costs little, or no better plan is known
 
-A cost below 0.1% of the step is not reported. A searched winner may show a pattern and still be best: `justify` puts the
-reason, in figures, beside each finding.
+A cost below 0.1% of the step is not reported. A searched winner may show a pattern and still be best: `justify` adds the
+reason, in figures, to each finding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check(config: Config, estimate: Estimate | None = None) -> list[Finding]:
 
 
 def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequence[Estimate] = ()) -> list[Finding]:
-    """Fill `still_best`: why a plan that shows a pattern is the one to take all the same.
+    """Fill `still_best`: why a plan with a pattern is still the best.
 
     `alternatives` are other plans for the same work (the search's leaders, say): the fastest of them that does not show the
     pattern speaks where the rule's own fix does not.

@@ -54,7 +54,7 @@ def level_words(cluster: Cluster, level: int) -> str:
 
 
 def as_one_node(cluster: Cluster, size: int) -> Cluster:
-    """The cluster with nodes enlarged until `size` devices stand in one."""
+    """The cluster with nodes enlarged to `size` devices."""
     first = cluster.levels[0]
     return cluster.but(levels=[first.but(size=max(size, first.size)), *cluster.levels[1:]])
 
@@ -243,7 +243,7 @@ def small_buckets(seen: Seen) -> Finding | None:
 
 
 def thin_memory(seen: Seen) -> Finding | None:
-    """013: it does not fit, or hardly."""
+    """013: the plan does not fit, or leaves little memory free."""
     used, limit = seen.now.prediction.memory_gib or 0.0, seen.now.prediction.memory_limit_gib
     if used <= USABLE_MEMORY * limit:
         return None
