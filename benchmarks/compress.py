@@ -81,8 +81,10 @@ def spent(name: str, elements: int, device: str) -> tuple[float, dict[str, float
         best = min(best, time.perf_counter() - started - exchanged)
     sizes = {}
     for key, p, scattered in (("2", 2, False), ("8", 8, False), ("zero", 8, True)):
-        said = exchanges(Plan(replicate=p, compression=name), elements, 4, [(SIDE, SIDE)] * len(layout), p, scattered)
-        sizes[key] = sum(float(sent(operation, n, p)) for operation, n in said)
+        messages = exchanges(
+            Plan(replicate=p, compression=name), elements, 4, [(SIDE, SIDE)] * len(layout), p, scattered
+        )
+        sizes[key] = sum(float(sent(operation, n, p)) for operation, n in messages)
     return best, sizes
 
 

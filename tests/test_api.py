@@ -64,10 +64,10 @@ def test_estimate_and_simulate_return_what_the_commands_print(capsys):
 
 def test_plan_returns_what_the_command_prints(capsys):
     question = ["llama3-8b", "--cluster", "dgx-h100", "--nodes", "1", "--batch", "32", "--seq", "4096"]
-    told = printed(capsys, "plan", *question, "--set", "plan.tp=2")
+    data = printed(capsys, "plan", *question, "--set", "plan.tp=2")
     result = as_json(meshwright.plan("llama3-8b", "dgx-h100", nodes=1, batch=32, seq=4096, set=["plan.tp=2"]))
-    del told["seconds"], result["seconds"]  # of the search
-    assert told == result
+    del data["seconds"], result["seconds"]  # of the search
+    assert data == result
 
 
 def test_objects_tables_and_names_are_equivalent():

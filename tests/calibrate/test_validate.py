@@ -64,8 +64,8 @@ def test_unpublished_recompute_is_the_least_that_fits():
     large = row(
         layers="64", hidden="6144", ffn_hidden="24576", heads="48", kv_heads="48", micro_batch="8", recompute_mode=""
     )
-    told = validate.predict_row(large)
-    assert any(a == "recompute: full" for a in told.case.assumed)
+    outcome = validate.predict_row(large)
+    assert any(a == "recompute: full" for a in outcome.case.assumed)
     small = validate.predict_row(row(recompute_mode=""))
     assert any(a == "recompute: none" for a in small.case.assumed)
 

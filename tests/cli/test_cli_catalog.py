@@ -13,9 +13,9 @@ from meshwright.describe import catalog
 def run(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as leaving:
         main(["catalog", *arguments])
-    said = capsys.readouterr()
-    assert leaving.value.code == 0, said.err
-    return said.out
+    captured = capsys.readouterr()
+    assert leaving.value.code == 0, captured.err
+    return captured.out
 
 
 @pytest.mark.parametrize("kind", catalog.KINDS)

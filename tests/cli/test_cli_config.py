@@ -17,8 +17,8 @@ PLAN = str(EXAMPLES / "llama3-70b-64xh100.toml")
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as leaving:
         main(["config", *arguments])
-    said = capsys.readouterr()
-    return leaving.value.code, said.out, said.err
+    captured = capsys.readouterr()
+    return leaving.value.code, captured.out, captured.err
 
 
 def lines(text: str) -> dict[str, str]:
@@ -45,17 +45,17 @@ def test_show_all_adds_defaults(capsys) -> None:
 
 
 def test_show_json_has_every_value_and_its_origin(capsys) -> None:
-    said = json.loads(run(capsys, "show", PLAN, "--json")[1])
-    assert said["plan"]["tp"] == 8
-    assert said["cluster"]["levels"][1]["link"]["bandwidth"] == 50e9
-    assert said["origins"]["model.layers"] == "models/llama3-70b"
-    assert "plan.cp" not in said["origins"]
+    data = json.loads(run(capsys, "show", PLAN, "--json")[1])
+    assert data["plan"]["tp"] == 8
+    assert data["cluster"]["levels"][1]["link"]["bandwidth"] == 50e9
+    assert data["origins"]["model.layers"] == "models/llama3-70b"
+    assert "plan.cp" not in data["origins"]
 
 
 def test_show_toml_has_the_same_values(capsys, tmp_path) -> None:
-    said = tmp_path / "said.toml"
-    said.write_text(run(capsys, "show", PLAN, "--toml", "--set", "plan.microbatch=2")[1])
-    assert load(said) == load(PLAN, ["plan.microbatch=2"])
+    file = tmp_path / "shown.toml"
+    file.write_text(run(capsys, "show", PLAN, "--toml", "--set", "plan.microbatch=2")[1])
+    assert load(file) == load(PLAN, ["plan.microbatch=2"])
 
 
 def test_show_checks_the_plan(capsys) -> None:
@@ -71,8 +71,8 @@ def test_diff(capsys) -> None:
     code, out, _ = run(capsys, "diff", first, second)
     assert code == 0
     assert lines(out)["plan.tp"] == "plan.tp 2 1"
-    said = json.loads(run(capsys, "diff", first, second, "--json")[1])
-    assert said["plan.zero"] == {"first": 0, "second": 3}
+    data = json.loads(run(capsys, "diff", first, second, "--json")[1])
+    assert data["plan.zero"] == {"first": 0, "second": 3}
     assert "no difference" in run(capsys, "diff", first, first)[1]
 
 

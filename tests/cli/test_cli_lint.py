@@ -53,18 +53,18 @@ def test_a_costly_pattern_exits_1_and_shows_cost_and_fix(plan: str, capsys: pyte
 
 def test_json_is_one_document_with_costs(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plan, "--json", "--set", "plan.recompute=full") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["step_time_s"] > 0
-    worst = told["findings"][0]
+    data = json.loads(capsys.readouterr().out)
+    assert data["step_time_s"] > 0
+    worst = data["findings"][0]
     assert set(worst) == {"code", "name", "severity", "what", "cost_s", "share", "fix", "saves_s", "still_best"}
-    assert worst["cost_s"] / told["step_time_s"] == pytest.approx(worst["share"])
+    assert worst["cost_s"] / data["step_time_s"] == pytest.approx(worst["share"])
 
 
 def test_an_illegal_pattern_is_a_finding(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(plan, "--json", "--set", "workload.batch=100") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["step_time_s"] is None
-    assert [f["code"] for f in told["findings"]] == ["MW-LINT-012"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["step_time_s"] is None
+    assert [f["code"] for f in data["findings"]] == ["MW-LINT-012"]
 
 
 def test_bad_input_exits_2_in_one_shape(plan: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ SMALL = ["plan", "gpt3-2.7b", "--cluster", "dgx-a100", "--nodes", "2", "--batch"
 def run(capsys, *arguments: str, code: int = 0) -> str:
     with pytest.raises(SystemExit) as leaving:
         main([*arguments])
-    said = capsys.readouterr()
-    assert leaving.value.code == code, said.err
-    return said.out if not code else said.out + said.err
+    captured = capsys.readouterr()
+    assert leaving.value.code == code, captured.err
+    return captured.out if not code else captured.out + captured.err
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,10 @@ def answer(tmp_path_factory):
 
 
 def test_json_has_the_agreed_keys(answer):
-    said, _ = answer
-    assert {"searched", "seconds", "plans", "strategies"} <= set(said)
-    assert said["searched"] > 10_000 > 0 < said["costed"] < said["searched"]
-    first = said["plans"][0]
+    data, _ = answer
+    assert {"searched", "seconds", "plans", "strategies"} <= set(data)
+    assert data["searched"] > 10_000 > 0 < data["costed"] < data["searched"]
+    first = data["plans"][0]
     keys = {
         "plan",
         "step_time_s",
@@ -64,15 +64,15 @@ def test_json_has_the_agreed_keys(answer):
         "assumed",
     }
     assert keys <= set(first)
-    assert all(p["fits"] for p in said["plans"])
-    assert {"DDP", "FSDP", "TP+DP", "3D"} <= set(said["strategies"])
-    assert said["explanation"]["training"]["days"] > 0
+    assert all(p["fits"] for p in data["plans"])
+    assert {"DDP", "FSDP", "TP+DP", "3D"} <= set(data["strategies"])
+    assert data["explanation"]["training"]["days"] > 0
 
 
 def test_the_plan_file_is_read_by_other_commands(capsys, answer):
-    said, folder = answer
+    data, folder = answer
     seen = json.loads(run(capsys, "estimate", str(folder / "plan.toml"), "--json"))
-    first = said["plans"][0]
+    first = data["plans"][0]
     assert seen["plan"] == first["plan"]
     assert seen["step_time_s"] == pytest.approx(first["closed_form_s"], rel=0.02)
     assert seen["memory_gib"] == pytest.approx(first["memory_gib"], rel=1e-9)
@@ -99,7 +99,7 @@ def test_the_page_fits_the_terminal(capsys, answer):
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "words"),
+    ("arguments", "code", "words"),
     [
         (["--fix", "tp=7"], 2, "MW-PLANNER-004"),
         (["--fix", "tp=8", "--max", "tp=4"], 2, "MW-PLANNER-003"),
@@ -109,8 +109,8 @@ def test_the_page_fits_the_terminal(capsys, answer):
         (["--set", "cluster.accelerator.memory=2GiB"], 3, "MW-PLANNER-005"),
     ],
 )
-def test_bad_input_gives_a_clear_error(capsys, said, code, words):
-    out = run(capsys, *SMALL, *said, code=code)
+def test_bad_input_gives_a_clear_error(capsys, arguments, code, words):
+    out = run(capsys, *SMALL, *arguments, code=code)
     assert words in out
     assert "Fix: " in out
     assert "Traceback" not in out
@@ -143,9 +143,9 @@ def dispatched(*words, capsys):
 
 
 def test_an_estimate_without_a_plan_uses_the_best_common_plan_and_reports_it(capsys):
-    said = json.loads(run(capsys, "estimate", "mixtral-8x7b", *SMALL[2:], "--json"))
-    assert any("the best of" in item and "common plans" in item for item in said["assumed"])
-    assert said["plan"]["ep"] > 1  # the ladder that was taken before starts without expert parallelism
+    data = json.loads(run(capsys, "estimate", "mixtral-8x7b", *SMALL[2:], "--json"))
+    assert any("the best of" in item and "common plans" in item for item in data["assumed"])
+    assert data["plan"]["ep"] > 1  # the ladder that was taken before starts without expert parallelism
     large = json.loads(run(capsys, "estimate", "llama3.1-405b", "--cluster", "dgx-h100", "--json"))
     assert any("no common plan fits" in item for item in large["assumed"])
     assert not large["fits"]
@@ -156,33 +156,33 @@ def test_gpus_for_a_number_of_days(capsys):
     shown = run(capsys, *few)
     assert "are the fewest within 12 days for 100B tokens" in shown
     assert "Days and cost over GPU counts" in shown
-    said = json.loads(run(capsys, *few, "--json"))
-    assert f"{said['sizing']['gpus']:,} GPUs" in shown
-    assert "no price" not in said["sizing"]["answer"]
+    data = json.loads(run(capsys, *few, "--json"))
+    assert f"{data['sizing']['gpus']:,} GPUs" in shown
+    assert "no price" not in data["sizing"]["answer"]
 
 
 @pytest.mark.parametrize("option", ["--out", "--html", "--compare", "--tokens", "--days", "--case"])
 def test_an_empty_option_is_refused(capsys, option):
-    told = run(capsys, *SMALL, option, "", code=2)
-    assert "MW-CLI-003" in told
-    assert f"{option} is empty" in told
+    output = run(capsys, *SMALL, option, "", code=2)
+    assert "MW-CLI-003" in output
+    assert f"{option} is empty" in output
 
 
 def test_a_case_takes_no_other_option(capsys):
-    told = run(capsys, "plan", "--case", "gpt3", "--nodes", "3", "--out", "x.toml", code=2)
-    assert "--nodes, --out beside --case" in told
+    output = run(capsys, "plan", "--case", "gpt3", "--nodes", "3", "--out", "x.toml", code=2)
+    assert "--nodes, --out cannot be combined with --case" in output
     assert json.loads(run(capsys, "plan", "--case", "gpt3", "--json"))["case"] == "gpt3"
 
 
 def test_guides_are_in_json_and_in_a_comparison_if_requested(capsys, answer):
-    said = json.loads(run(capsys, *SMALL, "--guides", "--json"))
-    assert {g["guide"] for g in said["guides"]} >= {"topology", "start simple"}
+    data = json.loads(run(capsys, *SMALL, "--guides", "--json"))
+    assert {g["guide"] for g in data["guides"]} >= {"topology", "start simple"}
     shown = run(capsys, *SMALL, "--compare", str(answer[1] / "plan.toml"), "--guides")
     assert "Recommendations of guides" in shown
 
 
 def test_failures_and_sites_are_shown_with_the_days(capsys):
-    told = run(
+    output = run(
         capsys,
         *SMALL,
         "--tokens",
@@ -199,14 +199,14 @@ def test_failures_and_sites_are_shown_with_the_days(capsys):
         "100Gb/s",
         "--json",
     )
-    said = json.loads(told)
-    left = said["goodput"]
+    data = json.loads(output)
+    left = data["goodput"]
     assert left["save_every_s"] == pytest.approx(1098.6, rel=1e-3)
     assert 0.8 < left["goodput"] < 0.9
-    assert left["days"] == pytest.approx(said["explanation"]["training"]["days"] / left["goodput"])
-    assert left["mfu"] == pytest.approx(said["plans"][0]["mfu"] * left["goodput"])
+    assert left["days"] == pytest.approx(data["explanation"]["training"]["days"] / left["goodput"])
+    assert left["mfu"] == pytest.approx(data["plans"][0]["mfu"] * left["goodput"])
     assert left["assumed"] == []
-    assert said["sites"]["slowdown"] > 1
+    assert data["sites"]["slowdown"] > 1
     shown = run(capsys, *SMALL, "--mtbf", "3h")
     assert "goodput" in shown
     assert "a save blocks for 10 s" in shown
@@ -235,11 +235,11 @@ def test_a_compared_file_needs_only_a_plan_section(capsys, tmp_path):
 
 
 def test_another_batch_is_suggested_if_a_constraint_leaves_no_plan(capsys):
-    told = run(capsys, *SMALL[:-4], "--batch", "7", "--seq", "1024", "--without", "pp,cp,tp", code=2)
-    assert "--batch 16" in told
+    output = run(capsys, *SMALL[:-4], "--batch", "7", "--seq", "1024", "--without", "pp,cp,tp", code=2)
+    assert "--batch 16" in output
 
 
 def test_a_case_study_as_json_is_one_document(capsys):
-    told = json.loads(run(capsys, "plan", "--case", "mixtral", "--json"))
-    assert told["case"] == "mixtral"
-    assert told["step_time_s"] > 0
+    data = json.loads(run(capsys, "plan", "--case", "mixtral", "--json"))
+    assert data["case"] == "mixtral"
+    assert data["step_time_s"] > 0

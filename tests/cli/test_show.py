@@ -76,11 +76,11 @@ def test_the_values_of_an_all_reduce():
 
 def test_times_and_traffic_as_json():
     words = ["all-reduce", "--ranks", "8", "--size", "64MiB", "--cluster", "dgx-h100", "--json"]
-    told = json.loads(show(*words, "--algorithm", "ring"))
-    assert told["walk"]["time_s"] > 0
-    assert told["walk"]["sent_bytes"] == [2 * 7 / 8 * 2**26] * 8
-    assert len(told["moves"]) == 2 * 7 * 8
-    assert told["walk"]["step_end_s"][-1] == told["walk"]["time_s"]
+    data = json.loads(show(*words, "--algorithm", "ring"))
+    assert data["walk"]["time_s"] > 0
+    assert data["walk"]["sent_bytes"] == [2 * 7 / 8 * 2**26] * 8
+    assert len(data["moves"]) == 2 * 7 * 8
+    assert data["walk"]["step_end_s"][-1] == data["walk"]["time_s"]
 
 
 def test_the_shown_time_equals_that_of_the_cost_model():
@@ -91,10 +91,10 @@ def test_the_shown_time_equals_that_of_the_cost_model():
     charged = float(network.time(op)[0])
     text = show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16")
     assert f"{format_seconds(charged)} for 64 MiB on dgx-h100" in text
-    told = json.loads(show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16", "--json"))
-    assert told["time_s"] == pytest.approx(charged, rel=1e-12)
-    assert told["algorithm"] == network.algorithm(op) == "nvls"
-    assert told["walk"]["time_s"] < charged
+    data = json.loads(show("all-reduce", "--cluster", "dgx-h100", "--ranks", "16", "--json"))
+    assert data["time_s"] == pytest.approx(charged, rel=1e-12)
+    assert data["algorithm"] == network.algorithm(op) == "nvls"
+    assert data["walk"]["time_s"] < charged
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_options_without_effect_are_refused(words, tmp_path, monkeypatch):
 
 
 def test_the_comparison_names_the_fastest_for_every_size():
-    told = json.loads(show("all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100", "--json"))
-    assert set(told["time_s"]) == set(ALGORITHMS["all-reduce"]) - {"sharp"}  # its fabric does not reduce
-    for k, best in enumerate(told["best"]):
-        assert told["time_s"][best][k] == min(times[k] for times in told["time_s"].values())
-    sizes = [c["size_bytes"] for c in told["crossovers"]]
+    data = json.loads(show("all-reduce", "--compare", "--ranks", "16", "--cluster", "dgx-h100", "--json"))
+    assert set(data["time_s"]) == set(ALGORITHMS["all-reduce"]) - {"sharp"}  # its fabric does not reduce
+    for k, best in enumerate(data["best"]):
+        assert data["time_s"][best][k] == min(times[k] for times in data["time_s"].values())
+    sizes = [c["size_bytes"] for c in data["crossovers"]]
     assert sizes == sorted(sizes)
     text = show("all-reduce", "--compare", "ring,tree", "--ranks", "16")
     assert "up to" in text
@@ -143,9 +143,9 @@ def test_figures_are_self_contained(tmp_path):
         page = path.read_text("utf-8")
         assert set(re.findall(r"https?://[^\"']+", page)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
         assert not re.search(r"<(link|img|iframe)|@import|fetch\(|src=", page)
-    told = data_in(figure.read_text("utf-8"))
-    assert len(told["walk"]["messages"]) == 24
-    assert [m["step"] for m in told["moves"]] == sorted(m["step"] for m in told["moves"])
+    data = data_in(figure.read_text("utf-8"))
+    assert len(data["walk"]["messages"]) == 24
+    assert [m["step"] for m in data["moves"]] == sorted(m["step"] for m in data["moves"])
     assert set(data_in(chart.read_text("utf-8"))["time_s"]) == {"ring", "tree"}
 
 
@@ -193,11 +193,11 @@ def test_pipelines_are_shown():
 
 
 def test_split_products_equal_the_full_product():
-    for told in (column_parallel(), row_parallel()):
-        np.testing.assert_array_equal(told["whole Y"], told["X·W"])
-        np.testing.assert_array_equal(told["whole dX"], told["dY·Wᵀ"])
-        assert len({part.shape for part in told["W"]}) == 1
-        assert told["W"][0].size == 16
+    for values in (column_parallel(), row_parallel()):
+        np.testing.assert_array_equal(values["whole Y"], values["X·W"])
+        np.testing.assert_array_equal(values["whole dX"], values["dY·Wᵀ"])
+        assert len({part.shape for part in values["W"]}) == 1
+        assert values["W"][0].size == 16
 
 
 def test_formats_are_those_of_the_libraries():

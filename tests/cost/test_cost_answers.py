@@ -97,12 +97,12 @@ def test_no_data_parallelism_has_no_critical_batch():
 
 def test_plan_and_estimate_print_the_same_critical_batch_and_bubble():
     result = api.plan("gpt2-xl", "dgx-h100", gpus=16, batch=128, seq=1024)
-    told = result.as_dict()["explanation"]
+    data = result.as_dict()["explanation"]
     x = result.estimate
     again = estimate(x.model, x.cluster, x.plan, x.workload, x.stack)
-    assert told["critical_batch"] == again.as_dict()["critical_batch"]
-    assert told["critical_batch"] is None or (isinstance(told["critical_batch"], int) and told["critical_batch"] >= 1)
-    assert told["bubble_fraction"] == again.bubble_fraction
+    assert data["critical_batch"] == again.as_dict()["critical_batch"]
+    assert data["critical_batch"] is None or (isinstance(data["critical_batch"], int) and data["critical_batch"] >= 1)
+    assert data["bubble_fraction"] == again.bubble_fraction
 
 
 # Bubble

@@ -41,8 +41,8 @@ def test_ccr_of_data_parallelism_does_not_depend_on_the_model():
     ],
 )
 def test_regimes_change_at_their_cut_offs(share, name):
-    told, how = roofline.regime(share * 1000, 1000)
-    assert told == name
+    regime_name, how = roofline.regime(share * 1000, 1000)
+    assert regime_name == name
     assert len(how) >= 3
 
 

@@ -28,8 +28,8 @@ CASE = (st.data(), st.sampled_from(sorted(MODELS)), st.sampled_from(["default", 
 
 
 def cost(model=GPT, workload=WORK, cluster=DGX, stack=None, **plan):
-    said = Plan(**plan).check(model, workload)
-    return cost_of(model, cluster.with_gpus(said.world), said, workload, stack or Stack())
+    checked_plan = Plan(**plan).check(model, workload)
+    return cost_of(model, cluster.with_gpus(checked_plan.world), checked_plan, workload, stack or Stack())
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,9 +70,9 @@ def test_overlap_never_hides_more_than_the_compute(data, name, which):
 def test_compute_hides_one_stream_at_a_time():
     """With slow links and all axes overlapping, the total hidden time is at most a share of the compute that hides it."""
     slow = changed(changed(DGX, 0, 0.02), 1, 0.02)
-    said = {"tp": 2, "cp": 2, "zero": 3, "shard": 2, "overlap": ("dp", "tp", "cp", "ep")}
+    fields = {"tp": 2, "cp": 2, "zero": 3, "shard": 2, "overlap": ("dp", "tp", "cp", "ep")}
     axes = ("dp", "tp", "cp", "ep")
-    times = cost(MOE, cluster=slow, **said).times.values()
+    times = cost(MOE, cluster=slow, **fields).times.values()
     assert sum(len(t.comm) > 1 for t in times) >= 2
     for t in times:
         hidden = sum(one(t.comm[axis] - t.parts[axis]) for axis in t.comm)
@@ -269,12 +269,12 @@ def test_pipeline_messages_are_those_of_the_program(schedule, pp):
     """A rank sends only if the next stage is on another rank; with two ranks, and at the turn of a V, some messages are local."""
     virtual, m = (1 if schedule == "1f1b" else 2), 12
     model, activation = GPT.but(layers=12), 512 * GPT.hidden * 2
-    said = Plan(pp=pp, virtual=virtual, schedule=schedule)
+    plan = Plan(pp=pp, virtual=virtual, schedule=schedule)
     rank_of = build(schedule, pp, m, virtual).rank_of
     crosses = rank_of[:-1] != rank_of[1:]
     sends = np.bincount(rank_of[:-1][crosses], minlength=pp) + np.bincount(rank_of[1:][crosses], minlength=pp)
     work = Workload(batch=m, seq=512)
-    program = step_program(model, said.check(model, work), work)
+    program = step_program(model, plan.check(model, work), work)
     for rank in range(pp):
         found = sum(r.bytes for r in traffic(program, rank) if r.axis == "pp")
         assert found == pytest.approx(m * sends[rank] * activation)
@@ -317,17 +317,17 @@ def test_bound_by_names_the_largest_group():
 def test_estimate_compares_with_the_targets():
     model = catalog.load("models", "llama3-8b")
     work = Workload(batch=64, seq=8192)
-    told = estimate(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack())
-    names = {v.name: v for v in told.verdicts}
-    assert names["MFU"].good == (told.prediction.mfu > 0.40)
-    assert names["memory"].good == (told.prediction.memory_gib < 0.95 * told.prediction.memory_limit_gib)
+    result = estimate(model, DGX.with_gpus(8), Plan(shard=8, zero=3, recompute="full"), work, Stack())
+    names = {v.name: v for v in result.verdicts}
+    assert names["MFU"].good == (result.prediction.mfu > 0.40)
+    assert names["memory"].good == (result.prediction.memory_gib < 0.95 * result.prediction.memory_limit_gib)
     assert "bubble fraction" not in names
     piped = estimate(model, DGX.with_gpus(8), Plan(pp=8, recompute="full"), work, Stack())
     bubble = next(v for v in piped.verdicts if v.name == "bubble fraction")
     assert bubble.value == piped.bubble_fraction == piped.walked.walk.bubble_fraction > 0
-    assert [x.tp for x in told.inference] == [1, 2, 4, 8]
-    assert all(a.seconds > b.seconds for a, b in pairwise(told.inference))
-    assert told.as_dict()["step_time_s"] == told.prediction.step_time_s
+    assert [x.tp for x in result.inference] == [1, 2, 4, 8]
+    assert all(a.seconds > b.seconds for a, b in pairwise(result.inference))
+    assert result.as_dict()["step_time_s"] == result.prediction.step_time_s
 
 
 def test_count_only_models_and_experts_have_costs():

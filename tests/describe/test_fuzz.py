@@ -85,8 +85,8 @@ def test_any_value_in_any_field_loads_or_fails_clearly(data) -> None:
     section = data.draw(st.sampled_from(sorted(FIELDS)))
     field = data.draw(st.sampled_from(FIELDS[section]))
     base = {"model": "llama3-8b", "cluster": "dgx-h100", "stack": "default"}
-    said = {"extends": base[section]} if section in base else {}
-    loads_or_fails_clearly(lambda: Config.from_parts(**{**base, section: {**said, field: data.draw(TREES)}}))
+    fields = {"extends": base[section]} if section in base else {}
+    loads_or_fails_clearly(lambda: Config.from_parts(**{**base, section: {**fields, field: data.draw(TREES)}}))
 
 
 @given(st.binary(max_size=300))

@@ -216,7 +216,7 @@ def test_a_title_shows_every_field_that_changes_the_cost() -> None:
         "replicas": {"replicate": 4},
         "auto": {"recompute": "auto"},
     }
-    told = set()
+    titles = set()
     for fields in bases.values():
         base = Plan(**fields)
         for name, value in OTHER_VALUES.items():
@@ -225,8 +225,8 @@ def test_a_title_shows_every_field_that_changes_the_cost() -> None:
             except MeshwrightError:
                 continue
             if other.title() != base.title():
-                told.add(name)
-    assert set(Plan.model_fields) - told == set(UNTITLED)
+                titles.add(name)
+    assert set(Plan.model_fields) - titles == set(UNTITLED)
     slow = Plan(shard=32, zero=3)
     assert len({slow.title(), slow.but(reshard=False).title(), slow.but(reduce="step").title()}) == 3
     assert Plan(tp=2, replicate=2, compression="top-k", compression_ratio=0.05).title().endswith("0.05 of them sent")

@@ -94,14 +94,14 @@ def test_fp8_products_of_experts_equal_the_emulation():
     g *= torch.logspace(-6, 0, 133)[:, None]  # each row has a separate scale
     if not has_scaled_product(x.cuda(), w[0].cuda()):
         pytest.skip("no fp8 units")
-    told = []
+    results = []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)):
         a, b, grad_output = (t.to(torch.bfloat16).to(device, dtype, copy=True) for t in (x, w, g))
         y = grouped(a.requires_grad_(), b.requires_grad_(), counts)
         y.backward(grad_output)
-        told.append([t.detach().double().cpu() for t in (y, a.grad, b.grad)])
+        results.append([t.detach().double().cpu() for t in (y, a.grad, b.grad)])
     # Sums are kept to about 14 bits of their largest term, a result rounded to bfloat16.
-    for expected, single, narrow in zip(*told, strict=True):
+    for expected, single, narrow in zip(*results, strict=True):
         largest = expected.abs().amax(-1, keepdim=True)
         for got, bound in ((single, 2**-9), (narrow, 2**-7)):
             assert ((got - expected).abs() <= bound * largest).all(), float(((got - expected).abs() / largest).max())
@@ -113,7 +113,7 @@ def test_compressors_give_the_same_result_on_gpu_and_cpu(name):
 
     layout = [(0, torch.Size([64, 48])), (64 * 48, torch.Size([32]))]
     message = torch.randn(64 * 48 + 32, generator=torch.Generator().manual_seed(0))
-    told = {}
+    results = {}
     for device in ("cpu", "cuda"):
         compressor, sent = make_compressor(name), torch.zeros_like(message)
         for _ in range(2):  # the second has errors fed back
@@ -122,11 +122,11 @@ def test_compressors_give_the_same_result_on_gpu_and_cpu(name):
                 perform([asked])
             sent += out.cpu()
         left = compressor.feedback.errors.get(0, torch.zeros(1)).cpu().flatten()
-        told[device] = sent
+        results[device] = sent
         if compressor.feedback.on:  # nothing is lost, only late
             torch.testing.assert_close(sent + left[: len(sent)], 2 * message, rtol=1e-5, atol=1e-5)
     if name not in DRAWN:
-        torch.testing.assert_close(told["cuda"], told["cpu"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(results["cuda"], results["cpu"], rtol=1e-5, atol=1e-5)
 
 
 def hooked(context, names):
@@ -171,10 +171,10 @@ def losses(context, plan, workload, dtype, model=MODEL):
 
 
 @pytest.mark.parametrize(
-    "said", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
+    "fields", [{}, {"recompute": "full"}, {"recompute": "selective"}, {"offload": "activations"}, {"offload": "states"}]
 )
-def test_training_on_a_gpu_equals_a_cpu(said):
-    plan = Plan(microbatch=4, param_dtype="fp32", master=False, **said)
+def test_training_on_a_gpu_equals_a_cpu(fields):
+    plan = Plan(microbatch=4, param_dtype="fp32", master=False, **fields)
     cpu, gpu = (ranks.run(1, losses, plan, WORKLOAD, "float32", device=device)[0] for device in ("cpu", "cuda"))
     assert cpu == pytest.approx(gpu, rel=2e-5)
 
@@ -196,14 +196,14 @@ def test_dropout_is_the_same_on_any_device(dtype, width):
     from meshwright.models.dropout import Dropout, Moment, drawing
 
     layer, x = Dropout(0.3, "layers.0.ffn"), torch.randn(4, 128, width).to(dtype)
-    told = []
+    results = []
     for device in ("cpu", "cuda"):
         y = x.to(device, copy=True).requires_grad_()
         with drawing(Moment(1, 2, range(4, 8))):
             out = layer(y)
         out.backward(torch.ones_like(out))
-        told.append((out.detach().cpu(), y.grad.cpu()))
-    assert all(torch.equal(here, there) for here, there in zip(*told, strict=True))
+        results.append((out.detach().cpu(), y.grad.cpu()))
+    assert all(torch.equal(here, there) for here, there in zip(*results, strict=True))
 
 
 def test_attention_dropout_is_the_same_on_any_device():
@@ -212,14 +212,14 @@ def test_attention_dropout_is_the_same_on_any_device():
     from meshwright.parallel.context.blocks import AttentionPattern
     from meshwright.parallel.context.ring import tiled_attention
 
-    generator, told = torch.Generator().manual_seed(0), []
+    generator, results = torch.Generator().manual_seed(0), []
     parts = [torch.randn(2, n, 96, 32, generator=generator) for n in (4, 2, 2)]
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float64), ("cuda", torch.bfloat16)):
         dropped = Dropped(torch.tensor([5, 6], device=device), range(4), 0.2)
         q, k, v = (x.to(device, dtype, copy=True).requires_grad_() for x in parts)
         output = tiled_attention(q, k, v, AttentionPattern(True), dropped)
         output.backward(torch.ones_like(output))
-        told.append([x.detach().double().cpu() for x in (output, q.grad, k.grad, v.grad)])
-    for expected, double, narrow in zip(*told, strict=True):
+        results.append([x.detach().double().cpu() for x in (output, q.grad, k.grad, v.grad)])
+    for expected, double, narrow in zip(*results, strict=True):
         torch.testing.assert_close(double, expected, rtol=1e-12, atol=1e-12)
         assert (narrow - expected).norm() < 0.02 * expected.norm()

@@ -92,10 +92,10 @@ def assert_equal(model, plan: Plan, work: Workload) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_arrays_equal_integers_under_every_strategy(name):
     model, held = MODELS[name], 0
-    for k, said in enumerate(STRATEGIES):
+    for k, fields in enumerate(STRATEGIES):
         work = WORK.but(precision="fp8" if k % 3 == 2 and model.kind == "transformer" else "bf16")
         try:
-            plan = Plan(**said).check(model, work)
+            plan = Plan(**fields).check(model, work)
         except MeshwrightError:  # no experts to part, no heads to trade
             continue
         assert_equal(model, plan, work)
@@ -105,12 +105,12 @@ def test_arrays_equal_integers_under_every_strategy(name):
 
 @pytest.mark.parametrize("layers", [9, 10, 11, 12])
 @pytest.mark.parametrize(
-    "said", [{"schedule": "interleaved"}, {"schedule": "zbv", "tp": 2, "sp": True}], ids=["looped", "folded"]
+    "fields", [{"schedule": "interleaved"}, {"schedule": "zbv", "tp": 2, "sp": True}], ids=["looped", "folded"]
 )
-def test_stages_of_unequal_lengths_have_separate_buckets(layers, said):
+def test_stages_of_unequal_lengths_have_separate_buckets(layers, fields):
     """The longer stages are in the middle, or reach an end."""
     model = MODELS["gpt"].but(layers=layers)
-    assert_equal(model, Plan(replicate=2, pp=2, virtual=2, bucket=SMALL, **said).check(model, WORK), WORK)
+    assert_equal(model, Plan(replicate=2, pp=2, virtual=2, bucket=SMALL, **fields).check(model, WORK), WORK)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -52,7 +52,7 @@ def test_parameters_equal_those_of_the_anatomy(
 ):
     names = ("tied", "qkv_bias", "out_bias", "ffn_bias", "router_bias", "balance_bias", "shared_gate")
     kind = {**LATENT, "q_rank": q_rank} if latent else {}
-    said = {
+    fields = {
         **SHAPE,
         **kind,
         **dict(zip(names, flags, strict=True)),
@@ -61,7 +61,7 @@ def test_parameters_equal_those_of_the_anatomy(
         "expert_ffn": width,
     }
     model = Model(
-        **said,
+        **fields,
         dense_layers=min(dense, layers),
         moe_every=every,
         shared_experts=shared,

@@ -62,8 +62,8 @@ def test_a_router_from_a_config_routes_as_its_class(family, name, shape):
     torch.testing.assert_close(got_TE, expected_TE, rtol=1e-6, atol=1e-7)
 
 
-def read(family, **said):
-    model = hf.interpret({"model_type": family, **said})
+def read(family, **fields):
+    model = hf.interpret({"model_type": family, **fields})
     return model, model.notes
 
 

@@ -39,14 +39,14 @@ def one_device(name):
     return ranks.run(1, record, job)[0]["fp64"]
 
 
-@pytest.mark.parametrize(("name", "said"), LAYOUTS)
-def test_every_layout_drops_the_same_as_one_device(name, said):
-    plan = Plan(**said)
+@pytest.mark.parametrize(("name", "fields"), LAYOUTS)
+def test_every_layout_drops_the_same_as_one_device(name, fields):
+    plan = Plan(**fields)
     job = Job(MODELS[name], plan, WORKLOAD, steps=2, dtypes=("fp64",))
     agreement = compare(one_device(name), [rank["fp64"] for rank in ranks.run(plan.world, record, job)])
     assert not agreement.breaks, agreement.breaks[:2]
     kept = Job(MODELS[name].but(attention_dropout=0.0), Plan(microbatch=4), WORKLOAD, steps=1, dtypes=("fp64",))
-    if said == LAYOUTS[0][1]:  # and it does drop
+    if fields == LAYOUTS[0][1]:  # and it does drop
         assert abs(ranks.run(1, record, kept)[0]["fp64"].losses[0] - one_device(name).losses[0]) > 1e-4
 
 
@@ -61,7 +61,7 @@ def test_tiles_equal_the_formula(window, causal, monkeypatch):
     monkeypatch.setattr(blocks, "TILE", 2 * 4 * 16 * 3)
     geometry = Geometry(Model(**SHAPE, window=window, causal=causal))
     dropped = Dropped(torch.tensor([11, 12]), range(4, 8), 0.4)
-    told = []
+    results = []
     for attend in (
         lambda *x: geometry.attend_whole(*x, False, dropped),
         lambda *x: ring.tiled_attention(*x, context.pattern_of(geometry, False, 16), dropped),
@@ -69,8 +69,8 @@ def test_tiles_equal_the_formula(window, causal, monkeypatch):
         parts = [random(2, n, 16, 8, seed=i) for i, n in enumerate((4, 2, 2))]
         output = attend(*parts)
         output.backward(random(2, 4, 16, 8, seed=9).detach())
-        told.append([output.detach(), *(x.grad for x in parts)])
-    for expected, got in zip(*told, strict=True):
+        results.append([output.detach(), *(x.grad for x in parts)])
+    for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 

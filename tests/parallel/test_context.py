@@ -198,7 +198,7 @@ def wrong_calls(context):
 
     from meshwright.parallel.context.sequence import gather_attention, ring_attention, ulysses_attention
 
-    told = []
+    results = []
     for call, query, key in (
         (ring_attention, (1, 2, 3, 4), (1, 2, 3, 4)),
         (ulysses_attention, (1, 3, 4, 4), (1, 3, 4, 4)),
@@ -208,17 +208,17 @@ def wrong_calls(context):
         q, k = random(query, 0), random(key, 1)
         with pytest.raises(MeshwrightError) as error:
             call(q, k, k, distributed.group.WORLD)
-        told.append(error.value.code)
+        results.append(error.value.code)
     for call in (ring_attention, gather_attention, ulysses_attention):
         x = random((0, 2, 4, 4), 0).requires_grad_()
         call(x, x, x, distributed.group.WORLD).sum().backward()
-        told.append(tuple(x.grad.shape))
-    return told
+        results.append(tuple(x.grad.shape))
+    return results
 
 
 def test_indivisible_sizes_are_refused_and_an_empty_batch_works():
-    for told in ranks.run(2, wrong_calls):
-        assert told == ["MW-CP-001", "MW-CP-002", "MW-CP-003", "MW-CP-003", *[(0, 2, 4, 4)] * 3]
+    for errors in ranks.run(2, wrong_calls):
+        assert errors == ["MW-CP-001", "MW-CP-002", "MW-CP-003", "MW-CP-003", *[(0, 2, 4, 4)] * 3]
 
 
 # Who sees whom
@@ -319,8 +319,8 @@ def title(case):
 
 @pytest.mark.parametrize("case", [*LAYOUTS, *ranks.soak([(case,) for case in LAYOUTS_IN_SOAK])], ids=title)
 def test_a_layout_trains_what_one_device_trains(case):
-    name, said = case
-    plan = Plan(**said)
+    name, options = case
+    plan = Plan(**options)
     job = Job(MODELS[name], plan, WORKLOAD, steps=2, dtypes=("fp64",))
     traces = [result["fp64"] for result in ranks.run(plan.world, record, job)]
     agreement = compare(one_device(name), traces)

@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.cuts import Cut, cut_out, fused_cuts, parts_of
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "rank", "world", "expected"),
+    ("kind", "fields", "rank", "world", "expected"),
     [
         ("heads", "4,2,2", 0, 2, [(0, 12, 1), (24, 6, 1), (36, 6, 1)]),
         ("heads", "4,2,2", 1, 2, [(12, 12, 1), (30, 6, 1), (42, 6, 1)]),
@@ -25,8 +25,8 @@ from meshwright.parallel.tensor.cuts import Cut, cut_out, fused_cuts, parts_of
         ("column", "3", 2, 3, [(32, 16, 1)]),
     ],
 )
-def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
-    cuts = fused_cuts("w", 1, 48, kind, said, world, rank)
+def test_a_rank_has_its_range_of_every_part(kind, fields, rank, world, expected):
+    cuts = fused_cuts("w", 1, 48, kind, fields, world, rank)
     assert [(cut.start, cut.length, cut.copies) for cut in cuts] == expected
     assert {(cut.dim, cut.full) for cut in cuts} == {(1, 48)}
     whole = torch.arange(96).view(2, 48)
@@ -37,7 +37,7 @@ def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "code"),
+    ("kind", "fields", "code"),
     [
         ("column", "1,0", "005"),
         ("column", "5,2", "005"),
@@ -49,9 +49,9 @@ def test_a_rank_has_its_range_of_every_part(kind, said, rank, world, expected):
         ("heads", "8,3,1", "002"),
     ],
 )
-def test_parts_that_do_not_fit_or_do_not_divide_are_refused(kind, said, code):
+def test_parts_that_do_not_fit_or_do_not_divide_are_refused(kind, fields, code):
     with pytest.raises(MeshwrightError, match=f"MW-TP-{code}"):
-        fused_cuts("w", 0, 48, kind, said, 4, 0)
+        fused_cuts("w", 0, 48, kind, fields, 4, 0)
 
 
 def test_boundaries_are_as_even_as_possible():

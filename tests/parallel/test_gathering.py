@@ -55,7 +55,7 @@ SIZES = [4 * width**2 for width in WIDTHS]
 
 
 @pytest.mark.parametrize(
-    ("said", "forward", "backward"),
+    ("fields", "forward", "backward"),
     [
         ({}, None, None),
         ({"forward": 1}, [[3], [2], []], None),
@@ -68,9 +68,9 @@ SIZES = [4 * width**2 for width in WIDTHS]
         ({"limit": SIZES[0]}, [[], [], []], [[4], [3], [3]]),
     ],
 )
-def test_each_unit_prefetches_the_next_units_that_fit(said, forward, backward):
+def test_each_unit_prefetches_the_next_units_that_fit(fields, forward, backward):
     units = [[Unit(width), Unit(1)] for width in WIDTHS]
-    gather_ahead(units, SIZES, Gathering(**said))
+    gather_ahead(units, SIZES, Gathering(**fields))
     for which, expected in (("forward", forward), ("backward", backward)):
         assert [unit[0].ahead.get(which) for unit in units] == (expected or [None] * 3)
     assert not any(unit[1].ahead for unit in units)

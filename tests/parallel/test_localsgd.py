@@ -70,19 +70,19 @@ def averaged(context, every):
     module = torch.nn.Linear(3, 2).double()
     torch.nn.init.constant_(module.weight, 1.0)
     average = Average(list(module.parameters()), distributed.group.WORLD, every)
-    told = []
+    results = []
     for _ in range(4):
         with torch.no_grad():
             module.weight += 1.0 + context.rank
-        told.append((average.after_update(10.0 * (1 + 2 * context.rank)), module.weight.detach().numpy().copy()))
-    return told
+        results.append((average.after_update(10.0 * (1 + 2 * context.rank)), module.weight.detach().numpy().copy()))
+    return results
 
 
 def test_a_users_module_is_averaged_by_its_tokens():
-    for rank, told in enumerate(ranks.run(2, averaged, 2)):
-        assert [done for done, _ in told] == [False, True, False, True]
+    for rank, fields in enumerate(ranks.run(2, averaged, 2)):
+        assert [done for done, _ in fields] == [False, True, False, True]
         drift = 1.0 + rank
-        for (_, found), expected in zip(told, (1 + drift, 4.5, 4.5 + drift, 8.0), strict=True):  # (10·2 + 30·4) / 40
+        for (_, found), expected in zip(fields, (1 + drift, 4.5, 4.5 + drift, 8.0), strict=True):  # (10·2 + 30·4) / 40
             np.testing.assert_allclose(found, expected, rtol=1e-15)
 
 

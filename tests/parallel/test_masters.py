@@ -31,7 +31,7 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sums", "said", "wide"),
+    ("dtype", "sums", "fields", "wide"),
     [
         (torch.bfloat16, torch.float32, {}, torch.float32),
         (torch.float16, None, {}, torch.float32),
@@ -44,9 +44,9 @@ def piece(values, dtype=torch.bfloat16, sums=None, trained=True):
     ],
     ids=str,
 )
-def test_masters_exist_for_narrow_or_offloaded_parameters(dtype, sums, said, wide):
+def test_masters_exist_for_narrow_or_offloaded_parameters(dtype, sums, fields, wide):
     """Also if gradients are wider than an optimizer accepts; frozen parameters do not count."""
-    made = masters_of([piece([1.0], dtype, trained=False), piece([1.0], dtype, sums)], Plan(**said))
+    made = masters_of([piece([1.0], dtype, trained=False), piece([1.0], dtype, sums)], Plan(**fields))
     assert ({m.local.dtype for m in made.pieces} if made else {None}) == {wide}
     assert masters_of([piece([1.0], torch.float32, trained=False)], Plan()) is None
 

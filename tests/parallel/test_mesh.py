@@ -27,14 +27,14 @@ def groups(context, plans):
     for plan in plans:
         mesh = Mesh(Layout(plan), context.rank)
         found = {axis: mesh.group(axis) for axis in AXES}
-        told = {
+        members = {
             a: (mesh.index(a) if a != "world" else context.rank, g and distributed.get_process_group_ranks(g))
             for a, g in found.items()
         }
         ends = mesh.ends
-        told["ends"] = (0, ends and distributed.get_process_group_ranks(ends))
-        told["sharding"] = mesh.sharding().mesh_dim_names if plan.shard > 1 else ()
-        out.append(told)
+        members["ends"] = (0, ends and distributed.get_process_group_ranks(ends))
+        members["sharding"] = mesh.sharding().mesh_dim_names if plan.shard > 1 else ()
+        out.append(members)
     return out
 
 
@@ -49,19 +49,19 @@ def test_groups_equal_those_of_the_layout(plan):
     """New ranks for each plan: gloo may stall if one process creates dozens of groups."""
     by_rank = ranks.run(4, groups, [plan])
     for layout in [Layout(plan)]:
-        for rank, told in enumerate(row[0] for row in by_rank):
+        for rank, members in enumerate(row[0] for row in by_rank):
             for axis in AXES:
                 members = layout.group_of(axis, rank)
-                index, found = told[axis]
+                index, found = members[axis]
                 assert found == (members if len(members) > 1 else None), (plan.title(), axis, rank)
                 assert index == members.index(rank)
             pipeline = layout.group_of("pp", rank)
             if plan.pp > 1 and rank in (pipeline[0], pipeline[-1]):
-                assert told["ends"][1] == [pipeline[0], pipeline[-1]]
+                assert members["ends"][1] == [pipeline[0], pipeline[-1]]
             else:
-                assert told["ends"][1] is None
+                assert members["ends"][1] is None
             expected = {(1, 1): (), (1, 2): ("shard",), (2, 2): ("replicate", "shard")}
-            assert tuple(told["sharding"]) == expected.get((plan.replicate, plan.shard), ())
+            assert tuple(members["sharding"]) == expected.get((plan.replicate, plan.shard), ())
 
 
 def test_a_wrong_number_of_ranks_is_refused_with_the_arithmetic():

@@ -330,8 +330,8 @@ def refusals(context, cases):
 def test_unsupported_plans_give_clear_errors():
     import re
 
-    for told, (_, _, words) in zip(ranks.run(2, refusals, REFUSED)[0], REFUSED, strict=True):
-        assert re.search(words, told), told
+    for error, (_, _, words) in zip(ranks.run(2, refusals, REFUSED)[0], REFUSED, strict=True):
+        assert re.search(words, error), error
 
 
 def misuse(context):
@@ -356,14 +356,14 @@ def misuse(context):
 
 
 def test_misuse_gives_clear_errors():
-    told = ranks.run(2, misuse)[0]
-    assert [error[:10] for error in told] == [
+    errors = ranks.run(2, misuse)[0]
+    assert [error[:10] for error in errors] == [
         "MW-OWN-003", "MW-OWN-003", "MW-OWN-003", "MW-OWN-004", "MW-OWN-005", "MW-OWN-005", "MW-OWN-002", "MW-OWN-001"
     ]  # fmt: skip
-    assert "a batch of 3 samples does not divide into micro-batches of 2" in told[0]
-    assert "the loss is a tensor of (2, 4), not one number" in told[1]
-    assert "no '0.bias'" in told[4]
-    assert "'0.bias' of (3,), not (4,)" in told[5]
+    assert "a batch of 3 samples does not divide into micro-batches of 2" in errors[0]
+    assert "the loss is a tensor of (2, 4), not one number" in errors[1]
+    assert "no '0.bias'" in errors[4]
+    assert "'0.bias' of (3,), not (4,)" in errors[5]
 
 
 def test_one_process_needs_no_group_and_several_need_torchrun():

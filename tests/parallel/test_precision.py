@@ -65,9 +65,9 @@ def same(one, other):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_two_ranks_in_16_bits_equal_one_device_with_two_micro_batches(dtype):
     """The sum of two numbers does not depend on their order, so results are bitwise equal: the same rounding, masters and sums in fp32."""
-    said = {"param_dtype": dtype, "microbatch": 2}
-    (one,) = ranks.run(1, trained, Plan(**said), WORKLOAD, dtype)
-    for rank in ranks.run(2, trained, Plan(replicate=2, **said), WORKLOAD, dtype):
+    fields = {"param_dtype": dtype, "microbatch": 2}
+    (one,) = ranks.run(1, trained, Plan(**fields), WORKLOAD, dtype)
+    for rank in ranks.run(2, trained, Plan(replicate=2, **fields), WORKLOAD, dtype):
         assert rank["kinds"] == ({f"torch.{'bfloat16' if dtype == 'bf16' else 'float16'}"}, {"torch.float32"})
         assert same(rank["masters"], one["masters"])
         assert rank["losses"] == one["losses"]
@@ -76,7 +76,7 @@ def test_two_ranks_in_16_bits_equal_one_device_with_two_micro_batches(dtype):
             assert (rank["rounded"][name] == small).all()  # the parameters are the masters, rounded
             assert (master != small).any() or master.ndim == 1
     # ZeRO-3 keeps the masters as its shards and does the same arithmetic, but for the order of the norm's sum.
-    shards = ranks.run(2, trained, Plan(shard=2, zero=3, **said), WORKLOAD, dtype)
+    shards = ranks.run(2, trained, Plan(shard=2, zero=3, **fields), WORKLOAD, dtype)
     for name, master in one["masters"].items():
         joined = np.concatenate([s["rounded"][name] for s in shards])[: len(master)]
         np.testing.assert_allclose(joined, master, rtol=1e-5, atol=1e-6)

@@ -12,8 +12,7 @@ import ranks
 from meshwright.cost.estimate import estimate
 from meshwright.cost.memory import activation_memory
 from meshwright.cost.predict import predict
-from meshwright.cost.recompute import USABLE_MEMORY, peak
-from meshwright.cost.recompute import resolve_recompute as settled
+from meshwright.cost.recompute import USABLE_MEMORY, peak, resolve_recompute
 from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
@@ -91,12 +90,12 @@ def test_saved_bytes_fall_as_predicted():
 
 
 @pytest.mark.parametrize(
-    ("said", "again"), [({"recompute_every": 2}, 4), ({"recompute_every": 3, "recompute_layers": 1}, 2)]
+    ("fields", "again"), [({"recompute_every": 2}, 4), ({"recompute_every": 3, "recompute_layers": 1}, 2)]
 )
-def test_recompute_of_some_layers_has_proportional_memory_and_work(said, again):
+def test_recompute_of_some_layers_has_proportional_memory_and_work(fields, again):
     """Eight layers in two stages: saved, recomputed, and the mean of both."""
     model, workload = MODEL.but(layers=8), Workload(batch=8, seq=8, precision="fp32")
-    plans = [Plan(pp=2, recompute="none"), Plan(pp=2, recompute="full", **said), Plan(pp=2, recompute="full")]
+    plans = [Plan(pp=2, recompute="none"), Plan(pp=2, recompute="full", **fields), Plan(pp=2, recompute="full")]
     cost = step_cost(step_program(model, plans, workload, Stack()), catalog.load("clusters", "laptop"), every_rank=True)
     bare = cost.program.transient[
         2
@@ -218,16 +217,18 @@ def test_auto_without_a_budget_uses_the_memory_of_the_device():
     laptop, stack = catalog.load("clusters", "laptop"), Stack()
     plan, workload = Plan(recompute="auto", pp=2, microbatch=4), Workload(batch=16, seq=512)
     whole, bare = (peak(model, plan.but(recompute=r), workload, stack) for r in ("none", "full"))
-    assert settled(model, plan, workload, stack, 1.1 * whole).recompute == "none"
+    assert resolve_recompute(model, plan, workload, stack, 1.1 * whole).recompute == "none"
     device = 0.5 * (whole + bare) / USABLE_MEMORY
-    chosen = settled(model, plan, workload, stack, device)
+    chosen = resolve_recompute(model, plan, workload, stack, device)
     assert 0 < chosen.recompute_layers < 4
     fewer = chosen.but(recompute_layers=chosen.recompute_layers - 1)
     assert peak(model, chosen, workload, stack) <= USABLE_MEMORY * device < peak(model, fewer, workload, stack)
     with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* per device with every layer recomputed, more than"):
-        settled(model, plan, workload, stack, bare)
-    said = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
-    assert settled(model, said, workload, stack, 1.0).recompute == "none"  # an explicit budget takes precedence
+        resolve_recompute(model, plan, workload, stack, bare)
+    explicit = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
+    assert (
+        resolve_recompute(model, explicit, workload, stack, 1.0).recompute == "none"
+    )  # an explicit budget takes precedence
     with pytest.raises(MeshwrightError, match="MW-PAR-004"):
         step_program(model, plan, workload)
 

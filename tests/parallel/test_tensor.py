@@ -206,7 +206,7 @@ def test_a_sequence_that_does_not_divide_raises():
 
 
 @pytest.mark.parametrize(
-    ("said", "kv_heads", "expected"),
+    ("fields", "kv_heads", "expected"),
     [
         # four a layer; embedding one, head one, and two small ones of the loss; the global norm
         ({}, 2, {("tp", "all_reduce"): 3 * 4 + 1 + 1 + 2 + 1}),
@@ -230,8 +230,8 @@ def test_a_sequence_that_does_not_divide_raises():
         ),
     ],
 )
-def test_four_all_reduces_per_layer(said, kv_heads, expected):
-    model, plan = LLAMA.but(kv_heads=kv_heads), Plan(tp=2, microbatch=2, **said)
+def test_four_all_reduces_per_layer(fields, kv_heads, expected):
+    model, plan = LLAMA.but(kv_heads=kv_heads), Plan(tp=2, microbatch=2, **fields)
     job = Job(model, plan, Workload(batch=2, seq=4), steps=1, dtypes=("fp32",), watch=True)
     for rank in ranks.run(2, record, job):
         counts = {key: count for key, (count, _) in rank["fp32"].observed.collectives.items()}

@@ -95,9 +95,9 @@ def compared(name, group, options):
     """The largest relative difference from one device: of logits, norm and every gradient."""
     plain, _, _ = made(name)
     model, config, table = made(name)
-    said = config.to_dict()
+    values = config.to_dict()
     done = split(model, table, group, **options)
-    assert config.to_dict() == said  # modules that read counts from it have separate configs
+    assert config.to_dict() == values  # modules that read counts from it have separate configs
     ids = torch.arange(16).view(2, 8) * 7 % SIZES["vocab_size"]
     ids[0, 3] = 3
     errors = {}

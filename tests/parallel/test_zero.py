@@ -110,7 +110,7 @@ def test_fewer_experts_than_ranks_are_cut_in_their_width():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("fields", "expected"),
     [
         ({"zero": 3}, (None, True, torch.bfloat16, torch.float32)),
         ({"zero": 3, "grad_dtype": "bf16", "prefetch": False}, (0, True, torch.bfloat16, torch.bfloat16)),
@@ -123,14 +123,14 @@ def test_fewer_experts_than_ranks_are_cut_in_their_width():
         ({"zero": 3, "pp": 2}, (None, False, torch.bfloat16, torch.float32)),
     ],
 )
-def test_sharding_options_are_passed_to_torch(said, expected, monkeypatch):
+def test_sharding_options_are_passed_to_torch(fields, expected, monkeypatch):
     from meshwright.models import build
     from meshwright.parallel.data import zero
 
     asked = []
     monkeypatch.setattr(zero, "shard_units", lambda module, units, mesh, how, ignored=None: asked.append(how))
     mesh = SimpleNamespace(expert_sharding=None, sharding=lambda: None)
-    zero.shard(build(MODEL), mesh, Plan(shard=2, **said), torch.bfloat16)
+    zero.shard(build(MODEL), mesh, Plan(shard=2, **fields), torch.bfloat16)
     (how,) = asked
     assert (how.forward, how.reshard, how.param_dtype, how.reduce_dtype) == expected
     assert how.backward == how.forward
@@ -260,6 +260,6 @@ def test_buckets_follow_a_users_changes_to_gradients_or_raise():
             key: out.pop(key)
             for key in ("two backwards", "no finish", "unfrozen", "replaced", "two dtypes", "one compressor")
         }
-        told = ["MW-ZERO-004", "MW-ZERO-004", "MW-ZERO-003", "MW-ZERO-003", "MW-ZERO-005", "MW-COMP-003"]
-        assert list(codes.values()) == told
+        expected = ["MW-ZERO-004", "MW-ZERO-004", "MW-ZERO-003", "MW-ZERO-003", "MW-ZERO-005", "MW-COMP-003"]
+        assert list(codes.values()) == expected
         assert out == dict.fromkeys(out, True)

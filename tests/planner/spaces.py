@@ -46,11 +46,11 @@ def space(
     seq: int = 256,
     stack: str = "default",
     memory: str = "",
-    **said: list[str],
+    **fields: list[str],
 ) -> Space:
     kit: Stack = catalog.load("stacks", stack)
     base = Plan()
-    options = chosen.choices(base, chosen.read(**said), tuple(kit.order))
+    options = chosen.choices(base, chosen.read(**fields), tuple(kit.order))
     return Space(model, cluster(gpus, memory), Workload(batch=batch, seq=seq), kit, options, base, bucket=25e6)
 
 

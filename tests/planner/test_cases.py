@@ -123,10 +123,10 @@ def test_days_and_gpu_hours_follow_from_the_step_time() -> None:
 def test_gains_sum_to_the_difference() -> None:
     case = studies.load("llama-65b")
     was, now = RESULTS["llama-65b"].estimate, studies.estimated(case, case.config.plan.but(recompute="full"))
-    told = studies.gains(was, now, least=0.0)
-    assert sum(s for _, s in told) == pytest.approx(step(was) - step(now))
-    assert told[0][0] == "recompute"
-    assert told[0][1] < 0
+    gains = studies.gains(was, now, least=0.0)
+    assert sum(s for _, s in gains) == pytest.approx(step(was) - step(now))
+    assert gains[0][0] == "recompute"
+    assert gains[0][1] < 0
 
 
 def test_verdicts() -> None:
@@ -140,9 +140,9 @@ def test_verdicts() -> None:
 
 def test_as_dict_is_json() -> None:
     for r in RESULTS.values():
-        told = json.loads(json.dumps(r.as_dict(), allow_nan=False))
-        assert told["step_time_s"] == pytest.approx(step(r.estimate))
-        assert Plan(**told["plan"]) == r.estimate.plan
+        data = json.loads(json.dumps(r.as_dict(), allow_nan=False))
+        assert data["step_time_s"] == pytest.approx(step(r.estimate))
+        assert Plan(**data["plan"]) == r.estimate.plan
 
 
 def test_an_unknown_case_suggests_a_similar_one() -> None:

@@ -66,15 +66,15 @@ def test_any_question_has_an_answer(model, gpus, batch, memory, fix, most, least
         return  # contradictory, or not a value
     assert bool(len(where.frames)) == bool(len(where))
     if not len(where):
-        told = no_plan(where)
-        assert told.code == "MW-PLANNER-004"
-        assert told.fix
+        error = no_plan(where)
+        assert error.code == "MW-PLANNER-004"
+        assert error.fix
         return
     found, ranking = solve(where)
     if ranking is None:
-        told = none_fits(where, found, 0.0)
-        assert told.exit_code == 3
-        assert "GiB" in told.what
+        error = none_fits(where, found, 0.0)
+        assert error.exit_code == 3
+        assert "GiB" in error.what
         return
     plan = ranking.best.plan
     peak = estimate(where.model, where.cluster, plan, where.workload, where.stack).prediction.memory_gib * 2**30
@@ -94,9 +94,9 @@ def test_a_batch_that_is_offered_has_plans():
 def test_buckets_follow_the_group_and_the_leaders_try_others():
     where = space(MODELS["dense"], 8, 8, without=["pp", "tp", "cp"])
     free = Space(where.model, where.cluster, where.workload, where.stack, where.choices)
-    said, own = solve(where)[1], solve(free)[1]
-    assert said.best.plan.bucket == 25e6
-    assert own.best.time <= said.best.time * (1 + 1e-9)
+    fixed, own = solve(where)[1], solve(free)[1]
+    assert fixed.best.plan.bucket == 25e6
+    assert own.best.time <= fixed.best.time * (1 + 1e-9)
     sizes = bucket_for(where.cluster, np.array([2, 2000, 2_000_000]))
     assert sizes[0] == 25e6 < sizes[1] < sizes[2] == 4e9
     slow = estimate(where.model, where.cluster, own.best.plan, where.workload, where.stack)

@@ -77,8 +77,8 @@ def test_batch_arithmetic_and_training(result):
 
 
 def test_every_field_in_use_has_a_reason(result):
-    said = set(result.plan.as_dict()) & {"tp", "cp", "pp", "recompute", "order", "ep"}
-    assert said <= set(result.explanation.reasons)
+    used = set(result.plan.as_dict()) & {"tp", "cp", "pp", "recompute", "order", "ep"}
+    assert used <= set(result.explanation.reasons)
 
 
 def test_unusual_choices_are_compared_with_the_usual_one():
@@ -89,12 +89,12 @@ def test_unusual_choices_are_compared_with_the_usual_one():
     )
     plan = Plan(shard=2, zero=1, tp=2, cp=2, pp=8, virtual=10, schedule="interleaved", bucket=25e6)
     e = estimate(config.model, config.cluster, plan, config.workload, config.stack)
-    said = reasons(e)
+    texts = reasons(e)
     with_sp = estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack).prediction
     longer = with_sp.step_time_s / e.prediction.step_time_s - 1
-    assert f"a step takes {100 * longer:+.1f}%" in said["sp"]
-    assert "in its place dp 4 does not fit, tp 4 takes +" in said["cp"]
-    assert "pp 16 does not fit" in said["cp"]
+    assert f"a step takes {100 * longer:+.1f}%" in texts["sp"]
+    assert "in its place dp 4 does not fit, tp 4 takes +" in texts["cp"]
+    assert "pp 16 does not fit" in texts["cp"]
     assert (
         "same bytes forward"
         in reasons(estimate(config.model, config.cluster, plan.but(sp=True), config.workload, config.stack))["sp"]
@@ -210,7 +210,7 @@ def test_an_impossible_batch():
 
 
 @pytest.mark.parametrize(
-    ("said", "fix"),
+    ("fields", "fix"),
     [
         ({"fix": {"tp": 6}}, "--fix tp=8"),
         ({"fix": {"microbatch": 3}}, "--fix microbatch=4"),
@@ -219,8 +219,8 @@ def test_an_impossible_batch():
         ({"fix": ["tp=16", "pp=16"]}, "--fix pp=4"),
     ],
 )
-def test_an_impossible_constraint_suggests_the_closest_value(said, fix):
-    e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **said)
+def test_an_impossible_constraint_suggests_the_closest_value(fields, fix):
+    e = asked("llama3-70b", "dgx-h100", nodes=8, batch=1024, **fields)
     assert e.code == "MW-PLANNER-004"
     assert e.fix.split(" or ")[0] == fix
 

@@ -55,11 +55,11 @@ def test_a_title_shows_it_if_it_has_an_effect() -> None:
 
 def test_estimate_reports_which_traffic_is_halved() -> None:
     assert "no traffic is halved; --set plan.gather_dtype=fp8 halves" in fp8_traffic(estimated(tp=8, sp=True))
-    said = fp8_traffic(estimated(tp=8, sp=True, gather_dtype="fp8"))
-    assert said.startswith("halved: all-gathers")
-    assert "not reductions" in said
-    assert "pipeline sends" in said
-    assert "not known" not in said
+    text = fp8_traffic(estimated(tp=8, sp=True, gather_dtype="fp8"))
+    assert text.startswith("halved: all-gathers")
+    assert "not reductions" in text
+    assert "pipeline sends" in text
+    assert "not known" not in text
     assert "not known" in fp8_traffic(estimated("default", tp=8, sp=True, gather_dtype="fp8"))
     assert fp8_traffic(estimated(replicate=8)).startswith("no traffic is halved: this plan")
 

@@ -182,32 +182,32 @@ def test_the_cost_of_a_slower_fix_is_reported() -> None:
     c = SHOWING["MW-LINT-014"]
     f, now = found("MW-LINT-014"), estimated(c)
     winner = estimated(overridden(c, f.fix))
-    (told,) = lint.justify([replace(f, fixed=c.plan)], winner)
+    (findings,) = lint.justify([replace(f, fixed=c.plan)], winner)
     longer = now.prediction.step_time_s / winner.prediction.step_time_s - 1
-    assert f"{longer:.1%} longer" in told.still_best
+    assert f"{longer:.1%} longer" in findings.still_best
 
 
 def test_a_fix_that_does_not_fit_is_reported() -> None:
     c = SHOWING["MW-LINT-013"]
     winner = estimated(overridden(c, found("MW-LINT-013").fix))
     f = lint.Finding("MW-LINT-007", "x", "note", "x", 1.0, 0.1, "", None, c.plan)
-    (told,) = lint.justify([f], winner)
-    assert f"{estimated(c).prediction.memory_gib:.1f} of" in told.still_best
+    (findings,) = lint.justify([f], winner)
+    assert f"{estimated(c).prediction.memory_gib:.1f} of" in findings.still_best
 
 
 def test_an_alternative_without_the_pattern_is_reported_if_there_is_no_fix() -> None:
     winner = estimated(CLEAN)
     slower = config("llama3-8b", "dgx-h100", 16, 128, stack="torchtitan", tp=8, sp=True, shard=2, zero=1)
     f = lint.Finding("MW-LINT-004", "x", "note", "x", 1.0, 0.1)
-    (told,) = lint.justify([f], winner, [estimated(slower)])
-    assert "1 plans without it" in told.still_best
+    (findings,) = lint.justify([f], winner, [estimated(slower)])
+    assert "1 plans without it" in findings.still_best
 
 
 def test_errors_and_findings_with_a_faster_fix_are_never_still_best() -> None:
-    (told,) = lint.justify([found("MW-LINT-014")], estimated(SHOWING["MW-LINT-014"]))
-    assert told.still_best == ""
-    (told,) = lint.justify([found("MW-LINT-013")], estimated(SHOWING["MW-LINT-013"]))
-    assert told.still_best == ""
+    (findings,) = lint.justify([found("MW-LINT-014")], estimated(SHOWING["MW-LINT-014"]))
+    assert findings.still_best == ""
+    (findings,) = lint.justify([found("MW-LINT-013")], estimated(SHOWING["MW-LINT-013"]))
+    assert findings.still_best == ""
 
 
 # Neighbours

@@ -45,8 +45,10 @@ def unexplained(model: str, cluster: str) -> list[str]:
     if not best:
         return []
     winner = Config(c.model, c.cluster, c.stack, c.workload, best[0].plan)
-    told = lint.justify(lint.check(winner, best[0]), best[0], best[1:])
-    return [f"{best[0].plan.title()}: {f.code} {f.what}; {f.fix} saves {f.saves_s}" for f in told if not f.still_best]
+    findings = lint.justify(lint.check(winner, best[0]), best[0], best[1:])
+    return [
+        f"{best[0].plan.title()}: {f.code} {f.what}; {f.fix} saves {f.saves_s}" for f in findings if not f.still_best
+    ]
 
 
 def test_there_are_forty_pairs() -> None:
@@ -70,5 +72,5 @@ def test_a_worse_plan_has_no_such_reason() -> None:
     best = leaders(c, 1)[0]
     spoiled = best.plan.but(recompute="full")
     worse = estimate(c.model, c.cluster, spoiled, c.workload, c.stack)
-    told = lint.justify(lint.check(Config(c.model, c.cluster, c.stack, c.workload, spoiled), worse), worse, [best])
-    assert {f.code for f in told if not f.still_best} >= {"MW-LINT-014"}
+    findings = lint.justify(lint.check(Config(c.model, c.cluster, c.stack, c.workload, spoiled), worse), worse, [best])
+    assert {f.code for f in findings if not f.still_best} >= {"MW-LINT-014"}

@@ -44,10 +44,10 @@ def test_the_curve_adds_up(in_ten_days):
         assert one.days == pytest.approx(100e9 / (256 * 1024) * one.step_s / 86400)
         assert one.days_low < one.days < one.days_high
         assert one.meets == (one.days <= 10)
-    said = in_ten_days.as_dict()
-    assert said["sizing"]["gpus"] == in_ten_days.result.plan.world
-    assert len(said["sizing"]["curve"]) == len(curve)
-    assert said["plans"][0]["step_time_s"] > 0
+    data = in_ten_days.as_dict()
+    assert data["sizing"]["gpus"] == in_ten_days.result.plan.world
+    assert len(data["sizing"]["curve"]) == len(curve)
+    assert data["plans"][0]["step_time_s"] > 0
 
 
 def test_a_budget_bounds_the_cost_and_both_limits_hold():

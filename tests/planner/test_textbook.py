@@ -234,17 +234,17 @@ TEXTS = (
 
 def test_every_guide_gives_a_recommendation_and_its_source(case: tuple[Config, Estimate]) -> None:
     c, _ = case
-    told = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
-    assert {r.guide for r in told} == NAMES
-    assert len(told) == len(textbook.GUIDES)
-    assert all(r.reason and r.source.partition(",")[0] in TEXTS for r in told)
+    recommendations = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
+    assert {r.guide for r in recommendations} == NAMES
+    assert len(recommendations) == len(textbook.GUIDES)
+    assert all(r.reason and r.source.partition(",")[0] in TEXTS for r in recommendations)
 
 
 def test_comparison_is_the_estimate_of_each_plan(case: tuple[Config, Estimate]) -> None:
     c, winner = case
-    told = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
+    recommendations = textbook.recommend(c.model, c.cluster, c.workload, c.stack)
     steps = 1e12 / (512 * 8192)
-    for one in textbook.compare(told, winner):
+    for one in textbook.compare(recommendations, winner):
         if one.recommendation.plan is None:
             assert one.estimate is None
             continue

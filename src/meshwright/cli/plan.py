@@ -115,7 +115,7 @@ def check_given(context: typer.Context) -> None:
         if others:
             raise MeshwrightError(
                 "MW-CLI-003",
-                f"{', '.join(others)} beside --case",
+                f"{', '.join(others)} cannot be combined with --case",
                 why="A case study is evaluated as published, with its own model, cluster and plan",
                 fix=f"--case {context.params['case']} alone, or drop --case",
             )

@@ -44,22 +44,22 @@ def test_the_walk_equals_the_closed_formula_if_no_link_is_shared(operation, algo
             one = terms(operation, algorithm, ranks, nodes=nodes)
             overlaps = isinstance(one, Steps) or one.together  # links of both levels at once; the formula leaves γ out
             flat = uniform(ranks, 3e-6, 2e9, memory_bandwidth=1e30 if overlaps else 9e9)
-            told = one.time(size, flat.levels[0].link, flat.accelerator.gamma)
+            expected = one.time(size, flat.levels[0].link, flat.accelerator.gamma)
             if overlaps and nodes > 1:  # on one switch both would share a port
                 cluster = two_levels(nodes, ranks // nodes)
                 cluster = cluster.but(accelerator=DEVICE.but(memory_bandwidth=1e30))
-                told = one.time(size, NV, 0.0, IB)
-                assert walk(program, cluster).makespan == pytest.approx(told, rel=1e-9, abs=0)
+                expected = one.time(size, NV, 0.0, IB)
+                assert walk(program, cluster).makespan == pytest.approx(expected, rel=1e-9, abs=0)
                 continue
             walked = walk(program, flat).makespan
             if algorithm == "double-tree":  # its formula has all ranks in step; here some run ahead
-                assert told * 0.95 <= walked <= told * (1 + 1e-9)
+                assert expected * 0.95 <= walked <= expected * (1 + 1e-9)
                 continue
-            assert walked == pytest.approx(told, rel=1e-9, abs=0)
+            assert walked == pytest.approx(expected, rel=1e-9, abs=0)
             if nodes > 1:
                 cluster = two_levels(nodes, ranks // nodes)
-                told = one.time(size, NV, DEVICE.gamma, IB)
-                assert walk(program, cluster).makespan == pytest.approx(told, rel=1e-9, abs=0)
+                expected = one.time(size, NV, DEVICE.gamma, IB)
+                assert walk(program, cluster).makespan == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def test_every_algorithm_has_a_formula():
