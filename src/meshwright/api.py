@@ -63,9 +63,17 @@ def estimate(
     from meshwright.describe.config import Config, configure, is_plan_file
 
     config = configure(
-        model, cluster, plan=plan, stack=stack, nodes=nodes, gpus=gpus, batch=batch, seq=seq, tokens=tokens,
+        model,
+        cluster,
+        plan=plan,
+        stack=stack,
+        nodes=nodes,
+        gpus=gpus,
+        batch=batch,
+        seq=seq,
+        tokens=tokens,
         overrides=list(set),
-    )  # fmt: skip
+    )
     given = plan or is_plan_file(model) or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
     config, assumed = (config, []) if given else with_best_plan(config)
     return estimate_plan(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
@@ -171,6 +179,13 @@ def parallelize(
     from meshwright.parallel.user_module.parallelize import parallelize as apply_plan
 
     return apply_plan(
-        module, plan, table, optimizer=optimizer, loss=loss, reduction=reduction, layers=layers, example=example,
+        module,
+        plan,
+        table,
+        optimizer=optimizer,
+        loss=loss,
+        reduction=reduction,
+        layers=layers,
+        example=example,
         batch_first=batch_first,
-    )  # fmt: skip
+    )

@@ -102,8 +102,10 @@ def test_arrays_over_plans_equal_the_first_rank_of_each(name, data):
     model = MODELS[name]
     chosen = data.draw(st.lists(plans(model, WORK), min_size=1, max_size=4))
     each = [degrees_of(model, plan) for plan in chosen]
-    columns = [np.array(column, dtype=bool if field in ("sp", "all_gather") else float)
-               for field, column in zip(Degrees._fields, zip(*each, strict=True), strict=True)]  # fmt: skip
+    columns = [
+        np.array(column, dtype=bool if field in ("sp", "all_gather") else float)
+        for field, column in zip(Degrees._fields, zip(*each, strict=True), strict=True)
+    ]
     batch = Degrees(*columns)
     firsts = [boxes(model, plan, Layout(plan), 0, range(model.layers)) for plan in chosen]
     for i, p in enumerate(parameters(model, range(model.layers))):

@@ -49,19 +49,19 @@ def test_groups_equal_those_of_the_layout(plan):
     """New ranks for each plan: gloo may stall if one process creates dozens of groups."""
     by_rank = ranks.run(4, groups, [plan])
     for layout in [Layout(plan)]:
-        for rank, members in enumerate(row[0] for row in by_rank):
+        for rank, reported in enumerate(row[0] for row in by_rank):
             for axis in AXES:
                 members = layout.group_of(axis, rank)
-                index, found = members[axis]
+                index, found = reported[axis]
                 assert found == (members if len(members) > 1 else None), (plan.title(), axis, rank)
                 assert index == members.index(rank)
             pipeline = layout.group_of("pp", rank)
             if plan.pp > 1 and rank in (pipeline[0], pipeline[-1]):
-                assert members["ends"][1] == [pipeline[0], pipeline[-1]]
+                assert reported["ends"][1] == [pipeline[0], pipeline[-1]]
             else:
-                assert members["ends"][1] is None
+                assert reported["ends"][1] is None
             expected = {(1, 1): (), (1, 2): ("shard",), (2, 2): ("replicate", "shard")}
-            assert tuple(members["sharding"]) == expected.get((plan.replicate, plan.shard), ())
+            assert tuple(reported["sharding"]) == expected.get((plan.replicate, plan.shard), ())
 
 
 def test_a_wrong_number_of_ranks_is_refused_with_the_arithmetic():

@@ -358,8 +358,15 @@ def misuse(context):
 def test_misuse_gives_clear_errors():
     errors = ranks.run(2, misuse)[0]
     assert [error[:10] for error in errors] == [
-        "MW-OWN-003", "MW-OWN-003", "MW-OWN-003", "MW-OWN-004", "MW-OWN-005", "MW-OWN-005", "MW-OWN-002", "MW-OWN-001"
-    ]  # fmt: skip
+        "MW-OWN-003",
+        "MW-OWN-003",
+        "MW-OWN-003",
+        "MW-OWN-004",
+        "MW-OWN-005",
+        "MW-OWN-005",
+        "MW-OWN-002",
+        "MW-OWN-001",
+    ]
     assert "a batch of 3 samples does not divide into micro-batches of 2" in errors[0]
     assert "the loss is a tensor of (2, 4), not one number" in errors[1]
     assert "no '0.bias'" in errors[4]

@@ -226,9 +226,8 @@ def test_auto_without_a_budget_uses_the_memory_of_the_device():
     with pytest.raises(MeshwrightError, match=r"MW-PAR-003: .* per device with every layer recomputed, more than"):
         resolve_recompute(model, plan, workload, stack, bare)
     explicit = plan.but(recompute_budget=layers_to_recompute(model, plan, workload, 1e12).bytes)
-    assert (
-        resolve_recompute(model, explicit, workload, stack, 1.0).recompute == "none"
-    )  # an explicit budget takes precedence
+    # An explicit budget takes precedence.
+    assert resolve_recompute(model, explicit, workload, stack, 1.0).recompute == "none"
     with pytest.raises(MeshwrightError, match="MW-PAR-004"):
         step_program(model, plan, workload)
 

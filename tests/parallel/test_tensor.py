@@ -179,13 +179,17 @@ def twice(context):
     x = torch.ones(2, 2, 4, 4, requires_grad=True)
     target = torch.zeros(2, 4, dtype=torch.long)
     calls = {
-        "copy_in": lambda: exchange.copy_in(x, group), "reduce_out": lambda: exchange.reduce_out(x * 1, group),
-        "gather_in": lambda: exchange.gather_in(x, group, 1), "scatter_out": lambda: exchange.scatter_out(x, group, 1),
-        "join": lambda: exchange.join(x, group, 1), "all_to_all": lambda: expert.all_to_all(x[0], group, [1, 1], [1, 1]),
-        "ring": lambda: sequence.ring_attention(x, x, x, group), "gather": lambda: sequence.gather_attention(x, x, x, group),
+        "copy_in": lambda: exchange.copy_in(x, group),
+        "reduce_out": lambda: exchange.reduce_out(x * 1, group),
+        "gather_in": lambda: exchange.gather_in(x, group, 1),
+        "scatter_out": lambda: exchange.scatter_out(x, group, 1),
+        "join": lambda: exchange.join(x, group, 1),
+        "all_to_all": lambda: expert.all_to_all(x[0], group, [1, 1], [1, 1]),
+        "ring": lambda: sequence.ring_attention(x, x, x, group),
+        "gather": lambda: sequence.gather_attention(x, x, x, group),
         "ulysses": lambda: sequence.ulysses_attention(x, x, x, group),
         "loss": lambda: vocabulary.cross_entropy(x[0], target, 4 * context.rank, 8, group),
-    }  # fmt: skip
+    }
     refused = []
     for name, call in calls.items():
         (slope,) = torch.autograd.grad(call().square().sum(), x, create_graph=True)

@@ -41,7 +41,7 @@ def test_all_cases_are_there() -> None:
 def test_a_case_lists_published_values_assumptions_and_sources(name: str) -> None:
     case = studies.load(name)
     case.config.check()
-    assert case.told
+    assert case.settings
     assert case.assumed
     assert case.sources
     assert case.story

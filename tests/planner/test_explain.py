@@ -161,7 +161,7 @@ def test_comparing_the_winner_with_itself_finds_no_difference(result):
     slow = result.compare(Plan(replicate=2, tp=8, recompute="full"))
     assert slow.slower > 0
     assert sum(s for _, s in slow.parts) == pytest.approx(
-        slow.mine.prediction.step_time_s - slow.best.prediction.step_time_s
+        slow.user.prediction.step_time_s - slow.best.prediction.step_time_s
     )
 
 

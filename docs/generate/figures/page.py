@@ -22,13 +22,15 @@ from figures.figure import Figure, number
 
 # Title of each text, or its subject where it prints none.
 TEXTS = {
-    "guide": ("A first-principles guide to distributed training",
-              (guide_scale, guide_collectives, guide_links, guide_data, guide_parallel, guide_runs)),
+    "guide": (
+        "A first-principles guide to distributed training",
+        (guide_scale, guide_collectives, guide_links, guide_data, guide_parallel, guide_runs),
+    ),
     "basics": ("Distributed Training Basics", (basics,)),
     "at-scale": ("Distributed Training at Scale", (at_scale,)),
     "lecture": ("Lecture 08: Parallelism 2", (lecture,)),
     "modeler": ("Parallelism Bandwidth & Efficiency Modeler", (modeler,)),
-}  # fmt: skip
+}
 
 VERDICTS = {
     "holds": "holds",

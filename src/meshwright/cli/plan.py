@@ -72,7 +72,7 @@ def command(
     from meshwright.cli.output import patient, writable
     from meshwright.describe.config import load_plan
 
-    own = load_plan(compare) if compare else None
+    user_plan = load_plan(compare) if compare else None
     writable(out, html)
     question: dict[str, Any] = {
         name: value
@@ -90,7 +90,7 @@ def command(
 
             sizing = None
             result = api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
-    compared = result.compare(own) if own else None
+    compared = result.compare(user_plan) if user_plan else None
     written = write(result, out, html)
     if as_json:
         show_as_json(sizing or result, compared, result if guides else None)
@@ -111,11 +111,11 @@ def check_given(context: typer.Context) -> None:
             name = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name
             raise MeshwrightError("MW-CLI-003", f"{name} is empty", fix=f"drop {name}, or give it a value")
     if context.params["case"]:
-        others = [p.opts[0] for p in given if p.name not in ("case", "as_json")]
-        if others:
+        extra_options = [p.opts[0] for p in given if p.name not in ("case", "as_json")]
+        if extra_options:
             raise MeshwrightError(
                 "MW-CLI-003",
-                f"{', '.join(others)} cannot be combined with --case",
+                f"{', '.join(extra_options)} cannot be combined with --case",
                 why="A case study is evaluated as published, with its own model, cluster and plan",
                 fix=f"--case {context.params['case']} alone, or drop --case",
             )
@@ -152,8 +152,8 @@ def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any
 
         show(sizes(sizing))
     if compared:
-        own = view.comparison(result, compared, name)
-        show(view.header(result), own, view.leaders(result), view.strategies(result), view.notes(result))
+        user_plan = view.comparison(result, compared, name)
+        show(view.header(result), user_plan, view.leaders(result), view.strategies(result), view.notes(result))
         if guides:
             show(guide_comparison(result, guides))
     else:

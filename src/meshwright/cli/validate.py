@@ -5,9 +5,25 @@ from __future__ import annotations
 import typer
 
 COLUMNS = (
-    "source", "file", "model", "gpus", "gpu_type", "stack", "dtype", "tp", "pp", "dp", "cp", "ep", "zero", "schedule",
-    "seq_len", "tier", "task", "recompute_mode",
-)  # fmt: skip
+    "source",
+    "file",
+    "model",
+    "gpus",
+    "gpu_type",
+    "stack",
+    "dtype",
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "zero",
+    "schedule",
+    "seq_len",
+    "tier",
+    "task",
+    "recompute_mode",
+)
 
 
 def command(

@@ -27,8 +27,18 @@ import numpy as np
 Number = Any  # an int, or an array of numbers
 
 BASE = ("tp", "cp", "pp", "shard", "replicate")
-DERIVED = ("dp", "dp_cp", "shard_cp", "expert_tp", "ep", "expert_dp", "expert_shard", "expert_replicate", "stage",
-           "world")  # fmt: skip
+DERIVED = (
+    "dp",
+    "dp_cp",
+    "shard_cp",
+    "expert_tp",
+    "ep",
+    "expert_dp",
+    "expert_shard",
+    "expert_replicate",
+    "stage",
+    "world",
+)
 
 
 def base_axes(order: Sequence[str]) -> tuple[str, ...]:

@@ -36,8 +36,12 @@ from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 
 CLASSES: dict[str, type[Described]] = {
-    "model": Model, "cluster": Cluster, "stack": Stack, "workload": Workload, "plan": Plan
-}  # fmt: skip
+    "model": Model,
+    "cluster": Cluster,
+    "stack": Stack,
+    "workload": Workload,
+    "plan": Plan,
+}
 PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
 Part = str | dict[str, Any] | Described
 

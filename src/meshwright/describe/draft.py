@@ -22,9 +22,12 @@ HERE = Path()
 
 # Where a catalog name may stand, as dotted paths with list positions left out.
 NAMED = {
-    "model": "models", "cluster": "clusters", "stack": "stacks",
-    "cluster.accelerator": "accelerators", "cluster.levels.link": "links",
-}  # fmt: skip
+    "model": "models",
+    "cluster": "clusters",
+    "stack": "stacks",
+    "cluster.accelerator": "accelerators",
+    "cluster.levels.link": "links",
+}
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 

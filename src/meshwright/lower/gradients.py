@@ -116,23 +116,23 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
         amounts[0], amounts[1] = amounts[0] + count, amounts[1] + count * e.bytes
 
     for message in messages:
-        mine = on & (in_units if message.unit else ~in_units)
-        for kind, here in ((False, mine & ~scattered), (True, mine & scattered)):
-            if not here.any():
+        active = on & (in_units if message.unit else ~in_units)
+        for kind, applies in ((False, active & ~scattered), (True, active & scattered)):
+            if not applies.any():
                 continue
-            times = here * message.count * np.where(rounds[kind], m, 1.0)
+            times = applies * message.count * np.where(rounds[kind], m, 1.0)
             for e in reduce_once(b, group, message.load, kind, message.passed):
                 add(e, times)
             if b.compresses:
                 extra = extra + times * message.load.sent * _passes(b)
-        if message.unit and mine.any():
+        if message.unit and active.any():
             updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
             for name, when, times, n in (
                 ("gather-parameters", b.zero < 3, 1.0, updated),
                 ("gather-weights", b.zero == 3, freed, weights),
             ):
-                add(Exchange(name, shard, "all_gather", when & (n > 0), n), mine * message.count * times)
+                add(Exchange(name, shard, "all_gather", when & (n > 0), n), active * message.count * times)
     ops = [_op(name, group, *key, *amounts) for (name, *key), amounts in total.items() if present(amounts[0])]
     if present(extra):
         ops.append(Op("compress", group, "memory", (np.asarray(extra) > 0) * 1.0, bytes=extra, launches=4.0))
@@ -179,8 +179,16 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
     reduces = on * np.where(b.reduce_each, 1.0, once) * times
 
     def op(e: Exchange, count: Array) -> Op:
-        return Op(e.name, group, "collective", count * e.count, collective=e.collective, axis=e.axis, message_bytes=e.bytes,
-                  stream="comm:dp")  # fmt: skip
+        return Op(
+            e.name,
+            group,
+            "collective",
+            count * e.count,
+            collective=e.collective,
+            axis=e.axis,
+            message_bytes=e.bytes,
+            stream="comm:dp",
+        )
 
     scatter = [op(e, reduces) for e in reduce_once(b, group, unit, True)]
     if b.compresses:
@@ -288,8 +296,8 @@ def flat_messages(
         edges = sorted({starts[bisect_left(starts, edge)] for edge in edges})
     out = []
     for start, stop in pairwise(edges):
-        here = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
-        out.append((float(stop - start), sum(first for _, first, _ in here), sum(second for *_, second in here)))
+        applies = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
+        out.append((float(stop - start), sum(first for _, first, _ in applies), sum(second for *_, second in applies)))
     return out
 
 

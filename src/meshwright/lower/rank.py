@@ -102,8 +102,8 @@ def traffic_of_rank(
     stages = stages_of(model, plan, pipeline, at)
     held = [boxes(model, plan, layout, rank, stage.layers, given.frozen) for stage in stages]
     found = list(boundaries(program, pipeline, at, m))
-    for stage, mine in zip(stages, held, strict=True):
-        found += in_blocks(program, plan, stage, mine, m, given)
+    for stage, stage_boxes in zip(stages, held, strict=True):
+        found += in_blocks(program, plan, stage, stage_boxes, m, given)
     ops = [
         *reductions(program, plan, stages, held, given),
         *other_sums(program, plan, [b for s in held for b in s], given),
@@ -205,8 +205,8 @@ def reductions(
     """The messages of data parallelism, of all stages of the rank."""
     passed = iter(given.passed) if given.passed is not None else None
     messages: dict[str, list[Message]] = {"dense": [], "expert": []}
-    for stage, mine in zip(stages, held, strict=True):
-        for group, message in stage_messages(program.batch.model, plan, stage.layers, mine, passed):
+    for stage, stage_boxes in zip(stages, held, strict=True):
+        for group, message in stage_messages(program.batch.model, plan, stage.layers, stage_boxes, passed):
             messages[group].append(message)
     for group, found in messages.items():
         yield from data_parallel_ops(program.batch, group, found, zero_3=True)
@@ -226,9 +226,9 @@ def stage_messages(
         return sum(values) / len(values)
 
     units = list(zero_units(model, plan, layers, [box for box in held if box.zero]))
-    for unit, again in zip(units, gathered_again(units, plan.prefetch), strict=True):
+    for unit, regathered in zip(units, gathered_in_backward(units, plan.prefetch), strict=True):
         load = load_of(unit, plan)
-        yield unit[0].group, Message(1.0, load, True, float(again), measured(load.sent > 0))
+        yield unit[0].group, Message(1.0, load, True, float(regathered), measured(load.sent > 0))
     for group in ("dense", "expert"):
         learns = [box for box in held if box.group == group and box.learns and not box.zero][::-1]
         sent = [box for box in learns if not lossy or box.compressible]
@@ -277,7 +277,7 @@ def zero_units(model: Model, plan: Plan, layers: range, held: list[Box]) -> Iter
     yield from (group for group in groups if group)
 
 
-def gathered_again(units: list[list[Box]], prefetch: bool) -> list[bool]:
+def gathered_in_backward(units: list[list[Box]], prefetch: bool) -> list[bool]:
     """The units that backward gathers: those that a gradient reaches, with something trained in them or before; and the one before
     these, where each unit prefetches the next. (A unit of experts always does.)"""
     order = sorted(range(len(units)), key=lambda i: forward_end(units[i]))

@@ -85,8 +85,8 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
     if batch.splits_twice:
         down = stage_counts(batch, rank)
         first = split_share(batch, rank)
-        others = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
-        held.split = {kind: first * down[kind] + others * (n - down[kind]) for kind, n in held.counts.items()}
+        second_share = split_share(batch, np.where(v_shaped, 2 * batch.pp - 1 - rank, rank + batch.pp))
+        held.split = {kind: first * down[kind] + second_share * (n - down[kind]) for kind, n in held.counts.items()}
     return _with_recompute(batch, held, stages_of_rank)
 
 

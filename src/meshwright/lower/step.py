@@ -92,10 +92,10 @@ def _with_other_end(program: StepProgram, kind: str) -> dict[str, gradients.Load
     loads, (first, last) = program.loads, ENDS
     if not program.batch.model.tied or kind not in ENDS:
         return loads[kind]
-    apart = program.batch.pp > 1
+    has_pipeline = program.batch.pp > 1
     if kind == last:
-        return {group: gradients.combined([(apart, load)]) for group, load in loads[kind].items()}
-    return {g: gradients.combined([(1.0, load), (~apart, loads[last][g])]) for g, load in loads[first].items()}
+        return {group: gradients.combined([(has_pipeline, load)]) for group, load in loads[kind].items()}
+    return {g: gradients.combined([(1.0, load), (~has_pipeline, loads[last][g])]) for g, load in loads[first].items()}
 
 
 def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Array:
@@ -121,9 +121,17 @@ def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
     on = (batch.pp > 1) * 1.0
     for phase in ("F", "I"):
         program.sync[f"boundary-{phase}"] = [
-            Op("activations" if phase == "F" else "gradients", "pipeline", "p2p", on, collective="send", axis="pp",
-               message_bytes=n, stream="comm:pp")
-        ]  # fmt: skip
+            Op(
+                "activations" if phase == "F" else "gradients",
+                "pipeline",
+                "p2p",
+                on,
+                collective="send",
+                axis="pp",
+                message_bytes=n,
+                stream="comm:pp",
+            )
+        ]
 
 
 def _counts_only(program: StepProgram, element: float) -> None:

@@ -110,9 +110,17 @@ def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> 
     count = (b.average_every > 0) / np.maximum(b.average_every, 1.0) if often is None else often
     n = (elements + 1) * b.kept_bytes
     return [
-        Op("average-parameters", "dense", "collective", count, collective="all_reduce", axis="replicate", message_bytes=n,
-           stream="comm:dp")
-    ]  # fmt: skip
+        Op(
+            "average-parameters",
+            "dense",
+            "collective",
+            count,
+            collective="all_reduce",
+            axis="replicate",
+            message_bytes=n,
+            stream="comm:dp",
+        )
+    ]
 
 
 def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:

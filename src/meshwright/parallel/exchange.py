@@ -142,8 +142,8 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        mine = gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
-        return mine.contiguous(), None, None
+        local_gradient = gradient.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()]
+        return local_gradient.contiguous(), None, None
 
 
 class _Divide(torch.autograd.Function):

@@ -136,9 +136,9 @@ class Mesh:
 
     def new_groups(self, groups: list[list[int]]) -> distributed.ProcessGroup | None:
         """Make these groups, on all ranks at once; returns the one this rank is in."""
-        mine = None
+        member_group = None
         for members in groups:
             made = distributed.new_group(members)
             if self.rank in members:
-                mine = made
-        return mine
+                member_group = made
+        return member_group

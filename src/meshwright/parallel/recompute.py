@@ -87,7 +87,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: tuple, module: nn.Module | None) -> None:
         self.function, self.module = function, module
         self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        self.others = [None if isinstance(a, torch.Tensor) else a for a in args]
+        self.other_args = [None if isinstance(a, torch.Tensor) else a for a in args]
         kept = [args[i] for i in self.tensors]
         self.kept = _SaveArguments.apply(
             torch.empty(0, requires_grad=True), *kept
@@ -120,7 +120,7 @@ class _Call:
             return self.function(*args)
 
     def rerun(self) -> None:
-        args = list(self.others)
+        args = list(self.other_args)
         for i, tensor, requires_grad in zip(
             self.tensors, self.kept.grad_fn.saved_tensors, self.requires_grad, strict=True
         ):

@@ -40,11 +40,11 @@ def plan(
     `fix={"tp": 8}`, `most={"pp": 4}`, `least`, `without=["zero3"]`, `allow` constrain the search; `headroom="10%"` is memory to leave free.
     `mtbf="3h"`, `checkpoint="60s"`, `restart="5min"` add the time lost to failures; `sites=2, line="100Gb/s"` the cost of several such clusters.
     """
-    asked = read(model, cluster, **question)
-    world = asked.config.cluster.world
+    request = read(model, cluster, **question)
+    world = request.config.cluster.world
     failures = goodput.read_reliability(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
     between = line_rate(sites, line)
-    result = run(asked, top, progress)
+    result = run(request, top, progress)
     return replace(result, reliability=failures, line=between, sites=sites)
 
 

@@ -32,35 +32,35 @@ from meshwright.planner.sites import LATENCY, Crossing, crossing
 class Comparison:
     """The user's plan compared with the winner."""
 
-    mine: Estimate | None
+    user: Estimate | None
     best: Estimate
     refused: str = ""  # why the user's plan is not legal here
 
     @property
     def slower(self) -> float:
         """How much longer the user's plan takes, as a share of the winner's step; below 0 it is faster."""
-        assert self.mine is not None
-        return self.mine.prediction.step_time_s / self.best.prediction.step_time_s - 1
+        assert self.user is not None
+        return self.user.prediction.step_time_s / self.best.prediction.step_time_s - 1
 
     @property
     def parts(self) -> list[tuple[str, float]]:
-        assert self.mine is not None
-        return why.difference(self.mine.prediction, self.best.prediction)
+        assert self.user is not None
+        return why.difference(self.user.prediction, self.best.prediction)
 
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:
         """Fields in which the plans differ: (the user's, the winner's)."""
-        assert self.mine is not None
-        a, b = self.mine.plan.model_dump(), self.best.plan.model_dump()
+        assert self.user is not None
+        a, b = self.user.plan.model_dump(), self.best.plan.model_dump()
         return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
     def as_dict(self) -> dict[str, Any]:
-        if self.mine is None:
+        if self.user is None:
             return {"legal": False, "refused": self.refused}
-        p = self.mine.prediction
+        p = self.user.prediction
         return {
             "legal": True,
-            "plan": self.mine.plan.as_dict(),
+            "plan": self.user.plan.as_dict(),
             **p.as_dict(),
             "slower": self.slower,
             "difference_s": dict(self.parts),
@@ -160,13 +160,13 @@ class Result:
         """Compare the user's plan with the winner; both simulated."""
         s = self.space
         try:
-            mine = estimate(s.model, s.cluster, plan, s.workload, s.stack)
+            user = estimate(s.model, s.cluster, plan, s.workload, s.stack)
         except MeshwrightError as refused:
             return Comparison(None, self.estimate, str(refused))
         if plan.pp > 1:
-            walked = why.as_walked(mine.prediction, walk_step(mine.program, mine.cost, plan).time)
-            mine = why.replace(mine, prediction=walked)
-        return Comparison(mine, self.estimate)
+            walked = why.as_walked(user.prediction, walk_step(user.program, user.cost, plan).time)
+            user = why.replace(user, prediction=walked)
+        return Comparison(user, self.estimate)
 
     # JSON
 
@@ -240,10 +240,16 @@ class Result:
         if (rel := self.reliability) is not None:
             x = self.explanation.training
             out["goodput"] = {
-                "goodput": rel.goodput, "mtbf_s": rel.mtbf, "checkpoint_s": rel.save, "restart_s": rel.restart,
-                "save_every_s": rel.interval, "young_s": young_interval(rel.save, rel.mtbf), "mfu": (self.prediction.mfu or 0.0) * rel.goodput,
-                "days": x.days / rel.goodput if x and rel.goodput else None, "assumed": list(rel.assumed),
-            }  # fmt: skip
+                "goodput": rel.goodput,
+                "mtbf_s": rel.mtbf,
+                "checkpoint_s": rel.save,
+                "restart_s": rel.restart,
+                "save_every_s": rel.interval,
+                "young_s": young_interval(rel.save, rel.mtbf),
+                "mfu": (self.prediction.mfu or 0.0) * rel.goodput,
+                "days": x.days / rel.goodput if x and rel.goodput else None,
+                "assumed": list(rel.assumed),
+            }
         if self.crossing is not None:
             out["sites"] = asdict(self.crossing) | {"slowdown": self.crossing.slowdown}
         return out

@@ -105,15 +105,15 @@ def size(
             fix="drop --nodes or --gpus; or drop --days and --budget: `plan` then shows the days and the cost",
         )
     search = {name: question.pop(name) for name in OPTIONS if name in question}
-    asked = read(model, cluster, **question)
-    check_question(asked.config, *limits)
-    curve = explore(asked, *limits, progress)
+    request = read(model, cluster, **question)
+    check_question(request.config, *limits)
+    curve = explore(request, *limits, progress)
     for one in tried_in_full(curve, *limits):
         result = plan(model, cluster, gpus=one.gpus, **question, **search)
         t = training(result.estimate)
         if t is not None and meets(t, *limits):
             return Sizing(*limits, curve, result)
-    raise none_meets(curve, *limits, asked.config)
+    raise none_meets(curve, *limits, request.config)
 
 
 def read_days(days: str | float) -> float:
@@ -137,9 +137,12 @@ def read_budget(budget: str | float) -> float:
         return parse_count(budget or 0)
     except MeshwrightError as error:
         raise MeshwrightError(
-            "MW-PLANNER-007", f"--budget {str(budget)[:40]!r} is not an amount of dollars", why=error.what,
-            valid=["2M$", "500k$", "1500000"], fix="--budget 2M$",
-        ) from error  # fmt: skip
+            "MW-PLANNER-007",
+            f"--budget {str(budget)[:40]!r} is not an amount of dollars",
+            why=error.what,
+            valid=["2M$", "500k$", "1500000"],
+            fix="--budget 2M$",
+        ) from error
 
 
 def check_question(config: Config, days: float, budget: float) -> None:
@@ -159,13 +162,13 @@ def check_question(config: Config, days: float, budget: float) -> None:
         )
 
 
-def explore(asked: Question, days: float, budget: float, progress: Progress | None = None) -> list[Size]:
+def explore(request: Question, days: float, budget: float, progress: Progress | None = None) -> list[Size]:
     """Sizes of the curve, fewest GPUs first: doublings from one node, then sizes between the last miss and the first hit."""
     curve: list[Size] = []
     nodes, after, least, since_least = 1, 0, float("inf"), 0
-    most = MOST_GPUS // asked.config.cluster.node_size if len(asked.config.cluster.levels) > 1 else 1
+    most = MOST_GPUS // request.config.cluster.node_size if len(request.config.cluster.levels) > 1 else 1
     while nodes <= most and after <= BEYOND and since_least < WORSE:
-        if (one := sized(asked, nodes, days, budget)) is not None:
+        if (one := sized(request, nodes, days, budget)) is not None:
             curve.append(one)
             since_least = 0 if one.days < least else since_least + 1
             least = min(least, one.days)
@@ -177,7 +180,7 @@ def explore(asked: Question, days: float, budget: float, progress: Progress | No
     if found and found[0] > 0:
         low, high = curve[found[0] - 1].nodes, curve[found[0]].nodes
         inner = sorted({low + (high - low) * k // BETWEEN for k in range(1, BETWEEN)} - {low, high})
-        curve += [one for n in inner if (one := sized(asked, n, days, budget)) is not None]
+        curve += [one for n in inner if (one := sized(request, n, days, budget)) is not None]
     return sorted(curve, key=lambda one: one.gpus)
 
 
@@ -186,10 +189,10 @@ def passed(one: Size, days: float, budget: float) -> bool:
     return one.days <= days if days else one.dollars > budget
 
 
-def sized(asked: Question, nodes: int, days: float, budget: float) -> Size | None:
+def sized(request: Question, nodes: int, days: float, budget: float) -> Size | None:
     """The best common plan on some nodes; None: no plan is legal or fits."""
-    space = asked.space(asked.config.cluster.with_nodes(nodes))
-    best, _ = best_common_plan(space, asked.headroom)
+    space = request.space(request.config.cluster.with_nodes(nodes))
+    best, _ = best_common_plan(space, request.headroom)
     if best is None:
         return None
     e = walked_estimate(space, best.plan, best.time)

@@ -53,9 +53,9 @@ def small_copies(config: Config, ranks: int) -> list[SmallCopy]:
     """A copy for each folded plan. One whose sizes this model cannot have is left out; the first must be legal."""
     memory = config.cluster.accelerator.memory
     plan = resolve_recompute(config.model, config.plan, config.workload, config.stack, memory)
-    first, *others = folds(plan, ranks)
+    first, *further = folds(plan, ranks)
     out = [copy_of(config, plan, first)]
-    for folded in others:
+    for folded in further:
         try:
             out.append(copy_of(config, plan, folded))
         except MeshwrightError:
@@ -63,7 +63,7 @@ def small_copies(config: Config, ranks: int) -> list[SmallCopy]:
     return out
 
 
-def copy_of(config: Config, asked: Plan, folded: Plan) -> SmallCopy:
+def copy_of(config: Config, original: Plan, folded: Plan) -> SmallCopy:
     own = folded.but(
         microbatch=min(folded.microbatch, 2),
         recompute_layers=min(folded.recompute_layers, 1),
@@ -72,35 +72,35 @@ def copy_of(config: Config, asked: Plan, folded: Plan) -> SmallCopy:
     )
     if not own.lossy:
         own = own.but(compression="none", comm_dtype=own.comm_dtype if own.comm_dtype == own.grad_dtype else None)
-    tiny, workload = shrink(config.model, own, asked), shrink_workload(config, own)
+    tiny, workload = shrink(config.model, own, original), shrink_workload(config, own)
     own = own.but(bucket=small_bucket(config, tiny, own))
     plan = widened(own)
     legality.check(plan, tiny, workload, trainer=True)
-    sizes, before = axis_sizes(plan), axis_sizes(asked)
-    asked_count, count = asked.microbatches(config.workload), plan.microbatches(workload)
+    sizes, before = axis_sizes(plan), axis_sizes(original)
+    original_count, count = original.microbatches(config.workload), plan.microbatches(workload)
     changed = {axis: (size, sizes.get(axis, 1)) for axis, size in before.items() if sizes.get(axis, 1) != size}
     return SmallCopy(
         tiny.but(dropout=False),
         plan,
         workload,
         config.plan.order or config.stack.order,
-        tuple(changes_of(config, asked, tiny, changed, (asked_count, count))),
+        tuple(changes_of(config, original, tiny, changed, (original_count, count))),
         changed,
-        (asked_count, count),
+        (original_count, count),
         own if own.param_dtype in NARROW else None,
     )
 
 
 def changes_of(
-    config: Config, asked: Plan, tiny: Model, folded: dict[str, tuple[int, int]], microbatches: tuple[int, int]
+    config: Config, original: Plan, tiny: Model, folded: dict[str, tuple[int, int]], microbatches: tuple[int, int]
 ) -> list[str]:
     out = []
     if folded:
         out.append("folded: " + ", ".join(f"{axis} {before} → {now}" for axis, (before, now) in folded.items()))
     if microbatches[0] != microbatches[1]:
         out.append(f"{microbatches[1]} micro-batches instead of {microbatches[0]}")
-    if config.plan.recompute != asked.recompute:
-        out.append(f"recompute {config.plan.recompute} is {asked.recompute} in the memory available")
+    if config.plan.recompute != original.recompute:
+        out.append(f"recompute {config.plan.recompute} is {original.recompute} in the memory available")
     if tiny != config.model:
         out.append(f"model of {config.model.total:,.0f} parameters shrunk to {tiny.total:,.0f}, same flags")
     if config.workload.precision in NOT_RUN:
@@ -117,15 +117,15 @@ def widened(plan: Plan) -> Plan:
     return plan.but(param_dtype="fp32", grad_dtype="fp32", state_dtype="fp32", comm_dtype=wire, master=False)
 
 
-def shrink(model: Model, plan: Plan, asked: Plan) -> Model:
-    layers = small_layers(model, plan, asked)
+def shrink(model: Model, plan: Plan, original: Plan) -> Model:
+    layers = small_layers(model, plan, original)
     if model.kind != "transformer":
         return model.but(hidden=HEAD * plan.tp, layers=layers, published=Published())
     tp, whole = plan.tp, plan.cp if plan.cp_kind == "ulysses" else 1  # Ulysses divides a rank's heads once more
     most = max(2 if tp < 4 else 1, whole)  # KV heads of a rank: two while that keeps the copy small
     kv = tp * min(max(1, model.kv_groups // tp), most)
-    if asked.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
-        kv = max(1, tp * model.kv_groups // asked.tp)
+    if original.tp > model.kv_groups:  # fewer KV heads than ranks stay fewer
+        kv = max(1, tp * model.kv_groups // original.tp)
     heads = kv * min(model.heads // model.kv_groups, 2)
     heads = math.lcm(heads, kv, tp * whole)
     own_width = bool(model.head_dim) and model.head_dim * model.heads != model.hidden
@@ -179,12 +179,12 @@ def small_latents(model: Model) -> dict[str, int]:
     return {field: min(size, getattr(model, field)) for field, size in small.items()}
 
 
-def small_layers(model: Model, plan: Plan, asked: Plan) -> int:
+def small_layers(model: Model, plan: Plan, original: Plan) -> int:
     if plan.layers_per_stage:
         return sum(plan.layers_per_stage)
     chosen = plan.recompute_every > 1 or plan.recompute_layers  # then some layers are recomputed and some are not
     per_stage = 2 if plan.stages == 1 or chosen else 1
-    uneven = 1 if model.layers % asked.stages else 0
+    uneven = 1 if model.layers % original.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
     return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))
 

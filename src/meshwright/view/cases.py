@@ -49,7 +49,7 @@ def head(r: Evaluated) -> Iterator[str]:
 def published(r: Evaluated) -> Iterator[str]:
     yield "## What was published, and what is assumed"
     yield ""
-    yield from bullets(r.case.told)
+    yield from bullets(r.case.settings)
     yield from bullets(f"*assumed:* {word}" for word in r.case.assumed)
     yield ""
     yield f"Sources: {'; '.join(r.case.sources)}."
@@ -129,10 +129,10 @@ def moved(was: Estimate, now: Estimate) -> str:
 
 
 def corrections(r: Evaluated) -> Iterator[str]:
-    if r.case.seeds:
+    if r.case.corrections:
         yield "## Corrections to introductory texts"
         yield ""
-        yield from bullets(r.case.seeds)
+        yield from bullets(r.case.corrections)
 
 
 def bullets(words: Iterable[str]) -> Iterator[str]:

@@ -236,12 +236,20 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
     names = ("step", "source", "target", "chunk", "width", "reduce")
     moves = [dict(zip(names, row, strict=True)) for row in zip(*(c.tolist() for c in program.moves[:6]), strict=True)]
     data: dict[str, Any] = {
-        "operation": program.operation, "algorithm": program.algorithm, "ranks": program.ranks, "elements": program.elements,
-        "root": program.root, "groups": [list(group) for group in program.groups], "chunk_sizes": program.sizes.tolist(),
-        "starts": slots_of(program, program.starts), "ends": slots_of(program, program.ends), "steps": program.steps,
-        "moves": moves, "formula": formula(program.operation, program.algorithm),
+        "operation": program.operation,
+        "algorithm": program.algorithm,
+        "ranks": program.ranks,
+        "elements": program.elements,
+        "root": program.root,
+        "groups": [list(group) for group in program.groups],
+        "chunk_sizes": program.sizes.tolist(),
+        "starts": slots_of(program, program.starts),
+        "ends": slots_of(program, program.ends),
+        "steps": program.steps,
+        "moves": moves,
+        "formula": formula(program.operation, program.algorithm),
         "switches": [list(switch) for switch in program.switches],
-    }  # fmt: skip
+    }
     if charge:
         data |= {"library": charge.library, "time_s": charge.seconds}
     if walked:
@@ -249,10 +257,12 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
         columns = (sent.step, sent.source, sent.target, sent.bytes, walked.start, walked.end)
         keys = ("step", "source", "target", "bytes", "start_s", "end_s")
         data["walk"] = {
-            "time_s": walked.makespan, "step_end_s": walked.step_end.tolist(), "sent_bytes": walked.sent.tolist(),
+            "time_s": walked.makespan,
+            "step_end_s": walked.step_end.tolist(),
+            "sent_bytes": walked.sent.tolist(),
             "bytes_by_port": {" ".join(map(str, port)): size for port, size in walked.bytes_by_port.items()},
             "messages": [dict(zip(keys, row, strict=True)) for row in zip(*(c.tolist() for c in columns), strict=True)],
-        }  # fmt: skip
+        }
     return data
 
 

@@ -76,17 +76,26 @@ def header(r: Result) -> Panel:
     )
     lines: list[RenderableType] = [
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
-        Text.assemble((f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"), (f"  {e.cluster.name}, stack {e.stack.name}", "dim")),
+        Text.assemble(
+            (f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"),
+            (f"  {e.cluster.name}, stack {e.stack.name}", "dim"),
+        ),
         Text(""),
         Text(e.plan.title(), "bold green"),
-        Text.assemble(("step ", "dim"), band(p.step_time_s, p.step_time_low_s, p.step_time_high_s),
-                      ("   MFU ", "dim"), (f"{100 * (p.mfu or 0):.1f}%", "bold"),
-                      ("   memory ", "dim"), (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
-                      ("   tokens/s " if text else "   samples/s ", "dim"), (format_count(p.tokens_per_s or 0), "bold")),
+        Text.assemble(
+            ("step ", "dim"),
+            band(p.step_time_s, p.step_time_low_s, p.step_time_high_s),
+            ("   MFU ", "dim"),
+            (f"{100 * (p.mfu or 0):.1f}%", "bold"),
+            ("   memory ", "dim"),
+            (f"{p.memory_gib:.1f} of {p.memory_limit_gib:.0f} GiB", "bold"),
+            ("   tokens/s " if text else "   samples/s ", "dim"),
+            (format_count(p.tokens_per_s or 0), "bold"),
+        ),
         *uncalibrated(e),
         Text(searched(r), "dim"),
         *([Text(r.choice, "dim")] if r.choice else []),
-    ]  # fmt: skip
+    ]
     return Panel(Group(*lines), title="plan", title_align="left", border_style="green")
 
 
@@ -235,29 +244,29 @@ def notes(r: Result) -> Group:
 
 def comparison(r: Result, c: Comparison, name: str) -> RenderableType:
     """Compare the user's plan with the best plan: fields, step time, memory, and the parts of the difference."""
-    if c.mine is None:
+    if c.user is None:
         return Panel(Text(c.refused, "red"), title=f"{name} is not legal here", title_align="left", border_style="red")
-    mine, best = c.mine.prediction, c.best.prediction
+    user, best = c.user.prediction, c.best.prediction
     table = titled(f"{name} versus the winner")
     for column, side in (("", "left"), ("yours", "right"), ("winner", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for field, (a, b) in c.fields.items():
         table.add_row(field, show(a), show(b))
     table.add_section()
-    table.add_row("step", format_seconds(mine.step_time_s, 4), format_seconds(best.step_time_s, 4))
-    table.add_row("MFU", f"{100 * (mine.mfu or 0):.1f}%", f"{100 * (best.mfu or 0):.1f}%")
-    table.add_row("memory, GiB", Text(f"{mine.memory_gib:.1f}", "" if mine.fits else "red"), f"{best.memory_gib:.1f}")
+    table.add_row("step", format_seconds(user.step_time_s, 4), format_seconds(best.step_time_s, 4))
+    table.add_row("MFU", f"{100 * (user.mfu or 0):.1f}%", f"{100 * (best.mfu or 0):.1f}%")
+    table.add_row("memory, GiB", Text(f"{user.memory_gib:.1f}", "" if user.fits else "red"), f"{best.memory_gib:.1f}")
     return Group(table, Text(verdict(c, r.headroom), "bold"))
 
 
 def verdict(c: Comparison, headroom: float) -> str:
-    assert c.mine is not None
-    mine, best = c.mine.prediction, c.best.prediction
-    if not mine.fits:
-        over = (mine.memory_gib or 0) - mine.memory_limit_gib
+    assert c.user is not None
+    user, best = c.user.prediction, c.best.prediction
+    if not user.fits:
+        over = (user.memory_gib or 0) - user.memory_limit_gib
         return f"yours does not fit: {over:.1f} GiB over the limit on its fullest GPU"
     if c.slower <= 0:
-        too_full = (mine.memory_gib or 0) > (1 - headroom) * mine.memory_limit_gib
+        too_full = (user.memory_gib or 0) > (1 - headroom) * user.memory_limit_gib
         return f"yours is {-100 * c.slower:.1f}% faster" + (
             f": it leaves less than {100 * headroom:g}% of the memory free"
             if too_full

@@ -58,15 +58,15 @@ class Config:
 
     def __init__(self, family: str, data: dict[str, Any], notes: list[str]) -> None:
         self.family, self.data, self.notes = family, data, notes
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
 
     def get(self, key: str) -> Any:
-        self.asked.add(key)
+        self.read_keys.add(key)
         return self.data.get(key)
 
     def covered(self, *keys: str) -> None:
         """Mark keys whose meaning is part of a difference listed elsewhere."""
-        self.asked.update(keys)
+        self.read_keys.update(keys)
 
     def number(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
         """An integer. If it is null or absent: the given default, else the default of the family's class, else an error."""
@@ -138,7 +138,7 @@ class Config:
 
     def unread(self) -> list[str]:
         """Keys with a value that no function read."""
-        ignored = (k for k, v in self.data.items() if k not in self.asked and v not in (None, False, 0, "", [], {}))
+        ignored = (k for k, v in self.data.items() if k not in self.read_keys and v not in (None, False, 0, "", [], {}))
         return [f"unknown key, ignored: {k[:60]} = {shown(self.data[k])}" for k in ignored if not HARMLESS.search(k)]
 
 

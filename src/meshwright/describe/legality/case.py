@@ -30,8 +30,23 @@ from meshwright.describe.workload import Workload
 Number = Any  # an int, or an array of them
 Flag = Any  # a bool, or an array of them
 
-NUMBERS = ("replicate", "shard", "tp", "sp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "zero", "average_every",
-           "recompute_every", "recompute_layers", "recompute_budget")  # fmt: skip
+NUMBERS = (
+    "replicate",
+    "shard",
+    "tp",
+    "sp",
+    "cp",
+    "pp",
+    "virtual",
+    "ep",
+    "expert_tp",
+    "microbatch",
+    "zero",
+    "average_every",
+    "recompute_every",
+    "recompute_layers",
+    "recompute_budget",
+)
 WORDS: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "cp_kind": CP_KINDS,

@@ -47,8 +47,8 @@ class ActivationOffload:
     def wrap(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             def pack(tensor: torch.Tensor) -> Any:
-                stays = tensor.nbytes < self.smallest or is_weight(tensor, module)
-                return tensor if stays else self.send(tensor)
+                stays_on_device = tensor.nbytes < self.smallest or is_weight(tensor, module)
+                return tensor if stays_on_device else self.send(tensor)
 
             with keeping(pack, self.fetch):
                 out = forward(*args, **kwargs)

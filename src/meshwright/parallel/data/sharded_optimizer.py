@@ -74,13 +74,13 @@ class _Flat:
             place.zero_() if p.grad is None else place.copy_(p.grad)
         if self.whole:
             distributed.all_reduce(self.gradients, group=self.group)
-            mine = self.gradients[self.share]
+            shard_gradient = self.gradients[self.share]
         else:
-            mine = exchange.reduce_scatter(self.gradients, self.group, 0)
+            shard_gradient = exchange.reduce_scatter(self.gradients, self.group, 0)
         if average:
-            mine.div_(self.group.size())
+            shard_gradient.div_(self.group.size())
         for part, a, b in self.slices.values():
-            part.grad = mine[a - self.share.start : b - self.share.start].view_as(part)
+            part.grad = shard_gradient[a - self.share.start : b - self.share.start].view_as(part)
 
     def gather(self) -> None:
         if not self.whole:

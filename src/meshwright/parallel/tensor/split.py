@@ -153,8 +153,8 @@ def _check(name: str, part: nn.Module, styles: list[str], table: Table) -> None:
     words = [style.partition(":") for style in styles]
     holds = [n for n, _ in part.named_parameters(recurse=False) if n not in _cuts_of(name, part, table)]
     # `expert` divides our own experts; of another's the table says how tensor parallelism cuts each parameter.
-    nothing = HOLD_NOTHING if isinstance(part, GroupedLinear) else HOLD_NOTHING | {"experts"}
-    if holds and not {word for word, *_ in words} - nothing:
+    without_parameters = HOLD_NOTHING if isinstance(part, GroupedLinear) else HOLD_NOTHING | {"experts"}
+    if holds and not {word for word, *_ in words} - without_parameters:
         raise MeshwrightError(
             "MW-TP-001",
             f"'{name}' holds {', '.join(holds)} and no pattern of the table matches it",

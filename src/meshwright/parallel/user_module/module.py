@@ -260,9 +260,9 @@ class ParallelModule:
         return out
 
     def broadcast_number(self, number: int, source: int) -> int:
-        told = torch.tensor(number, device=self.mesh.device)
-        distributed.broadcast(told, group=self.mesh.group("pp"), group_src=source)
-        return int(told)
+        value = torch.tensor(number, device=self.mesh.device)
+        distributed.broadcast(value, group=self.mesh.group("pp"), group_src=source)
+        return int(value)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -84,8 +84,19 @@ def parallelize(
     spans = divided(len(chosen), plan, count)
     entries = entries_of(module, seen, spans)
     parallel = ParallelModule(
-        plan, mesh, {}, {}, [], entries, tuple(ranks), loss, reduction, batch_dim, dtype, scale=LossScale.of(dtype or torch.float32)
-    )  # fmt: skip
+        plan,
+        mesh,
+        {},
+        {},
+        [],
+        entries,
+        tuple(ranks),
+        loss,
+        reduction,
+        batch_dim,
+        dtype,
+        scale=LossScale.of(dtype or torch.float32),
+    )
     built = Build(parallel, rows, path, seen, spans)
     for stage in [i for i in range(count) if ranks[i] == mesh.index("pp")]:
         built.add_stage(stage, module if count == 1 else copy_structure(module))

@@ -117,9 +117,9 @@ def grouped(p: Prediction) -> dict[str, float]:
     return out
 
 
-def difference(mine: Prediction, best: Prediction) -> list[tuple[str, float]]:
-    """How many seconds more each part takes in `mine`, the largest change first; they sum to the difference of the steps."""
-    a, b = grouped(mine), grouped(best)
+def difference(other: Prediction, best: Prediction) -> list[tuple[str, float]]:
+    """The extra seconds of each part in `other`, the largest change first; they sum to the difference of the steps."""
+    a, b = grouped(other), grouped(best)
     parts = [(name, a.get(name, 0.0) - b.get(name, 0.0)) for name in {**a, **b}]
     return sorted(parts, key=lambda item: -abs(item[1]))
 
@@ -136,9 +136,9 @@ def why_not(space: Space, found: Found, best: Candidate, e: Estimate, lost: dict
     for name, candidate in lost.items():
         if name == best.strategy:
             continue
-        theirs = walked_estimate(space, candidate.plan, candidate.time)
+        alternative = walked_estimate(space, candidate.plan, candidate.time)
         slower = candidate.time / e.prediction.step_time_s - 1
-        words = itemised(difference(theirs.prediction, e.prediction), e.prediction.step_time_s)
+        words = itemised(difference(alternative.prediction, e.prediction), e.prediction.step_time_s)
         tight = candidate.plan.recompute != "none" and best.plan.recompute == "none"
         words += "; the same without recompute does not fit" if tight else ""
         out.append(WhyNot(name, candidate.plan, True, slower, words, candidate.proved))

@@ -38,8 +38,8 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
         "bucket": space.bucket,
         **changes,
     }
-    said = space.choices.constraints if constraints is None else constraints
-    options: Choices = choices(parts["base"], said, tuple(space.stack.order))  # type: ignore[arg-type]
+    active = space.choices.constraints if constraints is None else constraints
+    options: Choices = choices(parts["base"], active, tuple(space.stack.order))  # type: ignore[arg-type]
     return Space(**{**parts, "choices": options})  # type: ignore[arg-type]
 
 
@@ -51,17 +51,17 @@ def no_plan(space: Space) -> MeshwrightError:
     lacking = lacking_precision(space.workload, space.cluster)
     if lacking is not None:
         return lacking
-    said = space.choices.constraints
+    active = space.choices.constraints
     degrees, batches = possible_batches(space)
-    blamed = [c for c in said if len(other(space, tuple(x for x in said if x is not c)).frames)]
+    blamed = [c for c in active if len(other(space, tuple(x for x in active if x is not c)).frames)]
     if blamed:
         return _blame(space, blamed[-1], batches)
     world, batch = space.cluster.world, space.workload.batch
     other_batch = [f"--batch {nearest_number(batch, batches)}"] if batches else []
-    if said and len(other(space, ()).frames):
+    if active and len(other(space, ()).frames):
         return MeshwrightError(
             "MW-PLANNER-004",
-            "no plan is legal under " + ", ".join(c.option for c in said),
+            "no plan is legal under " + ", ".join(c.option for c in active),
             why="Without them there are plans; no single one of them is to blame",
             fix=" or ".join([*other_batch, "drop two of them"]),
         )
@@ -70,7 +70,9 @@ def no_plan(space: Space) -> MeshwrightError:
     why = f"{world} is prime, so one axis must take all devices: " if prime else "For this model "
     why += f"data parallelism may be {', '.join(map(str, degrees[:8]))}, and none divides the batch" if degrees else ""
     fixes = (
-        [*other_batch, *(f"--gpus {w}" for w in worlds)] or [f"drop {c.option}" for c in said] or ["--gpus 1 --batch 1"]
+        [*other_batch, *(f"--gpus {w}" for w in worlds)]
+        or [f"drop {c.option}" for c in active]
+        or ["--gpus 1 --batch 1"]
     )
     return MeshwrightError(
         "MW-PLANNER-004",

@@ -104,12 +104,12 @@ def context_parallel(e: Estimate, trial: Trial) -> str:
     one_stage = (
         plan.but(virtual=1, schedule="1f1b") if plan.virtual > 1 else plan
     )  # a longer pipeline has fewer layers per stage
-    others = {
+    replacements = {
         axis: trial.of(moved(plan, "cp", axis, plan.cp, e.workload, e.stack))
         or trial.of(moved(one_stage, "cp", axis, plan.cp, e.workload, e.stack))
         for axis in ("dp", "tp", "pp")
     }
-    return f"{words}; in its place {', '.join(_in_place(axis, other, e) for axis, other in others.items())}"
+    return f"{words}; in its place {', '.join(_in_place(axis, other, e) for axis, other in replacements.items())}"
 
 
 def _in_place(axis: str, other: Estimate | None, e: Estimate) -> str:

@@ -62,10 +62,10 @@ class Case:
     by: str
     story: str
     config: Config
-    told: tuple[str, ...]  # published settings
+    settings: tuple[str, ...]  # settings that the authors published
     assumed: tuple[str, ...]
     sources: tuple[str, ...]
-    seeds: tuple[str, ...]  # corrections to the account in the introductory texts
+    corrections: tuple[str, ...]  # corrections to the account in the introductory texts
     difference: str  # why our estimate differs from the published figures
     published: tuple[Published, ...]
 
@@ -111,7 +111,7 @@ class Evaluated:
             "case": c.name,
             "title": c.title,
             "by": c.by,
-            "told": list(c.told),
+            "told": list(c.settings),
             "assumed": list(c.assumed),
             "sources": list(c.sources),
             "published": [
@@ -145,7 +145,7 @@ def load(name: str) -> Case:
     raw = dict(known[name])
     parts = {part: raw.pop(part) for part in ("model", "cluster", "stack", "workload", "plan")}
     published = tuple(Published(**row) for row in raw.pop("published"))
-    words: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("told", "assumed", "sources", "seeds")}
+    words: dict[str, Any] = {key: tuple(raw.pop(key)) for key in ("settings", "assumed", "sources", "corrections")}
     return Case(name, config=Config.from_parts(**parts).check(), published=published, **words, **raw)
 
 
@@ -224,8 +224,8 @@ def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, 
     """Where one plan spends more or less than another, part by part: seconds saved, largest first."""
     parts = {*was.prediction.exposed_s, *now.prediction.exposed_s}
     saved = {part: exposed(was, part) - exposed(now, part) for part in parts}
-    told = [(part, s) for part, s in saved.items() if abs(s) >= least * step(was)]
-    return sorted(told, key=lambda item: -abs(item[1]))
+    large = [(part, s) for part, s in saved.items() if abs(s) >= least * step(was)]
+    return sorted(large, key=lambda item: -abs(item[1]))
 
 
 def verdict(was: Estimate, now: Estimate) -> str:

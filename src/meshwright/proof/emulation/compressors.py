@@ -56,8 +56,8 @@ class CastSum(CompressedSum):
         self.dtype, self.backwards = dtype, backwards
 
     def summed(self, index: int, xs: list[torch.Tensor], shapes: Shapes) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        first, *others = (x.to(self.dtype) for x in (xs[::-1] if self.backwards else xs))
-        for other in others:
+        first, *remaining = (x.to(self.dtype) for x in (xs[::-1] if self.backwards else xs))
+        for other in remaining:
             first = first + other
         return first.to(xs[0].dtype), []
 

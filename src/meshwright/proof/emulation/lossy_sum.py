@@ -129,12 +129,12 @@ class Emulated:
         self.summed = summed
         self.sums = [compressed_sum(layout.plan, backwards) for _ in summed]
         self.taken: list[Gradients] = []  # of every micro-batch
-        self.begun = False
+        self.started = False
 
     def begin(self, last: bool) -> None:
-        if self.begun:
+        if self.started:
             self.taken.append(self.per_rank.take_gradients())
-        self.begun = True
+        self.started = True
 
     def start(self) -> None:
         """Nothing is sent."""
@@ -143,7 +143,10 @@ class Emulated:
     def finish(self) -> None:
         self.taken.append(self.per_rank.take_gradients())
         whole = added(self.taken)
-        total = {name: sum_of([mine[name] for mine in whole.values() if name in mine]) for name in self.parameters}
+        total = {
+            name: sum_of([gradients[name] for gradients in whole.values() if name in gradients])
+            for name in self.parameters
+        }
         for summed in self.summed:
             for portion in summed.portions:
                 for use in portion.uses:
@@ -156,7 +159,7 @@ class Emulated:
             p.grad = None
         for name, p in self.parameters.items():  # a tied weight has two names
             p.grad = total[name] if p.grad is None else p.grad + total[name]
-        self.taken, self.begun = [], False
+        self.taken, self.started = [], False
 
     def zero(self) -> None:
         for p in self.parameters.values():
@@ -165,7 +168,10 @@ class Emulated:
 
 def added(several: list[Gradients]) -> Gradients:
     """The sum of several micro-batches."""
-    return {s: {name: sum_of([one[s][name] for one in several]) for name in mine} for s, mine in several[0].items()}
+    return {
+        s: {name: sum_of([one[s][name] for one in several]) for name in gradients}
+        for s, gradients in several[0].items()
+    }
 
 
 def emulate_sum(summed: Summed, sum_up: CompressedSum, gradients: Gradients) -> Iterator[tuple[Portion, torch.Tensor]]:
@@ -181,7 +187,7 @@ def emulate_sum(summed: Summed, sum_up: CompressedSum, gradients: Gradients) -> 
 
 def sum_messages(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
     """All parameters of a group one after the other, cut into messages."""
-    flats = [torch.cat([g.flatten() for g in mine]) for mine in parts]
+    flats = [torch.cat([g.flatten() for g in gradients]) for gradients in parts]
     totals = [
         sum_up(i, [flat[a:b] for flat in flats], shapes)
         for i, ((a, b), shapes) in enumerate(zip(pairwise(summed.edges), summed.shapes(), strict=True))
@@ -198,12 +204,13 @@ def sum_owners(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Ten
     if isinstance(sum_up, PowerSum):
         sizes = [math.prod(shape) for shape in shapes]
         flats = [
-            torch.cat([to_rows(g, ranks).flatten()[:n] for g, n in zip(mine, sizes, strict=True)]) for mine in parts
+            torch.cat([to_rows(g, ranks).flatten()[:n] for g, n in zip(gradients, sizes, strict=True)])
+            for gradients in parts
         ]
         total = sum_up(0, flats, list(zip(accumulate(sizes, initial=0), shapes, strict=False)))
         rows_of_sum = [to_rows(part.view(shape), ranks) for part, shape in zip(total.split(sizes), shapes, strict=True)]
     else:
-        rows = [torch.cat([to_rows(g, ranks) for g in mine], 1) for mine in parts]
+        rows = [torch.cat([to_rows(g, ranks) for g in gradients], 1) for gradients in parts]
         rows_of_sum = list(sum_up(0, rows, []).split([to_rows(g, ranks).shape[1] for g in parts[0]], 1))
     for portion, columns in zip(summed.portions, rows_of_sum, strict=True):
         yield from_rows(columns, portion.shape)

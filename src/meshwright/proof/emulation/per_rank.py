@@ -82,7 +82,7 @@ class PerRankGradients:
             token_R = routing.token_R
 
         def rows_of(x_RI: torch.Tensor) -> Rows:
-            return {s: torch.isin(token_R, mine).nonzero()[:, 0] for s, mine in rows.items()}
+            return {s: torch.isin(token_R, own_rows).nonzero()[:, 0] for s, own_rows in rows.items()}
 
         layer.router.register_forward_hook(remember)
         for kind, linear in layer.experts.named_children():
@@ -99,9 +99,9 @@ class PerRankGradients:
             shape = (-1, x) if isinstance(x, int) else leading(x, len(order))
             flat = x if isinstance(x, int) else x.flatten(0, len(shape) - 1)
             parts = []
-            for whose, mine in rows.items():
+            for whose, own_rows in rows.items():
                 with lent(owner, {name: self._copy(whose, f"{path}.{name}", p) for name, p in own.items()}):
-                    parts.append(part(use, mine, flat, *more))
+                    parts.append(part(use, own_rows, flat, *more))
             return torch.cat(parts)[order.argsort()].unflatten(0, shape)
 
         if next(owner.parameters(recurse=False), None) is not None:
@@ -119,10 +119,10 @@ class PerRankGradients:
         def run(x: torch.Tensor) -> torch.Tensor:
             flat, parts = x.flatten(0, 1), []
             for together in places.values():
-                mine = flat[torch.cat([rows[whose] for whose in together])]
+                own_rows = flat[torch.cat([rows[whose] for whose in together])]
                 with lent(owner, whole):
-                    y = use(mine)
-                seen = fp8.rounded(mine.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
+                    y = use(own_rows)
+                seen = fp8.rounded(own_rows.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
                 copies = [
                     {
                         name: self._copy(whose, f"{path}.{name}", p)
@@ -144,17 +144,19 @@ class PerRankGradients:
         setattr(owner, "forward", run)  # noqa: B010  mypy takes it for a method
 
     def _copy(self, whose: Source, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        mine = self.copies.setdefault(whose, {})
-        if name not in mine:
-            mine[name] = nn.Parameter(parameter.detach())
-            mine[name].grad_dtype = parameter.grad_dtype
-        return mine[name]
+        copies = self.copies.setdefault(whose, {})
+        if name not in copies:
+            copies[name] = nn.Parameter(parameter.detach())
+            copies[name].grad_dtype = parameter.grad_dtype
+        return copies[name]
 
     def take_gradients(self) -> dict[Source, dict[str, torch.Tensor]]:
         """The gradients of all copies, which begin anew."""
-        out = {s: {name: p.grad for name, p in mine.items() if p.grad is not None} for s, mine in self.copies.items()}
-        for mine in self.copies.values():
-            for p in mine.values():
+        out = {
+            s: {name: p.grad for name, p in copies.items() if p.grad is not None} for s, copies in self.copies.items()
+        }
+        for copies in self.copies.values():
+            for p in copies.values():
                 p.grad = None
         return out
 

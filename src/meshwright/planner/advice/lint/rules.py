@@ -155,8 +155,8 @@ def ring_not_free(seen: Seen) -> Finding | None:
     block = seen.config.workload.seq / plan.cp
     if block >= need:
         return None
-    others = [changed(plan, cp_kind=kind) for kind in ("ulysses", "all-gather")]
-    fixed = seen.trial.fastest([*others, *moves(plan, "cp", seen.config.workload, seen.config.stack)])
+    other_kinds = [changed(plan, cp_kind=kind) for kind in ("ulysses", "all-gather")]
+    fixed = seen.trial.fastest([*other_kinds, *moves(plan, "cp", seen.config.workload, seen.config.stack)])
     what = f"blocks of {block:,.0f} tokens over {level_words(cluster, level)}: ring attention hides its transfers from {need:,.0f} on"
     return finding(seen, "MW-LINT-006", "ring attention out of its free regime", what, exposed(seen.now, "cp"), fixed)
 
@@ -248,7 +248,7 @@ def thin_memory(seen: Seen) -> Finding | None:
     if used <= USABLE_MEMORY * limit:
         return None
     plan, workload = seen.plan, seen.config.workload
-    again = [changed(plan, recompute=r) for r in ("selective", "full")]
+    recomputed = [changed(plan, recompute=r) for r in ("selective", "full")]
     smaller = [p for p in microbatches(plan, workload) if p and p.microbatch < plan.microbatch]
     stages = [
         changed(plan, zero=z, **({"replicate": 1, "shard": plan.dp} if not plan.zero else {}))
@@ -256,7 +256,7 @@ def thin_memory(seen: Seen) -> Finding | None:
         if z > plan.zero
     ]
     split = [p for axis in ("tp", "pp") for p in moves(plan, "dp", workload, seen.config.stack, (axis,))]
-    tried = [p for p in (*again, *smaller, *stages, *split) if p is not None]
+    tried = [p for p in (*recomputed, *smaller, *stages, *split) if p is not None]
     full = [changed(p, recompute="full") for p in (*smaller, *stages, *split) if p is not None]
     fixed = seen.trial.fastest([*tried, *full], USABLE_MEMORY)
     words = "" if fixed is None else settings(seen.plan, fixed.plan)
