@@ -15,6 +15,8 @@ from meshwright.comm.transport.base import apply
 class Threads:
     """Messages of one rank through queues. Sends are delivered late, to show a schedule that overwrites what it still sends."""
 
+    posts_early = True
+
     def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.Queue]) -> None:
         self.rank, self.size, self.queues = rank, size, queues
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
@@ -115,11 +117,33 @@ def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
         combiner(reduction, dtype)
 
 
-def over_gloo(context, size):
-    """Every program, and the dtypes and reductions on a ring, over point-to-point messages of gloo; what differs from numpy."""
+def communicator_of(context, transport):
+    """A communicator over gloo alone, over shared memory alone, or with two ranks a host."""
     from meshwright.comm.communicator import Communicator
+    from meshwright.comm.transport import handshake, shared_memory
+    from meshwright.comm.transport.mixed import Mixed
 
-    communicator = Communicator.of_group()
+    handshake.SLOT = shared_memory.SLOT = 8192  # so that messages of a test need more than the slots of a pair hold
+    shared_memory.INLINE = 256
+
+    if transport == "mixed":
+        handshake.network_namespace = lambda: context.rank // 2
+    found = Communicator.of_group(shared_memory=transport != "gloo")
+    assert isinstance(found.transport, Mixed) == (transport != "gloo")
+    if transport != "gloo":
+        near = found.transport.near.links
+        assert sorted(near) == [
+            r
+            for r in range(context.world)
+            if r != context.rank and (transport == "shared memory" or r // 2 == context.rank // 2)
+        ]
+        assert found.transport.posts_early == (transport == "mixed")
+    return found
+
+
+def every_program(context, size, transport):
+    """Every program, and the dtypes and reductions of an all-reduce, between processes; what differs from numpy."""
+    communicator = communicator_of(context, transport)
     wrong = []
 
     def compare(program, dtype, reduction, lanes):
@@ -146,12 +170,17 @@ def over_gloo(context, size):
     for dtype in (*FLOATS, *INTEGERS):
         for reduction in ("sum", "avg", "max"):
             compare(build("all-reduce", "halving-doubling", size, 37), dtype, reduction, 1)
+    for name in ("multi-ring", "hierarchical"):
+        compare(build("all-reduce", name, size, 50_001), torch.float64, "sum", 2)
     return wrong
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_over_point_to_point_messages_of_gloo(size):
-    assert ranks.run(size, over_gloo, size) == [[]] * size
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [(3, "gloo"), (4, "gloo"), (2, "shared memory"), (4, "shared memory"), (4, "mixed")],
+)
+def test_every_program_between_processes(size, transport):
+    assert ranks.run(size, every_program, size, transport) == [[]] * size
 
 
 def asynchronous(context):
@@ -175,10 +204,8 @@ def test_asynchronous_calls_and_tensors_that_are_not_contiguous():
     assert ranks.run(3, asynchronous) == [([3.0 * k + 3 for k in range(8)], halves)] * 3
 
 
-def disagree(context, case):
-    from meshwright.comm.communicator import Communicator
-
-    communicator = Communicator.of_group()
+def disagree(context, case, transport):
+    communicator = communicator_of(context, transport)
     odd = context.rank == 1
     elements, dtype, operation = 100, torch.float32, "all-reduce"
     if case == "longer":
@@ -197,19 +224,21 @@ def disagree(context, case):
     return "nothing"
 
 
-@pytest.mark.parametrize("case", ["longer", "small and large", "dtype", "operation"])
-def test_ranks_that_disagree_all_raise_the_cause(case):
-    for rank, text in enumerate(ranks.run(4, disagree, case)):
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    [(case, "gloo") for case in ("longer", "small and large", "dtype", "operation")]
+    + [("longer", "shared memory"), ("operation", "mixed")],
+)
+def test_ranks_that_disagree_all_raise_the_cause(case, transport):
+    for rank, text in enumerate(ranks.run(4, disagree, case, transport)):
         assert text.startswith("MW-COMM-003: rank "), (rank, text)
         assert "step" in text
 
 
-def one_ends(context):
+def one_ends(context, transport):
     import os
 
-    from meshwright.comm.communicator import Communicator
-
-    communicator = Communicator.of_group()
+    communicator = communicator_of(context, transport)
     program = build("all-reduce", "ring", context.world, 100_000)
     communicator.run(program, torch.ones(100_000))
     if context.rank == 2:
@@ -221,11 +250,64 @@ def one_ends(context):
         raise
 
 
-def test_a_rank_that_ends_is_an_error_on_every_other_rank():
+@pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed"])
+def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
     heard = {}
     with pytest.raises(MeshwrightError, match="rank 2 died"):
-        ranks.run(4, one_ends, listen=heard.__setitem__)
+        ranks.run(4, one_ends, transport, listen=heard.__setitem__)
     assert sorted(heard) == [0, 1, 3]
     for text in heard.values():
         assert text.startswith("MW-COMM-004: rank ")
         assert "rank 2 " in text
+
+
+def without_memory(context):
+    """Anonymous memory is refused to rank 1: all its messages use gloo, and the result is the same."""
+    import logging
+    import os
+
+    from meshwright.comm.communicator import Communicator
+
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("meshwright.comm").addHandler(handler)
+    if context.rank == 1:
+
+        def refuse(*_):
+            raise OSError(28, "No space left on device")
+
+        os.memfd_create = refuse
+    communicator = Communicator.of_group(timeout=timedelta(seconds=3))
+    tensor = torch.ones(5)
+    communicator.run(build("all-reduce", "ring", context.world, 5), tensor)
+    return tensor.tolist(), heard
+
+
+def test_without_memory_a_rank_falls_back_to_gloo_and_says_so():
+    results = ranks.run(3, without_memory)
+    assert all(values == [3.0] * 5 for values, _ in results)
+    assert any("No space left on device" in line and "gloo" in line for line in results[1][1])
+
+
+def slow(context):
+    import time
+
+    from meshwright.comm.communicator import Communicator
+
+    communicator = Communicator.of_group(timeout=timedelta(seconds=2))
+    if context.rank == 1:
+        time.sleep(6)
+        return "late"
+    try:
+        communicator.run(build("all-reduce", "ring", context.world, 5), torch.ones(5))
+    except MeshwrightError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_does_not_answer_is_named_within_the_timeout():
+    results = ranks.run(3, slow)
+    for rank in (0, 2):
+        assert results[rank].startswith("MW-COMM-004: rank ")
+        assert "rank 1 did not answer in time" in results[rank]

@@ -77,6 +77,7 @@ class Place:
     rank: int
     call: Call
     step: int = 0
+    lane: int = 0
 
     def __str__(self) -> str:
         return f"rank {self.rank}, step {self.step} of {self.call}"

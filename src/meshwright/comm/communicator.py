@@ -11,6 +11,7 @@ call raises it. A group whose ranks disagree about what they have sent cannot be
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -20,22 +21,28 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
 from meshwright.comm.reductions import name_of
 from meshwright.comm.run import execute
 from meshwright.comm.schedule import Schedule, largest_message, schedule
+from meshwright.comm.transport import handshake
 from meshwright.comm.transport.base import Transport
+from meshwright.comm.transport.mixed import Mixed
 from meshwright.comm.transport.point_to_point import PointToPoint
+from meshwright.comm.transport.shared_memory import SharedMemory
 from meshwright.comm.work import Work
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.contract import SHARDED
 from meshwright.programs.collectives.program import Program
 
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
-LANE_BYTES = 2**21  # a lane's part of a chunk, about
+LANE_BYTES = 2**23  # a lane's part of a chunk, about
 MOST_LANES = 32
+TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
+NUMBERS = itertools.count()  # of the communicators of this process; all ranks create them in the same order
 
 
 class Communicator:
@@ -52,21 +59,38 @@ class Communicator:
         self.scheduled = lru_cache(maxsize=128)(self._scheduled)
 
     @classmethod
-    def of_group(cls, group: Any = None) -> Communicator:
-        """A communicator over the point-to-point operations of a torch.distributed group."""
+    def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
+        """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
+        group = distributed.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
+        return cls.over(group, store, rank, size, timeout, shared_memory)
+
+    @classmethod
+    def of_group(cls, group: Any = None, timeout: timedelta = TIMEOUT, shared_memory: bool = True) -> Communicator:
+        """A communicator for the ranks of a torch.distributed group, over its point-to-point operations."""
         group = group or distributed.group.WORLD
         if group is None:
             raise MeshwrightError(
                 "MW-COMM-001", "torch.distributed has no process group", fix="torch.distributed.init_process_group"
             )
-        store = distributed.PrefixStore(
-            "meshwright-programs", distributed.distributed_c10d._get_process_group_store(group)
-        )
-        backend = distributed.get_backend(group)
-        timeout = timedelta(seconds=1800)
-        device = "cuda" if backend == "nccl" else "cpu"
-        transport = PointToPoint(group, group.rank(), group.size(), timeout, check=backend != "nccl", device=device)
-        return cls(transport, Failure(store, group.rank()), timeout)
+        rank, size = group.rank(), group.size()
+        store = distributed.PrefixStore(f"meshwright-{next(NUMBERS)}", distributed_c10d._get_process_group_store(group))
+        if distributed.get_backend(group) == "nccl":
+            transport = PointToPoint(group, rank, size, timeout, check=False, device="cuda")
+            return cls(transport, Failure(store, rank), timeout)
+        return cls.over(group, store, rank, size, timeout, shared_memory)
+
+    @classmethod
+    def over(
+        cls, group: Any, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool
+    ) -> Communicator:
+        """Point-to-point messages of `group`, and shared memory where ranks are on one host."""
+        failure = Failure(store, rank)
+        far = PointToPoint(group, rank, size, timeout)
+        connections = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        if not connections:
+            return cls(far, failure, timeout)
+        near = SharedMemory(rank, size, connections, timeout.total_seconds(), failure.check)
+        return cls(Mixed(near, far), failure, timeout)
 
     def run(
         self,
@@ -180,7 +204,9 @@ class Communicator:
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES."""
+        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES. Shared memory slices messages itself."""
+        if not self.transport.posts_early:
+            return 1
         largest = int(program.sizes.max(initial=0)) * element_bytes
         return max(1, min(MOST_LANES, largest // LANE_BYTES))
 

@@ -13,11 +13,13 @@ reached the receiver costs gloo one more trip over the network.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from meshwright.comm.call import Call, Place
 from meshwright.comm.reductions import Combine, combiner, divide, name_of
-from meshwright.comm.schedule import Schedule, Send, Span, Step
+from meshwright.comm.schedule import Schedule, Span
 from meshwright.comm.transport.base import Begin, Destination, Pending, Transport
 from meshwright.errors import MeshwrightError
 
@@ -80,28 +82,23 @@ class Run:
         call: Call,
         combine: Combine | None,
     ) -> None:
-        self.schedule, self.buffers, self.transport, self.call, self.combine = (
-            schedule,
-            buffers,
-            transport,
-            call,
-            combine,
-        )
-        self.lanes = len(schedule.lanes)
-        self.steps = len(schedule.lanes[0]) if self.lanes else 0
-        self.pairs = self.steps * self.lanes
-        self.begun = [-1] * self.lanes  # the step that each lane has begun
+        self.lanes, self.buffers, self.transport, self.call = schedule.lanes, buffers, transport, call
+        self.combine = combine
+        self.steps = len(schedule.lanes[0]) if schedule.lanes else 0
+        self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sends: dict[tuple[int, int], list[Pending]] = {}  # (step, lane) → sends that may not be complete
         self.posted: dict[tuple[int, int, int], Pending] = {}  # (step, lane, number of the receive) → receive
 
     def run(self) -> None:
-        for lane in range(self.lanes):
-            if self.steps:
-                self.begin(0, lane)
-        for pair in range(self.pairs):
-            step, lane = divmod(pair, self.lanes)
-            for ahead in range(pair, min(pair + WINDOW + 1, self.pairs)):
-                self.post_receives(*divmod(ahead, self.lanes))
+        count = len(self.lanes)
+        pairs = self.steps * count if self.steps else 0
+        for lane in range(count if self.steps else 0):
+            self.begin(0, lane)
+        for pair in range(pairs):
+            if self.transport.posts_early:
+                for ahead in range(pair + 1, min(pair + WINDOW + 1, pairs)):
+                    self.post_receives(*divmod(ahead, count))
+            step, lane = divmod(pair, count)
             self.finish(step, lane)
             if step + 1 < self.steps:
                 self.begin(step + 1, lane)
@@ -109,19 +106,21 @@ class Run:
             self.wait_for_sends(*key)
 
     def begin(self, step: int, lane: int) -> None:
-        """Post the sends of a step; its local copies read the values before the step, so they come first."""
+        """Post the receives and the sends of a step."""
         self.begun[lane] = step
-        self.post_receives(step, lane)
-        now = self.schedule.lanes[lane][step]
-        place = self.place(now)
-        self.sends[step, lane] = [self.transport.send(s.peer, self.pieces(s), place) for s in now.sends]
+        if self.transport.posts_early:
+            self.post_receives(step, lane)
+        now = self.lanes[lane][step]
+        if now.sends:
+            place = Place(self.transport.rank, self.call, now.number, lane)
+            self.sends[step, lane] = [self.transport.send(s.peer, self.views(s.spans), place) for s in now.sends]
 
     def finish(self, step: int, lane: int) -> None:
         """Apply the receives of a step, and the local copies."""
-        now = self.schedule.lanes[lane][step]
+        now = self.lanes[lane][step]
         self.wait_for_sends(step - 1, lane)
         self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
-        if any(receive.after_sends for receive in now.receives) or now.copies:
+        if now.copies or any(receive.after_sends for receive in now.receives):
             self.wait_for_sends(step, lane)
         for source, (into, base) in now.copies:
             if base is None:
@@ -134,20 +133,18 @@ class Run:
 
     def post_receives(self, step: int, lane: int) -> None:
         """Post the receives of a step that are not posted yet and can be."""
-        now = self.schedule.lanes[lane][step]
+        now = self.lanes[lane][step]
         for k, receive in enumerate(now.receives):
             if (step, lane, k) in self.posted:
+                continue
+            direct = receive.stores and self.is_free(receive.direct_from, step, lane)
+            if receive.stores and not direct and receive.elements * self.buffers[0].element_size() > STAGED:
                 continue
             targets = [
                 Destination(self.view(into), None if base is None else self.view(base))
                 for into, base in receive.targets
             ]
-            stores = all(target.base is None for target in targets)
-            direct = stores and self.is_free(receive.direct_from, step, lane)
-            size = sum(target.into.numel() * target.into.element_size() for target in targets)
-            if stores and not direct and size > STAGED:
-                continue
-            place = self.place(now)
+            place = Place(self.transport.rank, self.call, now.number, lane)
             self.posted[step, lane, k] = self.transport.receive(receive.peer, targets, place, direct)
 
     def is_free(self, direct_from: int, step: int, lane: int) -> bool:
@@ -162,11 +159,8 @@ class Run:
         for pending in self.sends.pop((step, lane), ()):
             pending.wait()
 
-    def pieces(self, send: Send) -> list[torch.Tensor]:
-        return [self.view(span) for span in send.spans]
+    def views(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        return [self.view(span) for span in spans]
 
     def view(self, span: Span) -> torch.Tensor:
         return self.buffers[span.buffer][span.start : span.stop]
-
-    def place(self, step: Step) -> Place:
-        return Place(self.transport.rank, self.call, step.number)

@@ -61,6 +61,8 @@ class Receive(NamedTuple):
     targets: tuple[Target, ...]
     direct_from: int
     after_sends: bool
+    stores: bool  # nothing is reduced
+    elements: int
 
 
 class Step(NamedTuple):
@@ -194,7 +196,9 @@ class Lane:
                 direct = max(direct, sent + 2, written + 1)
                 after_sends |= sent == index
                 targets.append(self.write(chunk, adds, index))
-        return Receive(peer, tuple(joined_targets(targets)), direct, after_sends)
+        stores = not any(adds for _, _, _, _, _, adds, _ in rows)
+        elements = length(target.into for target in targets)
+        return Receive(peer, tuple(joined_targets(targets)), direct, after_sends, stores, elements)
 
     def write(self, chunk: int, adds: bool, index: int) -> Target:
         """Record that a step writes a chunk into its home."""

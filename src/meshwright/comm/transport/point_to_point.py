@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ from meshwright.comm.transport.pool import Pool
 ENVELOPE = 4096
 SIZES = struct.Struct("<QQ")  # bytes of this message (or all to the peer), bytes expected from the peer
 HEADER = LAYOUT.size + SIZES.size
-ENVELOPE_TAG, DATA_TAG, BREAK_TAG = 1, 2, 3
+ENVELOPE_TAG, BREAK_TAG, DATA_TAG = 1, 2, 64
+MOST_LANES = 64
 FITS = ENVELOPE - HEADER
 
 
@@ -48,11 +49,13 @@ class PointToPoint:
     ):
         self.group, self.rank, self.size, self.timeout = group, rank, size, timeout
         self.check, self.device = check, device
+        self.posts_early = check  # NCCL has no tags: its receives are posted in the order of the sends
         self.pool = Pool(device)
         self.begun: Begin | None = None
         self.small = False
         self.headers: dict[int, tuple[Any, torch.Tensor]] = {}  # peer → receive of its header, not yet compared
         self.unfinished: list[tuple[Any, torch.Tensor]] = []  # sends of envelopes
+        self.before_wait: Callable[[Place], None] = lambda place: None
 
     def begin(self, begin: Begin) -> None:
         """Note the collective. If its messages need more than an envelope, exchange headers with all peers."""
@@ -77,13 +80,13 @@ class PointToPoint:
             return DONE
         self.compare(peer, place)
         if len(pieces) == 1:
-            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), DATA_TAG, place), None, peer, place)
+            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), data_tag(place), place), None, peer, place)
         staged = self.pool.take(size)
         at = 0
         for piece in map(bytes_of, pieces):
             staged[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
-        return Sent(self, self.start_send(peer, staged, DATA_TAG, place), staged, peer, place)
+        return Sent(self, self.start_send(peer, staged, data_tag(place), place), staged, peer, place)
 
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
         assert self.begun is not None
@@ -96,9 +99,9 @@ class PointToPoint:
             return DONE
         if direct and len(pieces) == 1 and pieces[0].base is None:
             into = bytes_of(pieces[0].into)
-            return Received(self, self.post(peer, into, DATA_TAG, place), None, (), combine, peer, place)
+            return Received(self, self.post(peer, into, data_tag(place), place), None, (), combine, peer, place)
         staged = self.pool.take(size)
-        work = self.post(peer, staged, DATA_TAG, place)
+        work = self.post(peer, staged, data_tag(place), place)
         return Received(self, work, staged, pieces, combine, peer, place)
 
     def end(self) -> None:
@@ -157,10 +160,16 @@ class PointToPoint:
             raise lost(place, peer, reason(error)) from error
 
     def wait(self, work: Any, peer: int, place: Place) -> None:
+        self.before_wait(place)
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
             raise lost(place, peer, reason(error)) from error
+
+
+def data_tag(place: Place) -> int:
+    """A tag for each message of a pair in a collective: receives may be posted in another order than the sends."""
+    return DATA_TAG + place.step * MOST_LANES + place.lane
 
 
 def reason(error: RuntimeError) -> str:

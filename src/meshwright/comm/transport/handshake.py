@@ -1,0 +1,206 @@
+"""Find the ranks of a group that are on this host, and connect to them.
+
+Two ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
+node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
+the group's store. Then each pair of such ranks opens one Unix socket and exchanges two anonymous memory files through it,
+one for each direction.
+
+**Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
+is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
+user can open them, and the kernel frees them when the last process that has mapped them ends, however it ends. A full
+/dev/shm does not matter.
+
+A pair uses shared memory only if both ranks report that they are connected; otherwise it uses messages of gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WINDOW = 4  # slots of one direction
+SLOT = 2**20  # bytes; smaller slots cost more headers than they gain in overlap
+HELLO = struct.Struct("<I16s")  # rank, token of the listening rank
+
+log = logging.getLogger("meshwright.comm")
+
+
+class Connection(NamedTuple):
+    """A connected peer: the socket for headers, and the memory of both directions."""
+
+    socket: socket.socket
+    outgoing: mmap.mmap
+    incoming: mmap.mmap
+
+
+class Identity(NamedTuple):
+    """What two ranks must have in common to share memory, and where this one listens."""
+
+    host: str
+    namespace: int
+    user: int
+    address: str
+    token: str
+
+    def shares_memory_with(self, other: Identity) -> bool:
+        return bool(self.address and other.address) and self[:3] == other[:3]
+
+
+def supported() -> bool:
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def host_id() -> str:
+    """The same for all processes of one running kernel, also in containers."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return socket.gethostname()
+
+
+def network_namespace() -> int:
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/net").st_ino
+    return 0
+
+
+def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> dict[int, Connection]:
+    """Connect to all ranks of the group on this host. All ranks of the group must call it; one that does not want shared
+    memory only publishes where it is."""
+    found: dict[int, Connection] = {}
+    listener: socket.socket | None = None
+    address, token = "", secrets.token_bytes(16)
+    if supported() and wanted:
+        try:
+            listener, address = listen(size)
+        except OSError as error:
+            log.warning("rank %d: no Unix socket (%s); messages on this host use gloo", rank, error)
+    me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex())
+    store.set(f"identity/{rank}", json.dumps(me))
+    everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
+    near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
+    if listener is not None:
+        try:
+            found = meet(rank, everyone, near, listener, time.monotonic() + timeout)
+        except OSError as error:
+            log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
+        finally:
+            listener.close()
+    store.set(f"connected/{rank}", json.dumps(sorted(found)))
+    for peer in list(found):
+        if rank not in json.loads(store.get(f"connected/{peer}")):
+            found.pop(peer).socket.close()
+    return found
+
+
+def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
+    """The ranks by host and network namespace, in the order of their first rank."""
+    nodes: dict[tuple, list[int]] = {}
+    for rank in range(size):
+        me = Identity(*json.loads(store.get(f"identity/{rank}")))
+        nodes.setdefault(me[:2], []).append(rank)
+    return [tuple(members) for members in nodes.values()]
+
+
+def listen(backlog: int) -> tuple[socket.socket, str]:
+    """A socket in the abstract namespace under a random name."""
+    address = f"meshwright-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(f"\0{address}")
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener, address
+
+
+def meet(
+    rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, deadline: float
+) -> dict[int, Connection]:
+    """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
+    links: dict[int, socket.socket] = {}
+    outgoing: dict[int, mmap.mmap] = {}
+    incoming: dict[int, mmap.mmap] = {}
+    left = partial(time_left, deadline)
+    try:
+        for peer in (p for p in near if p < rank):
+            links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            links[peer].settimeout(left())
+            links[peer].connect(f"\0{everyone[peer].address}")
+            outgoing[peer] = offer_memory(links[peer], HELLO.pack(rank, bytes.fromhex(everyone[peer].token)))
+        while len(links) < len(near):
+            listener.settimeout(left())
+            peer, link, memory = accept(listener, bytes.fromhex(everyone[rank].token), left())
+            links[peer], incoming[peer] = link, memory
+            outgoing[peer] = offer_memory(link, HELLO.pack(rank, bytes(16)))
+        for peer in (p for p in near if p < rank):
+            links[peer].settimeout(left())
+            _, incoming[peer] = receive_memory(links[peer])
+    except OSError:
+        for link in links.values():
+            link.close()
+        raise
+    for link in links.values():
+        link.setblocking(False)
+    return {peer: Connection(links[peer], outgoing[peer], incoming[peer]) for peer in near}
+
+
+def time_left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+def accept(listener: socket.socket, token: bytes, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
+    """The next rank of this group that connects; a process of another user, or one without the token, is turned away."""
+    while True:
+        link, _ = listener.accept()
+        link.settimeout(timeout)
+        try:
+            hello, memory = receive_memory(link)
+        except OSError:
+            link.close()
+            continue
+        peer, given = HELLO.unpack(hello)
+        if given == token and user_of(link) == os.getuid():
+            return peer, link, memory
+        link.close()
+
+
+def offer_memory(link: socket.socket, hello: bytes) -> mmap.mmap:
+    """Create the memory of one direction and send it to the peer."""
+    file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(file, 0o600)
+        os.ftruncate(file, WINDOW * SLOT)
+        socket.send_fds(link, [hello], [file])
+        return mmap.mmap(file, WINDOW * SLOT)
+    finally:
+        os.close(file)
+
+
+def receive_memory(link: socket.socket) -> tuple[bytes, mmap.mmap]:
+    """Receive a greeting and the memory that comes with it."""
+    hello, files, _, _ = socket.recv_fds(link, HELLO.size, 1)
+    try:
+        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != WINDOW * SLOT:
+            raise OSError("a rank sent no memory")
+        return hello, mmap.mmap(files[0], WINDOW * SLOT)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def user_of(link: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    _, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user
