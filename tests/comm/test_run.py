@@ -278,7 +278,7 @@ def without_memory(context):
             raise OSError(28, "No space left on device")
 
         os.memfd_create = refuse
-    communicator = Communicator.of_group(timeout=timedelta(seconds=3))
+    communicator = Communicator.of_group(timeout=timedelta(seconds=15))
     tensor = torch.ones(5)
     communicator.run(build("all-reduce", "ring", context.world, 5), tensor)
     return tensor.tolist(), heard

@@ -82,9 +82,10 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
     address, token = "", secrets.token_bytes(16)
     if supported() and wanted:
         try:
+            os.close(new_memory())  # a rank without memory must not be waited for
             listener, address = listen(size)
         except OSError as error:
-            log.warning("rank %d: no Unix socket (%s); messages on this host use gloo", rank, error)
+            log.warning("rank %d: no shared memory (%s); its messages on this host use gloo", rank, error)
     me = Identity(host_id(), network_namespace(), os.getuid(), address, token.hex())
     store.set(f"identity/{rank}", json.dumps(me))
     everyone = [Identity(*json.loads(store.get(f"identity/{r}"))) for r in range(size)]
@@ -176,12 +177,18 @@ def accept(listener: socket.socket, token: bytes, timeout: float) -> tuple[int, 
         link.close()
 
 
+def new_memory() -> int:
+    """An anonymous memory file for one direction; only its owner may open it through /proc."""
+    file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
+    os.fchmod(file, 0o600)
+    os.ftruncate(file, WINDOW * SLOT)
+    return file
+
+
 def offer_memory(link: socket.socket, hello: bytes) -> mmap.mmap:
     """Create the memory of one direction and send it to the peer."""
-    file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
+    file = new_memory()
     try:
-        os.fchmod(file, 0o600)
-        os.ftruncate(file, WINDOW * SLOT)
         socket.send_fds(link, [hello], [file])
         return mmap.mmap(file, WINDOW * SLOT)
     finally:
