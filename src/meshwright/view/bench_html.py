@@ -41,7 +41,7 @@ def entry(points: list[Point], bench: Bench) -> dict[str, Any]:
     if line:
         rate = format_rate(line.bandwidth) if line.beta else "no bytes term"
         text = (
-            f"α {format_seconds(line.alpha)}, n/β {rate}, residual {line.residual:.0%}, "
+            f"α {format_seconds(line.alpha)}, 1/β {rate}, residual {line.residual:.0%}, "
             f"largest deviation {line.deviation:.0%} at {format_bytes(line.deviates_at)}"
         )
     keys = ("bytes", "median_s", "low_s", "high_s")
