@@ -287,3 +287,19 @@ def test_full_shared_memory_is_not_used(monkeypatch, tmp_path) -> None:
     monkeypatch.undo()
     assert launch.memory_folder(str(tmp_path / "none")) is None
     assert launch.memory_folder(str(tmp_path)) == str(tmp_path)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_leaves_the_result_of_the_others(tmp_path) -> None:
+    port, file = free_port(), tmp_path / "bench.json"
+    options = ("--budget", "60s", "--timeout", "10s", "--json", str(file))
+    ranks = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
+    time.sleep(20)
+    ranks[1].kill()
+    code, out, err = ended(ranks[0], 40)
+    ended(ranks[1])
+    assert code == 2, (out, err)
+    assert "MW-BENCH-005" in err
+    found = Bench.read(file)
+    assert found.state == "interrupted"
+    assert found.points
