@@ -77,10 +77,12 @@ def bench(
             seconds = pair_seconds(truth, [(devices[a], devices[b]) for a, b in pairs], n)
             ranks = tuple(rank for pair in pairs for rank in pair)
             points.append(point(seconds, operation="point-to-point", ranks=ranks, bytes=n, concurrent=len(pairs)))
+    groups = {truth.node_size, len(devices)} if device_of is None else {len(devices)}  # the first node, and all ranks
     for operation, algorithm in operations.items():
-        for n in sizes:
-            seconds = collective_seconds(truth, operation, algorithm, len(devices), n)
-            points.append(point(seconds, operation=operation, ranks=tuple(range(len(devices))), bytes=n))
+        for count in sorted(groups):
+            for n in sizes:
+                seconds = collective_seconds(truth, operation, algorithm, count, n)
+                points.append(point(seconds, operation=operation, ranks=tuple(range(count)), bytes=n))
     ranks = tuple(RankInfo(rank=r, host=host) for r, host in enumerate(hosts))
     return Bench(made="2026-01-01T00:00:00Z", ranks=ranks, points=tuple(points), topology=topology or {})
 

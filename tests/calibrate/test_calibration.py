@@ -155,6 +155,19 @@ def test_file_loads_as_the_same_cluster(tmp_path, capsys) -> None:
     assert "verdict" in capsys.readouterr().out
 
 
+def test_factors_differ_inside_a_node_and_between_nodes() -> None:
+    inside, across = Factors(latency=3.0, bytes=2.0), Factors(latency=1.2, bytes=1.1)
+    truth = synthetic.cluster((4, 30e-6, 2e9), (3, 1e-3, 25e6), ports=1)
+    known = truth.but(
+        collectives=truth.collectives.but(factors={"all-gather": inside}, factors_across={"all-gather": across})
+    )
+    result = calibrate([synthetic.bench(known, noise=NOISE, operations={"all-gather": "multi-ring"})])
+    added = result.cluster.collectives
+    assert added.factor("all-gather").bytes == pytest.approx(2.0, rel=12 * NOISE)
+    assert added.factor("all-gather", across=True).bytes == pytest.approx(1.1, rel=12 * NOISE)
+    assert all(f.residual <= 2 * NOISE for f in result.factors)
+
+
 # Verdicts
 
 

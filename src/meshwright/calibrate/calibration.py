@@ -56,7 +56,7 @@ class Calibration:
                  "slow": [asdict(unit) for unit in level.slow]}
                 for level in self.levels
             ],
-            "factors": {f.operation: {**f.factors.model_dump(), "residual": f.residual, "worst": f.worst} for f in self.factors},
+            "factors": [{**asdict(f), "factors": f.factors.model_dump()} for f in self.factors],
             "algorithms": [
                 {"operation": s.operation, "backend": s.backend, "algorithm": s.algorithm, "ranks": len(s.ranks), **s.line.as_dict()}
                 for s in self.series
@@ -99,7 +99,7 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     factors = fitted_factors(bare, benches, backend)
     series = series_of(point for bench in benches for point in bench.points)
     return Calibration(
-        with_factors(bare, {one.operation: one.factors for one in factors}),
+        with_factors(bare, factors),
         levels,
         factors,
         series,

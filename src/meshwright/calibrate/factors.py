@@ -2,7 +2,8 @@
 
 The cost model prices a collective by the closed formula of the program that the library runs, on the α and β of pairs of ranks. A library
 pays more: gloo's ring posts receives late and pays 4(P−1)α instead of 2(P−1)α, additions take time on a CPU, ranks share cores. So for
-each operation two factors are fitted, on the latency and on the seconds of the bytes, with which the formula gives the measured times:
+each operation two factors are fitted, on the latency and on the seconds of the bytes, with which the formula gives the measured times;
+first for groups inside a node, then, with these, for groups of several nodes:
 
     minimise Σ ρ( ln model(n; latency, bytes) − ln measured )      ρ by Huber; Gauss-Newton in ln latency, ln bytes
 
@@ -32,59 +33,66 @@ class FittedFactors:
     """The factors of one operation, and how well the cost model then gives the measured times."""
 
     operation: str
+    across: bool  # between nodes
     factors: Factors
-    residual: float  # median of |model/measured − 1|
-    worst: float
-    worst_at: int
-    points: int
+    residual: float = 0.0  # median of |model/measured − 1|
+    worst: float = 0.0
+    worst_at: int = 0
+    points: int = 0
 
 
 def fitted_factors(cluster: Cluster, benches: Sequence[Bench], backend: str) -> list[FittedFactors]:
-    """Factors of every operation that was measured with the library's own choice of algorithm."""
-    found = []
+    """Factors of every operation that was measured with the library's own choice of algorithm, inside a node and between nodes."""
+    found: list[FittedFactors] = []
+    everything = [point for bench in benches for point in bench.points]
     for operation in PRICED:
-        points = [
-            point for bench in benches for point in bench.points if usable(point, operation, backend, cluster, bench)
-        ]
-        if len({point.bytes for point in points}) >= 2:
-            found.append(fit(cluster, operation, points))
+        points = [point for point in everything if usable(point, operation, backend, cluster)]
+        for across in (False, True):
+            here = [point for point in points if (len(point.ranks) > cluster.node_size) == across]
+            if len({point.bytes for point in here}) >= 2:
+                found.append(fit(with_factors(cluster, found), operation, here, across))
     return found
 
 
-def usable(point: Point, operation: str, backend: str, cluster: Cluster, bench: Bench) -> bool:
+def usable(point: Point, operation: str, backend: str, cluster: Cluster) -> bool:
     """Whether the cost model prices the group of a point: the first ranks of the cluster, which fill whole nodes or lie in one."""
     count = len(point.ranks)
     first = point.ranks == tuple(range(count)) and count > 1
     fills = count <= cluster.node_size or count % cluster.node_size == 0
-    return (
-        point.operation == operation
-        and point.backend == backend
-        and not point.algorithm
-        and first
-        and fills
-        and point.bytes > 0
+    named = point.operation == operation and point.backend == backend and not point.algorithm
+    return named and first and fills and point.bytes > 0
+
+
+def with_factors(cluster: Cluster, fitted: Sequence[FittedFactors]) -> Cluster:
+    """The cluster with these factors beside those it has."""
+    added = cluster.collectives
+    inside = {one.operation: one.factors for one in fitted if not one.across}
+    between = {one.operation: one.factors for one in fitted if one.across}
+    return cluster.but(
+        collectives=added.but(factors={**added.factors, **inside}, factors_across={**added.factors_across, **between})
     )
 
 
-def with_factors(cluster: Cluster, factors: dict[str, Factors]) -> Cluster:
-    return cluster.but(collectives=cluster.collectives.but(factors={**cluster.collectives.factors, **factors}))
-
-
-def model_times(cluster: Cluster, operation: str, points: Sequence[Point], logs: np.ndarray) -> np.ndarray:
+def model_times(
+    cluster: Cluster, operation: str, points: Sequence[Point], logs: np.ndarray, across: bool
+) -> np.ndarray:
     """Seconds by the cost model with these factors (logarithms)."""
     factors = Factors(latency=float(np.exp(logs[0])), bytes=float(np.exp(logs[1])))
-    priced = with_factors(cluster, {operation: factors})
+    priced = with_factors(cluster, [FittedFactors(operation, across, factors)])
     return np.array([choose(priced, operation, float(p.bytes), len(p.ranks)).seconds for p in points])
 
 
-def fit(cluster: Cluster, operation: str, points: Sequence[Point]) -> FittedFactors:
-    """The factors of one operation."""
+def fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool = False) -> FittedFactors:
+    """The factors of one operation, inside a node or between nodes."""
     measured = np.log([p.median_s for p in points])
     logs = np.zeros(2)
     for _ in range(ROUNDS):
-        base = np.log(model_times(cluster, operation, points, logs))
+        base = np.log(model_times(cluster, operation, points, logs, across))
         slopes = np.stack(
-            [(np.log(model_times(cluster, operation, points, logs + STEP * unit)) - base) / STEP for unit in np.eye(2)],
+            [
+                (np.log(model_times(cluster, operation, points, logs + STEP * unit, across)) - base) / STEP
+                for unit in np.eye(2)
+            ],
             axis=1,
         )
         error = base - measured
@@ -95,10 +103,11 @@ def fit(cluster: Cluster, operation: str, points: Sequence[Point]) -> FittedFact
         logs = np.clip(logs + np.clip(change, -1.5, 1.5), -LARGEST, LARGEST)
         if np.abs(change).max() < 1e-6:
             break
-    final = np.abs(model_times(cluster, operation, points, logs) / np.exp(measured) - 1)
+    final = np.abs(model_times(cluster, operation, points, logs, across) / np.exp(measured) - 1)
     worst = int(final.argmax())
     return FittedFactors(
         operation,
+        across,
         Factors(latency=round(float(np.exp(logs[0])), 4), bytes=round(float(np.exp(logs[1])), 4)),
         float(np.median(final)),
         float(final[worst]),

@@ -212,9 +212,9 @@ def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> 
     inside = cluster.device_bandwidth(0) * share[0]
     if operation != "point-to-point":
         inside = inside * library.small_group(cluster, group.per_node)
-    factor = cluster.collectives.factor(operation)
-    hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factor.latency for k in (0, 1)]
-    return Rates(hops[0], factor.bytes / inside, hops[1], factor.bytes / (group.outside * share[1]))
+    factors = [cluster.collectives.factor(operation, across=k > 0) for k in (0, 1)]
+    hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factors[k].latency for k in (0, 1)]
+    return Rates(hops[0], factors[0].bytes / inside, hops[1], factors[1].bytes / (group.outside * share[1]))
 
 
 def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:

@@ -18,7 +18,7 @@ with these links; a program walked on it takes exactly the time of the closed fo
     in-switch     reduction in a switch sustains a share of the rate that rings reach (Link.in_switch)
     chunks        a transfer time of w takes 2√(ℓ·w) longer, ℓ: the start-up time of one chunk. This is the remaining cost of
                   pipelining a transfer with the optimal number of chunks
-    factors       per operation, on the latency and on the transfer time (`meshwright calibrate` fits them)
+    factors       per operation, inside a node and between nodes, on the latency and on the transfer time (`meshwright calibrate`)
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def in_switch(cluster: Cluster, algorithm: str) -> tuple[float, float]:
 
 def library_links(cluster: Cluster, operation: str, algorithm: str, ranks: int) -> Cluster:
     """The cluster with the library's effective links for one algorithm on `ranks` ranks: hops, reached rates, hidden reductions."""
-    levels, factor = [], cluster.collectives.factor(operation)
+    levels = []
     for k, level in enumerate(cluster.levels):
-        link = level.link
+        link, factor = level.link, cluster.collectives.factor(operation, across=k > 0)
         rate = link.bandwidth * in_switch(cluster, algorithm)[min(k, 1)] / factor.bytes
         if k == 0:
             inside = min(ranks, cluster.node_size)

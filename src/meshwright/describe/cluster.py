@@ -161,11 +161,14 @@ class Collectives(Described):
     chunk: Seconds = Field(default=2.5e-6, ge=0, description="start of one chunk of a transfer")
     peer: Seconds = Field(default=1e-6, ge=0, description="one more send and receive in a group of them")
     pair_loss: float = Field(default=0.45, ge=0, lt=1, description="share of the rate that a group of P loses, times P")
-    factors: dict[str, Factors] = Field(default_factory=dict, description="by operation, such as all-reduce")
+    factors: dict[str, Factors] = Field(
+        default_factory=dict, description="inside a node, by operation such as all-reduce"
+    )
+    factors_across: dict[str, Factors] = Field(default_factory=dict, description="between nodes, by operation")
     source: str = "published measurements of NCCL"
 
-    def factor(self, operation: str) -> Factors:
-        return self.factors.get(operation, AS_THE_FORMULA)
+    def factor(self, operation: str, across: bool = False) -> Factors:
+        return (self.factors_across if across else self.factors).get(operation, AS_THE_FORMULA)
 
 
 AS_THE_FORMULA = Factors()

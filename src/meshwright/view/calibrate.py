@@ -68,11 +68,18 @@ def causes(result: Calibration) -> list[RenderableType]:
 def factors(result: Calibration) -> RenderableType:
     """How the library's collectives compare with the formula on the α and β of pairs."""
     rows = [
-        (f.operation, f"{f.factors.latency:.2f}×", f"{f.factors.bytes:.2f}×", f.points, f"{f.residual:.0%}",
-         f"{f.worst:.0%} at {format_bytes(f.worst_at)}")
+        (
+            f.operation,
+            "between nodes" if f.across else "inside a node",
+            f"{f.factors.latency:.2f}×",
+            f"{f.factors.bytes:.2f}×",
+            f.points,
+            f"{f.residual:.0%}",
+            f"{f.worst:.0%} at {format_bytes(f.worst_at)}",
+        )
         for f in result.factors
-    ]  # fmt: skip
-    columns = ("collective", ">latency", ">bytes", ">points", ">residual", "~largest error of the cost model")
+    ]
+    columns = ("collective", "group", ">latency", ">bytes", ">points", ">residual", "~largest error of the cost model")
     return filled(columns, rows, title="factors on the formulas")
 
 
