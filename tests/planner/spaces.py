@@ -67,8 +67,9 @@ def placement(where: Space, plan: Plan) -> tuple[tuple[int, ...], ...]:
 def name(where: Space, plan: Plan) -> tuple[object, ...]:
     """A plan without what makes no difference: twins have one name."""
     zero = plan.zero if plan.shard * plan.cp > 1 else 0
-    if zero == 2 and not plan.reduces_each:
+    if zero == 2 and (plan.pp > 1 or not plan.reduces_each):  # a pipeline reduces once per step
         zero = 1
+    gathers_each = zero == 3 and plan.pp == 1  # the stages of a pipeline keep weights gathered
     looped = {"looped-bfs": "gpipe", "interleaved-zb": "zb-h1"}
     schedule = looped.get(plan.schedule, plan.schedule) if plan.virtual == 1 else plan.schedule
     return (
@@ -84,8 +85,8 @@ def name(where: Space, plan: Plan) -> tuple[object, ...]:
         plan.microbatch,
         plan.recompute,
         zero,
-        zero == 3 and plan.reshard,
-        zero == 3 and plan.reduces_each,
+        gathers_each and plan.reshard,
+        gathers_each and plan.reduces_each,
         plan.pp > 1 and (schedule, plan.virtual),
         placement(where, plan),
     )

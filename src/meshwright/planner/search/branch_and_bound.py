@@ -35,8 +35,8 @@ from meshwright.planner.search.table import Table, codes, join
 
 MARGIN = 0.01  # plans this close to the best are all costed …
 STRATEGY_MARGIN = 0.002  # … and those this close to the best of their strategy
-EFFORT = 30_000  # plans costed for one strategy that lost
-FRONT_EFFORT = 60_000  # plans costed that are slower than the best, for strategies and the front together
+EFFORT = 15_000  # plans costed for one strategy that lost
+FRONT_EFFORT = 30_000  # plans costed that are slower than the best, for strategies and the front together
 FRONT = -1  # the front's place among what was given up
 STEPS = 5  # rungs of the ladder of memory limits, each 10% of the limit lower
 RUNG = 0.1

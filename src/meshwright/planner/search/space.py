@@ -7,7 +7,7 @@
     scheduled  + pipeline schedule and virtual stages: a complete plan
 
 The options of a layer depend on only a few fields of the layers above it, so the plans can be counted without enumerating them: GPT-3 on
-512 GPUs has over a hundred million plans in about ten thousand frames. The search expands a row into the next layer only if its bound allows
+512 GPUs has about fifty million plans in about ten thousand frames. The search expands a row into the next layer only if its bound allows
 a better plan.
 
 **Legal** plans are those that `describe.legality` accepts. Each layer calls this one predicate, with the fields of lower layers at their least
@@ -15,7 +15,8 @@ demanding values. Stages may have unequal numbers of layers. Unequal *virtual* s
 constraint names `virtual`, because ranks then wait for each other.
 
 **Duplicates**, different fields for the same plan, are enumerated once: schedules of a one-stage pipeline, sp with tp = 1, cp_kind with cp = 1,
-ZeRO that shards nothing or keeps whole gradients (ZeRO-2 that reduces once per step is ZeRO-1), looped schedules with one stage per rank, and
+ZeRO that shards nothing or keeps whole gradients (ZeRO-2 that reduces once per step, as in a pipeline, is ZeRO-1), reshard and reduce in a
+pipeline, whose stages gather weights and reduce gradients once per step, looped schedules with one stage per rank, and
 orders of the axes that put the same number of members of every group into every unit of the cluster. One dominated choice is excluded: reducing
 after every micro-batch under ZeRO-0 or 1 sends more bytes and saves no memory. Gradient buckets are not searched: their size follows from the
 group that reduces them (`bucket_for`).
@@ -279,23 +280,26 @@ class Space:
         """Rows, each with every legal schedule of its pipeline."""
         return rows.crossed((rows.pp, self.microbatches(rows)), self.schedules)
 
-    def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, np.ndarray]:
-        return rows.dp, rows.cp > 1  # context-parallel ranks hold the same weights
+    def _sharding_keys(self, rows: Table) -> tuple[np.ndarray, ...]:
+        return rows.dp, rows.cp > 1, rows.pp > 1  # context-parallel ranks hold the same weights
 
     @cache  # noqa: B019
-    def shardings(self, dp: int, repeated: int) -> Table:
+    def shardings(self, dp: int, repeated: int, piped: int) -> Table:
         """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: context-parallel ranks
-        repeat the weights, so ZeRO can shard over them even if shard = 1."""
+        repeat the weights, so ZeRO can shard over them even if shard = 1. `piped`: the stages of a pipeline gather weights and reduce
+        gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1."""
         c = self.choices
+        stages = c.numbers("zero", c.words["zero"])
         found = []
-        for zero in c.numbers("zero", c.words["zero"]):
+        for zero in [z for z in stages if z != 2 or not piped or 1 not in stages]:
             for shard in c.numbers("shard", divisors(dp) if zero else [1]):
                 replicate = dp // shard
                 shards_nothing = zero and shard == 1 and not repeated
                 if shards_nothing or not c.allows("replicate", replicate) or (not c.hybrid and zero and 1 < shard < dp):
                     continue
-                for reshard in c.words["reshard"] if zero == 3 else (True,):
-                    for reduce in c.words["reduce"] if zero == 3 else ("auto",):
+                reshards, reduces = (c.words[name][: 1 if piped else None] for name in ("reshard", "reduce"))
+                for reshard in reshards if zero == 3 else (True,):
+                    for reduce in reduces if zero == 3 else ("auto",):
                         each = zero >= 2 and reduce != "step"
                         found.append((replicate, shard, zero, reshard, each))
         columns = np.array(found, np.int64).reshape(-1, 5).T
