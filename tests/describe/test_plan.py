@@ -37,6 +37,9 @@ def test_a_good_plan_passes() -> None:
     assert plan.world == 64
     assert plan.microbatches(Workload(batch=512)) == 128
     assert plan.title() == "dp 4 (ZeRO-1) · tp 8+sp · pp 2 (1f1b) · micro-batch 1"
+    few, many = Plan(pp=4, layers_per_stage=(5, 6, 6, 1)), Plan(pp=16, layers_per_stage=(1, *[2] * 14, 1))
+    assert few.title() == "pp 4 (1f1b, layers 5/6/6/1) · micro-batch 1"
+    assert many.title() == "pp 16 (1f1b, layers 1/2×14/1) · micro-batch 1"
     lossy = Plan(replicate=2, compression="int8", offload="both")
     assert lossy.title() == "dp 2 · micro-batch 1 · int8 gradients · offload states and activations"
 

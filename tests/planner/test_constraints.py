@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.cost.estimate import estimate
 from meshwright.errors import MeshwrightError
 from meshwright.planner.advice.infeasible import no_plan, none_fits
-from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space, bucket_for
 from planner.spaces import MODELS, space
 

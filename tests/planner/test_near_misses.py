@@ -20,7 +20,7 @@ def test_a_batch_of_250_on_32_gpus_misses_256():
     assert offer.setting == "--batch 256"
     taken = asked(gpus=32, batch=256, seq=4096)
     gain = taken.prediction.tokens_per_s / r.prediction.tokens_per_s - 1
-    assert 0.2 < offer.gain <= gain + 0.005  # common plans: the gain is at least this
+    assert 0.15 < offer.gain <= gain + 0.005  # common plans: the gain is at least this
     assert not [m for m in taken.near_misses if m.what in ("batch", "GPUs")]
     workload = r.space.workload.but(batch=256)
     offer.plan.check(r.space.model, workload, r.space.cluster)

@@ -19,7 +19,8 @@ from meshwright.planner.search.branch_and_bound import MARGIN, Found, Search, se
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.common_plans import best_common_plan
 from meshwright.planner.search.first_fit import first_that_fits
-from meshwright.planner.search.leaders import TIE, rank, solve
+from meshwright.planner.search.leaders import TIE, rank
+from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
 from planner.spaces import DENSE, MODELS, MOE, TIED, space

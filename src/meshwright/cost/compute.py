@@ -53,6 +53,11 @@ def memory_time(device: Accelerator, op: Op) -> Array:
     return eff.floor * np.minimum(op.launches, 4.0) + op.bytes / (eff.memory * device.memory_bandwidth)
 
 
+def host_copy_time(device: Accelerator, op: Op) -> Array:
+    """Seconds of a copy between the device and its host."""
+    return op.bytes / device.host_bandwidth
+
+
 def op_time(device: Accelerator, precision: str, kernel: str, op: Op) -> Array:
     """Seconds on the compute stream of one occurrence of an operation."""
     dtype = op.dtype or precision
@@ -60,4 +65,4 @@ def op_time(device: Accelerator, precision: str, kernel: str, op: Op) -> Array:
         return gemm_time(device, dtype, op)
     if op.kind == "attention":
         return attention_time(device, dtype, op, kernel)
-    return memory_time(device, op)
+    return host_copy_time(device, op) if op.kind == "host" else memory_time(device, op)

@@ -145,7 +145,7 @@ def estimate(
 
 def communication(cost: StepCost) -> tuple[float, float]:
     """Seconds of communication of the slowest rank: the total and the exposed part."""
-    total = sum(float(np.broadcast_to(v, 1)[0]) for k, v in cost.busy.items() if k.startswith("comm:"))
+    total = sum(float(np.broadcast_to(cost.busy.get(f"comm:{axis}", 0.0), 1)[0]) for axis in COMMUNICATION)
     total += float(np.broadcast_to(cost.reduce, 1)[0])
     exposed = sum(float(np.broadcast_to(cost.exposed.get(axis, 0.0), 1)[0]) for axis in COMMUNICATION)
     return max(total, exposed), exposed

@@ -103,6 +103,7 @@ def bound_by(exposed: dict[str, float]) -> str:
         "bubble": "the pipeline bubble",
         "host": "the host's launches",
         "optimizer": "the optimizer",
+        "offload": "copies to and from the host",
         "overhead": "step overhead",
     }
     groups: dict[str, float] = {}

@@ -28,10 +28,11 @@ from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
 from meshwright.cost.pipeline import ramp
-from meshwright.describe.cluster import Cluster
+from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
+from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks, rank_blocks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
@@ -164,7 +165,8 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         for axis, seconds in t.comm.items():
             busy[f"comm:{axis}"] = busy.get(f"comm:{axis}", 0.0) + runs * seconds
         flops = flops + runs * t.flops
-    busy["compute"] = sum((s for part, s in exposed.items() if part not in b.overlap), np.zeros(b.n))
+    copies = (*b.overlap, "offload")
+    busy["compute"] = sum((s for part, s in exposed.items() if part not in copies), np.zeros(b.n))
     exposed["host"] = m * of_slowest([r.waits for r in ranks])
     if b.stack.blocking_p2p:
         exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
@@ -218,11 +220,18 @@ def phase_time(
     t = PhaseTime()
     core: Array = 0.0
     work: Array = 0.0
+    to_host: Array = 0.0
     for op in ops:
         if op.axis:
             axis = AXIS_OF[op.axis]
             t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
             t.host = t.host + op.count * stack.collective_launch
+            continue
+        if op.kind == "host":
+            copied = op.count * compute.host_copy_time(device, op)
+            t.comm["host"] = t.comm.get("host", 0.0) + copied
+            to_host = to_host + (copied if op.name == TO_HOST else 0.0)
+            t.host = t.host + op.count * op.launches * stack.launch
             continue
         seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
         t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
@@ -247,6 +256,11 @@ def phase_time(
         t.parts[axis] = seconds - hidden
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
         t.busy = t.busy + seconds - hidden + slowed
+    if "host" in t.comm:  # copies down run beside compute; backward waits for each copy up
+        hidden = np.minimum(to_host, left)
+        t.left = left - hidden
+        t.parts["offload"] = t.comm["host"] - hidden
+        t.busy = t.busy + t.parts["offload"]
     if stack.graphs:
         t.host = t.host * GRAPH_HOST
     return t
@@ -314,7 +328,9 @@ def _closing(
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in ops:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op)
-        if op.part == "optimizer":
+        if op.kind == "host":
+            update = update + op.count * compute.host_copy_time(device, op)
+        elif op.part == "optimizer":
             update = update + op.count * _update_time(b, op, seconds)
         elif op.name in ("compress", "average-parameters"):  # never overlaps
             compress = compress + op.count * seconds
@@ -347,6 +363,12 @@ def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
     """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
     launched = seconds if op.axis else np.maximum(seconds, op.launches * b.stack.launch)
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
+
+
+def host_update_time(b: Batch, device: Accelerator, elements: Array) -> Array:
+    """Seconds in which the host updates `elements`, with the copies of their gradients and parameters."""
+    copied = sum(op.bytes for op in sync.state_copies(b, elements))
+    return sync.update_bytes(b, elements) / HOST_RATE + copied / device.host_bandwidth
 
 
 def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> dict[str, Array]:

@@ -75,6 +75,10 @@ class Accelerator(Described):
     memory_bandwidth: Rate
     peak: dict[str, Flops] = Field(description="dense FLOP/s by dtype; never the sparse figure")
     efficiency: Efficiency = Efficiency()
+    host_bandwidth: Rate = Field(
+        default=25e9,
+        description="bytes/s between the device and its host's memory, per direction; the default is what PCIe 4 x16 reaches",
+    )
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")
 

@@ -12,6 +12,8 @@ training stack by `check`.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from pydantic import model_validator
 
 from meshwright.describe import legality
@@ -24,6 +26,8 @@ from meshwright.describe.workload import Workload
 from meshwright.units import format_decimal_bytes
 
 __all__ = ["AXES", "Plan", "divisors"]
+
+MOST_LISTED = 8  # stages whose lengths a title lists one by one
 
 
 class Plan(PlanFields):
@@ -75,7 +79,7 @@ class Plan(PlanFields):
             words.append(f"cp {self.cp} ({self.cp_kind})")
         if self.pp > 1:
             stages = f"×{self.virtual}" if self.virtual > 1 else ""
-            layers = f", layers {'/'.join(map(str, self.layers_per_stage))}" if self.layers_per_stage else ""
+            layers = f", layers {stage_lengths(self.layers_per_stage)}" if self.layers_per_stage else ""
             words.append(f"pp {self.pp}{stages} ({self.schedule}{layers})")
         if self.ep > 1 or (self.expert_tp and self.expert_tp != self.tp):
             words.append(f"ep {self.ep}{f' (expert tp {self.expert_tp})' if self.etp != self.tp else ''}")
@@ -126,3 +130,11 @@ class Plan(PlanFields):
         every = f"every {self.recompute_every}" if self.recompute_every > 1 else ""
         most = f"{self.recompute_layers} per stage" if self.recompute_layers else ""
         return f" ({', '.join(filter(None, (every, most)))})" if every or most else ""
+
+
+def stage_lengths(lengths: tuple[int, ...]) -> str:
+    """Layers of each stage in a line: `5/6/6/1`, and for more than eight stages with equal neighbours counted: `1/2×14/1`."""
+    if len(lengths) <= MOST_LISTED:
+        return "/".join(map(str, lengths))
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    return "/".join(f"{length}×{count}" if count > 1 else f"{length}" for length, count in runs)

@@ -40,6 +40,9 @@ class Stack(Described):
         default=False,
         description="fp8: can all-gather activations and ZeRO-3 weights in fp8 (plan.gather_dtype)",
     )
+    offloads: tuple[Literal["states", "activations"], ...] = Field(
+        default=(), description="what the stack can keep in host memory; the planner searches only these"
+    )
     flat_shards: bool = Field(
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",

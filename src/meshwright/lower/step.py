@@ -14,7 +14,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import ends, footprint, gradients
+from meshwright.lower import ends, footprint, gradients, offload
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
@@ -65,6 +65,7 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
     if model.tied and np.any(batch.pp > 1):
         program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
     _add_weight_gathers(program)
+    offload.add_activation_copies(program)
     _drop_impossible(program)
     return program
 
@@ -147,6 +148,7 @@ def _counts_only(program: StepProgram, element: float) -> None:
     program.parameters["dense"] = {"dense": n, "expert": np.zeros(batch.n)}
     program.loads["dense"] = {"dense": gradients.Load(held=n, sent=n, first=n), "expert": gradients.Load()}
     _add_weight_gathers(program)
+    offload.add_activation_copies(program)
 
 
 def _drop_impossible(program: StepProgram) -> None:

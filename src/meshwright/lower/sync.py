@@ -18,6 +18,7 @@ from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
+from meshwright.lower.offload import state_copies
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
@@ -125,17 +126,19 @@ def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> 
 
 def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:
     """The update: memory-bound over the states this rank owns. Unfused, each of `tensors` launches a dozen kernels."""
-    copies, state = b.workload.state_copies, b.state_bytes
-    masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
-    touched = b.grad_bytes + 2 * copies * state + masters + 2 * b.param_bytes
-    fused = "optimizer" in b.stack.fused
-    launches = np.ceil(tensors / 100) + 1 if fused else UPDATE_LAUNCHES * tensors
-    moved = elements * touched * (1 if fused else 2.5)
-    ops = [Op("update", "optimizer", "memory", 1.0, bytes=moved, launches=launches)]
+    launches = np.ceil(tensors / 100) + 1 if "optimizer" in b.stack.fused else UPDATE_LAUNCHES * tensors
+    ops = [Op("update", "optimizer", "memory", 1.0, bytes=update_bytes(b, elements), launches=launches)]
     if b.workload.clip:
         read = elements * b.grad_bytes * 2
         ops.append(Op("norm", "optimizer", "memory", 1.0, bytes=read, launches=np.ceil(tensors / 50) + 4))
-    return ops
+    return [*ops, *state_copies(b, elements)]
+
+
+def update_bytes(b: Batch, elements: Array) -> Array:
+    """Bytes that the update of `elements` reads and writes."""
+    masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
+    touched = b.grad_bytes + 2 * b.workload.state_copies * b.state_bytes + masters + 2 * b.param_bytes
+    return elements * touched * (1 if "optimizer" in b.stack.fused else 2.5)
 
 
 def parameter_count(b: Batch) -> Array:

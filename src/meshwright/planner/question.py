@@ -7,7 +7,7 @@ constraint too, since the planner chooses the plan; every other `--set` describe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.describe.cluster import Cluster
@@ -67,6 +67,8 @@ def read(
     base = base_plan(config)
     constraints = search_choices.read([*words(fix), *fixed], words(most), words(least), without, words(allow))
     options = search_choices.choices(base, constraints, tuple(config.stack.order))
+    if "plan.offload" in config.origins:  # the given plan decides
+        options = replace(options, offload=False)
     return Question(config, base, options, read_headroom(headroom), assumptions(config, stack))
 
 

@@ -22,6 +22,7 @@ WORDS = {
     "bubble": "pipeline bubble of the busiest rank",
     "host": "waiting for the host",
     "interference": "slowed by overlap",
+    "offload": "copies to and from the host",
     "dp": "data-parallel communication",
     "overhead": "step overhead",
     "recompute": "recompute",
@@ -34,6 +35,7 @@ KIND = {
     "bubble": "waiting",
     "host": "waiting",
     "interference": "waiting",
+    "offload": "communication",
     "optimizer": "once per step",
     "overhead": "once per step",
 }

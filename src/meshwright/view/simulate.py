@@ -17,6 +17,7 @@ from meshwright.cost.collective import Network
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.step import AXIS_OF, HIDEABLE
 from meshwright.cost.walked import WalkedStep
+from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Op
 from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS
@@ -86,17 +87,18 @@ class Filler:
 
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
         ops = self.e.program.blocks.get((block, phase), [])
-        room = HIDEABLE * sum(one(op.count) * self.seconds(op) for op in ops if not op.axis)
+        room = HIDEABLE * sum(one(op.count) * self.seconds(op) for op in ops if not op.axis and op.kind != "host")
         for op in ops:
             length = one(op.count) * self.seconds(op)
             if length <= 0:
                 continue
-            if not op.axis:
+            if not op.axis and op.kind != "host":
                 out.append(Piece("compute", op.name, at, length, op.part))
                 at += length
                 continue
-            axis = AXIS_OF[op.axis]
-            hidden = min(length, room) if one(self.e.program.batch.overlap[axis]) else 0.0
+            axis = AXIS_OF[op.axis] if op.axis else "host"
+            overlaps = one(self.e.program.batch.overlap[axis]) if op.axis else op.name == TO_HOST
+            hidden = min(length, room) if overlaps else 0.0
             room -= hidden
             begins = max(at, free.get(axis, 0.0))
             out.append(Piece(f"comm:{axis}", op.name, begins, length, op.collective))

@@ -33,6 +33,7 @@ NAMES = {
     "overhead": "step overhead",
     "recompute": "recompute",
     "interference": "compute slowed by overlap",
+    "offload": "copies to and from the host",
 }
 
 

@@ -54,6 +54,8 @@ def reasons(e: Estimate) -> dict[str, str]:
     if plan.recompute != "none":
         more = format_seconds(e.prediction.exposed_s.get("recompute", 0.0))
         out["recompute"] = f"{more} of extra compute, so that activations fit"
+    if plan.offload != "none":
+        out["offload"] = offload(e)
     if plan.order:
         places = ", ".join(f"{a} in the {e.levels[a]}" for a in plan.order if a in e.levels)
         out["order"] = f"axes from the nearest neighbours to the farthest: {places}"
@@ -72,6 +74,17 @@ def sequence_parallel(e: Estimate, trial: Trial) -> str:
     return (
         f"off: with it a step takes {100 * longer:+.1f}% (one more gather in backward), for {saved:.1f} GiB less memory"
     )
+
+
+def offload(e: Estimate) -> str:
+    """What is kept in host memory and what that costs; the rates of the host are assumed."""
+    what = {"states": "optimizer states", "activations": "saved activations"}.get(
+        e.plan.offload, "states and activations"
+    )
+    parts = e.prediction.exposed_s
+    copies = f", {format_seconds(parts['offload'])} of copies" if parts.get("offload") else ""
+    update = f"the update takes {format_seconds(parts.get('optimizer', 0.0))}{copies}"
+    return f"{what} in host memory: without it plans do not fit or are much slower; {update} (host rates assumed, not measured)"
 
 
 def fp8_gathers(e: Estimate, trial: Trial) -> str:

@@ -31,7 +31,7 @@ from functools import partial, reduce
 
 import numpy as np
 
-from meshwright.cost.step import StepCost, rank_time, step_cost
+from meshwright.cost.step import StepCost, host_update_time, rank_time, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.schedules import RULES
 from meshwright.lower.batch import SCHEDULES
@@ -117,11 +117,25 @@ def kernels(space: Space, rows: Table) -> Table:
 
 def of_frames(space: Space, rows: Table) -> Table:
     """Frames with lower bounds of time (from the largest micro-batch) and memory (from the smallest)."""
-    rows = kernels(space, rows)
+    return frame_bounds(space, kernels(space, rows))
+
+
+def offloaded(space: Space, rows: Table, enough: float = np.inf) -> Table:
+    """Frames of the same space without offload, bounded by `of_frames`, with the bounds of a space that offloads: copies only add time, and
+    saved activations may take no memory. Frames slower than `enough` seconds are left out."""
+    rows = rows.take(rows.time <= enough)
+    if space.base.offload != "states":
+        rows = rows.but(**dict.fromkeys(("saved", "layer", "lighter"), np.zeros(len(rows))))
+    return frame_bounds(space, rows)
+
+
+def frame_bounds(space: Space, rows: Table) -> Table:
+    """Frames that have the columns of their kernel, with their bounds."""
     smallest = np.ones(len(rows))
     for (dp, pp), at in grouped((rows.dp, rows.pp)):
         smallest[at] = space.sizes(dp, pp).microbatch[0]
     time = space.microbatches(rows) * (rows.f + rows.i + rows.w) / rows.pp + space.stack.step_overhead
+    time = time + host_update(space, rows)
     return rows.but(time=time, memory=least_memory(space, rows, smallest / rows.microbatch))
 
 
@@ -144,7 +158,7 @@ def of_kernels(space: Space, rows: Table, limit: float = np.inf) -> Table:
         kept = some.layer * (fewest * (ends[0] + ends[1]) / 2 + remaining * np.minimum(*ends))
         return some.alone + np.maximum(0.0, kept - (some.lighter * np.maximum(*ends) + some.saved) / some.pp)
 
-    over = np.full(len(rows), space.stack.step_overhead)
+    over = space.stack.step_overhead + host_update(space, rows)
     work = rows.only("pp", "layer", "lighter", "saved").but(
         m=m, alone=alone, **{k: rows.columns[k] / rows.pp for k in "fiw"}
     )
@@ -163,16 +177,10 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
     moments = (np.where(base.master & (param < 4), 4.0, 0.0) + work.state_copies * state) * (
         base.offload not in ("states", "both")
     )
-    most = max(space.choices.numbers("zero", space.choices.words["zero"]), default=0)
-    zero = rows.columns.get("zero", np.full(n, most))
-    each = rows.columns.get("reduce_each", np.full(n, most >= 2))
-    shard = rows.columns.get("shard", rows.dp) * rows.cp * 1.0
-    spread = rows.tp / (rows.etp * rows.ep)  # data-parallel ranks of experts over those of dense weights
+    zero = zero_stage(space, rows)
+    each = rows.columns.get("reduce_each", zero >= 2)
     states = np.zeros(n)
-    for elements, ranks in (
-        (rows.dense, shard),
-        (rows.expert, np.minimum(rows.cp * rows.dp * spread, np.maximum(1.0, shard * spread))),
-    ):
+    for elements, ranks in sharded_elements(rows):
         cut = (
             param / np.where(zero >= 3, ranks, 1.0)
             + grad / np.where((zero >= 2) & each, ranks, 1.0)
@@ -180,6 +188,29 @@ def least_memory(space: Space, rows: Table, share: np.ndarray | float = 1.0) -> 
         )
         states += elements / rows.pp * cut
     return states + (rows.saved / rows.pp + rows.recompute_bytes) * share + space.stack.context
+
+
+def zero_stage(space: Space, rows: Table) -> np.ndarray:
+    """The ZeRO stage of each row; where it is not decided, the highest that is allowed."""
+    most = max(space.choices.numbers("zero", space.choices.words["zero"]), default=0)
+    return rows.columns.get("zero", np.full(len(rows), most))
+
+
+def sharded_elements(rows: Table) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Dense and expert elements of all pipeline ranks together, and the ranks that each are sharded over at most."""
+    shard = rows.columns.get("shard", rows.dp) * rows.cp * 1.0
+    spread = rows.tp / (rows.etp * rows.ep)  # data-parallel ranks of experts over those of dense weights
+    experts = np.minimum(rows.cp * rows.dp * spread, np.maximum(1.0, shard * spread))
+    return [(rows.dense, shard), (rows.expert, experts)]
+
+
+def host_update(space: Space, rows: Table) -> np.ndarray:
+    """Seconds that the mean rank's update takes on the host, with the states sharded as in `least_memory`; 0 without offloaded states."""
+    if space.base.offload not in ("states", "both"):
+        return np.zeros(len(rows))
+    sharded = zero_stage(space, rows) >= 1
+    owned = sum(elements / np.where(sharded, ranks, 1.0) for elements, ranks in sharded_elements(rows)) / rows.pp
+    return host_update_time(space.batch(rows), space.cluster.accelerator, owned)
 
 
 def best_schedule(

@@ -150,6 +150,7 @@ class Found:
     unproved: set[int]  # strategies whose best was not proved
     legal: int
     costed: int
+    frames: Table | None = None  # all frames with their bounds
 
 
 class Search:
@@ -159,6 +160,7 @@ class Search:
         self.space, self.progress = space, progress
         self.best = Incumbents(limit, margin)
         self.costed = self.walks = self.spent_on_front = 0
+        self.effort: float = np.inf  # plans costed at most
         self.spent = np.zeros(max(strategies.NAMES) + 1, np.int64)  # plans costed by strategy
         self.layers: list[Callable[[Table], Table]] = [self.shaped, self.placed, self.sharded, self.scheduled]
 
@@ -174,7 +176,17 @@ class Search:
             self.descend(0, fitting)
         misfits = {code: rows for code, rows in misfits.items() if code} | self.data_misfits(frames.take(axes == 0))
         rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
-        return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed)
+        return Found(rows, self.best, misfits, self.given_up, len(self.space), self.costed, frames)
+
+    def run_below(self, frames: Table, enough: float, effort: int) -> Found:
+        """Search bounded frames only for plans that take at most `enough` seconds, whatever their strategy, and cost about `effort` plans at most."""
+        self.best.front[:], self.best.strategy[:] = enough, -np.inf
+        self.spent[:], self.spent_on_front, self.effort = EFFORT + 1, FRONT_EFFORT + 1, effort
+        frames = frames.take(self.promising(frames.only(*BOUNDED)))
+        if len(frames):
+            self.descend(0, frames)
+        rows = self.best.found() if self.best.kept else Table(time=np.zeros(0))
+        return Found(rows, self.best, {}, set(), 0, self.costed)
 
     @property
     def given_up(self) -> set[int]:
@@ -210,7 +222,7 @@ class Search:
         for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
             if depth == 0 and self.progress:
                 self.progress(1 - len(left) / len(rows))
-            if not len(left):
+            if not len(left) or self.costed > self.effort:
                 return
             self.open(depth, rows.take(left[:size]))
             left = left[size:]

@@ -49,6 +49,7 @@ class Choices:
     most: dict[str, int] = field(default_factory=dict)
     hybrid: bool = True  # allow sharding inside groups with replicas between them
     uneven: bool = True  # allow stages with different numbers of layers
+    offload: bool = True  # search offload where nothing else fits or only much slower plans do
     constraints: tuple[Constraint, ...] = ()
 
     def numbers(self, name: str, candidates: Iterable[int]) -> list[int]:
@@ -88,7 +89,7 @@ def free(base: Plan) -> Choices:
 WITHOUT: dict[str, tuple[str, str, Any]] = {
     **{axis: ("max", axis, 1) for axis in ("tp", "cp", "pp", "ep", "dp", "virtual")},
     "zero": ("max", "zero", 0), "fsdp": ("drop", "zero", 3), **{f"zero{k}": ("drop", "zero", k) for k in (1, 2, 3)},
-    "hsdp": ("flag", "hybrid", False), "uneven": ("flag", "uneven", False), "sp": ("words", "sp", (False,)),
+    "hsdp": ("flag", "hybrid", False), "uneven": ("flag", "uneven", False), "offload": ("flag", "offload", False), "sp": ("words", "sp", (False,)),
     "recompute": ("words", "recompute", ("none",)), "expert_tp": ("max", "expert_tp", 1),
     "reorder": ("words", "order", ()),
     **{word: ("drop", "recompute", word) for word in RECOMPUTE[1:]},

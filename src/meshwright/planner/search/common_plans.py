@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choices import Choices
-from meshwright.planner.search.leaders import solve
+from meshwright.planner.search.solve import solve
 from meshwright.planner.search.space import Space
 
 HEADROOM = 0.05  # share of the memory left free
@@ -34,7 +34,7 @@ def common_choices(every: Choices, space: Space) -> Choices:
         common["sp"] = (True,)
     words = {name: tuple(w for w in every.words[name] if w in few) for name, few in common.items()}
     hybrid = every.hybrid and any(c.field in ("shard", "replicate") for c in every.constraints)
-    return replace(every, words={**every.words, **{k: v for k, v in words.items() if v}}, hybrid=hybrid)
+    return replace(every, words={**every.words, **{k: v for k, v in words.items() if v}}, hybrid=hybrid, offload=False)
 
 
 def best_common_plan(space: Space, headroom: float = HEADROOM) -> tuple[Candidate | None, int]:

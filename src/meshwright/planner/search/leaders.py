@@ -23,7 +23,7 @@ import numpy as np
 
 from meshwright.lower.batch import ORDERS
 from meshwright.planner.search import strategies
-from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found, Progress, search
+from meshwright.planner.search.branch_and_bound import RUNG, STEPS, Found
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import walk
 from meshwright.planner.search.refine import refined
@@ -50,14 +50,14 @@ class Ranking:
     front: list[Candidate]  # Pareto front: each has more free memory than every faster plan
 
 
-def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None) -> tuple[Found, Ranking | None]:
-    """Search and rank. The ranking is None where no plan fits."""
-    found = search(space, headroom, progress)
-    return found, rank(space, found) if len(found.rows) else None
-
-
 def rank(space: Space, found: Found) -> Ranking | None:
-    """Walk the leaders in waves and rank them. Plans that exceed the memory limit once all ranks are checked are dropped; None: no plan is left."""
+    """The ranking of what a search found; None: no plan is left."""
+    fitting = candidates(space, found)
+    return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
+
+
+def candidates(space: Space, found: Found) -> list[Candidate]:
+    """Walk the leaders in waves and refine them. Plans that exceed the memory limit once all ranks are checked are dropped."""
     rows = found.rows
     own = ORDERS.index(tuple(space.stack.order))
     rows = rows.but(
@@ -80,8 +80,7 @@ def rank(space: Space, found: Found) -> Ranking | None:
         for i, candidate in seen.items():
             rows.estimate[i] = candidate.time if candidate.memory <= found.incumbents.limit else np.inf
     limit = found.incumbents.limit
-    fitting = refined(space, [c for c in seen.values() if c.memory <= limit], limit)
-    return ranked(fitting, space.cluster.accelerator.memory) if fitting else None
+    return refined(space, [c for c in seen.values() if c.memory <= limit], limit)
 
 
 def wanted(rows: Table, found: Found, memory: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""Refine the leaders in fields that the search leaves out: gradient buckets and partial recompute.
+"""Refine the leaders in fields that the search leaves out: gradient buckets, partial recompute and stage lengths (`stage_lengths`).
 
 **Buckets.** Gradients are reduced bucket by bucket behind backward. Each bucket of P ranks costs a latency of about P·α, and the last one is
 never hidden:
@@ -27,16 +27,17 @@ from meshwright.lower.step import step_program
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import fullest, walked_time
 from meshwright.planner.search.space import BUCKETS, Space
+from meshwright.planner.search.stage_lengths import PART, divided
 
 TIMES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)
 WORTH = 0.001  # share of the step that another size must save
 EIGHTHS = 8
-PART = 100.0  # of `strategies.complexity`: one more part to set up
 
 
 def refined(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
-    """Candidates with their best buckets, and variants that recompute fewer layers."""
-    return rebucketed(space, [*candidates, *partial_recompute(space, candidates, limit)], limit)
+    """Candidates with their best buckets, and variants that recompute fewer layers or have stages of other lengths."""
+    found = rebucketed(space, [*candidates, *partial_recompute(space, candidates, limit)], limit)
+    return [*found, *divided(space, found, limit)]
 
 
 def partial_recompute(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:

@@ -1,0 +1,52 @@
+"""What offload copies between a device and its host: the bytes, as operations of the step.
+
+    activations   each layer sends what it saves for backward to the host in forward, and fetches it in backward
+    states        each step sends the gradients that a rank owns down and the updated parameters up
+
+The copies have no axis: they cross the host's link (`Accelerator.host_bandwidth`), not the network. What a layer saves is counted as in
+`footprint.saved`; with full recompute it is the layer's input. Only layers are offloaded, as in `parallel.data.offload`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.lower.batch import Batch
+from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.stages import LAYERS
+
+TO_HOST, FROM_HOST = "to-host", "from-host"
+
+
+def add_activation_copies(program: StepProgram) -> None:
+    """Add the copies of saved activations to the layers of plans that offload them."""
+    b = program.batch
+    if not present(b.offload_activations):
+        return
+    for kind in LAYERS:
+        if kind in program.saved:
+            size = sum(program.saved[kind].values()) + _kept_by_some(program, kind)
+            for phase, name in (("F", TO_HOST), ("I", FROM_HOST)):
+                program.blocks[kind, phase].append(Op(name, "offload", "host", b.offload_activations * 1.0, bytes=size))
+
+
+def _kept_by_some(program: StepProgram, kind: str) -> Array:
+    """Bytes that the mean layer saves beyond its input, in plans that recompute some of their layers."""
+    b = program.batch
+    more = np.zeros(b.n)
+    for i, plan in b.some_recomputed.items():
+        start, recomputed = 0, 0
+        for length in plan.stage_layers(b.model.layers):
+            recomputed += len(plan.recomputed_layers(range(start, start + length)))
+            start += length
+        spared = np.broadcast_to(program.recompute_savings.get(kind, 0.0), b.n)[i]
+        more[i] = (1 - recomputed / b.model.layers) * spared
+    return more
+
+
+def state_copies(b: Batch, elements: Array) -> list[Op]:
+    """The copies of an update on the host: the gradients of `elements` down, the parameters up."""
+    if not present(b.offload_states):
+        return []
+    size = elements * (b.grad_bytes + b.param_bytes)
+    return [Op("copy-states", "optimizer", "host", b.offload_states * 1.0, bytes=size)]

@@ -1,0 +1,144 @@
+"""Stages with unequal numbers of layers: fewer layers where the embedding or the head adds work.
+
+The search gives all stages the same number of layers, or numbers that differ by one. But the first stage also has the embedding and the last
+one the head, and a pipeline runs at the pace of its slowest rank. A head over a vocabulary V costs as much as 2·H·V FLOPs per token:
+
+    llama3-70b, 128,000 words    1.2 layers           gemma-2b, 256,000 words    5 layers
+
+With 80 layers in 4 stages 20 + 1.2 layers pace the pipeline; 20, 20, 21, 19 do better. Here each leader with a pipeline gets another division.
+
+**One stage per rank**: the division with the shortest longest stage, and of those the most even one, by dynamic programming over layers and stages:
+
+    longest(s, b) = min over a < b of max( longest(s − 1, a), seconds of the layers a … b in stage s )
+
+**Several stages per rank** (looped or V-shaped): the rank that does the least gets the next layer, and inside it the stage that does the least.
+For layers of one kind no division has a shorter slowest rank.
+
+The division becomes a candidate of its own if its simulated step is shorter and it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.cost.step import StepCost, rank_time, step_cost
+from meshwright.cost.walked import stage_times
+from meshwright.describe.plan import Plan
+from meshwright.describe.stages import stages_of_rank
+from meshwright.lower.op import StepProgram
+from meshwright.lower.stages import LAYERS, StageBlocks
+from meshwright.lower.step import step_program
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.pipeline_walk import fullest, walked_time
+from meshwright.planner.search.space import Space
+
+WORTH = 0.001  # share of the step that another division must save
+NEAR = 0.02  # a candidate is divided otherwise if that can bring it this close to the fastest
+PART = 100.0  # of `strategies.complexity`: one more part to set up
+Seconds = tuple[float, ...]
+
+
+def divided(space: Space, candidates: Sequence[Candidate], limit: float) -> list[Candidate]:
+    """Variants of candidates with other stage lengths, each faster than its original and within the memory limit."""
+    piped = [c for c in candidates if c.plan.pp > 1 and not c.plan.layers_per_stage]
+    if not piped or not space.choices.uneven or space.model.kind == "counts":
+        return []
+    enough = min(c.time for c in candidates) * (1 + NEAR)
+    variants: dict[int, list[tuple[Candidate, Plan]]] = {}
+    for c, seconds in zip(piped, block_seconds(space, [c.plan for c in piped]), strict=True):
+        plan = c.plan.but(layers_per_stage=other_division(c.plan, seconds))
+        shorter = slowest_rank(plan, seconds) / slowest_rank(c.plan, seconds)
+        if shorter < 1 - WORTH and c.time * shorter <= enough:
+            variants.setdefault(plan.pp, []).append((c, plan))
+    return [found for some in variants.values() for found in simulated(space, some, limit)]
+
+
+def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: float) -> list[Candidate]:
+    """The variants, all with one number of ranks, that fit and whose simulated steps are shorter."""
+    program = step_program(space.model, [plan for _, plan in variants], space.workload, space.stack)
+    cost = step_cost(program, space.cluster, every_rank=True)
+    stages, peaks, out = stage_times(program, cost), fullest(program), []
+    for at, (c, plan) in enumerate(variants):
+        time = walked_time(program, cost, plan, at, stages) if peaks[at] <= limit else np.inf
+        if time < c.time * (1 - WORTH):
+            closed, memory = float(cost.time[at]), float(peaks[at])
+            parts = c.complexity + PART
+            out.append(replace(c, plan=plan, time=time, closed=closed, memory=memory, complexity=parts))
+    return out
+
+
+def block_seconds(space: Space, plans: Sequence[Plan]) -> list[Seconds]:
+    """For each plan, the seconds of a micro-batch in the embedding, in each layer and in the head."""
+    program = step_program(space.model, plans, space.workload, space.stack)
+    cost = step_cost(program, space.cluster)
+    kinds = dict.fromkeys(("embedding", *space.model.layer_kinds, "head"))
+    each = {kind: one_block(program, cost, plans, kind) for kind in kinds}
+    order = ("embedding", *space.model.layer_kinds, "head")
+    return [tuple(float(each[kind][k]) for kind in order) for k in range(len(plans))]
+
+
+def one_block(program: StepProgram, cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
+    """Seconds of a micro-batch in one block; of a layer that only some stages recompute, the mean."""
+    n = program.batch.n
+    counts = {kind: np.full(n, float(kind == block)) for kind in ("embedding", *LAYERS, "head")}
+    layers = program.batch.model.layers
+    share = np.array([min(1.0, p.recompute_layers * p.stages / layers) if p.recompute_layers else 1.0 for p in plans])
+    recomputed = {kind: count * share for kind, count in counts.items()}
+    held = StageBlocks(np.zeros(n), counts, recomputed)
+    return np.broadcast_to(rank_time(program, cost.times, held, np.zeros(n)).total, n)
+
+
+def slowest_rank(plan: Plan, seconds: Seconds) -> float:
+    """Seconds of a micro-batch on the slowest rank of a plan."""
+    edges = np.cumsum([0, *plan.stage_layers(len(seconds) - 2)])
+    sums = np.cumsum([0.0, *seconds[1:-1]])[edges]
+    stages = np.diff(sums)
+    stages[0] += seconds[0]
+    stages[-1] += seconds[-1]
+    ranks = (stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp))
+    return max(float(stages[held].sum()) for held in ranks)
+
+
+def other_division(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
+    """Layers of each stage of a plan, with less for stages that have an end of the model."""
+    return balanced(seconds, plan.pp) if plan.virtual == 1 else filled(plan, seconds)
+
+
+def filled(plan: Plan, seconds: Seconds) -> tuple[int, ...]:
+    """Layers of each stage, given one by one to the rank with the least work, and there to the stage with the least; each stage has one at least."""
+    layer, work = sum(seconds[1:-1]) / (len(seconds) - 2), np.zeros(plan.stages)
+    work[0], work[-1] = seconds[0], seconds[-1]
+    ranks = [stages_of_rank(plan.schedule, plan.pp, plan.virtual, rank) for rank in range(plan.pp)]
+    lengths = np.ones(plan.stages, int)
+    for _ in range(len(seconds) - 2 - plan.stages):
+        held = min(ranks, key=lambda stages: float((work + layer * lengths)[stages].sum()))
+        lengths[min(held, key=lambda stage: float(work[stage] + layer * lengths[stage]))] += 1
+    return tuple(lengths.tolist())
+
+
+@lru_cache(maxsize=256)
+def balanced(seconds: Seconds, stages: int) -> tuple[int, ...]:
+    """Layers of each stage with the shortest longest stage; of those the most even, by the sum of squares. `seconds` are those of the embedding,
+    each layer and the head. Every stage has a layer."""
+    first, *layers, last = seconds
+    sums = np.cumsum([0.0, *layers])
+    inside = np.where(np.arange(len(sums))[:, None] < np.arange(len(sums)), sums - sums[:, None], np.inf)
+    ends = [first] + [0.0] * (stages - 2) + [last] if stages > 1 else [first + last]
+    longest = inside[0] + ends[0]
+    for end in ends[1:]:
+        longest = np.maximum(longest[:, None], inside + end).min(axis=0)
+    most = longest[-1] * (1 + 1e-9)
+    squares, chosen = np.where(inside[0] + ends[0] <= most, (inside[0] + ends[0]) ** 2, np.inf), []
+    for end in ends[1:]:
+        stage = inside + end
+        total = squares[:, None] + np.where(stage <= most, stage, np.inf) ** 2
+        chosen.append(total.argmin(axis=0))
+        squares = total.min(axis=0)
+    edges = [len(layers)]
+    for starts in reversed(chosen):
+        edges.append(int(starts[edges[-1]]))
+    return tuple(int(n) for n in np.diff([0, *reversed(edges)]))

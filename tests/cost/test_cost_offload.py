@@ -1,0 +1,65 @@
+"""Offload costs what it copies: bytes over the host's link, hidden where they can be."""
+
+import numpy as np
+import pytest
+
+from meshwright.cost.step import HIDEABLE, HOST_RATE, step_cost
+from meshwright.describe import catalog
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.lower.step import step_program
+
+CLUSTER = catalog.load("clusters", "dgx-h100").with_gpus(8)
+MODEL = catalog.load("models", "llama3-8b")
+WORK = Workload(batch=8, seq=4096)
+
+
+def costed(rate=25e9, **fields):
+    plan = Plan(**{"tp": 8, "sp": True, **fields})
+    cluster = CLUSTER.but(accelerator=CLUSTER.accelerator.but(host_bandwidth=rate))
+    program = step_program(MODEL, plan, WORK, catalog.load("stacks", "default").but(launch=1e-9))
+    return program, step_cost(program, cluster, every_rank=True)
+
+
+def saved_bytes(program) -> float:
+    """Bytes that the layers save in a step."""
+    return MODEL.layers * 8 * float(np.broadcast_to(sum(program.saved["dense"].values()), 1)[0])
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_copies_up_are_paid_and_copies_down_hidden_behind_forward(recompute):
+    _, without = costed(recompute=recompute)
+    program, slow = costed(1e8, offload="activations", recompute=recompute)
+    one_way = saved_bytes(program) / 1e8
+    forward = sum(float(x[0]) for p, x in slow.times["dense", "F"].parts.items() if p not in ("offload", "tp"))
+    hidden = HIDEABLE * forward * MODEL.layers * 8
+    assert float(slow.exposed["offload"][0]) == pytest.approx(2 * one_way - hidden, rel=1e-9)
+    program, fast = costed(1e12, offload="activations", recompute=recompute)
+    up = saved_bytes(program) / 1e12
+    assert float(fast.exposed["offload"][0]) == pytest.approx(up, rel=1e-9)  # the copies down are hidden
+    assert float(fast.time[0] - without.time[0]) == pytest.approx(up, rel=1e-3)
+    assert float(slow.busy["compute"][0]) == pytest.approx(float(without.busy["compute"][0]), rel=1e-9)
+
+
+def test_partial_recompute_copies_more_than_inputs():
+    sizes = [
+        float(costed(1e8, offload="activations", recompute="full", recompute_layers=n)[1].busy["comm:host"][0])
+        for n in (0, 24, 8)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[2] < float(costed(1e8, offload="activations")[1].busy["comm:host"][0])
+
+
+def test_states_on_the_host_are_updated_there():
+    _, here = costed()
+    program, there = costed(offload="states")
+    elements = sum(
+        float(np.broadcast_to(sum(groups.values()), 1)[0]) * {"dense": MODEL.layers}.get(block, 1)
+        for block, groups in program.parameters.items()
+    )
+    touched = (
+        4 + 2 * 2 * 4 + 8 + 2 * 2
+    )  # gradient, moments, master and parameter: read, and all but the gradient written
+    host = elements * (touched / HOST_RATE + (4 + 2) / 25e9)
+    norm = float(here.exposed["optimizer"][0]) - elements * touched / (0.85 * 3.35e12)
+    assert float(there.exposed["optimizer"][0]) == pytest.approx(host + norm, rel=0.01)

@@ -1,0 +1,101 @@
+"""Stages with unequal numbers of layers: the divisions are the best there are, and the planner takes them where they pay."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from meshwright.cost.estimate import estimate
+from meshwright.describe import legality
+from meshwright.describe.plan import Plan
+from meshwright.planner.search.leaders import TIE
+from meshwright.planner.search.solve import solve
+from meshwright.planner.search.stage_lengths import balanced, block_seconds, filled, simulated, slowest_rank
+from planner.spaces import DENSE, MOE, space
+
+SIZES = {"hidden": 2048, "heads": 16, "vocab": 131072}  # large enough that kernels outlast their launches
+HEAVY = DENSE.but(**SIZES, kv_heads=8, ffn=8192)  # its head costs as much as four layers
+EXPERTS = MOE.but(**SIZES, ffn=8192, expert_ffn=4096, layers=8)
+
+
+def heavy(model=HEAVY, gpus=4, **words):
+    return space(model, gpus, 16, seq=2048, **words)
+
+
+def divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """Every division of layers into stages of one layer or more."""
+    edges = [(0, *inner, layers) for inner in combinations(range(1, layers), stages - 1)]
+    return [tuple(np.diff(e).tolist()) for e in edges]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_division_has_a_shorter_longest_stage(seed):
+    rng = np.random.default_rng(seed)
+    layers, stages = int(rng.integers(3, 9)), int(rng.integers(2, 4))
+    kinds = rng.uniform(1, 3, 2)  # layers of two kinds, as in a model whose first layers are dense
+    seconds = (rng.uniform(0, 2), *kinds[np.sort(rng.integers(0, 2, layers))], rng.uniform(0, 6))
+    plan = Plan(pp=stages)
+    times = {d: slowest_rank(plan.but(layers_per_stage=d), seconds) for d in divisions(layers, stages)}
+    found = balanced(seconds, stages)
+    assert times[found] == pytest.approx(min(times.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("dualpipev", 2)]
+)
+@pytest.mark.parametrize("head", [0.3, 1.2, 4.0])
+def test_no_division_of_equal_layers_has_a_shorter_slowest_rank(schedule, virtual, head):
+    plan, seconds = Plan(pp=2, virtual=virtual, schedule=schedule), (0.2, *[1.0] * 9, head)
+    times = [slowest_rank(plan.but(layers_per_stage=d), seconds) for d in divisions(9, plan.stages)]
+    found = filled(plan, seconds)
+    assert sum(found) == 9
+    assert slowest_rank(plan.but(layers_per_stage=found), seconds) == pytest.approx(min(times), rel=1e-12)
+
+
+PIPED = {"fix": ["microbatch=1"], "without": ["reorder", "recompute", "cp", "sp"], "least": ["pp=2"]}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_winner_is_within_one_percent_of_every_division_of_every_plan(schedule):
+    where = heavy(**{**PIPED, "fix": [*PIPED["fix"], f"schedule={schedule}"]})
+    _, ranking = solve(where)
+    best = np.inf
+    for rows in where.plans():
+        for i in range(len(rows)):
+            plan = where.plan(rows, i)
+            tried = [plan.but(layers_per_stage=d) for d in divisions(where.model.layers, plan.stages)]
+            times = [estimate(where.model, where.cluster, p, where.workload, where.stack).walked.time for p in tried]
+            best = min(best, *times)
+    assert ranking.best.plan.layers_per_stage
+    assert ranking.fastest.time <= best * (1 + 1e-3)
+    assert ranking.best.time <= best * (1 + TIE) * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(("model", "gpus"), [(HEAVY, 8), (EXPERTS, 4)])
+def test_a_lighter_last_stage_wins_where_the_head_is_heavy(model, gpus):
+    where = heavy(model, gpus, least=["pp=2"], without=["reorder", "recompute"])
+    _, ranking = solve(where)
+    _, even = solve(heavy(model, gpus, least=["pp=2"], without=["reorder", "recompute", "uneven"]))
+    assert ranking.fastest.time < 0.97 * even.fastest.time
+    assert not any(c.plan.layers_per_stage for c in even.leaders)
+    uneven = [c for c in ranking.leaders if c.plan.layers_per_stage]
+    assert uneven
+    for c in uneven[:3]:
+        assert c.plan.layers_per_stage[-1] < max(c.plan.layers_per_stage)
+        legality.check(c.plan, where.model, where.workload, where.cluster, where.stack, trainer=True, dtypes=True)
+        e = estimate(where.model, where.cluster, c.plan, where.workload, where.stack)
+        assert e.walked.time == pytest.approx(c.time, rel=2e-3)
+        assert e.prediction.memory_gib * 2**30 == pytest.approx(c.memory, rel=1e-9)
+
+
+def test_a_division_that_does_not_fit_or_is_no_faster_is_left_out():
+    words = {**PIPED, "fix": [*PIPED["fix"], "schedule=1f1b"]}
+    where = heavy(**words)
+    _, ranking = solve(heavy(**{**words, "without": [*PIPED["without"], "uneven"]}))
+    c = ranking.fastest
+    (seconds,) = block_seconds(where, [c.plan])
+    lighter = c.plan.but(layers_per_stage=balanced(seconds, c.plan.stages))
+    worst = c.plan.but(layers_per_stage=(*[1] * (c.plan.stages - 1), where.model.layers - c.plan.stages + 1))
+    assert len(simulated(where, [(c, lighter)], np.inf)) == 1
+    assert not simulated(where, [(c, lighter)], 1.0)
+    assert not simulated(where, [(c, worst)], np.inf)
