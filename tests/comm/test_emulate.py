@@ -127,12 +127,14 @@ def test_auto_takes_the_kernel_where_it_can(name: str) -> None:
 
 
 def test_every_rank_gets_its_environment(name: str) -> None:
-    code = "import os; print(*(os.environ.get(k) for k in 'RANK LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR'.split()))"
+    keys = "RANK LOCAL_RANK NODE_RANK WORLD_SIZE MASTER_ADDR"
+    code = f"import os, socket; print(*(os.environ.get(k) for k in '{keys}'.split()), socket.gethostname())"
     with Emulation(TOPOLOGY, name) as emulation:
         lines = Lines()
         emulation.run([sys.executable, "-c", code], RunSettings("round-robin", line=lines))
         places = ["0 0 0", "1 0 1", "2 1 0", "3 1 1"]
-        assert sorted(lines.text) == [(rank, f"{place} 4 10.77.0.1") for rank, place in enumerate(places)]
+        expected = [(rank, f"{place} 4 10.77.0.1 node{place[-1]}") for rank, place in enumerate(places)]
+        assert sorted(lines.text) == expected
         lines = Lines()
         keys = "PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK RANK"
         code = f"import os; print(*(os.environ.get(k) for k in '{keys}'.split()))"

@@ -67,6 +67,19 @@ def resolve(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
+def join_environment(group_timeout: float = 120.0) -> RankContext:
+    """Join the ranks that torchrun, Slurm or `meshwright emulate run` started, as their variables say (gloo, on the CPU)."""
+    from meshwright.comm.bench.session import join, placement
+
+    place = placement(os.environ)
+    if place is None:
+        raise MeshwrightError(
+            "MW-RANK-004", "no launcher started this rank", why="RANK, WORLD_SIZE and MASTER_ADDR are not set"
+        )
+    join(place, group_timeout)
+    return RankContext(place.rank, place.world, "cpu", lambda message: None)
+
+
 def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
     """Redirect output to the log, and return the thread that ends this process when the parent closes the pipe."""
     try:

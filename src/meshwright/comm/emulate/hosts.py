@@ -16,7 +16,9 @@ FOLDER = Path("/etc/netns")
 
 def write(namespace: str, nodes: int) -> None:
     """Write the hosts file of a namespace. Where /etc cannot be written, addresses still work."""
-    lines = ["127.0.0.1 localhost", *(f"{address(node)} node{node}" for node in range(nodes))]
+    prefixes = ("", "::ffff:")  # also as seen by a socket of IPv6, which torch's store opens
+    lines = [f"{prefix}{address(node)} node{node}" for prefix in prefixes for node in range(nodes)]
+    lines = ["127.0.0.1 localhost", *lines]
     with contextlib.suppress(OSError):
         folder = FOLDER / namespace
         folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ GRACE_S = 5.0
 LEFT_OVER_S = 0.5  # for output that a process still has in its pipe when it ends
 TIMED_OUT = 124  # exit code, as that of `timeout`
 PR_SET_PDEATHSIG = 1
+CLONE_NEWUTS = 0x04000000  # a namespace of host names
 Line = Callable[[int, str, bool], None]  # rank or node, text, whether it is stderr
 
 
@@ -137,6 +138,8 @@ def start(name: str, node: int, command: Sequence[str], variables: dict[str, str
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if not libc.unshare(CLONE_NEWUTS):  # a host name for each node: tools tell hosts apart by it
+            socket.sethostname(f"node{node}")
         if os.getppid() != parent:  # it ended before the line above
             os._exit(1)
         with contextlib.suppress(OSError):  # gloo's loop thread starves the workers otherwise
