@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -281,6 +282,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
 
     done = {result["plan"] for result in records(folder / f"{options.compute}.jsonl")}
     plans = [name for name in options.only if name not in done]
+    if not plans and (folder / "bench.json").exists() and (folder / "device.jsonl").exists():
+        return
     topology = Topology(4, 2, *parse_between(options.between))
     with Emulation(topology, f"loop{os.getpid() % 10**6}") as emulation:
         if not (folder / "bench.json").exists():
@@ -311,6 +314,7 @@ def main() -> None:
     from meshwright.comm.emulate.system import check_rights
     from meshwright.errors import MeshwrightError
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the emulation is removed on the way
     try:
         check_rights()
     except MeshwrightError as error:
