@@ -10,21 +10,24 @@ and a sleep of
 on the given device, whose start-up time and memory traffic must be left out (`device_of`): elementwise operators, copies and the
 optimizer still run. Short sleeps are collected, since a sleep ends late by about a tenth of a millisecond, and what one overslept is
 taken from the next. Products with a dimension below `COMPUTED_BELOW` are computed: routers choose experts by their result.
+
+The sleeping operators are registered as torch's CPU kernels while the device is active, so that all other operators keep their speed:
+a dispatch mode would add Python to each of the thousands of operators of a step.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.cost.compute import attention_time, gemm_time
 from meshwright.describe.cluster import Accelerator, Efficiency
 from meshwright.lower.op import Op
 
-aten = torch.ops.aten
 COMPUTED_BELOW = 16
 SLEPT_AT_ONCE_S = 2e-3
 CAUSAL, BACKWARD = 0.5, 2.5
@@ -39,38 +42,59 @@ def device_of(flops: float, memory: float = 2e9) -> Accelerator:
     )
 
 
-class SleepingDevice(TorchDispatchMode):
-    """Replace products and attention by sleeps, while the mode is active."""
+class SleepingDevice:
+    """Replace the products and the attention of the CPU by sleeps, between `with` and its end, in this process."""
 
     def __init__(self, device: Accelerator, dtype: str = "fp32") -> None:
-        super().__init__()
         self.device, self.dtype = device, dtype
         self.owed = 0.0  # seconds still to sleep
         self.slept = 0.0  # seconds of all products until now
+        self.library: torch.library.Library | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "bmm", "addmm", "baddbmm"):
-            first, second = args[-2:] if name.startswith(("add", "badd")) else args[:2]
-            return self.product(func, first, second, args, kwargs or {})
-        if name == ATTENTION:
-            q, k = args[:2]
-            self.spend_attention(q, k, 1.0)
-            return torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.float32)
-        if name == ATTENTION + "_backward":
-            _, q, k, v = args[:4]
-            self.spend_attention(q, k, BACKWARD)
-            return tuple(map(torch.zeros_like, (q, k, v)))
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> SleepingDevice:
+        kernels: dict[str, Callable[..., Any]] = {
+            "mm": self.product,
+            "bmm": self.product,
+            "addmm": self.added_product,
+            "baddbmm": self.added_product,
+            ATTENTION: self.attention,
+            ATTENTION + "_backward": self.attention_backward,
+        }
+        self.library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # replacing kernels is the purpose
+            for name, kernel in kernels.items():
+                self.library.impl(name, kernel, "CPU")
+        return self
 
-    def product(self, func: Any, first: torch.Tensor, second: torch.Tensor, args: tuple, kwargs: dict) -> Any:
+    def __exit__(self, *error: object) -> None:
+        assert self.library is not None
+        self.library._destroy()  # torch's own kernels are back
+        self.library = None
+
+    def product(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         *products, m, k = first.shape
         n, count = second.shape[-1], products[0] if products else 1
         if min(m, n, k) < COMPUTED_BELOW:
-            return func(*args, **kwargs)
+            return (first.unsqueeze(-1) * second.unsqueeze(-3)).sum(-2)
         op = Op("product", "", "gemm", flops=2.0 * count * m * n * k, shape=(count, m, n, k))
         self.spend(float(gemm_time(self.device, self.dtype, op)))
         return first.new_zeros(*products, m, n)
+
+    def added_product(
+        self, bias: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> torch.Tensor:
+        return beta * bias + alpha * self.product(first, second)
+
+    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> tuple:
+        self.spend_attention(q, k, 1.0)
+        return torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=torch.float32)
+
+    def attention_backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple:
+        self.spend_attention(q, k, BACKWARD)
+        return tuple(map(torch.zeros_like, (q, k, v)))
 
     def spend_attention(self, q: torch.Tensor, k: torch.Tensor, times: float) -> None:
         batch, heads, s_q, width = q.shape
