@@ -51,6 +51,7 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
+        self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
         self.lock = threading.Lock()  # held by whoever executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
@@ -62,7 +63,9 @@ class Communicator:
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
         """Connect new ranks: shared memory to those on this host, gloo to the others. All ranks of the group call it."""
         group = distributed.ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, size, timeout)
-        return cls.over(group, store, rank, size, timeout, shared_memory)
+        found = cls.over(group, store, rank, size, timeout, shared_memory)
+        found.group = group
+        return found
 
     @classmethod
     def of_group(cls, group: Any = None, timeout: timedelta = TIMEOUT, shared_memory: bool = True) -> Communicator:
@@ -101,12 +104,15 @@ class Communicator:
         reduction: str = "sum",
         async_op: bool = False,
         splits: bool = False,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
     ) -> Work:
         """Execute a program. Without an output the result replaces the tensor, which must have as many elements.
 
         The tensor holds the chunks the rank starts with, the output those it ends with, each in chunk order: the
         conventions of torch.distributed. Tensors need not be contiguous. `splits`: ranks may have different numbers of
-        elements (all-to-all with splits), so that the number is not compared.
+        elements (all-to-all with splits), so that the number is not compared. `after` is called when the output is
+        complete; `result` is what the handle returns (default: the output).
         """
         if program.ranks != self.size:
             raise MeshwrightError(
@@ -115,12 +121,13 @@ class Communicator:
         output = tensor if output is None else output
         plan, largest = self.scheduled(program, self.lanes(program, tensor.element_size()))
         reduction = reduction if program.operation in REDUCING else ""
-        result = [output]
 
         def task() -> None:
             self.execute(plan, -1 if splits else largest, program, tensor, output, reduction, splits)
+            if after is not None:
+                after()
 
-        return self.submit(task, result, async_op)
+        return self.submit(task, [output] if result is None else result, async_op)
 
     def execute(
         self,
@@ -188,13 +195,16 @@ class Communicator:
             try:
                 task()
             except MeshwrightError as found:
-                error = found
-                if found.code in ("MW-COMM-003", "MW-COMM-004"):
-                    error = self.failure.publish(found)
-                    self.transport.close()
+                error = self.fail(found) if found.code in ("MW-COMM-003", "MW-COMM-004") else found
             except Exception as found:
                 error = found
         work.finish(error)
+
+    def fail(self, error: MeshwrightError) -> MeshwrightError:
+        """Break the group: publish the error, close all connections, and return the first error of any rank."""
+        first = self.failure.publish(error)
+        self.transport.close()
+        return first
 
     def close(self) -> None:
         """End the background thread."""

@@ -81,6 +81,10 @@ class Deferred(Work):
     def __init__(self, complete: Callable[[], Any], result: Any = None) -> None:
         super().__init__(result)
         self.complete = complete
+        self.source = -1  # the sender, of a receive from any rank
+
+    def _source_rank(self) -> int:
+        return self.source
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if not self.done.is_set():

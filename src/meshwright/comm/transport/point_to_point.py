@@ -1,15 +1,15 @@
 """Messages through the point-to-point operations of torch.distributed: gloo between hosts, or any other backend's.
 
-**Sizes are checked before data moves.** gloo accepts a message that is shorter than the receive buffer, and ends the
-process at one that is longer. So data is only sent after both sides have compared their calls:
+**Data never meets a receive of another size.** gloo accepts a message that is shorter than the receive buffer, and ends the
+process at one that is longer. Here
 
     small collective   every message is an *envelope* of ENVELOPE bytes: header, then the data. All envelopes have the same size,
     (largest message   so none can be longer than its receive, whatever the ranks call
     fits an envelope)
-    others             every pair first exchanges envelopes with a header and the bytes that will follow, then sends data
+    others             the tag of a message contains its call and size, so a message of another call is never received; every pair
+                       also exchanges envelopes with their headers, and compares them before it waits for data
 
-The exchange costs one message time, at the start of a collective only, and is in flight while the first receives are
-posted.
+Headers and data travel at the same time, so the comparison costs no extra trip.
 
 **A failure reaches all ranks.** gloo cannot be aborted, but a receive that times out closes all connections of its
 group, and all peers that wait for this rank raise an error at once. `close` does so after a failure.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -36,8 +37,9 @@ from meshwright.comm.transport.pool import Pool
 ENVELOPE = 4096
 SIZES = struct.Struct("<QQ")  # bytes of this message (or all to the peer), bytes expected from the peer
 HEADER = LAYOUT.size + SIZES.size
+TAG = struct.Struct("<IIQ")
 ENVELOPE_TAG, BREAK_TAG, DATA_TAG = 1, 2, 64
-MOST_LANES = 64
+TAG_SPACE = 2**26
 FITS = ENVELOPE - HEADER
 
 
@@ -78,15 +80,15 @@ class PointToPoint:
             return DONE
         if not size:
             return DONE
-        self.compare(peer, place)
+        tag = data_tag(place, size)
         if len(pieces) == 1:
-            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), data_tag(place), place), None, peer, place)
+            return Sent(self, self.start_send(peer, bytes_of(pieces[0]), tag, place), None, peer, place)
         staged = self.pool.take(size)
         at = 0
         for piece in map(bytes_of, pieces):
             staged[at : at + piece.numel()].copy_(piece)
             at += piece.numel()
-        return Sent(self, self.start_send(peer, staged, data_tag(place), place), staged, peer, place)
+        return Sent(self, self.start_send(peer, staged, tag, place), staged, peer, place)
 
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
         assert self.begun is not None
@@ -97,11 +99,12 @@ class PointToPoint:
             return Enveloped(self, self.post(peer, box, ENVELOPE_TAG, place), box, size, pieces, combine, peer, place)
         if not size:
             return DONE
+        tag = data_tag(place, size)
         if direct and len(pieces) == 1 and pieces[0].base is None:
             into = bytes_of(pieces[0].into)
-            return Received(self, self.post(peer, into, data_tag(place), place), None, (), combine, peer, place)
+            return Received(self, self.post(peer, into, tag, place), None, (), combine, peer, place)
         staged = self.pool.take(size)
-        work = self.post(peer, staged, data_tag(place), place)
+        work = self.post(peer, staged, tag, place)
         return Received(self, work, staged, pieces, combine, peer, place)
 
     def end(self) -> None:
@@ -167,9 +170,13 @@ class PointToPoint:
             raise lost(place, peer, reason(error)) from error
 
 
-def data_tag(place: Place) -> int:
-    """A tag for each message of a pair in a collective: receives may be posted in another order than the sends."""
-    return DATA_TAG + place.step * MOST_LANES + place.lane
+def data_tag(place: Place, size: int) -> int:
+    """A tag for each kind of message: calls that differ, or messages of other sizes, never meet.
+
+    The number of the call is not part of it: equal messages arrive in order, and gloo keeps an entry for every tag.
+    """
+    text = place.call.packed[4:] + TAG.pack(place.step, place.lane, size)
+    return DATA_TAG + zlib.crc32(text) % TAG_SPACE
 
 
 def reason(error: RuntimeError) -> str:
@@ -199,6 +206,7 @@ class Sent(NamedTuple):
     place: Place
 
     def wait(self) -> None:
+        self.transport.compare(self.peer, self.place)
         self.transport.wait(self.work, self.peer, self.place)
         if self.staged is not None:
             self.transport.pool.give(self.staged)
@@ -214,6 +222,7 @@ class Received(NamedTuple):
     place: Place
 
     def wait(self) -> None:
+        self.transport.compare(self.peer, self.place)
         self.transport.wait(self.work, self.peer, self.place)
         if self.staged is not None:
             apply(self.staged.view(self.pieces[0].into.dtype), self.pieces, self.combine)

@@ -1,0 +1,359 @@
+"""A torch.distributed process group whose collectives are programs.
+
+torch calls a method of this class for each collective, from Python and from C++ (DDP, functional collectives, DTensor).
+torch 2.13 renamed some methods (`_allgather_base` → `all_gather_single`, …); both names are here. Each method brings the
+tensors into the form of a program (one flat input, one flat output) and submits it to the communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.distributed import ReduceOp
+
+from meshwright.comm.backend.choice import Chooser
+from meshwright.comm.backend.messages import Messages
+from meshwright.comm.communicator import Communicator, flat, with_sizes
+from meshwright.comm.transport.handshake import hosts
+from meshwright.comm.work import Work
+from meshwright.describe.cluster import Cluster
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives.program import Program
+from meshwright.programs.collectives.registry import build
+
+REDUCTIONS = (
+    (ReduceOp.SUM, "sum"), (ReduceOp.AVG, "avg"), (ReduceOp.PRODUCT, "product"), (ReduceOp.MIN, "min"), (ReduceOp.MAX, "max"),
+    (ReduceOp.BAND, "band"), (ReduceOp.BOR, "bor"), (ReduceOp.BXOR, "bxor"),
+)  # fmt: skip
+Tensors = list[torch.Tensor]
+TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with
+
+
+class MeshwrightGroup(TorchGroup):
+    """The ranks of one group."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, cluster: Cluster | None, shared_memory: bool
+    ) -> None:
+        super().__init__(rank, size)
+        self.communicator = Communicator.create(store, rank, size, timeout, shared_memory)
+        self.chooser = Chooser(store, rank, hosts(store, size), cluster)
+        self.messages = Messages(self.communicator.group, rank, timeout, self.communicator.fail)
+        self.ranks, self.me, self.timeout = size, rank, timeout
+        self.names = {"name": "", "desc": ""}
+        self.calls = 0
+
+    # The C++ class keeps these in a backend object, which a group in Python does not have.
+
+    @property
+    def group_name(self) -> str:
+        return self.names["name"]
+
+    @property
+    def group_desc(self) -> str:
+        return self.names["desc"]
+
+    def _set_group_name(self, name: str) -> None:
+        self.names["name"] = name
+
+    def _set_group_desc(self, desc: str) -> None:
+        self.names["desc"] = desc
+
+    def getBackendName(self) -> str:
+        return "meshwright"
+
+    def name(self) -> str:
+        return "meshwright"
+
+    def _get_backend_name(self) -> str:
+        return "meshwright"
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Sequence numbers start with the group."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.calls
+
+    # Collectives of one buffer
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        opts = opts or distributed.AllreduceOptions()
+        (tensor,) = one(tensors, "allreduce")
+        return self.run("all-reduce", tensor, reduction=reduction_of(opts), opts=opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """All tensors in one call: small ones share its latency."""
+        opts = opts or distributed.AllreduceCoalescedOptions()
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise MeshwrightError("MW-COMM-001", "the tensors of allreduce_coalesced have different dtypes")
+        merged = torch.cat([flat(tensor) for tensor in tensors])
+        copy_back = copies(tensors, merged)
+        return self.run("all-reduce", merged, reduction=reduction_of(opts), after=copy_back, result=tensors, opts=opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
+        opts = opts or distributed.BroadcastOptions()
+        (tensor,) = one(tensors, "broadcast")
+        return self.run("broadcast", tensor, root=opts.rootRank, opts=opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        opts = opts or distributed.ReduceOptions()
+        (tensor,) = one(tensors, "reduce")
+        return self.run("reduce", tensor, root=opts.rootRank, reduction=reduction_of(opts), opts=opts)
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self.run("barrier", torch.empty(0), opts=opts)
+
+    # All-gather: the output has one shard per rank
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        if output.numel() != tensor.numel() * self.ranks:
+            raise sizes_differ("all_gather", output.numel(), tensor.numel() * self.ranks)
+        return self.run("all-gather", tensor, output, opts=opts)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        return self._allgather_base(output, tensor, opts)
+
+    def allgather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        """The outputs may have different sizes."""
+        (tensor,), (into,) = one(tensors, "allgather"), one(outputs, "allgather")
+        sizes = [out.numel() for out in into]
+        if len(sizes) != self.ranks or sizes[self.me] != tensor.numel():
+            raise sizes_differ("all_gather", sizes[self.me] if self.me < len(sizes) else 0, tensor.numel())
+        merged = torch.empty(sum(sizes), dtype=tensor.dtype)
+        after = copies(into, merged)
+        return self.run("all-gather", tensor, merged, sizes=sizes, after=after, result=into, opts=opts)
+
+    def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        """outputs[r][k] is tensor k of rank r."""
+        works = [self.allgather([into], [t], opts) for t, into in zip(tensors, outputs, strict=True)]
+        return last(works)
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+        return last([self._allgather_base(out, t, opts) for out, t in zip(outputs, tensors, strict=True)])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
+        return self.allgather_into_tensor_coalesced(outputs, tensors, opts)
+
+    # Reduce-scatter: the input has one shard per rank
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        opts = opts or distributed.ReduceScatterOptions()
+        if tensor.numel() != output.numel() * self.ranks:
+            raise sizes_differ("reduce_scatter", tensor.numel(), output.numel() * self.ranks)
+        return self.run("reduce-scatter", tensor, output, reduction=reduction_of(opts), opts=opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        return self._reduce_scatter_base(output, tensor, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
+        """The inputs may have different sizes."""
+        opts = opts or distributed.ReduceScatterOptions()
+        (output,), (shards,) = one(outputs, "reduce_scatter"), one(inputs, "reduce_scatter")
+        sizes = [shard.numel() for shard in shards]
+        if len(sizes) != self.ranks or sizes[self.me] != output.numel():
+            raise sizes_differ("reduce_scatter", output.numel(), sizes[self.me] if self.me < len(sizes) else 0)
+        merged = torch.cat([flat(shard) for shard in shards])
+        return self.run("reduce-scatter", merged, output, reduction=reduction_of(opts), sizes=sizes, opts=opts)
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        return last([self._reduce_scatter_base(out, t, opts) for out, t in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+
+    # All-to-all: a block to every rank and from every rank
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        opts: Any = None,
+    ) -> Work:
+        if not output_splits and not input_splits:
+            if output.numel() != tensor.numel() or tensor.numel() % self.ranks:
+                raise sizes_differ("all_to_all_single", output.numel(), tensor.numel())
+            return self.run("all-to-all", tensor, output, opts=opts)
+        sent, received = rows(tensor, input_splits, self.ranks), rows(output, output_splits, self.ranks)
+        return self.exchange(flat(tensor), output, sent, received, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        merged = torch.cat([flat(tensor) for tensor in inputs])
+        into = torch.empty(sum(out.numel() for out in outputs), dtype=merged.dtype)
+        sent, received = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        return self.exchange(merged, into, sent, received, opts, copies(outputs, into), outputs)
+
+    def exchange(
+        self,
+        tensor: torch.Tensor,
+        output: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        opts: Any,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
+    ) -> Work:
+        """An all-to-all of blocks of any sizes. A rank knows its row and its column of the table of sizes, which is all that
+        the direct program needs."""
+        if sent[self.me] != received[self.me]:
+            raise sizes_differ("all_to_all", received[self.me], sent[self.me])
+        table = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        table[self.me, :], table[:, self.me] = sent, received
+        program = build("all-to-all", "direct", self.ranks, 0).but(sizes=table.ravel(), elements=int(sum(sent)))
+        return self.submit(program, tensor, output, splits=True, after=after, result=result, opts=opts)
+
+    # Gather and scatter: only the root knows all sizes
+
+    def gather(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
+        opts = opts or distributed.GatherOptions()
+        (tensor,) = one(tensors, "gather")
+        into = one(outputs, "gather")[0] if self.me == opts.rootRank else []
+        merged = torch.empty(sum(out.numel() for out in into), dtype=tensor.dtype)
+        sizes = [out.numel() for out in into] or [tensor.numel() if r == self.me else 0 for r in range(self.ranks)]
+        program = with_sizes(build("gather", "naive", self.ranks, 0, root=opts.rootRank), sizes)
+        return self.submit(program, tensor, merged, splits=True, after=copies(into, merged), result=into, opts=opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
+        opts = opts or distributed.ScatterOptions()
+        (output,) = one(outputs, "scatter")
+        shards = one(inputs, "scatter")[0] if self.me == opts.rootRank else []
+        merged = torch.cat([flat(shard) for shard in shards]) if shards else output.new_empty(0)
+        sizes = [s.numel() for s in shards] or [output.numel() if r == self.me else 0 for r in range(self.ranks)]
+        if sizes[self.me] != output.numel():
+            raise sizes_differ("scatter", output.numel(), sizes[self.me])
+        program = with_sizes(build("scatter", "naive", self.ranks, 0, root=opts.rootRank), sizes)
+        return self.submit(program, merged, output, splits=True, opts=opts)
+
+    # Point to point
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
+        return self.messages.send(one(tensors, "send")[0], peer, tag)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
+        return self.messages.receive(one(tensors, "recv")[0], peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self.messages.receive(one(tensors, "recv")[0], None, tag)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self.communicator.group.monitored_barrier(timeout or self.timeout, wait_all_ranks)
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    def abort(self) -> None:
+        self.communicator.close()
+
+    def run(
+        self,
+        operation: str,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
+        root: int = 0,
+        reduction: str = "sum",
+        sizes: Sequence[int] | None = None,
+        **options: Any,
+    ) -> Work:
+        """Run the program that the cost model chooses; `sizes` are those of the shards if they may differ."""
+        whole = output if operation == "all-gather" and output is not None else tensor
+        program = self.chooser.program(operation, whole.numel(), whole.element_size(), root)
+        if sizes is not None and len(set(sizes)) > 1:
+            program = with_sizes(program, sizes)
+        return self.submit(program, tensor, output, reduction=reduction, **options)
+
+    def submit(
+        self,
+        program: Program,
+        tensor: torch.Tensor,
+        output: torch.Tensor | None = None,
+        *,
+        reduction: str = "sum",
+        splits: bool = False,
+        after: Callable[[], None] | None = None,
+        result: Any = None,
+        opts: Any = None,
+    ) -> Work:
+        for used in (tensor, output):
+            if used is not None and used.device.type != "cpu":
+                raise MeshwrightError(
+                    "MW-COMM-001",
+                    f"the backend meshwright moves tensors of the CPU, not of {used.device}",
+                    fix='init_process_group("cpu:meshwright,cuda:nccl")',
+                )
+        self.calls += 1
+        return self.communicator.run(
+            program,
+            tensor,
+            output,
+            reduction=reduction,
+            async_op=bool(getattr(opts, "asyncOp", True)),
+            splits=splits,
+            after=after,
+            result=result,
+        )
+
+
+def one(items: Sequence, name: str) -> Sequence:
+    """The only item of a list: a process has one device, so one tensor."""
+    if len(items) != 1:
+        raise MeshwrightError("MW-COMM-001", f"{name} expects one tensor (or list) per rank, not {len(items)}")
+    return items
+
+
+def rows(tensor: torch.Tensor, splits: Sequence[int] | None, ranks: int) -> list[int]:
+    """Elements of each block: splits count rows of the first dimension; without them all blocks are equal."""
+    length = tensor.shape[0] if tensor.dim() else tensor.numel()
+    counts = list(splits) if splits else [length // ranks] * ranks
+    if len(counts) != ranks or sum(counts) != length:
+        raise sizes_differ("all_to_all_single", sum(counts), length)
+    width = tensor.numel() // length if length else 0
+    return [count * width for count in counts]
+
+
+def copies(into: Sequence[torch.Tensor], merged: torch.Tensor) -> Callable[[], None]:
+    """The step after a program: copy the parts of one buffer into the caller's tensors."""
+
+    def copy() -> None:
+        at = 0
+        for tensor in into:
+            tensor.copy_(merged[at : at + tensor.numel()].view(tensor.shape))
+            at += tensor.numel()
+
+    return copy
+
+
+def last(works: list[Work]) -> Work:
+    """The handle of the last of several calls; calls complete in order."""
+    return works[-1] if works else Work().finish()
+
+
+def reduction_of(opts: Any) -> str:
+    for value, name in REDUCTIONS:
+        if opts.reduceOp == value:
+            return name
+    raise MeshwrightError(
+        "MW-COMM-002",
+        f"the backend meshwright has no reduction {opts.reduceOp}",
+        valid=[name for _, name in REDUCTIONS],
+    )
+
+
+def sizes_differ(name: str, found: int, expected: int) -> MeshwrightError:
+    return MeshwrightError("MW-COMM-001", f"{name}: a tensor has {found} elements where {expected} are needed")

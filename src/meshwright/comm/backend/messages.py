@@ -1,0 +1,111 @@
+"""`send`, `recv` and `recv` from any rank, over gloo, with the size compared.
+
+A message is an envelope with its size and dtype, and the data if it fits; larger data follows under a tag that contains
+its size. So data never meets a receive of another size: gloo would accept it if it is shorter, and end the process if
+it is longer. Both are posted at once, and gloo transfers them while the rank computes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from meshwright.comm.call import DTYPES, index
+from meshwright.comm.reductions import name_of
+from meshwright.comm.transport.base import bytes_of
+from meshwright.comm.transport.point_to_point import reason
+from meshwright.comm.work import Deferred
+from meshwright.errors import MeshwrightError
+
+HEAD = struct.Struct("<QI")
+ENVELOPE = 1024
+FITS = ENVELOPE - HEAD.size
+TAGS, TAG_SPACE, SIZE_SPACE = 2**27, 2**20, 2**29
+
+
+class Messages:
+    """The point-to-point operations of a group. `fail` publishes an error and returns the one to raise."""
+
+    def __init__(self, gloo: Any, rank: int, timeout: Any, fail: Callable[[MeshwrightError], MeshwrightError]) -> None:
+        self.gloo, self.rank, self.timeout, self.fail = gloo, rank, timeout, fail
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Deferred:
+        data = bytes_of(tensor.detach().contiguous().view(-1))
+        box = torch.zeros(ENVELOPE, dtype=torch.uint8)
+        head = HEAD.pack(data.numel(), index(DTYPES, name_of(tensor.dtype)))
+        box.numpy()[: HEAD.size] = memoryview(head)
+        if data.numel() <= FITS:
+            box[HEAD.size : HEAD.size + data.numel()].copy_(data)
+        works = [self.gloo.send([box], peer, envelope_tag(tag))]
+        if data.numel() > FITS:
+            works.append(self.gloo.send([data], peer, data_tag(tag, data.numel())))
+
+        def complete() -> None:
+            for work in works:
+                self.wait(work, peer, "send")
+            works.append((box, data))  # gloo reads them until here
+
+        return Deferred(complete, [tensor])
+
+    def receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Deferred:
+        """Receive from one rank, or from any if `peer` is None."""
+        box = torch.empty(ENVELOPE, dtype=torch.uint8)
+        flat = tensor.detach().contiguous().view(-1)
+        data = bytes_of(flat)
+        large = data.numel() > FITS
+        following: Any = None
+        if peer is None:
+            work = self.gloo.recv_anysource([box], envelope_tag(tag))
+        else:
+            work = self.gloo.recv([box], peer, envelope_tag(tag))
+            following = self.gloo.recv([data], peer, data_tag(tag, data.numel())) if large else None
+
+        def complete() -> None:
+            self.wait(work, peer, "recv")
+            source = work._source_rank() if peer is None else peer
+            handle.source = source
+            size, dtype = HEAD.unpack_from(box.numpy().tobytes())
+            self.compare(size, DTYPES[dtype] if dtype < len(DTYPES) else "?", tensor, source)
+            if large:
+                then = following or self.gloo.recv([data], source, data_tag(tag, size))
+                self.wait(then, source, "recv")
+            else:
+                data.copy_(box[HEAD.size : HEAD.size + size])
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+        handle = Deferred(complete, [tensor])
+        return handle
+
+    def compare(self, size: int, dtype: str, tensor: torch.Tensor, source: int) -> None:
+        expected = tensor.numel() * tensor.element_size()
+        if size != expected or dtype not in ("", name_of(tensor.dtype)):
+            raise self.fail(
+                MeshwrightError(
+                    "MW-COMM-003",
+                    f"rank {self.rank}, recv: rank {source} sends {size} bytes of {dtype or 'an unknown dtype'}, and rank {self.rank} "
+                    f"expects {expected} bytes of {name_of(tensor.dtype)}",
+                    why="The tensors of a send and its recv must have the same size and dtype",
+                )
+            )
+
+    def wait(self, work: Any, peer: int | None, name: str) -> None:
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            who = "no rank" if peer is None else f"rank {peer}"
+            raise self.fail(
+                MeshwrightError("MW-COMM-004", f"rank {self.rank}, {name}: {who} {reason(error)}", exit_code=70)
+            ) from error
+
+
+def envelope_tag(tag: int) -> int:
+    return TAGS + tag % TAG_SPACE
+
+
+def data_tag(tag: int, size: int) -> int:
+    """A tag for messages of one size: messages of different sizes cannot meet."""
+    return SIZE_SPACE + (tag * 1_000_003 + size) % SIZE_SPACE
