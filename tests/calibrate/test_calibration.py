@@ -225,6 +225,9 @@ def test_crossover_between_algorithms() -> None:
     series = series_of(points)
     (found,) = crossovers(series)
     assert (found.before, found.after) == ("meshwright tree", "meshwright ring")
+    noisy = [p.but(median_s=p.median_s * (1 + 0.04 * (-1) ** k)) for k, p in enumerate(points)]
+    assert crossovers(series_of([*points, *(p.but(algorithm="other") for p in noisy if p.algorithm == "ring")])) != []
+    assert [c.after for c in crossovers(series_of(noisy))] == ["meshwright ring"]
     # 2·7·α + 2·7/8·nβ = 2·3·α + 2·3·nβ at n* = 8α / (6 − 1.75)β ≈ 1.9 MB: the next measured size
     assert found.bytes == min(n for n in synthetic.SIZES if n > 8 * 1e-3 / (4.25 / 1e9))
     assert {s.algorithm: s.alpha for s in series} == {"ring": pytest.approx(1e-3), "tree": pytest.approx(1e-3)}

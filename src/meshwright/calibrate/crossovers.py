@@ -15,6 +15,8 @@ from meshwright.calibrate.points import Point
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives.formulas import Terms, terms
 
+CLEARLY = 0.9  # a new leader takes at most this share of the old one's time
+
 
 @dataclass(frozen=True)
 class Series:
@@ -76,7 +78,8 @@ def series_of(points: Iterable[Point]) -> list[Series]:
 
 
 def crossovers(series: Iterable[Series]) -> list[Crossover]:
-    """The sizes, as measured, from which another algorithm is the fastest of all that were measured there."""
+    """The sizes, as measured, from which another algorithm is the fastest, by more than `CLEARLY` against the one that led before: two
+    algorithms of equal speed would otherwise take turns."""
     groups: dict[tuple, list[Series]] = {}
     for one in series:
         groups.setdefault((one.operation, one.ranks), []).append(one)
@@ -84,12 +87,14 @@ def crossovers(series: Iterable[Series]) -> list[Crossover]:
     for (operation, ranks), several in groups.items():
         if len(several) < 2 or operation == "point-to-point":
             continue
-        leader = ""
+        leader: Series | None = None
         for n in sorted(set.intersection(*(set(s.seconds) for s in several))):
-            fastest = min(several, key=lambda s: s.seconds[n]).name
-            if leader and fastest != leader:
-                found.append(Crossover(operation, len(ranks), n, leader, fastest))
-            leader = fastest
+            fastest = min(several, key=lambda s: s.seconds[n])
+            if leader is None:
+                leader = fastest
+            elif fastest.seconds[n] < CLEARLY * leader.seconds[n]:
+                found.append(Crossover(operation, len(ranks), n, leader.name, fastest.name))
+                leader = fastest
     return found
 
 
