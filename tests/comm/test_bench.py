@@ -13,14 +13,16 @@ import time
 
 import pytest
 
-from meshwright.calibrate.points import Bench, RankInfo
+import ranks
+from meshwright.calibrate.points import Bench, DevicePoint, RankInfo
 from meshwright.cli import main
 from meshwright.cli.bench import finish, measured
 from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import OPERATIONS
 from meshwright.comm.bench.collectives import PAIR, Sweep, concurrent_pairs, groups_of, pairs_of, sizes_of
 from meshwright.comm.bench.options import sweep_of
-from meshwright.comm.bench.session import Placement, first_host, join, named_hosts, placement
+from meshwright.comm.bench.session import Placement, first_host, join, named_hosts, placement, session
+from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS
 from meshwright.programs.collectives.comparison import SWITCHED
@@ -181,7 +183,21 @@ def test_four_local_ranks(tmp_path, capsys) -> None:
     file, page = tmp_path / "bench.json", tmp_path / "bench.html"
     with pytest.raises(SystemExit) as left:
         main(
-            ["bench", "--ranks", "4", "--budget", "3s", "--max-size", "4KiB", "--json", str(file), "--html", str(page)]
+            [
+                "bench",
+                "--operations",
+                ",".join((PAIR, *OPERATIONS)),
+                "--ranks",
+                "4",
+                "--budget",
+                "3s",
+                "--max-size",
+                "4KiB",
+                "--json",
+                str(file),
+                "--html",
+                str(page),
+            ]
         )
     assert left.value.code == 0
     found = Bench.read(file)
@@ -211,6 +227,19 @@ def test_every_algorithm_of_ours_is_measured_by_name() -> None:
     assert ("all-reduce", "ring") in algorithms
 
 
+def slowdown_of_a_rank(context) -> list[dict]:
+    return [point.model_dump() for point in measure_slowdown(session(context.device), 0.3)]
+
+
+def test_slowdown_beside_ranks_and_collectives() -> None:
+    """Every condition is measured, against the product of one rank while the others wait."""
+    first, *_ = ranks.run(2, slowdown_of_a_rank)
+    plain, *others = [DevicePoint(**fields) for fields in first]
+    assert (plain.condition, plain.slowdown) == ("", 1.0)
+    assert [p.condition for p in others] == ["all 2 ranks compute", "all ranks compute beside an all-reduce of 16 MiB"]
+    assert all(p.slowdown == pytest.approx(p.median_s / plain.median_s) for p in others)
+
+
 def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch) -> None:
     """Ctrl-C after the fifth progress message, as the parent of the ranks receives it."""
     shown = []
@@ -227,7 +256,7 @@ def test_interrupted_bench_keeps_what_was_measured(tmp_path, capsys, monkeypatch
         return folders[-1]
 
     monkeypatch.setattr(launch.tempfile, "mkdtemp", mkdtemp)
-    found, failure = measured(None, 2, Sweep(budget_s=60.0), "cpu", 10.0, show)
+    found, failure = measured(None, 2, Sweep(operations=(PAIR,), budget_s=60.0), "cpu", 10.0, show)
     assert isinstance(failure, KeyboardInterrupt)
     assert (found.state, len(found.points)) == ("interrupted", 4)
     finish(found, str(tmp_path / "bench.json"), "")
@@ -256,8 +285,8 @@ def test_unreachable_meeting_place_is_an_error() -> None:
 def test_ranks_of_a_launcher_join_and_rank_0_writes(tmp_path) -> None:
     port, file = free_port(), tmp_path / "bench.json"
     options = ("--budget", "2s", "--max-size", "4KiB", "--operations", "all-reduce", "--json", str(file))
-    ranks = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
-    results = [ended(rank) for rank in ranks]
+    processes = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
+    results = [ended(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results
     assert "busbw" in results[0][1]
     assert results[1][1] == ""
@@ -293,11 +322,11 @@ def test_full_shared_memory_is_not_used(monkeypatch, tmp_path) -> None:
 def test_rank_that_dies_leaves_the_result_of_the_others(tmp_path) -> None:
     port, file = free_port(), tmp_path / "bench.json"
     options = ("--budget", "60s", "--timeout", "10s", "--json", str(file))
-    ranks = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
+    processes = [bench(*options, environment=variables_of(r, 2, port)) for r in range(2)]
     time.sleep(20)
-    ranks[1].kill()
-    code, out, err = ended(ranks[0], 40)
-    ended(ranks[1])
+    processes[1].kill()
+    code, out, err = ended(processes[0], 40)
+    ended(processes[1])
     assert code == 2, (out, err)
     assert "MW-BENCH-005" in err
     found = Bench.read(file)

@@ -21,7 +21,7 @@ def command(
     backends: str = typer.Option(
         "", "--backends", help="gloo, nccl, meshwright, separated by commas. Default: nccl on GPUs, else gloo."
     ),
-    operations: str = typer.Option("", "--operations", help="Such as all-reduce,point-to-point. Default: all."),
+    operations: str = typer.Option("", "--operations", help="Such as all-reduce,point-to-point,device. Default: all."),
     smallest: str = typer.Option("1KiB", "--min-size", help="Smallest message."),
     largest: str = typer.Option("1GiB", "--max-size", help="Largest message, if the memory and the time allow it."),
     budget: str = typer.Option("60s", "--budget", metavar="TIME", help="Time for all measurements."),

@@ -30,7 +30,7 @@ SHORTEST_S, LONGEST_S = 0.01, 1.0  # time given to one measurement
 CALLS = 3  # calls that a measurement needs at least
 LARGE = 2**20  # a pair reaches its rate from this size on
 PART = 0.25  # a measurement that needs more than this part of the remaining time is skipped
-PAIR = "point-to-point"
+PAIR, DEVICE = "point-to-point", "device"
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -39,7 +39,7 @@ class Sweep:
     """What to measure, and for how long."""
 
     backends: tuple[str, ...] = ()  # empty: NCCL on GPUs, else gloo
-    operations: tuple[str, ...] = (PAIR, *OPERATIONS)
+    operations: tuple[str, ...] = (PAIR, *OPERATIONS, DEVICE)
     smallest: int = SMALLEST
     largest: int = LARGEST
     budget_s: float = 60.0
@@ -201,7 +201,7 @@ def tasks_of(session: Session, sweep: Sweep) -> list[Task]:
             if k == 0 and PAIR in sweep.operations and adapter.has_pairs:
                 pairs += pair_tasks(adapter, session.hosts, sweep)
             for operation in sweep.operations:
-                if operation == PAIR:
+                if operation in (PAIR, DEVICE):
                     continue
                 most = sweep.memory_bytes / (per_host * BUFFERS.get(operation, 1))
                 sizes = [n for n in sizes_of(sweep) if n <= most]

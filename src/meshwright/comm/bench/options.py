@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshwright.comm.bench.backends import BACKENDS, OPERATIONS
-from meshwright.comm.bench.collectives import LARGEST, PAIR, SMALLEST, Sweep
+from meshwright.comm.bench.collectives import DEVICE, LARGEST, PAIR, SMALLEST, Sweep
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.units import parse_bytes, parse_seconds
 
@@ -30,7 +30,8 @@ def sweep_of(backends: str, operations: str, smallest: str, largest: str, budget
             fix="--budget 60s",
         )
     names = tuple(words(backends, BACKENDS, "backend", "--backends"))
-    known = words(operations, (PAIR, *OPERATIONS), "operation", "--operations") or [PAIR, *OPERATIONS]
+    everything = [PAIR, *OPERATIONS, DEVICE]
+    known = words(operations, everything, "operation", "--operations") or everything
     return Sweep(names, tuple(known), sizes[0], sizes[1], seconds)
 
 

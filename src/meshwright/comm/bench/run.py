@@ -20,10 +20,13 @@ from torch import distributed
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
 from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import usable
-from meshwright.comm.bench.collectives import Emit, Sweep
+from meshwright.comm.bench.collectives import DEVICE, Emit, Sweep
+from meshwright.comm.bench.device import measure_device
 from meshwright.comm.bench.session import Placement, Session, connection_failed, join, session
+from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
 
+DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
 CONNECTION = ("Connection", "Timed out", "timed out", "Broken pipe", "Socket", "connect")
 
 
@@ -81,10 +84,23 @@ def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:
             tell({"skipped": f"{backend}: {reason}"})
     backends = tuple(backend for backend, reason in reasons.items() if not reason)
     memory = here.smallest(min(sweep.memory_bytes, device_memory(here.device)))
+    device_s = min(DEVICE_PART * sweep.budget_s, MOST_DEVICE_S) if DEVICE in sweep.operations else 0.0
+    if device_s:
+        tell({"progress": 0.0, "left_s": sweep.budget_s, "doing": "the device"})
+        for point in device_points(here, device_s):
+            tell({"device": point.model_dump(mode="json")})
+    rest = _but(sweep, backends=backends, memory_bytes=memory, budget_s=sweep.budget_s - device_s)
     if here.world > 1:
-        collectives.run(here, _but(sweep, backends=backends, memory_bytes=memory), emit)
+        collectives.run(here, rest, emit)
     else:
         tell({"skipped": "collectives: one rank has no other rank to exchange with"})
+
+
+def device_points(here: Session, seconds: float) -> list[DevicePoint]:
+    """The operations of a training step on this rank's device, and how much slower a product is while something else runs."""
+    dtype = "bf16" if here.device.type == "cuda" else "fp32"
+    found = measure_device(str(here.device), here.synchronization, dtype, seconds * 3 / 4, here.rank)
+    return [*found, *measure_slowdown(here, seconds / 4)]
 
 
 def _but(sweep: Sweep, **changes: Any) -> Sweep:

@@ -1,0 +1,267 @@
+"""Times of single operations on this rank's device: matrix products, attention, norms, activations, loss, optimizer, copies, launches.
+
+All sizes are fixed here, before any model is known: a calibration never runs the step that it will predict. On a CPU each operation runs
+forward and backward through autograd, small and large, because a small training spends most of its time in the host's work per operation.
+Operations stand in a chain, so that the cost of starting a backward is shared by several of them.
+
+On a CPU the clock counts the seconds in which this thread computed (`time.thread_time`): other processes on the same cores lengthen a
+measurement but do not change its result. All ranks measure at the same moment, so that what they share (caches, memory bandwidth, two
+threads of one core) slows them as it will in training. On a GPU the clock is the wall clock around kernels that have finished.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+from meshwright.calibrate.points import DevicePoint, Timed
+from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchronization, measure, timed
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+CHAIN = 4  # operations of one kind in a row
+SMALL, MIDDLE, LARGE = {"tokens": 4, "width": 16}, {"tokens": 128, "width": 64}, {"tokens": 512, "width": 256}
+PARTS = ("norm", "activation", "residual", "rotation", "loss")
+LINEARS = ((64, 32, 32), (64, 64, 64), (256, 64, 64), (256, 64, 192), (128, 64, 512), (512, 256, 256), (256, 512, 512))
+ATTENTIONS = ((1, 1, 8, 8), (2, 4, 64, 16), (1, 4, 256, 16), (1, 4, 128, 64))
+UPDATES = ((16, 64), (16, 16384))
+GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
+GPU_ATTENTIONS = ((4, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
+GPU_UPDATES = ((16, 2**16), (4, 2**26))
+GPU_COPIES = (2**20, 2**26, 2**30)
+
+Call = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """One operation to time: its kind, its sizes, how many of them one call runs, and the call."""
+
+    kind: str
+    shape: Mapping[str, float]
+    repeats: int
+    call: Call
+
+
+def measure_device(
+    device: str, ranks: Synchronization, dtype: str = "fp32", budget_s: float = 4.0, rank: int = 0
+) -> list[DevicePoint]:
+    """Time all operations on this rank, while the other ranks time theirs."""
+    torch.manual_seed(0)
+    cuda = device.startswith("cuda")
+    cases = list(gpu_cases(device, DTYPES[dtype]) if cuda else cpu_cases(DTYPES[dtype]))
+    if cuda:
+        times = [measure(case.call, ranks, budget_s=budget_s / len(cases)) for case in cases]
+    else:
+        times = measure_in_turn([case.call for case in cases], ranks, budget_s)
+    out = []
+    for case, took in zip(cases, times, strict=True):
+        seconds = {k: v / case.repeats for k, v in took.as_dict().items() if k.endswith("_s")}
+        counts = {"samples": took.samples, "calls": took.calls}
+        work, unit = amount_of_work(case)
+        point = {"kind": case.kind, "dtype": dtype, "shape": dict(case.shape), "work": work, "unit": unit, "rank": rank}
+        out.append(DevicePoint(**seconds, **counts, **point))
+    return out
+
+
+def measure_in_turn(calls: list[Call], ranks: Synchronization, budget_s: float) -> list[Timed]:
+    """Time calls one after the other, in rounds: each finds the caches filled by the others, as an operation of a step does. A call that
+    is repeated alone takes two thirds of that."""
+
+    def run_round() -> list[float]:
+        ranks.barrier()
+        out = []
+        for call in calls:
+            start = time.thread_time()
+            call()
+            out.append(max(time.thread_time() - start, 1e-9))
+        return out
+
+    run_round()
+    rounds = min(max(round(budget_s / ranks.agree([sum(run_round())])[0]), LEAST_SAMPLES), MOST_SAMPLES)
+    samples = [run_round() for _ in range(rounds)]
+    medians = [median(column) for column in zip(*samples, strict=True)]
+    return [timed([value]).but(samples=rounds) for value in ranks.agree(medians)]
+
+
+def amount_of_work(case: Case) -> tuple[float, str]:
+    """FLOPs, bytes or launches of one operation, for its rate."""
+    s = case.shape
+    if case.kind == "linear":
+        return 6.0 * s["m"] * s["n"] * s["k"], "FLOP"
+    if case.kind == "gemm":
+        return 2.0 * s["m"] * s["n"] * s["k"], "FLOP"
+    if case.kind == "attention":  # causal, forward and backward: 2 and 5 products of half the positions
+        return 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"], "FLOP"
+    if case.kind == "copy":
+        return 2.0 * s["bytes"], "byte"
+    if case.kind in ("optimizer", "sharded-optimizer"):
+        return 28.0 * s["tensors"] * s["elements"], "byte"  # AdamW in fp32: reads 16 bytes per element, writes 12
+    return 1.0, "launch"
+
+
+# CPU
+
+
+def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for part in PARTS:
+        for size in (SMALL, MIDDLE, LARGE):
+            repeats = 1 if part == "loss" else CHAIN
+            yield Case(part, {k: float(v) for k, v in size.items()}, repeats, part_call(part, dtype, **size))
+    for m, n, k in LINEARS:
+        yield Case("linear", {"m": m, "n": n, "k": k}, CHAIN, linear_call(dtype, m, n, k))
+    for batch, heads, seq, width in ATTENTIONS:
+        shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
+        yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
+    for tensors, elements in UPDATES:
+        plain = [torch.randn(elements, dtype=dtype) for _ in range(tensors)]
+        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain))
+    if distributed.is_initialized() and distributed.get_world_size() > 1:
+        yield from sharded_cases(dtype)
+
+
+def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) -> Call:
+    """Forward and backward of a chain of one part of a transformer layer."""
+    x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
+    start = torch.randn(1, tokens, width, dtype=dtype)
+    if part == "loss":
+        target = torch.zeros(tokens, dtype=torch.long)
+
+        def loss() -> None:
+            F.cross_entropy((x * 1.0).flatten(0, 1), target, reduction="sum").backward()
+
+        return loss
+    steps: list[Callable[[torch.Tensor], torch.Tensor]]
+    if part == "norm":
+        norms = [nn.RMSNorm(width, dtype=dtype) for _ in range(chain)]
+        steps = list(norms)
+    elif part == "activation":
+        steps = [lambda y: F.silu(y) * y] * chain
+    elif part == "residual":
+        steps = [lambda y: y + x] * chain
+    else:
+        steps = [_rotation(tokens, width, dtype)] * chain
+
+    def run() -> None:
+        y = x
+        for step in steps:
+            y = step(y)
+        y.backward(start)
+
+    return run
+
+
+def _rotation(tokens: int, width: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width stand beside each other again afterwards."""
+    cosine, sine = torch.randn(2, tokens, 16, dtype=dtype)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+    def step(y: torch.Tensor) -> torch.Tensor:
+        heads = y.view(1, -1, tokens, 16)
+        return (rotated(heads) + rotated(heads)).view_as(y)
+
+    return step
+
+
+def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) -> Call:
+    """Forward and backward of linear layers k → n → k → …; weight gradients accumulate."""
+    sizes = [(k, n) if i % 2 == 0 else (n, k) for i in range(chain)]
+    layers = [nn.Linear(a, b, bias=False, dtype=dtype) for a, b in sizes]
+    for layer in layers:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    x = torch.randn(1, m, k, dtype=dtype, requires_grad=True)
+    start = torch.randn(1, m, sizes[-1][1], dtype=dtype)
+
+    def run() -> None:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        y.backward(start)
+
+    return run
+
+
+def attention_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu") -> Call:
+    """Forward and backward of causal attention, twice, with the reshapes into heads and back."""
+    shape = (batch, seq, heads * width)
+    q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    start = torch.randn(shape, dtype=dtype, device=device)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        in_heads = [y.unflatten(-1, (heads, width)).transpose(1, 2) for y in (x, k, v)]
+        mixed = F.scaled_dot_product_attention(in_heads[0], in_heads[1], in_heads[2], is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+    return lambda: attend(attend(q)).backward(start)
+
+
+def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
+    """The norm of the gradients, clipping and AdamW, tensor by tensor as the training loop runs them."""
+    parameters = [nn.Parameter(value) for value in values]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=fused)
+
+    def update() -> None:
+        gradients = [p.grad.to(p.grad.dtype) for p in parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
+        factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(factor)
+        optimizer.step()
+
+    return update
+
+
+def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """The update of parameters that ZeRO-3 shards, and the gathers and reductions of its units."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    units = nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(CHAIN)))
+    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(CHAIN)))
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(units, mesh=mesh)
+    x, start = torch.randn(1, 4, 16, dtype=dtype), torch.randn(1, 4, 16, dtype=dtype)
+    for kind, module in (("sharded-units", units), ("plain-units", plain)):
+        yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
+    shards = [p.detach() for p in units.parameters()]
+    yield Case("sharded-optimizer", {"tensors": CHAIN, "elements": 256}, 1, update_call(shards))
+
+
+def forward_backward(module: nn.Module, x: torch.Tensor, start: torch.Tensor) -> None:
+    module(x).backward(start)
+
+
+# GPU
+
+
+def gpu_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
+    """What a GPU sustains: products, attention, copies, the fused optimizer; and the host's time per launch."""
+    for m, n, k in GPU_PRODUCTS:
+        a, b = torch.randn(m, k, dtype=dtype, device=device), torch.randn(n, k, dtype=dtype, device=device)
+        out = torch.empty(m, n, dtype=dtype, device=device)
+        yield Case("gemm", {"m": m, "n": n, "k": k}, 1, partial(torch.mm, a, b.t(), out=out))
+    for batch, heads, seq, width in GPU_ATTENTIONS:
+        shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
+        yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width, device))
+    for size in GPU_COPIES:
+        source = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        yield Case("copy", {"bytes": float(size)}, 1, partial(target.copy_, source))
+        del source, target
+    for tensors, elements in GPU_UPDATES:
+        values = [torch.randn(elements, device=device) for _ in range(tensors)]
+        yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(values, fused=True))
+    little = torch.zeros(16, device=device)
+    yield Case("launch", {}, 1, lambda: little.add_(1.0))

@@ -1,0 +1,72 @@
+"""How much slower a device computes while something else runs: the other ranks, or a collective.
+
+One matrix product is timed on rank 0 while the other ranks wait, then on all ranks at once, then on all ranks beside an all-reduce in the
+background. The quotients say how much ranks that share cores (or memory bandwidth) slow each other down, and what communication takes from
+compute: gloo copies and adds on the cores that compute, NCCL occupies some multiprocessors of a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import distributed
+
+from meshwright.calibrate.points import DevicePoint, Timed
+from meshwright.comm.bench.session import Session
+from meshwright.comm.bench.timing import ONE_RANK, counts, measure, timed
+
+CPU_WIDTH, GPU_WIDTH = 256, 4096
+BYTES = 2**24  # of the all-reduce
+MOST_PRODUCTS = 1000
+
+
+def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
+    """A product alone, on all ranks at once, and beside an all-reduce; every rank calls this, and rank 0's result is used."""
+    cuda = here.device.type == "cuda"
+    width, dtype, name = (GPU_WIDTH, torch.bfloat16, "bf16") if cuda else (CPU_WIDTH, torch.float32, "fp32")
+    a, b, out = (torch.zeros(width, width, dtype=dtype, device=here.device) for _ in range(3))
+
+    def product() -> None:
+        torch.mm(a, b, out=out)
+
+    def point(seconds: Timed, condition: str = "", slowdown: float = 1.0) -> DevicePoint:
+        shape = {"m": width, "n": width, "k": width}
+        fields = {"dtype": name, "shape": shape, "work": 2.0 * width**3, "condition": condition, "slowdown": slowdown}
+        return DevicePoint(kind="gemm", **fields, **seconds.model_dump())
+
+    synchronize = here.synchronization.synchronize
+    here.barrier()
+    own = ONE_RANK._replace(synchronize=synchronize)
+    alone = measure(product, own, budget_s=budget_s / 3) if here.rank == 0 else None
+    here.barrier()
+    together = measure(product, here.synchronization, budget_s=budget_s / 3)
+    first = alone.median_s if alone else together.median_s
+    found = [point(alone or together)]
+    if here.world > 1:
+        found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
+        beside = beside_all_reduce(here, product, together.median_s, budget_s / 3)
+        found.append(point(beside, "all ranks compute beside an all-reduce of 16 MiB", beside.median_s / first))
+    return found
+
+
+def beside_all_reduce(here: Session, product: Callable[[], None], product_s: float, budget_s: float) -> Timed:
+    """Seconds of a product while an all-reduce is under way: as many products as fit into it, all of them started after it."""
+    buffer = torch.zeros(BYTES // 4, device=here.device)
+    group = distributed.group.WORLD
+    ranks = here.synchronization
+    whole = measure(lambda: distributed.all_reduce(buffer, group=group), ranks, budget_s=budget_s / 3).median_s
+    products = min(max(int(whole / product_s), 1), MOST_PRODUCTS)
+    _, samples = counts(max(whole, products * product_s), budget_s)
+    found = []
+    for _ in range(samples):
+        ranks.barrier()
+        work = distributed.all_reduce(buffer, group=group, async_op=True)
+        start = time.perf_counter()
+        for _ in range(products):
+            product()
+        ranks.synchronize()
+        found.append((time.perf_counter() - start) / products)
+        work.wait()
+    return timed(list(ranks.agree(found)), products)
