@@ -13,7 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import Search, search
 from meshwright.planner.search.choices import choices, read
-from meshwright.planner.search.solve import WORTH, kinds, solve
+from meshwright.planner.search.solve import OFFLOAD_WORTH, offloads, solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
 from planner.spaces import DENSE, MOE, space
@@ -50,7 +50,7 @@ def test_the_search_below_a_time_finds_what_costing_every_plan_finds(name, kind)
     fitting = rows.take(rows.memory <= limit)
     enough = 1.05 * float(fitting.high.min())
     there = offloading(where, kind)
-    found = Search(there, limit).run_below(bounds.offloaded(there, frames, enough), enough, 10**9)
+    found = Search(there, limit).run_below(bounds.reused(there, frames, enough), enough, 10**9)
     assert found.rows.time.min() == pytest.approx(fitting.time.min(), rel=1e-12)
     close = float(found.incumbents.front[0]) * (1 + 1e-9)
     assert (found.rows.time <= close).sum() == (fitting.time <= close).sum()
@@ -61,7 +61,7 @@ def test_the_search_below_a_time_finds_what_costing_every_plan_finds(name, kind)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_no_plan_that_offloads_beats_the_bounds_of_its_frame(name, kind):
     where, rows = offloading(problem(name), kind), every_plan(name, kind)
-    frames = bounds.offloaded(where, search(problem(name)).frames)
+    frames = bounds.reused(where, search(problem(name)).frames)
     keys = ("tp", "cp", "pp", "dp", "ep", "etp", "recompute", "sp", "cp_kind")
     best = {}
     for i, key in enumerate(zip(*(rows.columns[k].tolist() for k in keys), strict=True)):
@@ -99,13 +99,13 @@ def test_offload_wins_where_nothing_else_fits():
 
 def test_offload_is_not_searched_where_the_question_or_the_stack_decides():
     where = problem("dense")
-    assert kinds(where) == list(KINDS)
-    assert kinds(offloading(where, "states")) == []
-    assert kinds(problem("flat")) == []
+    assert offloads(where) == list(KINDS)
+    assert offloads(offloading(where, "states")) == []
+    assert offloads(problem("flat")) == []
     options = choices(Plan(), read(without=["offload"]), tuple(where.stack.order))
-    assert kinds(Space(where.model, where.cluster, where.workload, where.stack, options)) == []
+    assert offloads(Space(where.model, where.cluster, where.workload, where.stack, options)) == []
     deepspeed = catalog.load("stacks", "megatron-deepspeed")
-    assert kinds(Space(where.model, where.cluster, where.workload, deepspeed)) == ["states"]
+    assert offloads(Space(where.model, where.cluster, where.workload, deepspeed)) == ["states"]
 
 
 def test_offload_needs_a_clear_gain():
@@ -116,7 +116,7 @@ def test_offload_needs_a_clear_gain():
     r = planner.plan("llama3-8b", "workstation-4x3090", **question)
     assert r.plan.offload == "states"
     without = [c.time for c in r.ranking.leaders if c.plan.offload == "none"]
-    assert all(time >= r.ranking.fastest.time * (1 + WORTH) for time in without)
+    assert all(time >= r.ranking.fastest.time * (1 + OFFLOAD_WORTH) for time in without)
     assert "offload" in r.explanation.reasons
     for excluded in ({"without": ["offload"]}, {"settings": ["plan.offload=none"]}):
         with pytest.raises(MeshwrightError, match="MW-PLANNER-005"):

@@ -43,6 +43,9 @@ class Stack(Described):
     offloads: tuple[Literal["states", "activations"], ...] = Field(
         default=(), description="what the stack can keep in host memory; the planner searches only these"
     )
+    compressions: tuple[str, ...] = Field(
+        default=(), description="compressions of gradients that the stack can run; the planner offers only these"
+    )
     flat_shards: bool = Field(
         default=False,
         description="ZeRO-1 and 2 shard one flat buffer in buckets; otherwise each unit, with the rows of each tensor padded to the ranks",

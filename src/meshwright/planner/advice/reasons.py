@@ -19,6 +19,7 @@ from meshwright.units import format_decimal_bytes, format_seconds
 
 LONG_CONTEXT = 32_768  # tokens from which one expects context parallelism
 WORTH = 0.001  # share of the step below which fp8 all-gathers are not offered
+COMPRESSION_WORTH = 0.02  # share of the step below which compressed gradients are not offered
 SHARDED = {
     0: "gradients all-reduced",
     1: "optimizer states sharded",
@@ -48,6 +49,8 @@ def reasons(e: Estimate) -> dict[str, str]:
     if plan.dp * plan.cp > 1 and plan.bucket != Plan().bucket:
         size = format_decimal_bytes(plan.bucket)
         out["bucket"] = f"gradients in buckets of {size}: small buckets cost latency, the last one is never hidden"
+    if words := compression(e, trial):
+        out["compression"] = words
     if words := fp8_gathers(e, trial):
         out["gather_dtype"] = words
     out["microbatch"] = batch_arithmetic(e)
@@ -73,6 +76,32 @@ def sequence_parallel(e: Estimate, trial: Trial) -> str:
     saved = (e.prediction.memory_gib or 0.0) - (other.prediction.memory_gib or 0.0)
     return (
         f"off: with it a step takes {100 * longer:+.1f}% (one more gather in backward), for {saved:.1f} GiB less memory"
+    )
+
+
+def compression(e: Estimate, trial: Trial) -> str:
+    """What compressed gradients save or would save; "" where data-parallel communication is hidden, or the stack cannot compress.
+
+    Compression is lossy, so it is offered and never chosen unasked. Both plans are estimated by the closed form.
+    """
+    plan, now = e.plan, trial.of(e.plan)
+    if now is None or plan.dp * plan.cp == 1:
+        return ""
+    if plan.wire != "none":
+        other = trial.of(changed(plan, compression="none", comm_dtype=None))
+        more = f"; uncompressed this plan takes {100 * (step(other) / step(now) - 1):+.1f}%" if other else ""
+        return f"gradients are sent in {plan.wire}: lossy, it changes the numerics of training{more}"
+    if now.prediction.exposed_s.get("dp", 0.0) < COMPRESSION_WORTH * step(now):
+        return ""
+    tried = {name: trial.of(changed(plan, compression=name)) for name in e.stack.compressions}
+    gains = {name: step(other) / step(now) - 1 for name, other in tried.items() if other and fits(other, USABLE_MEMORY)}
+    worth = [f"{name} {100 * gain:+.1f}%" for name, gain in gains.items() if gain <= -COMPRESSION_WORTH]
+    if not worth:
+        return ""
+    allowed = worth[0].split()[0]
+    return (
+        f"off; a step with compressed gradients takes {', '.join(worth)}, but they are lossy: they change the numerics of training; "
+        f"--allow compression={allowed} searches for the best plan with it"
     )
 
 

@@ -120,11 +120,11 @@ def of_frames(space: Space, rows: Table) -> Table:
     return frame_bounds(space, kernels(space, rows))
 
 
-def offloaded(space: Space, rows: Table, enough: float = np.inf) -> Table:
-    """Frames of the same space without offload, bounded by `of_frames`, with the bounds of a space that offloads: copies only add time, and
-    saved activations may take no memory. Frames slower than `enough` seconds are left out."""
+def reused(space: Space, rows: Table, enough: float = np.inf) -> Table:
+    """Frames that `of_frames` bounded in the same space with another base plan, with bounds that hold in this one: copies and compression only add
+    time; saved activations may take no memory if they are offloaded. Frames slower than `enough` seconds are left out."""
     rows = rows.take(rows.time <= enough)
-    if space.base.offload != "states":
+    if space.base.offload in ("activations", "both"):
         rows = rows.but(**dict.fromkeys(("saved", "layer", "lighter"), np.zeros(len(rows))))
     return frame_bounds(space, rows)
 

@@ -4,7 +4,7 @@ A numeric field (tp, cp, pp, shard, …) has a minimum and a maximum. A field of
 narrows them:
 
     --fix tp=8           --max pp=4          --min microbatch=2         --without zero3
-    --allow grad_dtype=bf16,fp32             adds to a list that has one entry by default: dtypes and overlap
+    --allow grad_dtype=bf16,fp32             adds to a list that has one entry by default: dtypes, overlap and compression
 
 Defaults: the dtypes of the base plan, the overlap of the stack, and at most 16 virtual stages per rank, which divide the layers evenly if any
 number does. Constraints that contradict each other (`--fix tp=8 --max tp=4`) raise an error here. Constraints that contradict the model or
@@ -20,6 +20,7 @@ from typing import Any
 from meshwright.describe.base import MOST
 from meshwright.describe.draft import parse_value
 from meshwright.describe.plan import AXES, Plan
+from meshwright.describe.plan_fields import COMPRESSIONS
 from meshwright.describe.plan_fields import DTYPES as PLAN_DTYPES
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.lower.batch import CP_KINDS, ORDERS, OVERLAP_AXES, RECOMPUTE, SCHEDULES
@@ -79,6 +80,7 @@ def free(base: Plan) -> Choices:
             "reduce": ("auto", "step"),
             "order": ORDERS,
             "overlap": (base.overlap,),
+            "compression": (base.compression,),
             **{name: (getattr(base, name),) for name in DTYPES},
         },
         most={"virtual": MOST_VIRTUAL},
@@ -225,9 +227,11 @@ def _word(name: str, text: str) -> Any:
 
 
 def _allowed(word: str) -> Constraint:
-    name, text = _split("--allow", word, (*DTYPES, "overlap", "schedule"))
+    name, text = _split("--allow", word, (*DTYPES, "overlap", "schedule", "compression"))
     words = text.split(",") if name != "overlap" else text.split(",") if "+" in text else [text]
     for each in words:
         if name in DTYPES and each.strip() not in PLAN_DTYPES:
             raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), PLAN_DTYPES, f"--allow {name}={{}}")
+        if name == "compression" and each.strip() not in COMPRESSIONS:
+            raise unknown("MW-PLANNER-002", f"--allow {name}", each.strip(), COMPRESSIONS, f"--allow {name}={{}}")
     return Constraint(f"--allow {name}={text}", "allow", name, tuple(_word(name, each.strip()) for each in words))

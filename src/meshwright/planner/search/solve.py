@@ -1,13 +1,16 @@
-"""Search a space, rank its leaders, and try offload where memory is what slows a plan down.
+"""Search a space, rank its leaders, and try what the search leaves at its default: offload, and compression where it is allowed.
 
 **Offload** keeps optimizer states, saved activations or both in host memory. It changes nothing in the mathematics of training, but it copies
-bytes over the host's link, and its rates are assumed, not measured. So it is searched only where it can pay: the same space with
+bytes over the host's link, and its rates are assumed, not measured. So it is searched only where it can pay: for plans that take at least 10%
+less time than the best plan without it, or for any plan where nothing fits without it.
 
-    base.offload = states | activations | both
+**Compression** of gradients rounds or drops values: it changes the numerics of training. It is searched only where the question allows it
+(`--allow compression=int8`), for plans that take at least 1% less time than the best plan without it. Otherwise the explanation of the winner
+offers it with its gain (`advice.reasons`).
 
-is searched for plans that take at least 10% less time than the best plan without offload (all plans, where nothing fits without it). The bounds
-of the first search hold here too, with the offloaded bytes taken from memory and the update on the host added to the time (`bounds.offloaded`):
-where memory is not short they exclude everything at once. Each kind is searched for up to 15,000 costed plans.
+Both are searched in the same space with another base plan. Most bounds of the first search hold there too: compression and copies only add to
+the time of a frame, error feedback to its memory; offloaded bytes are taken from the memory, and the update on the host is added to the time
+(`bounds.reused`). Where they cannot pay, these bounds exclude everything at once. Each base plan is searched for up to 15,000 costed plans.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ import numpy as np
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import EFFORT, Found, Progress, Search, search
 from meshwright.planner.search.candidate import Candidate
-from meshwright.planner.search.leaders import Ranking, candidates, ranked
+from meshwright.planner.search.leaders import TIE, Ranking, candidates, ranked
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.stage_lengths import PART
 
-KINDS = {"states": ("states",), "activations": ("activations",), "both": ("states", "activations")}
-WORTH = 0.1  # share of the step that offload must save
+OFFLOADS = {"states": ("states",), "activations": ("activations",), "both": ("states", "activations")}
+OFFLOAD_WORTH = 0.1  # share of the step that offload must save
 MOST_SHAPES = 1_000_000  # shapes are numbered in each space separately
 
 
@@ -32,26 +35,21 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
     """Search and rank. The ranking is None where no plan fits."""
     found = search(space, headroom, progress)
     fitting = candidates(space, found) if len(found.rows) else []
-    found, more = with_offload(space, found, fitting)
+    found, more = other_bases(space, found, fitting)
     fitting += more
     return found, ranked(fitting, space.cluster.accelerator.memory) if fitting else None
 
 
-def with_offload(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
-    """Candidates that offload and take less time than every plan that does not; `found` with the plans costed for them."""
-    enough = min((c.time for c in fitting), default=np.inf) / (1 + WORTH)
+def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
+    """Candidates that offload or compress and take clearly less time than every plan that does not; `found` with the plans costed for them."""
+    best = min((c.time for c in fitting), default=np.inf)
+    tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space)]
+    tried += [({"compression": name}, TIE) for name in compressions(space) if fitting]
     out: list[Candidate] = []
-    for number, kind in enumerate(kinds(space), 1):
-        other = Space(
-            space.model,
-            space.cluster,
-            space.workload,
-            space.stack,
-            space.choices,
-            space.base.but(offload=kind),
-            space.bucket,
-        )
-        there = search_offloaded(other, found, min((enough, *(c.time for c in out))))
+    for number, (changes, worth) in enumerate(tried, 1):
+        enough = best / (1 + worth)
+        other = space.with_base(space.base.but(**changes))
+        there = search_base(other, found, min((enough, *(c.time for c in out))))
         found = replace(found, costed=found.costed + there.costed)
         faster = [c for c in candidates(other, there) if c.time <= enough] if len(there.rows) else []
         out += [
@@ -61,17 +59,22 @@ def with_offload(space: Space, found: Found, fitting: list[Candidate]) -> tuple[
     return found, out
 
 
-def kinds(space: Space) -> list[str]:
+def offloads(space: Space) -> list[str]:
     """The kinds of offload to search: those that the stack can run, where the question leaves it open."""
     if space.base.offload != "none" or not space.choices.offload:
         return []
-    return [kind for kind, parts in KINDS.items() if set(parts) <= set(space.stack.offloads)]
+    return [kind for kind, parts in OFFLOADS.items() if set(parts) <= set(space.stack.offloads)]
 
 
-def search_offloaded(space: Space, without: Found, enough: float) -> Found:
-    """Search the space of one kind of offload for plans that take at most `enough` seconds."""
-    limit = without.incumbents.limit
+def compressions(space: Space) -> list[str]:
+    """The compressions that the question allows besides the base plan's."""
+    return [name for name in space.choices.words["compression"] if name != space.base.compression]
+
+
+def search_base(space: Space, first: Found, enough: float) -> Found:
+    """Search a space with another base plan for plans that take at most `enough` seconds."""
+    limit = first.incumbents.limit
     if not np.isfinite(enough):
         return Search(space, limit).run()
-    assert without.frames is not None
-    return Search(space, limit).run_below(bounds.offloaded(space, without.frames, enough), enough, EFFORT)
+    assert first.frames is not None
+    return Search(space, limit).run_below(bounds.reused(space, first.frames, enough), enough, EFFORT)

@@ -104,6 +104,10 @@ class Space:
         self.dtypes = self.choices.dtypes
         self.units = tuple(cluster.spans[:-1])
 
+    def with_base(self, base: Plan) -> Space:
+        """The same problem and choices with another base plan."""
+        return Space(self.model, self.cluster, self.workload, self.stack, self.choices, base, self.bucket)
+
     # Legality
 
     def legal(self, columns: Mapping[str, Any]) -> np.ndarray:
