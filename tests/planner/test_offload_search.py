@@ -1,5 +1,6 @@
 """Offload is searched where nothing else fits or only much slower plans do; its bounds hold, and it never wins a tie."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +14,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.planner.search import bounds
 from meshwright.planner.search.branch_and_bound import Search, search
 from meshwright.planner.search.choices import choices, read
-from meshwright.planner.search.solve import OFFLOAD_WORTH, offloads, solve
+from meshwright.planner.search.leaders import candidates
+from meshwright.planner.search.solve import OFFLOAD_WORTH, memory_slows, offloads, solve
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import join
 from planner.spaces import DENSE, MOE, space
@@ -121,3 +123,15 @@ def test_offload_needs_a_clear_gain():
     for excluded in ({"without": ["offload"]}, {"settings": ["plan.offload=none"]}):
         with pytest.raises(MeshwrightError, match="MW-PLANNER-005"):
             planner.plan("llama3-8b", "workstation-4x3090", **question, **excluded)
+
+
+def test_offload_is_not_searched_where_memory_is_not_short():
+    where = problem("dense")
+    found = search(where)
+    fitting = candidates(where, found)
+    assert not memory_slows(found, fitting)
+    assert memory_slows(found, [])
+    recomputed = [replace(c, plan=c.plan.but(recompute="full")) for c in fitting]
+    assert memory_slows(found, recomputed)
+    found.incumbents.front[-1] = 1.2 * found.incumbents.front[0]
+    assert memory_slows(found, fitting)

@@ -2,7 +2,8 @@
 
 **Offload** keeps optimizer states, saved activations or both in host memory. It changes nothing in the mathematics of training, but it copies
 bytes over the host's link, and its rates are assumed, not measured. So it is searched only where it can pay: for plans that take at least 10%
-less time than the best plan without it, or for any plan where nothing fits without it.
+less time than the best plan without it, or for any plan where nothing fits without it. It is not searched at all where memory is not what slows
+plans down: the best plan recomputes no whole layers, and with 40% less memory there is still a plan less than 10% slower.
 
 **Compression** of gradients rounds or drops values: it changes the numerics of training. It is searched only where the question allows it
 (`--allow compression=int8`), for plans that take at least 1% less time than the best plan without it. Otherwise the explanation of the winner
@@ -43,7 +44,7 @@ def solve(space: Space, headroom: float = 0.0, progress: Progress | None = None)
 def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[Found, list[Candidate]]:
     """Candidates that offload or compress and take clearly less time than every plan that does not; `found` with the plans costed for them."""
     best = min((c.time for c in fitting), default=np.inf)
-    tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space)]
+    tried = [({"offload": kind}, OFFLOAD_WORTH) for kind in offloads(space) if memory_slows(found, fitting)]
     tried += [({"compression": name}, TIE) for name in compressions(space) if fitting]
     out: list[Candidate] = []
     for number, (changes, worth) in enumerate(tried, 1):
@@ -57,6 +58,14 @@ def other_bases(space: Space, found: Found, fitting: list[Candidate]) -> tuple[F
             for c in faster
         ]
     return found, out
+
+
+def memory_slows(found: Found, fitting: list[Candidate]) -> bool:
+    """Whether more memory may make plans clearly faster: nothing fits, the best plan recomputes whole layers, or less memory makes them slower."""
+    if not fitting or min(fitting, key=lambda c: c.time).plan.recompute == "full":
+        return True
+    front = found.incumbents.front  # best times, for the whole limit and in steps of 10% less
+    return bool(front[-1] > (1 + OFFLOAD_WORTH) * front[0])
 
 
 def offloads(space: Space) -> list[str]:
