@@ -23,8 +23,8 @@ from meshwright.lower.step import step_program
 SET_ON = {
     "vtrain_ground_truth": "megatron-lm",
     "ultrascale_playbook": "nanotron",
-}  # source → stack whose host times it set
-STEPS = ("compute", "+ communication", "+ pipeline bubble", "+ host floor", "+ once a step")
+}  # source → stack whose host times were fitted to it
+STEPS = ("compute", "+ communication", "+ pipeline bubble", "+ host floor", "+ once per step")
 COMMUNICATION = ("tp", "cp", "ep", "pp", "interference")
 
 

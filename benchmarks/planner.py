@@ -145,10 +145,10 @@ def ranking(cases: int = 60, plans: int = 160) -> None:
 
 
 def report(label: str, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    regrets = np.array([walked[told.argmin()] / walked.min() - 1 for told, walked in pairs])
+    regrets = np.array([walked[estimated.argmin()] / walked.min() - 1 for estimated, walked in pairs])
     best = [[set(times.argsort()[:20].tolist()) for times in pair] for pair in pairs]
     overlaps = [len(a & b) / 20 for a, b in best]
-    error = np.abs(np.concatenate([told / walked - 1 for told, walked in pairs]))
+    error = np.abs(np.concatenate([estimated / walked - 1 for estimated, walked in pairs]))
     shares = f"mean {np.mean(overlaps):.0%}, worst {np.min(overlaps):.0%}"
     errors = f"median {np.median(error):.2%}, 90th percentile {np.quantile(error, 0.9):.2%}, worst {error.max():.0%}"
     print(f"{label:<38}{regretted(regrets)}  {shares:<28}  {errors}")

@@ -1,4 +1,4 @@
-"""Plain words: help texts, error messages, their documentation and names are held to a list of banned words.
+"""Plain words: help texts, errors, documentation, docstrings, comments and names must not contain banned words.
 
 The rules are about language: technical English that an engineer understands at first reading. A word list cannot check
 that, but it keeps the phrases out that readers stumbled over.
@@ -7,9 +7,11 @@ that, but it keeps the phrases out that readers stumbled over.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,19 @@ PHRASES = (
     r"\bof whole layers alone\b", r"\bforgets\b", r"\bseeds?' ", r"\bseed 00\d\b",
 )  # fmt: skip
 BANNED = re.compile("|".join(PHRASES), re.IGNORECASE)
+# Phrases that readers stumbled over in docstrings, comments and documents, and in data that commands print.
+THING = "(?:step|rank|layer|token|parameter|micro-batch|stage|device|GPU|node|second|direction|message|row|collective|operation)"
+PROSE = re.compile(
+    "|".join(
+        (
+            r"\bbeside\b", r"\balike\b", r"\bnobody\b", r"\bwhoever\b", r"\bwhichever\b", r"\bhardly\b", r"\bseldom\b", r"\bfor ever\b",
+            r"\btold\b", r"\btells\b", r"\bsaid\b", r"\bunsaid\b", r"\bmade again\b", r"\bin silence\b", r"\bin words\b", r"\bby itself\b",
+            r"\ball the same\b", r"\bso many\b", r"\bgives? way\b", r"\bthe rest\b", r"\bof (?:one's|its|their|our) own\b", r"\bone's own\b",
+            r"\bseeds?' ", rf"\bonce an? {THING}\b", rf"\b(?:bytes|FLOPs|GB/s|Gb/s|ms|µs|cards|copies|norms|seconds) an? {THING}\b",
+        )
+    ),
+    re.IGNORECASE,
+)  # fmt: skip
 # Adverbs, pronouns, participles and metaphors that do not name the content of a function, class or file.
 NAMES = {
     "told", "said", "known", "put_on", "settle", "settled", "holds", "holding", "Holding", "again", "made_again", "apart", "alone", "Alone",
@@ -36,10 +51,20 @@ NAMES = {
     "every", "alike", "held", "beside", "guarded", "obey", "flushed", "heard", "hear", "tell", "showing",
     "once", "nothing", "here", "there", "now", "mine", "ours", "theirs", "Stay", "Journey",
 }  # fmt: skip
+VARIABLES = {
+    "told",
+    "said",
+    "alike",
+    "apart",
+    "beside",
+    "heard",
+    "spoken",
+    "laid",
+}  # also banned for arguments and variables
 
 
-def offences(text: str) -> list[str]:
-    return [text[max(0, m.start() - 40) : m.end() + 40].replace("\n", " ") for m in BANNED.finditer(text)]
+def offences(text: str, banned: re.Pattern[str] = BANNED) -> list[str]:
+    return [text[max(0, m.start() - 40) : m.end() + 40].replace("\n", " ") for m in banned.finditer(text)]
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -95,6 +120,54 @@ def test_the_overview_is_in_plain_words() -> None:
         [sys.executable, "-m", "meshwright", "--help"], capture_output=True, text=True, timeout=60, check=True
     )
     assert offences(done.stdout) == []
+
+
+def python_files() -> list[Path]:
+    folders = ("src", "tests", "benchmarks", "docs", "examples")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the docstrings and comments of a file."""
+    source = path.read_text("utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def test_docstrings_and_comments_are_in_plain_words() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {offence}"
+        for path in python_files()
+        for line, text in prose(path)
+        for offence in offences(text, PROSE)
+    ]
+    assert found == []
+
+
+def test_documents_and_data_are_in_plain_words() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    data = [path for kind in ("*.toml", "*.html") for path in SOURCE.rglob(kind)]
+    examples = (ROOT / "examples").rglob("*.toml")
+    found = [
+        f"{path.relative_to(ROOT)}: {offence}"
+        for path in sorted([*pages, *data, *examples])
+        for offence in offences(path.read_text("utf-8"), PROSE)
+    ]
+    assert found == []
+
+
+def test_variables_say_their_content() -> None:
+    found = set()
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
+            if name in VARIABLES:
+                found.add(f"{path.relative_to(ROOT)}: {name}")
+    assert sorted(found) == []
 
 
 def test_names_say_their_content() -> None:

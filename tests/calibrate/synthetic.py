@@ -64,7 +64,7 @@ def bench(
             median_s=times, low_s=times * (1 - noise), high_s=times * (1 + noise), samples=9, backend=backend, **fields
         )
 
-    points, alone = [], {}  # seconds of one pair by level and size: all pairs of a level are alike
+    points, alone = [], {}  # seconds of one pair by level and size: all pairs of a level are equal
     for a, b in combinations(range(len(devices)), 2):
         for n in sizes:
             kind = truth.level_between(devices[a], devices[b]), n

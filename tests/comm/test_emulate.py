@@ -1,6 +1,6 @@
 """Emulated clusters on this machine: what `up` makes works and goes away, however it ends. Needs root; skipped without.
 
-Every test uses a name of its own, so that tests, and other emulations of this machine, do not meet. Timings are not asserted;
+Every test uses a different name, so that tests and other emulations on this machine do not interfere. Timings are not asserted;
 that a link is never faster than asked is no timing, but what a limit means.
 """
 
@@ -245,7 +245,7 @@ emulation.Emulation(Topology(2, 1, 25e6), sys.argv[1], sys.argv[2]).up()
 @pytest.mark.parametrize("links", ["kernel", "process"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_up_leaves_nothing(name: str, links: str, number: int) -> None:
-    """Ctrl-C removes everything at once. After SIGKILL the next `up` or `down` does; the switch process ends by itself."""
+    """Ctrl-C removes everything at once. After SIGKILL the next `up` or `down` does; the switch process ends without a signal."""
     with subprocess.Popen(
         [sys.executable, "-c", UP, name, links], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:

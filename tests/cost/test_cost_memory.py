@@ -175,8 +175,8 @@ def test_offloaded_activations_leave_the_device():
 
 
 def test_a_tied_head_keeps_its_copy_on_the_last_stage():
-    tied, apart = (of(lowered(GQA.but(tied=tied), pp=2), 1) for tied in (True, False))
-    assert tied["parameters"] == pytest.approx(apart["parameters"])
+    tied, untied = (of(lowered(GQA.but(tied=tied), pp=2), 1) for tied in (True, False))
+    assert tied["parameters"] == pytest.approx(untied["parameters"])
 
 
 @settings(max_examples=50, deadline=None)

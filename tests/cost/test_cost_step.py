@@ -381,5 +381,5 @@ def test_a_split_backward_pays_for_the_gathers_of_its_inputs_on_all_stages_but_t
         cost(GQA, schedule=s, recompute="full", stack=Stack(**IDLE_HOST), **plan).ranks[1].i for s in ("1f1b", "zb-h1")
     ]
     assert one(made[0]) == one(made[1])  # a recomputed layer keeps what it gathered
-    beside = cost(GQA, schedule="zb-h1", stack=Stack(overlap=("tp",), **IDLE_HOST), **plan)
-    assert one(beside.times["dense", "G"].busy) < one(split.times["dense", "G"].busy)
+    overlapped = cost(GQA, schedule="zb-h1", stack=Stack(overlap=("tp",), **IDLE_HOST), **plan)
+    assert one(overlapped.times["dense", "G"].busy) < one(split.times["dense", "G"].busy)

@@ -64,15 +64,15 @@ def documents(draw) -> dict:
 
 def loads_or_fails_clearly(make) -> None:
     """The input gives a configuration or a clear error, never another exception or an endless message."""
-    said = None
+    failure = None
     try:
         config = make()
         if isinstance(config, Config):
             config.check()
             assert Config.from_parts(**tomllib.loads(config.to_toml())) == config
     except MeshwrightError as error:
-        said = error
-    assert said is None or (len(str(said)) < 5000 and said.exit_code == 2)
+        failure = error
+    assert failure is None or (len(str(failure)) < 5000 and failure.exit_code == 2)
 
 
 @given(documents())

@@ -107,7 +107,7 @@ def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
     shard = draw(POWERS)
     schedule = draw(st.sampled_from(SCHEDULES))
     twice = schedule in ("zbv", "dualpipev") or (schedule not in SCHEDULES[:5] and draw(st.booleans()))
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "replicate": draw(POWERS), "shard": shard, "zero": draw(st.integers(1 if shard > 1 else 0, 3)), "tp": draw(POWERS),
         "pp": draw(POWERS), "schedule": schedule, "virtual": 2 if twice else 1, "microbatch": draw(st.sampled_from([1, 2])),
         "recompute": draw(st.sampled_from(["none", "selective", "full"])), "reshard": draw(st.booleans()),
@@ -119,15 +119,15 @@ def plans(draw: st.DrawFn, model: Model, workload: Workload = WORK) -> Plan:
         "offload": draw(st.sampled_from(["none", "none", "states", "activations"])),
     }  # fmt: skip
     if model.kind == "transformer":
-        said |= {
+        fields |= {
             "sp": draw(st.booleans()),
             "cp": draw(POWERS),
             "cp_kind": draw(st.sampled_from(["ring", "ulysses", "all-gather"])),
         }
     if model.experts:
-        said |= {"ep": draw(POWERS), "expert_tp": draw(st.sampled_from([0, 1]))}
+        fields |= {"ep": draw(POWERS), "expert_tp": draw(st.sampled_from([0, 1]))}
     try:
-        return Plan(**said).check(model, workload)
+        return Plan(**fields).check(model, workload)
     except MeshwrightError:
         assume(False)
         raise

@@ -120,12 +120,12 @@ def test_experts_dispatch_every_token_k_times(ep, top_k):
 
 def test_tensor_parallel_ranks_divide_the_tokens_for_experts():
     """With expert_tp = 1 each tp rank dispatches a slice of the tokens; with expert_tp = tp the slices are gathered inside the experts."""
-    apart = lowered(MOE, tp=4, sp=True, ep=4, expert_tp=1)
+    whole_experts = lowered(MOE, tp=4, sp=True, ep=4, expert_tp=1)
     split = lowered(MOE, tp=4, sp=True, replicate=4, ep=4)
     share = TOKENS * MOE.hidden * 2 / 4 * MOE.top_k
     counts = MOE.experts * 8
-    assert block_bytes(apart, "ep", "moe") == pytest.approx(3 / 4 * (4 * share + counts))
-    assert block_bytes(apart, "expert_tp", "moe") == 0
+    assert block_bytes(whole_experts, "ep", "moe") == pytest.approx(3 / 4 * (4 * share + counts))
+    assert block_bytes(whole_experts, "expert_tp", "moe") == 0
     assert calls(split, "moe", axis="expert_tp") == {
         ("F", "all_gather", "expert_tp"): 2,
         ("F", "reduce_scatter", "expert_tp"): 1,

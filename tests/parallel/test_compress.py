@@ -188,8 +188,8 @@ def test_powersgd_gives_owners_their_rows_of_what_all_would_hear():
         run_together([c.scatter(0, rows[r], columns, r, out[r]) for r, c in enumerate(owners)])
         rows_of = [to_rows(w.view(s), 3) for w, s in zip(want, shapes, strict=True)]
         torch.testing.assert_close(out, torch.cat(rows_of, 1), rtol=1e-12, atol=1e-12)
-    said = exchanges(Plan(compression="powersgd", compression_rank=2), 0, 8, [tuple(s) for s in shapes], 3, True)
-    assert [n for _, n in said] == [8 * (14 + 4 + 10 + 4), 8 * (20 + 24)]
+    messages = exchanges(Plan(compression="powersgd", compression_rank=2), 0, 8, [tuple(s) for s in shapes], 3, True)
+    assert [n for _, n in messages] == [8 * (14 + 4 + 10 + 4), 8 * (20 + 24)]
 
 
 def test_powersgd_comes_back_from_a_gradient_of_zero_and_of_a_smaller_rank():
@@ -228,7 +228,7 @@ PROVED_IN_SOAK = [
 ]
 
 
-def said(plan):
+def config_of(plan):
     return Config.from_parts(
         MODEL,
         "laptop",
@@ -239,7 +239,7 @@ def said(plan):
 
 @pytest.mark.parametrize("plan", [*PROVED, *ranks.soak(PROVED_IN_SOAK)], ids=str)
 def test_a_plan_with_it_is_proved_against_its_emulation_and_sends_what_is_lowered(plan):
-    proof = prove(said(plan), ranks=4, steps=2)
+    proof = prove(config_of(plan), ranks=4, steps=2)
     assert proof.small.plan.lossy
     assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
     assert proof.agreements[0].errors["gradient"] < 1e-12
@@ -247,7 +247,7 @@ def test_a_plan_with_it_is_proved_against_its_emulation_and_sends_what_is_lowere
 
 @pytest.mark.parametrize("prepare", ["", "test_compress:halved"])
 def test_a_16_bit_sum_of_four_ranks_is_held_to_what_its_order_makes_of_it(prepare):
-    proof = prove(said({"compression": "bf16", "cp": 2}), ranks=4, steps=2, prepare=prepare)
+    proof = prove(config_of({"compression": "bf16", "cp": 2}), ranks=4, steps=2, prepare=prepare)
     assert proof.passed == (not prepare)
     if not prepare:
         assert 1e-6 < proof.agreements[0].errors["gradient"] < 0.02
@@ -292,7 +292,7 @@ def test_frozen_and_unused_parameters_and_no_overlap():
         (early, messages, elements, flat, unused), (late, *_, again, _) = result
         assert elements == 3 * 20  # the frozen layer has no place
         assert messages == -(-elements * 8 // 200)
-        assert 0 < early < messages  # the unused layer holds the rest back until the end
+        assert 0 < early < messages  # the unused layer delays the remaining messages until the end
         assert late == 0
         assert flat == again
         assert flat[:4] == [4.0] * 4  # two ranks' two rows, summed
@@ -300,11 +300,11 @@ def test_frozen_and_unused_parameters_and_no_overlap():
 
 
 @pytest.mark.parametrize(
-    "said", [{"ratio": 0.0}, {"ratio": 1.5}, {"ratio": float("nan")}, {"rank": 0}, {"threshold": 0.0}]
+    "fields", [{"ratio": 0.0}, {"ratio": 1.5}, {"ratio": float("nan")}, {"rank": 0}, {"threshold": 0.0}]
 )
-def test_shares_that_are_none_are_told(said):
+def test_shares_that_are_none_are_told(fields):
     with pytest.raises(MeshwrightError, match="MW-COMP-002"):
-        make_compressor("top-k", **said)
+        make_compressor("top-k", **fields)
     assert make_compressor("top-k", ratio=1.0, rank=1, threshold=1e-9)
 
 

@@ -42,7 +42,7 @@ class CountMemory(TorchDispatchMode):
 
 
 def held_bytes(compressor, message, out, layout, world):
-    """Bytes beside the message and the last error: the most while a collective runs, and the most at any time."""
+    """Bytes besides the message and the last error: the most while a collective runs, and the most at any time."""
     kept = {**compressor.feedback.errors, **getattr(compressor, "bases", {})}
     counter, waits = CountMemory(message, out, *kept.values()), []
     del kept
@@ -81,7 +81,7 @@ def test_the_buffers_of_a_message_are_those_predicted(name, scattered, world):
             waits, peak = held_bytes(compressor, message, out, layout, world)
         width, factors = message.element_size(), factor_sizes(SHAPES, OPTIONS["rank"])
         predicted = buffer_bytes(plan, name, message.numel(), width, world, scattered, factors)
-        # Beside what is counted are only scales and counts: a few bytes for each rank and parameter. A threshold passes
+        # Only scales and counts are not counted: a few bytes for each rank and parameter. A threshold passes
         # as many values as a normal distribution has, give or take the sample.
         assert np.allclose(predicted, (waits, peak), rtol=0.03, atol=100 * world), (dtype, predicted, waits, peak)
 

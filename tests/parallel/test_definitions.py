@@ -55,13 +55,13 @@ def test_what_is_lowered_is_what_it_asks_for(name, dtype, scattered):
     for step in range(3):
         given = [numbers(*((RANKS, 14) if scattered else (35,)), seed=9 * step + r, dtype=dtype) for r in range(RANKS)]
         asked = asked_for(compressors, given, scattered, index=4)[1]
-        told = compressors[0].sent_counts[4][step] if isinstance(compressors[0], Threshold) else None
+        sent_values = compressors[0].sent_counts[4][step] if isinstance(compressors[0], Threshold) else None
         whole = [tuple(shape) for _, shape in shapes(scattered)]
-        assert exchanges(plan, elements, dtype.itemsize, whole, RANKS, scattered, told) == asked
+        assert exchanges(plan, elements, dtype.itemsize, whole, RANKS, scattered, sent_values) == asked
 
 
 def rounded(x, levels):
-    """Each row to whole multiples of its largest over so many levels."""
+    """Round each row to integer multiples of its maximum divided by `levels`."""
     scale = (x.abs().amax(-1, keepdim=True) / levels).float().double()
     return (x / scale).round() * scale
 
@@ -95,11 +95,11 @@ def test_an_owner_has_the_sum_of_what_all_sent_it(name, sent):
     for _ in range(2):
         out = torch.full((2, 15), 7.0, dtype=torch.float64)
         run_together([c.scatter(0, given[r], [], r, out[r]) for r, c in enumerate(compressors)])
-        told = [sent(g + e) for g, e in zip(given, held, strict=True)]
-        want = sum(told) if name != "bf16" else sum(t.bfloat16() for t in told).double()
+        sent_values = [sent(g + e) for g, e in zip(given, held, strict=True)]
+        want = sum(sent_values) if name != "bf16" else sum(t.bfloat16() for t in sent_values).double()
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
         if name != "bf16":
-            held = [g + e - t for g, e, t in zip(given, held, told, strict=True)]
+            held = [g + e - t for g, e, t in zip(given, held, sent_values, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7)])
@@ -134,7 +134,7 @@ def test_feedback_keeps_what_is_lost_and_without_it_nothing_is_kept(make_one, sc
             if scattered:  # the last owner has one row less of either parameter: what is padded is zero
                 for g in gradients:
                     g[2, 6:12] = g[2, 13] = 0.0
-            if isinstance(compressors[0], Cast):  # whose sum on the wire would be rounded too: nobody else has anything
+            if isinstance(compressors[0], Cast):  # the sum would be rounded too, so only one rank has a gradient
                 gradients[1:] = [torch.zeros_like(g) for g in gradients[1:]]
             sums, _ = asked_for(compressors, gradients, scattered)
             total, given = total + (torch.stack(sums) if scattered else sums[0]), given + sum(gradients)
@@ -209,7 +209,7 @@ def test_rows_are_cut_for_their_owners_and_put_together_again():
 
 
 class Inner(nn.Linear):
-    """A unit of its own: its parameters are not its owner's."""
+    """A separate unit: its parameters do not belong to the outer unit."""
 
     def set_custom_reduce_scatter(self):
         raise AssertionError
@@ -249,8 +249,8 @@ def test_what_is_not_finite_is_heard_at_once_by_its_owner_and_not_again(name, ba
         if step == 1:
             given[1].view(-1)[11] = bad
         sums, _ = asked_for(compressors, given, scattered)
-        heard = [not s.isfinite().all() for s in sums]
-        assert (any(heard) if scattered else all(heard)) == any(heard) == (step == 1)
+        nonfinite = [not s.isfinite().all() for s in sums]
+        assert (any(nonfinite) if scattered else all(nonfinite)) == any(nonfinite) == (step == 1)
     assert all(e.isfinite().all() for c in compressors for e in c.feedback.errors.values())
 
 

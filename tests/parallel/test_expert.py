@@ -91,8 +91,8 @@ def title(case):
     return f"{name}-{Plan(**plan).title()}"
 
 
-def many(name, said, router="", prepare=""):
-    plan = Plan(**said)
+def many(name, fields, router="", prepare=""):
+    plan = Plan(**fields)
     model = MODELS[name].but(router=ROUTERS.get(router, MODELS[name].router))
     job = Job(model, plan, WORKLOAD, steps=STEPS, dtypes=("fp64",), prepare=prepare)
     return [result["fp64"] for result in ranks.run(plan.world, record, job)]
@@ -111,8 +111,8 @@ def test_a_layout_trains_what_one_device_trains(case):
 
 @pytest.mark.parametrize("case", ROUTED, ids=title)
 def test_statistics_are_of_all_tokens_whoever_holds_them(case):
-    router, said = case
-    agree(one_device("mixtral", router), many("mixtral", said, router))
+    router, fields = case
+    agree(one_device("mixtral", router), many("mixtral", fields, router))
 
 
 @pytest.mark.parametrize("router", ["losses", "capacity"])
@@ -191,7 +191,7 @@ def bias_added_by_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("bug", "name", "said", "router"),
+    ("bug", "name", "fields", "router"),
     [
         (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
         (gradients_not_summed, "mixtral", {"tp": 2, "expert_tp": 1}, ""),
@@ -201,8 +201,8 @@ def bias_added_by_every_rank():
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_bug_is_caught(bug, name, said, router):
-    traces = many(name, said, router, prepare=f"{__name__}:{bug.__name__}")
+def test_a_bug_is_caught(bug, name, fields, router):
+    traces = many(name, fields, router, prepare=f"{__name__}:{bug.__name__}")
     assert compare(one_device(name, router), traces).breaks
 
 
@@ -270,8 +270,8 @@ def test_shared_experts_run_while_tokens_travel():
 
 @pytest.mark.parametrize("case", LOWERED, ids=title)
 def test_what_is_sent_was_lowered_or_is_explained(case):
-    name, said = case
-    plan = Plan(**said, param_dtype="fp32", master=False)
+    name, fields = case
+    plan = Plan(**fields, param_dtype="fp32", master=False)
     workload = WORKLOAD.but(precision="fp32")
     job = Job(MODELS[name], plan, workload, steps=1, dtypes=("fp32",), watch=True)
     layers = MODELS[name].layer_count("moe") * plan.microbatches(workload)
@@ -281,6 +281,7 @@ def test_what_is_sent_was_lowered_or_is_explained(case):
         assert not [row for row in trace.traffic if row.unexplained], trace.traffic
         transfers = [row for row in trace.traffic if row.operation == "all_to_all"]
         again = 3 if plan.recompute == "full" else 0
-        for row in transfers:  # four a layer and micro-batch and one of counts; forward's three are made again
+        # Four per layer and micro-batch, and one of counts; recompute repeats the three of forward.
+        for row in transfers:
             assert row.lowered[0] == row.observed[0] == (5 + again) * layers
         assert bool(transfers) == (plan.ep > 1)

@@ -41,12 +41,12 @@ def trained(context, plan, workload, every, steps):
 @pytest.mark.parametrize("plan", [Plan(replicate=2, microbatch=2), Plan(replicate=2, tp=2)])
 def test_averaging_every_step_is_data_parallelism(plan):
     """Padding differs between replicas, so an unweighted average would be wrong."""
-    together, apart = ranks.run(plan.world, trained, plan, SGD, 0, 3), ranks.run(plan.world, trained, plan, SGD, 1, 3)
-    for (exact, _), (local, _) in zip(together, apart, strict=True):
+    data_parallel, local_sgd = (ranks.run(plan.world, trained, plan, SGD, every, 3) for every in (0, 1))
+    for (exact, _), (local, _) in zip(data_parallel, local_sgd, strict=True):
         for a, b in zip(exact, local, strict=True):
             for name in a:
                 np.testing.assert_allclose(b[name], a[name], rtol=0, atol=1e-13)
-    assert (together[0][0][0]["head.norm.weight"] != together[0][0][2]["head.norm.weight"]).any()
+    assert (data_parallel[0][0][0]["head.norm.weight"] != data_parallel[0][0][2]["head.norm.weight"]).any()
 
 
 def test_replicas_diverge_without_traffic_between_averages_and_agree_after():

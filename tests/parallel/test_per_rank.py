@@ -49,11 +49,11 @@ def test_gradients_of_the_ranks_sum_to_the_full_gradient(kind, plan):
     whole = network(model)
     loss(whole(x), y).backward()
     module = network(model)
-    apart = PerRankGradients(module, layout, model, SEQ)
+    emulated = PerRankGradients(module, layout, model, SEQ)
     value = loss(module(x), y)
     value.backward()
     assert value.item() == pytest.approx(loss(whole(x), y).item(), rel=1e-14)
-    taken = apart.take_gradients()
+    taken = emulated.take_gradients()
     assert all(p.grad is None for p in module.parameters())  # every use is some rank's
     assert {s[:3] for s in taken} == {
         (0, d, c) if plan.shard > 1 else (d, 0, c) for d in range(2) for c in range(plan.cp)
@@ -65,16 +65,16 @@ def test_gradients_of_the_ranks_sum_to_the_full_gradient(kind, plan):
         if p.requires_grad:
             torch.testing.assert_close(sum(parts), p.grad, rtol=1e-12, atol=1e-12)
             assert len(parts) in (len(uses) * plan.dp * plan.cp, plan.world)
-    assert apart.take_gradients() == {s: {} for s in taken}
+    assert emulated.take_gradients() == {s: {} for s in taken}
 
 
 def test_a_data_parallel_rank_has_the_gradient_of_its_samples():
     model, plan = MODELS["gpt"], Plan(replicate=2, microbatch=2)
     (x, y), loss = batch(model, plan), loss_function(model)
     module = network(model)
-    apart = PerRankGradients(module, Layout(plan), model, SEQ)
+    emulated = PerRankGradients(module, Layout(plan), model, SEQ)
     loss(module(x), y).backward()
-    taken = apart.take_gradients()
+    taken = emulated.take_gradients()
     for rank in range(2):
         alone, mine = network(model), slice(2 * rank, 2 * rank + 2)
         loss(alone(x[mine]), y[mine]).backward()
@@ -97,14 +97,14 @@ def test_parts_of_one_data_rank_share_the_scales_of_fp8():
     model, plan = MODELS["gpt"], Plan(cp=2, microbatch=2)
     (x, y), loss = batch(model, plan), loss_function(model)
     gradients = []
-    for apart in (False, True):
+    for per_rank in (False, True):
         module = network(model)
         fp8.enable_fp8(module.layers.values())
-        made = PerRankGradients(module, Layout(plan), model, SEQ, scaled=True) if apart else None
+        made = PerRankGradients(module, Layout(plan), model, SEQ, scaled=True) if per_rank else None
         loss(module(x), y).backward()
         of = "layers.1.attention.q"
         names = [f"{of}.weight", f"{of}.bias", "layers.0.ffn.up.weight", "layers.0.attention_norm.weight"]
         parts = made.take_gradients().values() if made else [{name: module.get_parameter(name).grad for name in names}]
-        assert len(parts) == 1 + apart
+        assert len(parts) == 1 + per_rank
         gradients.append([sum(mine[name] for mine in parts) for name in names])
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)

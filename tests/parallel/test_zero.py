@@ -193,7 +193,7 @@ def own_buckets(context):
         buckets.finish()
         return right(module)
 
-    def told(do):
+    def code_of(do):
         try:
             return do() or "nothing"
         except MeshwrightError as error:
@@ -229,21 +229,21 @@ def own_buckets(context):
     buckets.zero()
     buckets.begin(last=True)
     loss(module).backward()
-    out["two backwards"] = told(lambda: loss(module).backward())
-    out["no finish"] = told(lambda: buckets.begin(last=True))
+    out["two backwards"] = code_of(lambda: loss(module).backward())
+    out["no finish"] = code_of(lambda: buckets.begin(last=True))
     module[0].requires_grad_(False)
     late = Buckets(module, group, 1e9)
     module[0].requires_grad_(True)
-    out["unfrozen"] = told(lambda: late.begin(last=True))
+    out["unfrozen"] = code_of(lambda: late.begin(last=True))
     replaced = Buckets(module, group, 1e9)
     module[2].weight = nn.Parameter(module[2].weight.detach())
-    out["replaced"] = told(lambda: replaced.begin(last=True))
+    out["replaced"] = code_of(lambda: replaced.begin(last=True))
     shared = make_compressor("int8")
     of_one = Buckets(module, group, 1e9, compressor=shared, only={module[0].weight})
-    out["one compressor"] = told(lambda: Buckets(module, group, 1e9, compressor=shared, only={module[2].weight}))
+    out["one compressor"] = code_of(lambda: Buckets(module, group, 1e9, compressor=shared, only={module[2].weight}))
     of_one.begin(last=True)
     module[0].float()
-    out["two dtypes"] = told(lambda: Buckets(module, group, 1e9))
+    out["two dtypes"] = code_of(lambda: Buckets(module, group, 1e9))
     for name in ("int8", "top-k", "threshold", "powersgd"):
         for empty in (nn.Tanh(), network().requires_grad_(False), nn.Linear(0, 3, bias=False)):
             buckets = Buckets(empty, group, 1e9, compressor=make_compressor(name))

@@ -70,7 +70,7 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "said"),
+    ("model", "gpus", "fields"),
     [
         ("dense", 4, {"fix": ["microbatch=1"], "without": ["reorder", "recompute"]}),
         ("tied", 4, {"fix": ["pp=2"], "without": ["recompute"]}),
@@ -78,8 +78,8 @@ def test_the_search_finds_what_costing_every_plan_finds(name):
         ("moe", 4, {"fix": ["pp=2", "microbatch=2"], "without": ["reorder", "recompute", "cp"]}),
     ],
 )
-def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, said):
-    where = space(MODELS[model], gpus, 8, **said)
+def test_the_winner_is_the_winner_of_an_exhaustive_walk(model, gpus, fields):
+    where = space(MODELS[model], gpus, 8, **fields)
     one = Search(where, np.inf)
     rows = join([one.cost(part) for part in where.plans()])
     rows = rows.take(np.argsort(rows.time, kind="stable")[:160])  # far beyond what the closed forms may be wrong by

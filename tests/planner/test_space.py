@@ -166,17 +166,17 @@ CONSTRAINED = {
 
 @pytest.mark.parametrize("which", CONSTRAINED)
 def test_a_constraint_leaves_exactly_what_keeps_it(which):
-    said, keeps = CONSTRAINED[which]
+    constraint, keeps = CONSTRAINED[which]
     fixed = ["recompute=none"] if "recompute" not in which else []
     whole = space(DENSE, 8, 8, fix=fixed, without=["reorder"])
     narrow = space(
         DENSE,
         8,
         8,
-        fix=[*fixed, *said.get("fix", [])],
-        most=said.get("most", []),
-        least=said.get("least", []),
-        without=["reorder", *said.get("without", [])],
+        fix=[*fixed, *constraint.get("fix", [])],
+        most=constraint.get("most", []),
+        least=constraint.get("least", []),
+        without=["reorder", *constraint.get("without", [])],
     )
     rows = everything(narrow)
     assert keeps(rows).all()
@@ -192,7 +192,7 @@ def test_dtypes_and_overlap_are_widened_only_when_allowed():
 
 
 @pytest.mark.parametrize(
-    ("said", "code"),
+    ("constraint", "code"),
     [
         ({"fix": ["tp"]}, "MW-PLANNER-001"),
         ({"fix": ["tp=x"]}, "MW-PLANNER-001"),
@@ -206,9 +206,9 @@ def test_dtypes_and_overlap_are_widened_only_when_allowed():
         ({"allow": ["grad_dtype=int3"]}, "MW-PLANNER-002"),
     ],
 )
-def test_what_cannot_be_read_is_refused_in_words(said, code):
+def test_what_cannot_be_read_is_refused_in_words(constraint, code):
     with pytest.raises(MeshwrightError) as refused:
-        space(DENSE, 8, 8, **said)
+        space(DENSE, 8, 8, **constraint)
     assert refused.value.code == code
 
 

@@ -16,12 +16,12 @@ def decoded_with_the_first_ranks_scale():
     """The integers of all ranks are multiplied by the scale of one rank."""
     dequantise = quantised.dequantise
 
-    def alike(payload, kind, dtype):
+    def with_first_scale(payload, kind, dtype):
         payload = payload.clone()
         payload[:, : quantised.SCALE_BYTES] = payload[:1, : quantised.SCALE_BYTES]
         return dequantise(payload, kind, dtype)
 
-    quantised.dequantise = alike
+    quantised.dequantise = with_first_scale
 
 
 def positions_drawn_separately():

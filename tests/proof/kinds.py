@@ -1,9 +1,9 @@
-"""Which layouts of the matrix are in the daily run: as few as show every kind of layout; the others are in `make soak`.
+"""The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature beside each other family: ZeRO-3 with tensor parallelism, sp with data parallelism,
-gpt with either. Two layouts of the same kinds prove the same thing twice. `covering` takes, again and again, the layout
-that shows the most new kinds for its cost.
+"model": "gpt"}`. Its *kinds* are each feature combined with each other family: ZeRO-3 with tensor parallelism, sp with data parallelism,
+gpt with either. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout
+with the most new kinds for its cost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COST = {1: 1, 2: 2, 4: 4, 8: 12}  # by ranks, on two cores
 
 
 def features(layout: Any) -> dict[str, Any]:
-    """What a layout turns on, by family."""
+    """The features of a layout, by family."""
     plan: Plan = layout.plan
     found: dict[str, Any] = {"model": layout.model}
     if plan.replicate > 1 or plan.zero:
@@ -48,14 +48,15 @@ def features(layout: Any) -> dict[str, Any]:
 
 
 def kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature alone and beside each other family."""
+    """Each feature on its own, and combined with each other family."""
     found = features(layout)
     alone = set(found.items())
     return alone | {(family, value, other) for family, value in alone for other in found if other != family}
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """As `kinds`; models meet only axes, not every option. An axis of more than two ranks and all axes at once count too."""
+    """As `kinds`, but models are combined only with axes, not with every option. An axis of more than two ranks is a kind too, and so
+    are all axes together."""
     axes = {"data", "tensor", "context", "pipeline", "expert"}
     paired = {kind for kind in kinds(layout) if len(kind) == 2 or kind[0] != "model" or kind[2] in axes}
     longer = {(axis, "above 2") for axis in ("tp", "cp", "pp", "replicate", "shard") if getattr(layout.plan, axis) > 2}
@@ -63,19 +64,19 @@ def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
 
 
 def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """What is lost (a class of compressor, a precision) beside each family and each form of data parallelism, whose sums it
-    changes; each feature beside a loss. Models do not matter."""
+    """Each loss (a class of compressor, a precision) combined with each family and each form of data parallelism, whose sums it
+    changes; and each feature combined with any loss. Models do not matter."""
     found = {family: value for family, value in features(layout).items() if family != "model"}
     if "wire" in found:
-        found["wire"] = next(i for i, alike in enumerate(inexact.SAME_CLASS) if found["wire"] in alike)
+        found["wire"] = next(i for i, names in enumerate(inexact.SAME_CLASS) if found["wire"] in names)
     losses = found.keys() & {"wire", "precision"}
-    beside = {(loss, found[loss], other) for loss in losses for other in found if other != loss}
-    beside |= {(loss, found[loss], "data", found.get("data")) for loss in losses}
-    return beside | set(found.items()) | {(family, value, "lost") for family, value in found.items()}
+    combined = {(loss, found[loss], other) for loss in losses for other in found if other != loss}
+    combined |= {(loss, found[loss], "data", found.get("data")) for loss in losses}
+    return combined | set(found.items()) | {(family, value, "lost") for family, value in found.items()}
 
 
 def covering(layouts: Sequence[Any], kinds_of: Callable[[Any], set[tuple[Any, ...]]]) -> list[Any]:
-    """Layouts, in their order, that together show every kind that all of them show."""
+    """Layouts, in their order, that together cover every kind of all layouts."""
     shown = {layout: kinds_of(layout) for layout in layouts}
     missing: set[tuple[Any, ...]] = set().union(*shown.values())
     chosen: set[Any] = set()

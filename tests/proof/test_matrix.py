@@ -188,7 +188,7 @@ def test_the_matrix_is_whole():
 
 
 def test_the_daily_run_shows_every_kind_of_layout():
-    """A strategy beside another, a model beside an axis, a compressor of each class beside each strategy: none waits for the soak."""
+    """Pairs of strategies, models with axes, and compressors of each class with each strategy: none is only in the soak."""
     for every, kinds_of in ((ALL, exact_kinds), (LOSSY, lossy_kinds), (NARROW, lossy_kinds)):
         daily = [layout for layout in every if layout in DAILY]
         assert set().union(*map(kinds_of, daily)) == set().union(*map(kinds_of, every))

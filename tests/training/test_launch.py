@@ -67,10 +67,10 @@ def gone(pid):
 
 
 def test_results_and_messages_come_back_by_rank():
-    heard = []
-    results = ranks.run(3, add_ranks, 10, listen=lambda rank, message: heard.append((rank, message["rank"])))
+    messages = []
+    results = ranks.run(3, add_ranks, 10, listen=lambda rank, message: messages.append((rank, message["rank"])))
     assert [total for total, _ in results] == [33, 33, 33]
-    assert sorted(heard) == [(0, 0), (1, 1), (2, 2)]
+    assert sorted(messages) == [(0, 0), (1, 1), (2, 2)]
     assert all(gone(pid) for _, pid in results)
 
 
@@ -155,8 +155,8 @@ def test_an_interrupted_start_says_nothing_and_leaves_nothing():
     assert os.path.isdir(meeting)
     time.sleep(0.7)
     os.killpg(parent.pid, signal.SIGINT)
-    _, said = parent.communicate(timeout=30)
-    assert (parent.returncode, said) == (130, "")
+    _, printed = parent.communicate(timeout=30)
+    assert (parent.returncode, printed) == (130, "")
     assert not os.path.exists(meeting)
 
 

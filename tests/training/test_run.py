@@ -56,7 +56,7 @@ def test_training_learns_and_is_measured(tmp_path):
 
 
 def test_the_balance_of_experts_is_recorded_step_by_step(tmp_path):
-    """Of two stages, the worst layer of both; capacity drops, and the router is said in the plan file."""
+    """The worst layer of two stages; the capacity drops copies, and the plan file has the router options."""
     router = {"capacity": 0.5, "aux": 0.01}
     shape = {**MODEL, "tied": False, "experts": 4, "top_k": 2, "expert_ffn": 32, "router": router}
     made = Config.from_parts(shape, "laptop", "gloo-cpu", WORKLOAD, {**FP32, "pp": 2})

@@ -35,7 +35,7 @@ def trainer_of(context, model, plan, padded=()):
     return Trainer(apply(model, plan, WORKLOAD, context.rank, dtype=torch.float64), Padded(padded))
 
 
-def told(record):
+def values_of(record):
     return record.loss, record.gradient_norm, record.router
 
 
@@ -79,7 +79,7 @@ def interrupted(context, model, plan, how):
             with pytest.raises(ZeroDivisionError):
                 trainer.train_step()
             hook.remove()
-        out.append(told(trainer.train_step()))
+        out.append(values_of(trainer.train_step()))
     return out
 
 

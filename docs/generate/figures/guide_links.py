@@ -33,7 +33,7 @@ def alpha_beta() -> list[Figure]:
               "HDR is 25 GB/s per port; 300 kB needs the 200 GB/s that it assumes"),
         convention("5.3", "printed: 100GbE RoCE n* = 62.5 KB", "62.5", star(5.0, 12.5) / 1024, "KiB", decimal, star(5.0, 12.5) / KB, printed),
         convention("5.3", "printed: TCP/IP Ethernet n* = 625.0 KB", "625.0", star(50, 12.5) / 1024, "KiB", decimal, star(50, 12.5) / KB, printed),
-        wrong("5.3", "drawn: NVLink n* ≈ 2–5 KB", "2–5", star(1.0, 450) / KB, "kB", "at the 1 µs and 450 GB/s of its own code"),
+        wrong("5.3", "drawn: NVLink n* ≈ 2–5 KB", "2–5", star(1.0, 450) / KB, "kB", "at the 1 µs and 450 GB/s of the text's code"),
         wrong("5.3", "drawn: IB HDR n* ≈ 200–500 KB", "200–500", star(1.5, link("ib-hdr").bandwidth / GB) / KB, "kB", "at 1.5 µs and 25 GB/s"),
         wrong("5.3", "drawn: 100GbE n* ≈ 5–10 MB", "5–10", star(50, 12.5) / MB, "MB", "at 50 µs; 0.06 MB at the RoCE latency it uses"),
         convention("5.4", "ResNet-50 has 25M parameters", "25", resnet / 1e6, "M", "digits cut off, not rounded", math.floor(resnet / 1e6)),

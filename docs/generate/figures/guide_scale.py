@@ -85,7 +85,7 @@ def hardware() -> list[Figure]:
         convention("1.5", "A100: 312 TFLOPS TF32", "312", a100.peak_for("tf32") / TERA, "TFLOP/s", sparse, 2 * a100.peak_for("tf32") / TERA, dense),
         convention("1.5", "A100: 624 TFLOPS FP16/BF16", "624", a100.peak_for("bf16") / TERA, "TFLOP/s", sparse, 2 * a100.peak_for("bf16") / TERA, dense),
         holds("1.5", "A100: 600 GB/s NVLink", "600", 2 * nv3.bandwidth / GB, "GB/s", "both directions; one is 300 GB/s"),
-        holds("1.3, 1.5", "InfiniBand NDR: 400 Gb/s is 50 GB/s a direction", "50", ndr.bandwidth / GB, "GB/s"),
+        holds("1.3, 1.5", "InfiniBand NDR: 400 Gb/s is 50 GB/s per direction", "50", ndr.bandwidth / GB, "GB/s"),
         holds("1.5", "8 ports per DGX node", "8", cards, "ports"),
         holds("1.3", "8 NICs make 400 GB/s", "400", cards * ndr.bandwidth / GB, "GB/s"),
         holds("1.3", "inter-node bandwidth is 2–18× lower", "2–18", nv4.bandwidth / ndr.bandwidth, "×",

@@ -38,7 +38,7 @@ def collectives() -> list[Figure]:
     # The text divides 2n (or n) bytes by P times the duration.
     lasted = {"all_reduce": 2 * n / (ranks * 277 * GB), "reduce_scatter": n / (ranks * 75 * GB)}
     bus = {name: float(sent(name, n, ranks)) / seconds for name, seconds in lasted.items()}
-    alike = 2 * walked("reduce-scatter", "ring").makespan / walked("all-reduce", "ring").makespan
+    ratio = 2 * walked("reduce-scatter", "ring").makespan / walked("all-reduce", "ring").makespan
     both = walked("reduce-scatter", "ring").makespan + walked("all-gather", "ring").makespan
     # fmt: off
     return [
@@ -51,7 +51,7 @@ def collectives() -> list[Figure]:
         wrong("Benchmark", "all-reduce of 100M elements on 4 GPUs, 2n/(P·t): ~277 GB/s", "<450", bus["all_reduce"] / GB, "GB/s",
               "the rate at which a rank would send; NVLink carries 450, so 277 was not computed as described. It is plausible as bus bandwidth"),
         bound("Benchmark", "reduce-scatter, n/(P·t): ~75 GB/s", "<450", bus["reduce_scatter"] / GB, "GB/s", "the rate at which a rank then sends; NVLink carries 450"),
-        wrong("Benchmark", "277 against 75 shows hardware acceleration of all-reduce", 277 / 75, alike, "×",
+        wrong("Benchmark", "277 against 75 shows hardware acceleration of all-reduce", 277 / 75, ratio, "×",
               "a ring's all-reduce takes twice the time of its reduce-scatter, so 2n/t and n/t are equal: the two rates count bytes differently"),
     ]
     # fmt: on

@@ -73,8 +73,8 @@ class Calibration:
         against = {
             v.level: f" against {v.expected} of {self.expected.name}" if v.expected else "" for v in self.verdicts
         }
-        said = [*self.notes, *(f"{v.level}: {v}{against[v.level]}" for v in self.verdicts)]
-        comments = "".join(f"# {line}\n" for note in said for line in wrapped(note))
+        all_notes = [*self.notes, *(f"{v.level}: {v}{against[v.level]}" for v in self.verdicts)]
+        comments = "".join(f"# {line}\n" for note in all_notes for line in wrapped(note))
         return comments + "\n" + tomli_w.dumps({"cluster": table(self.cluster)})
 
 

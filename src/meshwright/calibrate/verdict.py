@@ -25,7 +25,7 @@ TCP_LATENCY = 15e-6  # RDMA takes less, kernel sockets take more
 
 @dataclass(frozen=True)
 class Verdict:
-    """A measured level beside the expected one. `factor`: expected over measured rate; above 1 is slow. `expected` is empty where the
+    """A measured level and the expected one. `factor`: expected over measured rate; above 1 is slow. `expected` is empty where the
     expected cluster has no such level: then there is nothing to compare with."""
 
     level: str

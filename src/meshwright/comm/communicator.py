@@ -53,7 +53,7 @@ class Communicator:
         self.rank, self.size = transport.rank, transport.size
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
-        self.lock = threading.Lock()  # held by whoever executes a collective
+        self.lock = threading.Lock()  # held while a thread executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.waiting = 0  # tasks in the queue or being executed by the thread
         self.thread: threading.Thread | None = None

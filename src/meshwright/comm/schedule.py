@@ -15,7 +15,7 @@ beforehand. A chunk that ends where it started and was never written is copied f
 The lanes are independent, so a rank reduces a slice of one lane while a slice of the next lane is in transfer.
 
 **What a receive may overwrite.** A receive that is posted early may be written at any time from then on. `direct_from`
-is the first step at whose start nobody reads or writes the receive's target any more (a send of step t is complete
+is the first step at whose start no operation reads or writes the receive's target any more (a send of step t is complete
 when step t + 1 is). `after_sends` marks a receive that reduces into a chunk which this rank sends in the same step: that
 send must be complete before the received data is applied.
 """

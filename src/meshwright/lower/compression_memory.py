@@ -1,4 +1,4 @@
-"""Device memory that gradient compressors need beside the gradients: their buffers, and not the error they keep (`cost.memory`).
+"""Device memory of the buffers of gradient compressors, without the gradients and without the error they keep (`cost.memory`).
 
 In our trainer the collectives of all buckets run during backward and complete after it, so their buffers add up; a unit of ZeRO is reduced
 before the next one starts. Frameworks with flat shards free each bucket when it is reduced.
@@ -47,7 +47,7 @@ def buffer_bytes(
     scattered: bool,
     factors: tuple[Array, Array],
 ) -> tuple[Array, Array]:
-    """Bytes one message takes in device memory beside its gradients and the error kept from the step before: while its collectives
+    """Bytes one message takes in device memory besides its gradients and the error kept from the step before: while its collectives
     run, and at most, while it is compressed or expanded. x is gradient + error; when it is compressed it becomes the next error.
 
         fp16, bf16        waits: the 16-bit copy of wider gradients

@@ -8,8 +8,8 @@
                                                                   memory of the device (`cost.recompute`)
 
 With an attention kernel that stores the softmax, `selective` is the best trade (Korthikanti et al. 2022): the core
-holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes per element and little of its work. A flash kernel recomputes the softmax
-by itself; there `selective` saves only the log-sum-exp, and is not worth its extra forward.
+holds 5·a·s/h of a layer's 34 + 5·a·s/h bytes per element and little of its work. A flash kernel already recomputes the
+softmax; there `selective` saves only the log-sum-exp, and is not worth its extra forward.
 
 Communication inside a recomputed part is repeated, with two exceptions: forward is rerun only until backward has all
 tensors it needs, so the sum after a layer's last product is not repeated; and under sequence parallelism the input that

@@ -1,6 +1,6 @@
-"""Failures: how much of the time a large machine really trains, and how often it should save.
+"""Failures: the share of time that a large cluster trains, and how often it should save.
 
-**Time between failures.** Units that fail independently and at a constant rate make a whole that fails with the sum of the rates:
+**Time between failures.** If units fail independently at a constant rate, the system fails at the sum of the rates:
 
     M = M_unit / units              16,384 GPUs of 50,700 h each (5.8 years): one interruption every 3.1 h
 
@@ -14,14 +14,14 @@ Daly (2006) takes the exact expectation with exponential failures, in which fail
     T_wall / T_work = (M/τ) · e^(R/M) · (e^((τ+δ)/M) − 1)
     τ* = √(2δM) · (1 + ⅓·√(δ/2M) + ⅑·δ/2M) − δ      for δ < 2M, else M
 
-**Goodput** is the inverse, T_work / T_wall: the share of wall time that moves training on. Of a step's MFU only MFU × goodput is left
-over weeks. Around its optimum the curve is flat: half or twice the best interval costs little, a tenth or ten times a lot.
+**Goodput** is the inverse, T_work / T_wall: the share of wall time that is useful training. Over weeks the effective MFU is
+MFU × goodput. The curve is flat around its optimum: half or twice the best interval costs little, a tenth or ten times much.
 
 A save that overlaps with training costs only the part that blocks it (the copy to host memory); pass that as δ, and remember that
-work is safe only once the whole save has landed: τ cannot be shorter than the whole save takes.
+work is safe only when the save is complete: τ cannot be shorter than the full save.
 
-**Held to** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time;
-and to Kokolis et al. 2024: 6.5 failures per 1,000 node-days give 1.8 h at 16,384 GPUs and 0.23 h at 131,072.
+**Compared with** Llama 3 405B (Grattafiori et al. 2024): 419 unexpected interruptions in 54 days on 16,384 H100 with over 90% effective time;
+and Kokolis et al. 2024: 6.5 failures per 1,000 node-days give 1.8 h at 16,384 GPUs and 0.23 h at 131,072.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ SAVE, RESTART = (
 
 # Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.4.
 LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_EFFECTIVE = 419, 54.0, 16_384, 0.90
-GPU_MTBF = LLAMA3_DAYS * DAY * LLAMA3_GPUS / LLAMA3_INTERRUPTIONS  # seconds; everything that stops a run, per GPU
+GPU_MTBF = LLAMA3_DAYS * DAY * LLAMA3_GPUS / LLAMA3_INTERRUPTIONS  # seconds between interruptions of a run, per GPU
 # Kokolis et al. 2024, "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", RSC-1: nodes of 8 A100.
 NODE_RATE = 6.50 / 1000 / DAY  # failures per node and second
 
 
 def system_mtbf(unit_mtbf: float, units: float) -> float:
-    """Seconds between failures of a whole made of `units` parts: M_unit / units."""
+    """Seconds between failures of a system of `units` parts: M_unit / units."""
     return _positive("unit_mtbf", unit_mtbf) / _positive("units", units)
 
 
@@ -88,13 +88,13 @@ def goodput(interval: float, save: float, restart: float, mtbf: float) -> float:
 
 
 def curve(save: float, restart: float, mtbf: float, points: int = 9, reach: float = 16.0) -> list[tuple[float, float]]:
-    """Goodput against the interval, around Daly's optimum: (seconds, share)."""
+    """Goodput by interval, around Daly's optimum: (seconds, share)."""
     best = daly_interval(save, mtbf)
     return [(float(t), goodput(float(t), save, restart, mtbf)) for t in best * np.geomspace(1 / reach, reach, points)]
 
 
 def checkpoint_bytes(parameters: float, param: float = 2.0, master: float = 4.0, moments: float = 8.0) -> float:
-    """What a resumable save holds: weights, their fp32 copy and the optimizer's moments, 14 bytes per parameter."""
+    """Bytes of a checkpoint that training can resume from: weights, their fp32 copy and the optimizer's moments, 14 bytes per parameter."""
     return parameters * (param + master + moments)
 
 
@@ -123,7 +123,7 @@ class Reliability:
 
     @property
     def lost_per_failure(self) -> float:
-        """Seconds of the whole machine that one interruption costs on average, saves included."""
+        """Average seconds that one interruption costs, including saves."""
         return (1 / self.goodput - 1) * self.mtbf if self.goodput else math.inf
 
 
@@ -149,7 +149,7 @@ def read_reliability(
 
 
 def largest_restart(target: float, save: float, mtbf: float) -> float:
-    """Longest restart with which `target` goodput is still reached; 0 where saving alone loses more."""
+    """Longest restart with which `target` goodput is still reached; 0 if saving already loses more."""
     best = daly_interval(save, mtbf)
     without = goodput(best, save, 0.0, mtbf)
     return mtbf * math.log(without / target) if without > target else 0.0

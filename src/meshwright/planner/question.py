@@ -1,4 +1,4 @@
-"""A question to the planner, read: the problem, what may be chosen, and how much memory stays free.
+"""A question to the planner: the problem, the allowed choices, and the memory to leave free.
 
 Names, tables, objects or files describe model, cluster and stack; words such as `tp=8` constrain the search. `--set plan.tp=8` is a
 constraint too, since the planner chooses the plan; every other `--set` describes the problem.
@@ -26,7 +26,7 @@ Words = Sequence[str] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: the configuration, the plan fields that are not searched, the allowed choices, the free share of memory."""
+    """A question: the configuration, the plan fields that are not searched, the allowed choices, the free share of memory."""
 
     config: Config
     base: Plan
@@ -106,7 +106,7 @@ def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def words(constraints: Words) -> list[str]:
-    """`{"tp": 8}` as `tp=8`; words stay as they are."""
+    """`{"tp": 8}` as `tp=8`; strings stay unchanged."""
     if isinstance(constraints, str):
         return [constraints]
     if isinstance(constraints, Mapping):

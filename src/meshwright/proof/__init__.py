@@ -1,1 +1,1 @@
-"""The proof that a plan trains the model one device would: equal losses, gradients and parameters, and the collectives that were lowered."""
+"""Prove that a plan trains the same model as one device: equal losses, gradients and parameters, and the lowered collectives."""

@@ -1,18 +1,18 @@
-"""Compare two trainings: where do they first differ by more than rounding?
+"""Compare two training runs and find the first difference that is larger than rounding.
 
 float64. Both do the same arithmetic in another order, so they agree to about 1e-15. The bound is 1e-9 of each tensor's largest
-element. A tensor that is nearly zero (a key's bias has no true gradient) is measured against 1e-4 of the model's largest instead.
+element. For a tensor that is nearly zero (the gradient of a key's bias) it is relative to 1e-4 of the largest element of the model.
 
-float32. The bound comes from one device: its float32 run differs from its float64 run by e through rounding alone, and a parallel run
-that rounds elsewhere may differ from float64 by a small multiple of e. AdamW divides a gradient by its own size, so noise δ in a
-gradient g moves its parameter by up to min(2, δ/|g|) of a step; this is allowed in addition, element by element, with the δ of the
-gradients' bound.
+float32. The bound comes from one device: its float32 run differs from its float64 run by a rounding error e, and a parallel run,
+which rounds at other places, may differ from float64 by a small multiple of e. AdamW divides a gradient by its magnitude, so noise δ
+in a gradient g moves its parameter by up to min(2, δ/|g|) of a step. This is added to the bound, element by element, with the δ of the
+bound of the gradients.
 
-16 bits. The bound comes in the same way from one device's run in 16 bits: a wrong factor shows, a rounding does not (updates are
-replayed exactly, `emulation.update`). Gradients that several ranks add up in 16 bits are held to the effect of another order of the sum.
+16 bits. The bound comes in the same way from a run of one device in 16 bits: it finds a wrong factor, but not a wrong rounding (updates
+are replayed exactly, `emulation.update`). For gradients that several ranks sum in 16 bits, the bound is the effect of the order of the sum.
 
-The first of several differences is reported: the earliest step; in it the loss, then gradients, their norm, and parameters; of the
-gradients the last layer's, since backward begins there.
+The first difference is reported: in the earliest step, in the order loss, gradients, gradient norm, parameters. Among gradients the
+last layer comes first, since backward starts there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ORDER = ("loss", "gradient", "norm", "parameter")
 
 @dataclass(frozen=True)
 class Break:
-    """One number that is not what one device computed. `ratio` is the least-squares factor between the two."""
+    """One value that differs from one device. `ratio` is the least-squares factor between the two."""
 
     step: int
     what: str
@@ -56,7 +56,7 @@ class Break:
 
 @dataclass
 class Agreement:
-    """The largest differences by kind, and those out of bounds in order."""
+    """The largest differences by kind, and those above their bound, in order."""
 
     dtype: str
     errors: dict[str, float]
@@ -118,7 +118,7 @@ def number_error(got: float, expected: float) -> tuple[float, float]:
 def moved_by_noise(
     gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]
 ) -> np.ndarray:
-    """How far each element of a parameter may have moved after these steps because of noise in its gradients."""
+    """How far noise in the gradients may have moved each element of a parameter after these steps."""
     moved = np.zeros(gradients[0].shape)
     for step, gradient in enumerate(gradients):
         size = np.abs(gradient.astype(np.float64))

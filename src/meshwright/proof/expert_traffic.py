@@ -1,4 +1,4 @@
-"""How many rows the routers of a step sent: the size of an all-to-all is data-dependent, the plan does not determine it.
+"""The number of rows that the routers of a step sent: the size of an all-to-all is data-dependent.
 
 Each rank sends t·k copies of its tokens (fewer where a capacity drops some) and receives the copies for its experts; an
 all-gather over expert_tp is padded to its fullest rank. A layer records these numbers for every dispatch of the step; here they

@@ -1,14 +1,14 @@
-"""Fold a plan to at most 8 ranks without hiding what its axes do.
+"""Fold a plan to at most 8 ranks without hiding bugs of its axes.
 
-A plan that fits is proved as it is. Of a larger one several folded plans are proved:
+A plan that fits is proved unchanged. A larger plan is proved by several folded plans:
 
-    all axes       every axis above 1 at 2: how the axes work together
-    one axis       that axis at 4, others at 2 as far as ranks allow: what two ranks cannot show. A ring that takes its block from
-                   the wrong neighbour, a group of the first two stages instead of the first and the last, an all-to-all
-                   that swaps two peers are all correct with 2 ranks and wrong with 4
+    all axes       every axis above 1 at 2: the composition of the axes
+    one axis       that axis at 4, others at 2 as far as the ranks allow: bugs that two ranks cannot show. A ring that receives from
+                   the wrong rank, a group of the first two stages instead of the first and the last, and an all-to-all
+                   that swaps two peers are correct with 2 ranks and wrong with 4
     experts        ep at 4 on a data axis of 4
 
-A plan already covered by another one is left out: `tp 4 · dp 2` shows all that `tp 2 · dp 2` would. Virtual stages are at most 2.
+A plan that another one covers is left out: `tp 4 · dp 2` covers `tp 2 · dp 2`. Virtual stages are at most 2.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def folds(plan: Plan, ranks: int) -> list[Plan]:
 
 
 def covers(plan: Plan, other: Plan) -> bool:
-    """Whether every axis is at least as large as the other plan's, and experts that are copied there are copied here."""
+    """Whether every axis is at least as large as in the other plan, and experts are copied if they are in the other plan."""
     sizes = axis_sizes(other) | {"expert_tp": other.expert_tp}
     return all(getattr(plan, axis) >= size for axis, size in sizes.items()) and has_copies(plan) >= has_copies(other)
 
@@ -64,7 +64,7 @@ def has_copies(plan: Plan) -> bool:
 
 
 def with_one_large(plan: Plan, axis: str, used: list[str], ranks: int) -> Plan | None:
-    """One axis at 4, or at its size if that is less, and the axes after it, in turn, at 2 while there are ranks."""
+    """One axis at 4 (or its size, if smaller), and the following axes at 2 while there are ranks."""
     sizes = {axis: min(LARGE, getattr(plan, axis))}
     if sizes[axis] > ranks:
         return None
@@ -108,7 +108,7 @@ def fold_experts(plan: Plan, sizes: Sizes, ranks: int) -> Sizes:
 
 
 def resized(plan: Plan, sizes: Sizes) -> Plan:
-    """The plan with these sizes, and 1 for every other axis. Settings that need an axis above 1 go with it."""
+    """The plan with these sizes, and 1 for every other axis. Settings that need an axis above 1 are reset if it is 1."""
     full = dict.fromkeys(AXES, 1) | {"ep": 1} | sizes
     changed: dict[str, Any] = {
         **full,
@@ -125,14 +125,14 @@ def resized(plan: Plan, sizes: Sizes) -> Plan:
 
 
 def single_axis(plan: Plan, axis: str) -> Plan:
-    """The plan with every axis but one at 1; ep adds no ranks, so data parallelism of its size carries it."""
+    """The plan with every axis but one at 1; ep adds no ranks, so it gets data parallelism of its size."""
     if axis == "ep":
         return resized(plan, {"ep": plan.ep, "replicate": plan.ep, "expert_tp": 0})
     return resized(plan, {axis: getattr(plan, axis), "expert_tp": 0} if axis else {"expert_tp": 0})
 
 
 def order_matters(plan: Plan) -> bool:
-    """Whether more than two ranks sum 16-bit numbers on the wire: what they get depends on the order."""
+    """Whether more than two ranks sum in 16 bits, so that the result depends on the order."""
     if not plan.lossy or plan.wire not in ("fp16", "bf16"):
         return False
     layout, sharded = Layout(plan), plan.zero > 0 and plan.shard * plan.cp > 1

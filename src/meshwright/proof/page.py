@@ -1,4 +1,4 @@
-"""A proof as a page: the verdict, what was proved in place of the plan, the differences, the collectives and the memory."""
+"""A proof as a page: the verdict, the small copies, the differences, the collectives and the memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("loss", "norm", "gradient", "parameter")
 
 
 def page(proof: Proof) -> RenderableType:
-    """The copy that failed is shown in full, or else the first; of the others their differences."""
+    """Show the failed copy in full, else the first one; for the others only the differences."""
     shown = proof.decisive
     parts: list[RenderableType] = [verdict(proof), *notes(proof), agreement(proof), *convergence(proof)]
     if not proof.parity:
@@ -45,7 +45,7 @@ def counted(number: int, what: str) -> str:
 
 
 def notes(proof: Proof) -> list[Text]:
-    """What was changed; with several copies, what is common to all of them once."""
+    """The changes of the small copies; changes that all copies share are listed once."""
     several = len(proof.copies) > 1
     common = [c for c in proof.small.changes if all(c in copy.small.changes for copy in proof.copies)]
     lines = list(common)
@@ -71,7 +71,7 @@ def agreement(proof: Proof) -> RenderableType:
 
 
 def convergence(proof: Proof) -> list[Text]:
-    """What the plan's loss of precision costs, which both sides of the comparison have."""
+    """The effect of lossy arithmetic on the training loss; both sides of the comparison have it."""
     found = proof.convergence
     if not found:
         return []
@@ -92,7 +92,7 @@ def breaks(copy: CopyProof) -> RenderableType:
 
 
 def collectives(proof: Proof, copy: CopyProof) -> RenderableType:
-    """One row for ranks with equal amounts; reasons that lie in the step's data below the table."""
+    """One row for all ranks with equal amounts; data-dependent reasons are below the table."""
     same: dict[tuple, list[int]] = {}
     first: dict[tuple, Row] = {}
     for rank, row in copy.rows:

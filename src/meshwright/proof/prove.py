@@ -2,15 +2,15 @@
 
     1  fold      the plan to few ranks: once with every axis, then with one axis at a time at 4 (`fold`); the model to a small one
                  with the same flags (`small`)
-    2  train     both sides through `train`'s own step, in float64 and float32, from the same weights on the same batches; of a
-                 16-bit plan its own dtypes as well
-    3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one watched step
-    4  replay    of a 16-bit plan every update: unscale, clip, optimizer, masters, rounding (`emulation.update`)
-    5  converge  where gradients or products are lossy: the loss after the steps, compared with an exact run
+    2  train     both sides through the step of `train`, in float64 and float32, from the same weights on the same batches; a
+                 16-bit plan also in its dtypes
+    3  compare   losses, norms, every gradient, every parameter; then collectives and memory of one observed step
+    4  replay    for a 16-bit plan every update: unscale, clip, optimizer, masters, rounding (`emulation.update`)
+    5  converge  if gradients or products are lossy: the loss after the steps, compared with an exact run
     6  blame     if they differ: train with each axis separately; an axis that differs on its own is the broken one
 
-A proof is worth what it would catch, so weights start where no bias is zero, padding differs from rank to rank, and
-gradients are large enough to be clipped.
+A proof should find as many bugs as possible: no initial bias is zero, padding differs between ranks, and gradients are large
+enough to be clipped.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def prove_copy(
 
 
 def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:
-    """The plan in its own 16 bits. Every update is replayed exactly from the gradients the ranks had. The gradients are held to
-    what one device's in the same 16 bits are off by, unless a router, fp8 or a lossy sum would turn a rounding into more."""
+    """Prove the plan in its 16-bit dtypes. Every update is replayed exactly from the gradients of the ranks. The error of the gradients is
+    bounded by that of one device in the same 16 bits, unless a router, fp8 or a lossy sum amplifies rounding errors."""
     dtype = plan.param_dtype
     narrow = replace(job, plan=plan, dtypes=(dtype,), watch=False, updates=True)
     many = [rank[dtype] for rank in run(narrow, device)]
@@ -95,7 +95,7 @@ def prove_narrow(job: Job, plan: Plan, double: Trace, device: str) -> Agreement:
 
 
 def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> Agreement:
-    """Equal to the last digits, but where ranks round as they sum: there one device sums in the other order as well."""
+    """Compare in float64: equal to the last digits, unless ranks round while they sum; then one device also sums in the other order."""
     plan = alone.emulated
     if plan is None or not order_matters(plan):
         return compare(one, many)
@@ -108,8 +108,8 @@ def run(job: Job, device: str) -> list[dict[str, Trace]]:
 
 
 def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
-    """The same model and global batch on one device, all of the batch at once, and no fault injected. Where ranks do
-    what no single device would, it emulates them; `many` say what they sum with loss."""
+    """Train the same model and global batch on one device, the full batch in one forward, without injected faults. If the ranks are lossy,
+    it emulates them; `many` has their lossy sums."""
     per_rank = job.workload.precision == "fp8"  # scales are of a micro-batch of a rank
     copies = job.plan.tp // job.model.kv_groups if per_rank and job.model.kind == "transformer" else 1
     job = replace(job, watch=False, prepare="", kv_copies=max(1, copies), reference=True)
@@ -129,12 +129,12 @@ def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:
 
 
 def loses(job: Job) -> bool:
-    """Whether the plan trains with a loss of precision that the exact run does not have."""
+    """Whether the plan trains with lossy arithmetic."""
     return job.plan.lossy or job.plan.average_every > 0 or job.workload.precision == "fp8"
 
 
 def exact(job: Job) -> Job:
-    """One device without the plan's loss of precision."""
+    """Train on one device without the lossy arithmetic of the plan."""
     plan = job.plan.but(compression="none", comm_dtype=None, average_every=0)
     workload = job.workload.but(precision="fp32")
     return one_device(replace(job, plan=plan, workload=workload, watch=False, prepare="", dtypes=("fp64",)))

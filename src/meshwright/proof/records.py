@@ -17,7 +17,7 @@ Amount = tuple[float, float]  # count, bytes
 
 @dataclass(frozen=True)
 class Job:
-    """What to train, and for how many steps. `prepare` names a function that each rank calls first, to inject a fault."""
+    """A training to run: configuration and number of steps. `prepare` names a function that each rank calls first, to inject a fault."""
 
     model: Model
     plan: Plan
@@ -38,8 +38,8 @@ class Job:
 
 @dataclass
 class Update:
-    """One step's update of one piece: the value the optimizer works on (the master where there is one) before and after, the
-    gradient it was given, and the master at the end of the step; `dtype` is the value's, `model_dtype` the model's parameter's."""
+    """The update of one piece in one step: the value that the optimizer updates (the master, if there is one) before and after, the given
+    gradient, and the master at the end of the step; `dtype` is that of the value, `model_dtype` that of the parameter in the model."""
 
     dtype: str
     model_dtype: str
@@ -63,7 +63,7 @@ class PieceTrace:
 
 @dataclass
 class Row:
-    """One (axis, operation) on one rank: what was lowered and what was observed."""
+    """One (axis, operation) on one rank: the lowered and the observed amount."""
 
     axis: str
     operation: str

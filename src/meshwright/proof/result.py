@@ -1,4 +1,4 @@
-"""What a proof found: one part for each small copy of the plan, and the whole as JSON."""
+"""The result of a proof: one part per small copy of the plan, and the JSON of all."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class CopyProof:
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How many rows (one for each rank, axis and collective) are equal, how many of these depend on the step's data, and
-        how many differ."""
+        """The numbers of rows (one per rank, axis and collective) that are equal, that are data-dependent, and that differ."""
         rows = [row for _, row in self.rows]
         return {
             "equal": sum(row.equal for row in rows),
@@ -148,7 +147,7 @@ class Proof:
         return {key: sum(count[key] for count in counts) for key in counts[0]}
 
     def as_dict(self) -> dict[str, Any]:
-        """The first copy's numbers, the worst differences of all copies, and each copy's own under `copies`."""
+        """The numbers of the first copy, the largest differences of all copies, and the numbers of each copy under `copies`."""
         errors: dict[str, dict[str, float]] = {}
         for agreement in (a for copy in self.copies for a in copy.agreements):
             worst = errors.setdefault(agreement.dtype, dict.fromkeys(agreement.errors, 0.0))
@@ -168,5 +167,5 @@ class Proof:
 
 
 def finite(numbers: Mapping[str, object]) -> dict[str, Any]:
-    """Values that JSON can hold: null where a number is infinite or undefined, as a broken plan may make it."""
+    """Values for JSON: null if a number is infinite or NaN, as a broken plan may produce."""
     return {name: None if isinstance(x, float) and not isfinite(x) else x for name, x in numbers.items()}

@@ -2,7 +2,7 @@
 
 Heads, KV heads and FFN become small multiples of tp; grouped queries stay grouped, an uneven vocabulary stays uneven, uneven
 stages stay uneven, and every flag (norms, biases, tying, positions, windows) stays as it is. Without a pipeline three micro-batches
-run where the plan has as many: a first, a middle and a last one. A pipeline of P stages has 2P, enough for its steady state.
+run if the plan has that many: a first, a middle and a last one. A pipeline of P stages has 2P, enough for its steady state.
 
 Each copy lists its changes as text (`changes`), the folded axes as numbers (`folded`), and its number of micro-batches.
 """
@@ -31,8 +31,8 @@ NOT_RUN = ("mxfp8", "fp4")  # precisions of products
 
 @dataclass(frozen=True)
 class SmallCopy:
-    """What is proved in place of a configuration. `plan` computes in float32 and float64; `narrow` is the same plan in its own
-    16-bit dtypes, None where it has none."""
+    """A small copy of a configuration. `plan` computes in float32 and float64; `narrow` is the same plan in its 16-bit dtypes, None if it
+    has none."""
 
     model: Model
     plan: Plan
@@ -50,7 +50,7 @@ def small_copy(config: Config, ranks: int) -> SmallCopy:
 
 
 def small_copies(config: Config, ranks: int) -> list[SmallCopy]:
-    """A copy for each folded plan. One whose sizes this model cannot have is left out; the first must be legal."""
+    """A copy for each folded plan. A plan that is illegal for this model is left out; the first must be legal."""
     memory = config.cluster.accelerator.memory
     plan = resolve_recompute(config.model, config.plan, config.workload, config.stack, memory)
     first, *further = folds(plan, ranks)
@@ -149,8 +149,8 @@ def shrink(model: Model, plan: Plan, original: Plan) -> Model:
 
 
 def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
-    """Few experts, yet more than a token visits; two or more a rank where there are as many. Groups of them become two,
-    each with as many as a token visits."""
+    """Few experts, but more than a token visits; at least two per rank if there are that many. Groups become two, each with as many experts
+    as a token visits."""
     if not model.experts:
         return {}
     k, router = min(model.top_k, 2), model.router
@@ -196,7 +196,7 @@ def small_seq(plan: Plan) -> int:
 
 
 def shrink_workload(config: Config, plan: Plan) -> Workload:
-    """Enough micro-batches for a schedule to reach its steady state; without one as many as the plan has, at most three."""
+    """Enough micro-batches for a pipeline to reach its steady state; without a pipeline those of the plan, at most three."""
     if plan.pp > 1:
         count = 2 * plan.pp * max(1, plan.virtual // 2)
     else:
@@ -208,6 +208,6 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
 
 
 def small_bucket(config: Config, tiny: Model, plan: Plan) -> float:
-    """As many buckets as the plan has, up to a few: a message that spans parameters must be proved too."""
+    """As many buckets as the plan has, up to a few, so that messages span several parameters."""
     buckets = min(MOST_BUCKETS, max(1.0, config.model.total * 4 / config.plan.world / config.plan.bucket))
     return max(256.0, tiny.total * 4 / (plan.tp * plan.pp) / buckets)

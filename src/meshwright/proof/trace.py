@@ -1,8 +1,8 @@
 """Train the small model of a proof on one rank and record every loss, norm, gradient and parameter of every step.
 
-The step is `train`'s own. Gradients are recorded complete and before clipping, parameters after the update. An `Observer` counts
-collectives and memory of the last step; it slows the step and does not change it. A first step is not representative (optimizer
-states are allocated, pipeline neighbours connect), so a proof of one step runs a second one for the observer.
+The step is that of `train`. Gradients are recorded after reduction and before clipping, parameters after the update. An `Observer` counts
+collectives and memory of the last step; it slows the step but does not change it. The first step is not representative (it
+allocates optimizer states and connects pipeline stages), so a proof of one step runs a second one for the observer.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
 
 
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
-    """A trace that hooks of the trainer fill in the following steps."""
+    """Return a trace that hooks of the trainer fill in the following steps."""
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
@@ -171,15 +171,14 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
 
 
 def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
-    """The samples of a batch in the order of micro-batches: first those of all ranks' first micro-batch, which routers count
-    together."""
+    """The samples of a batch in the order of micro-batches: first those of the first micro-batch of all ranks, which are routed together."""
     share, size = workload.batch // plan.dp, plan.microbatch
     return [r * share + i + k for i in range(0, share, size) for r in range(plan.dp) for k in range(size)]
 
 
 @torch.no_grad()
 def average(trainers: list[Trainer], tokens: list[int]) -> None:
-    """Every parameter becomes the mean over replicas, weighted by their tokens; with masters the masters do, and the model follows."""
+    """Replace every parameter by its mean over replicas, weighted by tokens; with masters, average the masters and round them."""
     updated = [(t.masters.pieces if t.masters is not None else t.parallel.pieces) for t in trainers]
     for copies in zip(*updated, strict=True):
         mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(copies, tokens, strict=True))

@@ -1,13 +1,13 @@
-"""Compare the collectives a rank issued with the lowered ones: equal, or the proof fails.
+"""Compare the issued collectives of a rank with the lowered ones; if they differ, the proof fails.
 
-Both are given by (axis, operation): how many in a step, and how many bytes of n. The lowered ones come from `lower.rank`, a function
-of (model, plan, workload, rank); it reads no sizes or messages from the run. Only facts that a run decides are passed to it:
+Both are given by (axis, operation): their number in a step, and their bytes n. The lowered ones come from `lower.rank`, a function
+of (model, plan, workload, rank); it reads no sizes or messages from the run. It receives only the facts that a run decides:
 
     the step       its number: replicas under local SGD average in some steps
     the user       parameters that are not trained
     the data       how many copies of tokens the routers sent (`expert_traffic`), how many values were above a threshold
 
-A row that depends on such data says so (`explained`) and must be equal nevertheless. The step program is lowered in the dtype of the
+A data-dependent row is marked (`explained`) and must be equal too. The step program is lowered in the dtype of the
 run: a proof trains in float64 and float32 whatever the plan's dtypes are.
 """
 
@@ -58,7 +58,7 @@ def compare_traffic(parallel: Parallel, observed: Observed) -> list[Row]:
 
 
 def equal(one: Amount, other: Amount) -> bool:
-    """Whether counts and bytes are equal. Both are whole numbers; a mean over micro-batches has a rounding error."""
+    """Whether counts and bytes are equal. Both are integers; a mean over micro-batches has a rounding error."""
     return abs(one[0] - other[0]) < 1e-6 and abs(one[1] - other[1]) < 0.5
 
 
@@ -76,7 +76,7 @@ def lowered(parallel: Parallel, given: Given) -> dict[Key, Amount]:
 
 
 def as_run(parallel: Parallel) -> Plan:
-    """The plan in the dtypes of this run; a narrower dtype of gradients on the wire stays."""
+    """The plan in the dtypes of this run; a narrower dtype of gradient messages is kept."""
     plan = parallel.plan
     if parallel.dtype not in WIDE:
         return plan
@@ -86,14 +86,14 @@ def as_run(parallel: Parallel) -> Plan:
 
 
 def given_of(parallel: Parallel) -> Given:
-    """What the last step, its user and its data decided."""
+    """The facts that the last step, the user and the data decided."""
     step = parallel.moment.step + 1 if parallel.moment is not None else 0
     frozen = frozenset(p.name for p in parallel.pieces if not p.parameter.requires_grad)
     return Given(step, frozen, routed(parallel), values_sent(parallel))
 
 
 def values_sent(parallel: Parallel) -> list[list[int]] | None:
-    """For each message under a threshold, in the order of the lowering: how many values each of the step's reductions sent."""
+    """For each message under a threshold, in the order of the lowering: the number of values that each reduction of the step sent."""
     if parallel.plan.wire != "threshold":
         return None
     out: list[list[int]] = []

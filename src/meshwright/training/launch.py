@@ -11,7 +11,7 @@ What can go wrong with a rank, and what is reported:
     it dies        the signal and the Python stack that `faulthandler` left in its log
     it hangs       no rank sent a message for `silence` seconds, or its peers timed out: it prints its stack and is killed
 
-The first root cause is raised; the rest is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
+The first root cause is raised; all other output is in `rank-N.log` of the run folder, if there is one. A rank whose parent has
 ended exits too: it reads a pipe that closes with the parent.
 """
 

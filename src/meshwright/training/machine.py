@@ -22,7 +22,7 @@ from meshwright.units import format_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux
-PROCESS_BYTES = 64 * 2**20  # private memory of one rank beside its tensors; the libraries are shared by all ranks
+PROCESS_BYTES = 64 * 2**20  # private memory of one rank besides its tensors; the libraries are shared by all ranks
 LOG_BYTES, STEP_BYTES = 2**16, 256  # per rank; per step
 NOT_FIT = 3  # exit code
 

@@ -1,4 +1,4 @@
-"""A training in the terminal: progress while it runs, and at the end the measurement beside the prediction.
+"""A training in the terminal: progress while it runs, and at the end the measurement and the prediction.
 
 Progress goes by time: on a terminal a live bar, otherwise a line at least every two seconds (less often after the
 first minute), also while processes start or while one step takes long.

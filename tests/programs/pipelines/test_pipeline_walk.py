@@ -131,13 +131,13 @@ def test_stages_on_one_rank_send_no_messages():
 
 def test_joined_pairs_overlap_by_the_hidden_share():
     program = build("dualpipev", 2, 8)
-    apart, none, half, full = (walk(program, hidden=h) for h in (None, 0.0, 0.5, 1.0))
-    assert apart.makespan <= none.makespan
+    separate, none, half, full = (walk(program, hidden=h) for h in (None, 0.0, 0.5, 1.0))
+    assert separate.makespan <= none.makespan
     assert none.makespan > half.makespan > full.makespan
     pairs = np.flatnonzero(program.joined)
     assert (full.start[pairs] == full.start[pairs + 1]).all()
     assert (full.end[pairs] - full.start[pairs] == 2.0).all()  # B is 2, F is 1 and disappears
-    assert full.busy.tolist() == (apart.busy - np.add.reduceat(program.joined, program.first[:-1])).tolist()
+    assert full.busy.tolist() == (separate.busy - np.add.reduceat(program.joined, program.first[:-1])).tolist()
 
 
 def test_pairs_that_cannot_be_joined_are_refused():

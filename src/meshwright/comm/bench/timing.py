@@ -1,6 +1,6 @@
 """Seconds of one call: warm-up, synchronisation, median and quartiles of several samples.
 
-A sample is a number of calls back to back, divided by that number, so that the clock and the synchronisation are small beside it. All
+A sample is a number of calls back to back, divided by that number, so that the clock and the synchronisation are negligible. All
 ranks start a sample together (`barrier`) and the slowest rank counts (`agree`): a collective is finished when its last rank is.
 The number of calls and samples is derived from the first timed call, as agreed by all ranks, so that ranks never disagree about how often to call.
 """

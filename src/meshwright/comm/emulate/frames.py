@@ -2,7 +2,7 @@
 
 The kernel hands over a packet before it cuts it into frames of the link's size (segmentation offload), up to 64 KiB in one piece:
 one system call in place of forty. A header of 10 bytes before each packet (`virtio_net_hdr`) has the size of the cuts; it is passed
-on unchanged, so that the receiving kernel treats the packet as the sending one did. On the wire each cut has headers of its own.
+on unchanged, so that the receiving kernel treats the packet as the sending one did. On the wire each frame has separate headers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ZeRO 1 to 3: `fully_shard` on a stage of one of our models, and when torch may reduce its gradients.
 
-    zero 1   optimizer states are sharded: gradients are reduce-scattered and parameters gathered once a step
+    zero 1   optimizer states are sharded: gradients are reduce-scattered and parameters gathered once per step
     zero 2   gradients are sharded too, where the plan reduces after every micro-batch; else as zero 1
     zero 3   parameters are sharded too: gathered layer by layer in forward, again in backward, freed in between
 
@@ -50,10 +50,10 @@ def shard(module: nn.Module, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> None
 def shard_parts(
     module: nn.Module, parts: list[Unit], experts: Sequence[nn.Module], mesh: Mesh, plan: Plan, dtype: torch.dtype
 ) -> None:
-    """Apply `fully_shard` to a module in units; `experts` lie on other ranks than the rest, and are sharded over those.
+    """Apply `fully_shard` to a module in units; `experts` have other data-parallel ranks than the other modules, and are sharded over those.
 
-    A pipeline stage is gathered once a step, before its first action, and freed after its last, whatever the plan
-    says of resharding: freed between forward and a *split* backward, torch would silently lose the gradients of W
+    A pipeline stage is gathered once per step, before its first action, and freed after its last, for any value of
+    `reshard`: if it were freed between forward and a *split* backward, torch would silently lose the gradients of W
     actions.
     """
     frees = plan.zero == 3 and plan.reshard and plan.pp == 1

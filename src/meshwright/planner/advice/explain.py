@@ -3,8 +3,8 @@
 Every number comes from the parts of the cost model, which sum exactly to the step, so a difference between two plans can be itemised:
 "12% slower: +1.9 s recompute, +0.6 s data-parallel communication, −0.3 s bubble".
 
-Times carry the prediction's own band. Memory has its own: the 10th and 90th percentile of measured over predicted peaks in published runs,
-each source weighing the same.
+Times have the band of the prediction. Memory has another band: the 10th and 90th percentile of measured over predicted peaks in published
+runs, with equal weight per source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Training:
-    """A whole training run: days with their band, GPU-hours, dollars (0: the cluster has no price)."""
+    """A full training run: days with their band, GPU-hours, dollars (0: the cluster has no price)."""
 
     tokens: float
     days: float

@@ -28,7 +28,7 @@ MOST_TIMES = 4096  # more devices than this times the given ones are not looked 
 
 
 def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **changes: object) -> Space:
-    """The same problem with something changed."""
+    """The same problem with some changes."""
     parts = {
         "model": space.model,
         "cluster": space.cluster,
@@ -47,7 +47,7 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 
 
 def no_plan(space: Space) -> MeshwrightError:
-    """Why no plan is legal, and what is nearest."""
+    """The error if no plan is legal: the reason, and the closest legal problem."""
     lacking = lacking_precision(space.workload, space.cluster)
     if lacking is not None:
         return lacking
@@ -198,7 +198,7 @@ def fits(space: Space, limit: float) -> bool:
 
 
 def enough_gpus(space: Space, limit: float) -> int:
-    """The fewest devices found on which something fits, by doubling and then by eighths; 0: none."""
+    """The fewest devices found on which a plan fits, by doubling and then by eighths; 0: none."""
     cluster = space.cluster
     reach = len(cluster.levels) > 1
     start = cluster.world if reach else 0
@@ -219,7 +219,7 @@ def enough_gpus(space: Space, limit: float) -> int:
 
 
 def shorter(space: Space, limit: float) -> int:
-    """The longest sequence, of powers of two below the given one, with which something fits; 0: none."""
+    """The longest sequence, of powers of two below the given one, with which a plan fits; 0: none."""
     seq = 1 << (space.workload.seq.bit_length() - (space.workload.seq.bit_count() == 1))
     while space.model.kind == "transformer" and seq > 128:
         seq //= 2

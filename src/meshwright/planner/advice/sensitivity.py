@@ -1,9 +1,9 @@
-"""What to change first: the winner's throughput with one thing a fifth better or worse, and how it scales.
+"""What to change first: the throughput of the winner with one quantity 20% better or worse, and its scaling.
 
 Each row re-costs the winner under a cluster, stack or batch that differs in one number by ±20%, and asks whether another leader would then
 win. The largest change is what to buy or tune first; a row without change needs no attention.
 
-Scaling. **Weak**: the same work a device on the fewest devices on which this plan's shape fits; T(few) / T(all), 100% is perfect. **Strong**: twice
+Scaling. **Weak**: the same work per device on the fewest devices on which this plan's shape fits; T(few) / T(all), 100% is perfect. **Strong**: twice
 the data-parallel ranks on the same batch; twice as fast is perfect.
 """
 
@@ -32,7 +32,7 @@ CLEARLY = 0.01  # share of the step by which another plan must be faster to be n
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Change of the winner's throughput (a share) with 20% less and 20% more of something; None: not possible."""
+    """Change of the winner's throughput (a share) with 20% less and 20% more of a quantity; None: not possible."""
 
     what: str
     less: float | None
@@ -59,7 +59,7 @@ def links(cluster: Cluster, change: Callable[[int, dict[str, float]], dict[str, 
     for k, level in enumerate(cluster.levels):
         numbers = {"bandwidth": level.link.bandwidth, "alpha": level.link.alpha, "hop": level.link.hop}
         levels.append(level.model_copy(update={"link": level.link.model_copy(update=change(k, numbers))}))
-    # A copy would keep what the old cluster has worked out of its levels.
+    # A copy would keep the cached properties of the old cluster.
     return Cluster(**{**{name: getattr(cluster, name) for name in type(cluster).model_fields}, "levels": tuple(levels)})
 
 
@@ -68,7 +68,7 @@ def device(cluster: Cluster, **update: object) -> Cluster:
 
 
 def changed(space: Space, what: str, by: float) -> tuple[Cluster, Stack, Workload]:
-    """The problem with one thing `by` times as large."""
+    """The problem with one quantity `by` times as large."""
     c, s, w = space.cluster, space.stack, space.workload
     match what:
         case "bandwidth in the node":

@@ -7,7 +7,7 @@ several kinds, and each is compared with the matching quantity:
     days, gpu_hours                           step · tokens / (batch · sequence): a run without failures, ramps or evaluation
     flops                                     of the model, 3 × forward, causal attention counted half
 
-A whole run takes longer than its steps: published GPU-hours include restarts, batch ramps and evaluation, so a correct estimate of the
+A training run takes longer than its steps: published GPU-hours include restarts, batch ramps and evaluation, so a correct estimate of the
 steps is slightly below them. The planner's choice (`chosen`) is kept in `case_choices.toml`, written by `kept`, so that reading a case
 takes milliseconds and not a search.
 """
@@ -212,7 +212,7 @@ def chosen(name: str) -> Plan | None:
 
 
 def choose(name: str) -> Plan | None:
-    """Ask the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
+    """Run the search: the fastest plan for the case's devices, batch, stack and dtypes that leaves 5% of the memory free."""
     c = load(name).config
     given = ("param_dtype", "grad_dtype", "state_dtype", "comm_dtype")
     base = Plan(**{field: getattr(c.plan, field) for field in given})
@@ -229,7 +229,7 @@ def gains(was: Estimate, now: Estimate, least: float = 0.01) -> list[tuple[str, 
 
 
 def verdict(was: Estimate, now: Estimate) -> str:
-    """One line on what the choice is worth."""
+    """One line that compares the choice with the published plan."""
     if not fits(was):
         used = was.prediction.memory_gib or 0.0
         return f"by our memory model the published plan needs {used:.0f} of {was.prediction.memory_limit_gib:.0f} GiB"

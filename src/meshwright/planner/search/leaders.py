@@ -12,7 +12,7 @@ estimates, in waves, until all plans that lead have been walked. Then the leader
     2. then the plan with the fewest parts to set up (`strategies.complexity`),
     3. then the fastest.
 
-The fastest plan is kept beside the winner (`Ranking.fastest`), so that the output can show both.
+The fastest plan is kept in addition to the winner (`Ranking.fastest`), so that the output can show both.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def near(rows: Table, margin: float, memory: float) -> list[int]:
     tied = np.flatnonzero(time <= time[0] * (1 + TIE))
     preferred_first = tied[np.lexsort((time[tied], rows.complexity[tied], ~leanest(rows.memory[tied], memory)))]
     out: list[int] = []
-    for order, alike in ((preferred_first, rows.look), (close, rows.look), (close, rows.shape)):
-        _, first = np.unique(alike[order], return_index=True)
+    for order, key in ((preferred_first, rows.look), (close, rows.look), (close, rows.shape)):
+        _, first = np.unique(key[order], return_index=True)
         out += order[np.sort(first)][:MOST_WALKED].tolist()
     return out
 

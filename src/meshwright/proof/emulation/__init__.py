@@ -1,1 +1,1 @@
-"""One device in the place of many ranks: reproduces lossy sums and per-rank gradients, so that a proof can compare them."""
+"""Emulation of many ranks on one device: lossy sums, per-rank gradients, fp8 products and 16-bit updates, with separate code."""

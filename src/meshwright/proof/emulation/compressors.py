@@ -1,17 +1,17 @@
 """Compressed sums of all ranks on one device, written a second time: nothing here is shared with `parallel.numerics`.
 
-A proof that runs the ranks' own compressor on one device repeats its mistakes. Here each kind is what its definition says, with all
-ranks' gradients in one process, so that no exchange is left, only arithmetic:
+A proof that runs the same compressor on one device would repeat its bugs. Here each kind follows its definition, with the gradients of all
+ranks in one process, so that there is no exchange, only arithmetic:
 
-    x_r ← g_r + e_r                     what a rank has to send: its gradient and what it has not sent before
-    sum = Σ_r sent(x_r)                 sent: a cast, a quantisation, or some of the values
+    x_r ← g_r + e_r                     the gradient of a rank and its unsent part of earlier steps
+    sum = Σ_r sent(x_r)                 sent: a cast, a quantisation, or a subset of the values
     e_r ← x_r − sent(x_r)               casts keep no error
 
-    int8, int4, fp8   one scale for each owner's part of a message. An all-reduce rounds a second time, when each owner passes
-                      on its part of the sum; that error is the owner's
+    int8, int4, fp8   one scale for each owner's part of a message. An all-reduce rounds a second time, when each owner sends
+                      its part of the sum; the owner keeps that error
     powersgd          P = basis of Σ_r x_r Q,  Q ← Σ_r x_rᵀ P,  sum = P Qᵀ,  e_r = x_r − P (x_rᵀ P)ᵀ
 
-`x` is one message, or a matrix with a row for each owner (ZeRO's reduce-scatter). Random places and PowerSGD's first basis are drawn
+`x` is one message, or a matrix with a row for each owner (ZeRO's reduce-scatter). Random indices and the first basis of PowerSGD are drawn
 from a hash of (seed, message, …, step): that hash is a convention between ranks, so it is repeated here.
 """
 
@@ -32,7 +32,7 @@ SEED = 0
 
 
 class CompressedSum(ABC):
-    """One lossy sum over ranks, step after step: it keeps every rank's error, by message."""
+    """One lossy sum over ranks. It keeps the error of every rank from step to step, by message."""
 
     def __init__(self) -> None:
         self.errors: dict[int, list[torch.Tensor]] = {}
@@ -49,7 +49,7 @@ class CompressedSum(ABC):
 
 
 class CastSum(CompressedSum):
-    """Added in 16 bits, rank after rank; or `backwards`, to show how much the order matters."""
+    """Sum in 16 bits, rank by rank; or `backwards`, to measure the effect of the order."""
 
     def __init__(self, dtype: torch.dtype, backwards: bool) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def generator(device: torch.device, *key: int) -> torch.Generator:
 
 
 def compressed_sum(plan: Plan, backwards: bool = False) -> CompressedSum:
-    """What a plan's gradients are summed with."""
+    """The compressed sum of a plan's gradients."""
     kind = plan.wire
     if kind in ("fp16", "bf16"):
         return CastSum({"fp16": torch.float16, "bf16": torch.bfloat16}[kind], backwards)

@@ -7,8 +7,8 @@
     routed experts            a scale for each row of x and one for each expert's weight; the gradient's scales are powers of two;
                               dw_e = ĥᵀ q with h = g · s_row and q = x̂ / s_row, one scale for the rows of an expert
 
-Ranks that hold parts of a tensor agree on its scale, so one device with the full tensor rounds in the same way. On a GPU the device's own
-kernel multiplies, whose sums no emulation repeats digit by digit: there both sides run the ranks' code.
+Ranks that hold parts of a tensor agree on its scale, so one device with the full tensor rounds in the same way. On a GPU the fp8
+kernel multiplies, and no emulation reproduces its sums bit by bit: there both sides run the code of the ranks.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Experts(torch.autograd.Function):
 
 
 class Fp8Linears(TorchFunctionMode):
-    """Within it every `F.linear` multiplies in fp8; the bias is added as it is."""
+    """A mode in which every `F.linear` multiplies in fp8; the bias is added unrounded."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not F.linear:
@@ -113,7 +113,7 @@ class Fp8Linears(TorchFunctionMode):
 
 
 def emulate_fp8(module: nn.Module) -> None:
-    """Let the linear layers and routed experts inside a network's layers multiply in fp8."""
+    """Make the linear layers and routed experts inside the layers of a network multiply in fp8."""
     layers: Any = module.layers
     for layer in layers.values():
         layer.forward = within_fp8(layer.forward)

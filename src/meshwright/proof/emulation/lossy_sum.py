@@ -1,16 +1,16 @@
 """Lossy sums of many ranks, emulated on one device: the proof of a lossy sum is that ranks and emulation agree.
 
-Every rank loses other parts of its gradient, so one device needs the gradient of each rank separately (`per_rank`), cut as that rank cuts
-it, and loses the same (`compressors`, which shares no code with the ranks'). The ranks report who sums what with whom
-(`lossy_sums`): names, boxes, and whose tokens each gradient is of. Everything else is summed exactly. One device then runs
+Every rank loses different parts of its gradient, so one device needs the gradient of each rank separately (`per_rank`), cut as that rank cuts
+it, and then loses the same parts (`compressors`, which shares no code with the ranks). The ranks report their lossy sums
+(`lossy_sums`): names, boxes, and the ranks whose tokens each gradient contains. All other sums are exact. One device then runs
 
-    one backward of all ranks' tokens       a gradient for each rank's
-    for each group that sums with loss      the boxes its ranks hold, laid out as they lay them out
-        the compressed sum of all ranks     their errors kept for the next step
-    put the boxes back
+    one backward of the tokens of all ranks   gives a gradient per rank
+    for each group with a lossy sum           the boxes of its ranks, in their memory layout
+        the compressed sum of all ranks       errors are kept for the next step
+    write the boxes back
 
-Ranks that sum 16-bit numbers on the wire round after every addition, in an order that is the library's. With two ranks it does not
-matter; with more, one device sums `backwards` as well to show how much it does.
+Ranks that sum in 16 bits round after every addition, in an order that the library chooses. With two ranks the order does not matter;
+with more, one device also sums `backwards` to measure its effect.
 
 A rank of dp or cp compresses the gradient of its tokens; a rank with experts, that of the tokens of its block; each of two
 stages that share an embedding, that of its use of it.
@@ -40,7 +40,7 @@ Gradients = dict[Source, dict[str, torch.Tensor]]  # of whose tokens, by use
 
 @dataclass(frozen=True)
 class Portion:
-    """A box of a whole parameter, as a rank holds it before ZeRO cuts it; `uses` are where its gradient comes from."""
+    """A box of a full parameter, as a rank holds it before ZeRO shards it; `uses` are the modules from which its gradient comes."""
 
     uses: tuple[str, ...]
     start: tuple[int, ...]
@@ -52,8 +52,8 @@ class Portion:
 
 @dataclass(frozen=True)
 class Summed:
-    """What the ranks of one group sum lossily, in their order: cut into messages at `edges`, or into the rows of their
-    owners. `members` are the ranks whose tokens each of them has the gradient of; `rounds` the micro-batches, in their
+    """A lossy sum of the ranks of one group, in their order: cut into messages at `edges`, or into the rows of their
+    owners. `members` are the ranks whose tokens are in the gradient of each of them; `rounds` the micro-batches, in their
     order, that are reduced separately: none, if there is one reduction per step."""
 
     portions: tuple[Portion, ...]
@@ -62,7 +62,7 @@ class Summed:
     edges: tuple[int, ...] = ()
 
     def shapes(self) -> list[Shapes]:
-        """Of each message: where its parameters start, and their shapes."""
+        """For each message: the starts of its parameters, and their shapes."""
         out: list[Shapes] = [[] for _ in self.edges[1:]]
         at = 0
         for portion in self.portions:
@@ -73,7 +73,7 @@ class Summed:
 
 
 def lossy_sums(parallel: Parallel) -> list[Summed]:
-    """What the groups of which this rank is the first sum with loss."""
+    """The lossy sums of the groups whose first rank is this one."""
     plan, mesh = parallel.plan, parallel.mesh
     by_parameter = {p.parameter: Portion(p.uses, p.start, tuple(p.parameter.shape)) for p in parallel.pieces}
     experts = {p.parameter for p in parallel.pieces if p.box.expert}
@@ -96,7 +96,7 @@ def lossy_sums(parallel: Parallel) -> list[Summed]:
 
 
 def rounds_of(parallel: Parallel, stage: int, each: bool) -> tuple[int, ...]:
-    """The micro-batches in the order in which a stage has their gradients; a schedule may begin with the last."""
+    """The micro-batches in the order in which a stage computes their gradients; some schedules start with the last."""
     program = program_of(parallel.plan, parallel.workload) if each else None
     if program is None:
         return tuple(range(parallel.plan.microbatches(parallel.workload))) if each else ()
@@ -105,8 +105,8 @@ def rounds_of(parallel: Parallel, stage: int, each: bool) -> tuple[int, ...]:
 
 
 def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
-    """Of each rank of this rank's group those whose tokens it has the gradient of: its own tp group's, and of experts
-    those of its ep × expert_tp block."""
+    """For each rank of this group, the ranks whose tokens are in its gradient: those of its tp group, or for experts those of its
+    ep × expert_tp block."""
     layout, group = mesh.layout, mesh.layout.group_of(axis, mesh.rank)
     if axis in ("dp_cp", "shard_cp"):
         return tuple((source(layout, rank, tp=False),) for rank in group)
@@ -117,7 +117,7 @@ def members(mesh: Mesh, axis: str) -> tuple[tuple[Source, ...], ...]:
 
 
 class Emulated:
-    """A `Reduction` of one device that emulates the ranks of a plan, given what they sum with loss."""
+    """A `Reduction` on one device that emulates the ranks of a plan, given their lossy sums."""
 
     def __init__(self, parallel: Parallel, layout: RankLayout, summed: list[Summed], backwards: bool = False) -> None:
         (module,) = parallel.stages.values()
@@ -175,7 +175,7 @@ def added(several: list[Gradients]) -> Gradients:
 
 
 def emulate_sum(summed: Summed, sum_up: CompressedSum, gradients: Gradients) -> Iterator[tuple[Portion, torch.Tensor]]:
-    """What each portion becomes in the sum of all members."""
+    """The value of each portion after the lossy sum over all members."""
 
     def portion_of(portion: Portion, sources: tuple[Source, ...]) -> torch.Tensor:
         return sum_of([portion.of(gradients[s][use]) for s in sources for use in portion.uses])
@@ -186,7 +186,7 @@ def emulate_sum(summed: Summed, sum_up: CompressedSum, gradients: Gradients) -> 
 
 
 def sum_messages(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """All parameters of a group one after the other, cut into messages."""
+    """Concatenate all parameters of a group and cut them into messages."""
     flats = [torch.cat([g.flatten() for g in gradients]) for gradients in parts]
     totals = [
         sum_up(i, [flat[a:b] for flat in flats], shapes)
@@ -198,7 +198,7 @@ def sum_messages(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.T
 
 
 def sum_owners(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Tensor]]) -> Iterator[torch.Tensor]:
-    """A row for each owner, in which its part of every parameter stands; PowerSGD has no such form and sums whole matrices."""
+    """One row per owner, with its part of every parameter; PowerSGD has no such form and sums full matrices."""
     ranks = len(parts)
     shapes = [shape_in_transit(portion.shape, ranks) for portion in summed.portions]
     if isinstance(sum_up, PowerSum):
@@ -217,7 +217,7 @@ def sum_owners(summed: Summed, sum_up: CompressedSum, parts: list[list[torch.Ten
 
 
 def to_rows(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[rows, …] → [ranks, ⌈rows/ranks⌉ · …], padded with zeros: what each rank owns under ZeRO."""
+    """[rows, …] → [ranks, ⌈rows/ranks⌉ · …], padded with zeros: the shard of each rank under ZeRO."""
     if shard_dim(whole.shape, ranks):
         whole = torch.cat(whole.chunk(ranks, 1))
     each = -(-whole.shape[0] // ranks)

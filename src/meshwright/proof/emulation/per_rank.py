@@ -1,4 +1,4 @@
-"""Each rank's gradient on one device: every token uses a copy of the parameters that belongs to the rank that holds it.
+"""The gradient of each rank, computed on one device: every token uses a copy of the parameters that belongs to its rank.
 
 Ranks that hold the same weights have different gradients, each from its tokens, even if attention and routers read all tokens.
 One device has only their sum. But our networks use every parameter token by token, so the sum separates once each rank's tokens
@@ -6,11 +6,11 @@ use a separate copy:
 
     y_t = f(x_t, w_r(t))          ∂L/∂w_r = Σ_{t of r} (∂f/∂w)ᵀ ∂L/∂y_t          Σ_r ∂L/∂w_r = ∂L/∂w
 
-Copies share memory, so an update reaches all of them. Everything between the uses (attention, the router's choices, the loss) sees
-all tokens at once: one forward and one backward compute all ranks' gradients.
+Copies share memory, so an update changes all of them. Operations between the uses (attention, routing, the loss) see all tokens:
+one forward and one backward compute the gradients of all ranks.
 
-Tokens sent to experts belong to the rank that routed them: under tensor parallelism its share of the tokens that the whole tp
-group holds elsewhere. A weight with two uses, a tied embedding, has copies for each.
+Tokens that are sent to experts belong to the rank that routed them: with tensor parallelism, its share of the tokens of the tp group.
+A weight with two uses, such as a tied embedding, has copies for each use.
 
 An fp8 product has one scale for all tokens of a data-parallel rank, over its context-parallel ranks, so these run as one product; the
 gradient of its weight, ĝᵀx̂, still separates by tokens.
@@ -54,7 +54,7 @@ def tokens_of(layout: Layout, model: Model, seq: int) -> Rows:
 
 
 class PerRankGradients:
-    """A network whose parameters each rank's tokens use copies of: `copies[source][name]`, by their owner's name."""
+    """A network in which the tokens of each rank use copies of the parameters: `copies[source][name]`."""
 
     def __init__(
         self, module: nn.Module, layout: Layout, model: Model, seq: int, device: str = "cpu", scaled: bool = False
@@ -67,7 +67,7 @@ class PerRankGradients:
             if isinstance(owner, MixtureOfExperts):
                 self._experts(path, owner, {s: r.to(device) for s, r in tokens_of(layout, model, length).items()})
             elif scaled and layout.plan.cp > 1 and isinstance(owner, nn.Linear) and path.startswith("layers."):
-                self._put_on_scaled(path, owner, rows)
+                self._replace_scaled(path, owner, rows)
             elif isinstance(owner, LearnedPositions):
                 self._replace(path, owner, "forward", lambda x: rows, of_positions)
             elif not isinstance(owner, GroupedLinear):
@@ -89,7 +89,7 @@ class PerRankGradients:
             self._replace(f"{path}.experts.{kind}", linear, "forward", rows_of, of_experts)
 
     def _replace(self, path: str, owner: nn.Module, used: str, rows_of: Callable[[Any], Rows], part: Callable) -> None:
-        """Let a module's method run once for each rank, on its rows and with its copies."""
+        """Make a method of a module run once per rank, on the rows of the rank and with its copies."""
         own = {name: p for name, p in owner.named_parameters(recurse=False) if p.requires_grad}
         use = getattr(owner, used)
 
@@ -100,15 +100,15 @@ class PerRankGradients:
             flat = x if isinstance(x, int) else x.flatten(0, len(shape) - 1)
             parts = []
             for whose, own_rows in rows.items():
-                with lent(owner, {name: self._copy(whose, f"{path}.{name}", p) for name, p in own.items()}):
+                with with_parameters(owner, {name: self._copy(whose, f"{path}.{name}", p) for name, p in own.items()}):
                     parts.append(part(use, own_rows, flat, *more))
             return torch.cat(parts)[order.argsort()].unflatten(0, shape)
 
         if next(owner.parameters(recurse=False), None) is not None:
             setattr(owner, used, run)
 
-    def _put_on_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
-        """As `_put_on`, of an fp8 product with one scale for all places of a data-parallel rank."""
+    def _replace_scaled(self, path: str, owner: nn.Linear, rows: Rows) -> None:
+        """As `_replace`, for an fp8 product with one scale for all parts of a data-parallel rank."""
         use, places = owner.forward, dict[Source, list[Source]]()
         repeated = owner.repeated if isinstance(owner, CopiedHeads) else lambda p: p
         for whose in rows:
@@ -120,7 +120,7 @@ class PerRankGradients:
             flat, parts = x.flatten(0, 1), []
             for together in places.values():
                 own_rows = flat[torch.cat([rows[whose] for whose in together])]
-                with lent(owner, whole):
+                with with_parameters(owner, whole):
                     y = use(own_rows)
                 seen = fp8.rounded(own_rows.detach(), fp8.E4M3).split([len(rows[whose]) for whose in together])
                 copies = [
@@ -151,7 +151,7 @@ class PerRankGradients:
         return copies[name]
 
     def take_gradients(self) -> dict[Source, dict[str, torch.Tensor]]:
-        """The gradients of all copies, which begin anew."""
+        """Return the gradients of all copies and reset them."""
         out = {
             s: {name: p.grad for name, p in copies.items() if p.grad is not None} for s, copies in self.copies.items()
         }
@@ -162,8 +162,8 @@ class PerRankGradients:
 
 
 class CopiedHeads(nn.Linear):
-    """A projection that makes each KV head as often as ranks hold it. In fp8 each of them rounds its part of the head's
-    gradient; of heads made once, the sum would be rounded."""
+    """A projection that computes each KV head once per rank that holds it. In fp8 each copy rounds its part of the gradient of the
+    head; with one head the sum would be rounded."""
 
     width: int
     copies: int
@@ -176,7 +176,7 @@ class CopiedHeads(nn.Linear):
 
 
 def copy_heads(modules: Iterable[nn.Module], copies: int) -> None:
-    """Let attention inside these modules make each KV head so often."""
+    """Make attention inside these modules compute each KV head `copies` times."""
     attentions = [part for module in modules for part in module.modules() if isinstance(part, Attention)]
     for attention in attentions if copies > 1 else ():
         for linear in (attention.k, attention.v):
@@ -197,7 +197,7 @@ class _RoundedBack(torch.autograd.Function):
 
 
 def leading(x: torch.Tensor, tokens: int) -> tuple[int, ...]:
-    """A tensor's dimensions of tokens: (sample, position), or one."""
+    """The token dimensions of a tensor: (sample, position), or one."""
     return tuple(x.shape[:1] if x.shape[0] == tokens else x.shape[:2])
 
 
@@ -211,13 +211,13 @@ def of_positions(use: Callable, rows: torch.Tensor, length: int) -> torch.Tensor
 
 
 def of_experts(use: Callable, rows: torch.Tensor, x_RI: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Rows stay sorted by expert; of each some are this rank's."""
+    """Rows stay sorted by expert; some rows of each expert belong to this rank."""
     expert_R = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
     return use(x_RI[rows], expert_R[rows].bincount(minlength=len(counts)).tolist())
 
 
 @contextmanager
-def lent(owner: nn.Module, copies: dict[str, nn.Parameter]) -> Iterator[None]:
+def with_parameters(owner: nn.Module, copies: dict[str, nn.Parameter]) -> Iterator[None]:
     """A module with its parameters replaced by these."""
     kept = {name: getattr(owner, name) for name in copies}
     for name, copy in copies.items():

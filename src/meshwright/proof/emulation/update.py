@@ -1,17 +1,17 @@
-"""Replay of 16-bit updates: what the optimizer, masters and rounding must have made of the gradients a rank had.
+"""Replay of 16-bit updates: recompute the optimizer, the masters and the rounding from the gradients of a rank.
 
-Everything after the gradients are complete works element by element, so one device can repeat it exactly, whatever shard of a
-tensor a rank holds. Of each step a rank records the complete gradient g, what the optimizer was given, the value it updated before
-and after, and what stood in the model at the end:
+All operations after the gradient reduction work element by element, so one device can repeat them exactly for any shard of a
+tensor. In each step a rank records the reduced gradient g, the gradient given to the optimizer, the value before and after the
+update, and the parameter of the model at the end:
 
     given      g / S · min(1, c / (‖g‖ + 10⁻⁶))             the loss scale S undone, and clipped
     after      AdamW(before, given)                         on the fp32 master; without masters in 16 bits, rounded after each operation
     model      round(master)                                bit by bit
 
-This finds what a comparison of whole trainings cannot: Adam divides a gradient by its own size, so a loss scale left in the
-gradient of a vector moves nothing, and a bf16 weight near 1 that never gets its master's value stays within a rounding of it.
+This finds bugs that a comparison of training runs cannot: Adam divides a gradient by its magnitude, so a loss scale that is left in
+the gradient of a vector changes nothing, and a bf16 weight near 1 that is never updated from its master stays within a rounding error.
 
-Nothing here is shared with `parallel.numerics` or `training.optimizer`: numpy, and rounding written out.
+This file shares no code with `parallel.numerics` or `training.optimizer`: it uses numpy and explicit rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
-    """What is not as replayed, the earliest step first."""
+    """The values that differ from the replay, the earliest step first."""
     with np.errstate(all="ignore"):  # a run that diverged is replayed as it was
         found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
     return sorted(found, key=lambda b: (b.step, b.rank))
@@ -70,7 +70,7 @@ def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload
 
 
 def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
-    """The parameter in the model must be its master, rounded: no difference at all."""
+    """The parameter in the model must equal its rounded master exactly."""
     if update.master is None:
         return []
     expected = rounded(update.master, update.model_dtype)

@@ -3,7 +3,7 @@
     fp16, bf16    a cast; summed in 16 bits (`quantised`)                  2× of fp32
     int8, int4    x ≈ q·s, s = max|x| / 127 or 7; and fp8 (E4M3)           4×, 8×, 4×
     top-k         the k largest values and their indices (`sparse`)        1% with 4-byte indices: 50×, with 8-byte: 33×
-    random-k      k values at indices that all ranks draw alike: not sent  1%: 100×
+    random-k      k values at indices that are equal on all ranks: not sent 1%: 100×
     threshold     the values above τ times the root mean square            τ = 2 of normal ones: 4.6%, 11×
     powersgd      two factors of rank r for each matrix (`powersgd`)       m·n / r(m + n)
 

@@ -16,8 +16,8 @@ it owns: (m + n)·r numbers all-reduced instead of m·n reduce-scattered.
 
 All matrices of a message share one all-reduce for their P's and one for their Q's; vectors, and matrices that would
 not shrink, are sent uncompressed with the P's. Messages are cut at parameters and each has its own two all-reduces,
-issued in the same order on every rank: any number of messages runs on gloo and NCCL alike. A column of Q that is zero
-(because a gradient was) is drawn again at random, else it would stay zero for ever.
+issued in the same order on every rank: any number of messages runs on gloo and on NCCL. A column of Q that is zero
+(because a gradient was) is drawn again at random; otherwise it would stay zero.
 """
 
 from __future__ import annotations

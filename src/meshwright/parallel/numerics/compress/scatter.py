@@ -9,7 +9,7 @@ the shards over replicas uncompressed.
 Every rank keeps the error of all C·P numbers, as much memory as the gradients that ZeRO saved. Compression under ZeRO
 trades that memory for bytes on the link.
 
-Two kinds of gradients are not compressed (with or without ZeRO) and have a reduce-scatter of their own: partial sums
+Two kinds of gradients are not compressed (with or without ZeRO) and have a separate reduce-scatter: partial sums
 over another axis (a norm's under sequence parallelism), because compressing them before they are complete would lose
 what cancels; and parameters that all ranks of a tensor-parallel group hold whole, because each of those ranks would
 lose something else, and the copies would drift apart.

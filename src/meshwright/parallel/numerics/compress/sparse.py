@@ -115,7 +115,7 @@ def send_to_all(message: torch.Tensor, payload: torch.Tensor, length: int, ranks
 
 
 def send_to_owners(out: torch.Tensor, payload: torch.Tensor, length: int, dtype: torch.dtype) -> Iterator[Exchange]:
-    """Each owner receives all ranks' (value, index) pairs of its own rows, and adds them up in the order of ranks."""
+    """Each owner receives the (value, index) pairs of its rows from all ranks, and adds them in the order of ranks."""
     arrived = torch.empty_like(payload)
     yield Exchange("all_to_all", arrived, payload)
     del payload

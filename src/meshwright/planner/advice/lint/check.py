@@ -1,11 +1,11 @@
-"""Anti-patterns of a plan, each with its cost in seconds and a way out.
+"""Anti-patterns of a plan, each with its cost in seconds and a fix.
 
 A **rule** looks at an estimate and, where it finds its pattern, reports the cost of the pattern: the seconds it exposes (against the
 same plan on a network that does not have the fault), or what its fix saves, if that is more. Its **fix** is the
 fastest legal neighbour of the plan that lacks the pattern and fits in memory, as `--set` words, estimated like the plan itself;
 where that neighbour is slower no fix is offered.
 
-    error     the plan cannot run as it stands: illegal, or it does not fit
+    error     the plan cannot run: it is illegal, or it does not fit
     warning   the fix saves at least 1% of the step, or the pattern costs at least 10% of it
     note      the pattern is there, but costs little, or no better plan is known
 
@@ -52,7 +52,7 @@ def justify(findings: Iterable[Finding], winner: Estimate, alternatives: Sequenc
     """Fill `still_best`: why a plan with a pattern is still the best.
 
     `alternatives` are other plans for the same work (the search's leaders, say): the fastest of them that does not show the
-    pattern speaks where the rule's own fix does not.
+    pattern is the reason if the fix of the rule is not.
     """
     return [replace(f, still_best=reason(f, winner, alternatives)) for f in findings]
 

@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a rule looks at: the configuration, its estimate, and a place to try neighbours."""
+    """The input of a rule: the configuration, its estimate, and a `Trial` of other plans."""
 
     config: Config
     now: Estimate
@@ -80,7 +80,7 @@ def finding(
     words: str = "",
     saves: float | None = None,
 ) -> Finding | None:
-    """A finding with its weight; None where it costs next to nothing."""
+    """A finding with its severity; None if it costs almost nothing."""
     if fixed is not None:
         saves = seen.step - step(fixed)
         words = settings(seen.plan, fixed.plan) if saves > 0 else ""
@@ -95,7 +95,7 @@ def finding(
 
 
 def larger_batch(seen: Seen, enough: Callable[[Estimate], bool]) -> tuple[str, float | None]:
-    """The words for the smallest larger batch that is enough (or the largest tried), and what it saves for the work of a step."""
+    """The option for the smallest larger batch that is enough (or the largest tried), and the time that it saves for the work of a step."""
     words, saves = "", None
     for factor in (2, 4, 8, 16):
         workload = seen.config.workload.but(batch=seen.config.workload.batch * factor)

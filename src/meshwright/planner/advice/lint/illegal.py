@@ -3,7 +3,7 @@
 **Indivisible heads.** Frameworks that allow it pad: 52 heads over 8 ranks become 56, and every rank computes heads that are thrown
 away. The cost is the padded step beyond the fastest legal degree's.
 
-**Batch arithmetic.** batch = micro-batch × accumulation × dp. A batch of 64 on 128 ranks is half a sequence a rank: in the round that
+**Batch arithmetic.** batch = micro-batch × accumulation × dp. A batch of 64 on 128 ranks is half a sequence per rank: in the round that
 is not full, batch / padded batch of the ranks work and the others wait for them.
 """
 
@@ -33,7 +33,7 @@ HEADS, BATCH = ("MW-PLAN-004",), ("MW-PLAN-011", "MW-PLAN-012")
 
 
 def illegal(config: Config, trial: Trial, error: MeshwrightError) -> Finding:
-    """The pattern behind an illegal plan; an error that is no pattern is raised again."""
+    """The pattern behind an illegal plan; an error without a pattern is re-raised."""
     if error.code in HEADS:
         return indivisible_heads(config, trial, error)
     if error.code in BATCH:

@@ -9,7 +9,7 @@ The anti-patterns of "A Guide to Distributed Training" and "Distributed Training
 - pipeline with few micro-batches: M < 4P, "15/4 = 375% overhead". The cost is the bubble.
 - accumulation when the batch fits: smaller products, more launches; one larger micro-batch does the same work.
 - ring attention below s/P ≥ kv·bytes·F / (heads·B): K and V arrive later than they are used up.
-- ZeRO-3 on a slow network: every layer's weights cross it twice or thrice a micro-batch.
+- ZeRO-3 on a slow network: the weights of every layer cross it two or three times per micro-batch.
 - an oversubscribed fabric: the cost is the step's time beyond that on a non-blocking one.
 - buckets below α/β: the texts' rule. A ring cuts its bucket in P chunks, so the real bound is P·α/β.
 """
@@ -221,7 +221,7 @@ def experts_over_slow(seen: Seen) -> Finding | None:
 
 
 def small_buckets(seen: Seen) -> Finding | None:
-    """010: gradient buckets so small that latency rules them."""
+    """010: gradient buckets so small that latency dominates."""
     plan, cluster = seen.plan, seen.now.cluster
     ranks = plan.dp * plan.cp
     if ranks == 1:

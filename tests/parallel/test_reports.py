@@ -1,5 +1,5 @@
-"""What a rank tells beside what it trains: which gradients are parts of a sum, how even the load of experts was, what a
-router's own losses weigh, where its tokens stand. Most training goes on with any of them wrong: the proof does not see them."""
+"""Values that a rank reports besides the trained model: which gradients are partial sums, the balance of experts, the weight of the
+router losses, the positions of its tokens. Training continues if one of them is wrong, and a proof does not compare them."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def load(context, plan, scale):
 
 
 def test_the_load_is_of_all_stages_and_a_router_scales_its_losses_as_the_step_does():
-    """The first stage has no experts: it must tell what the second has seen."""
+    """The first stage has no experts: it must report the load of the second."""
     ((one, shares, tokens),) = ranks.run(1, load, Plan(microbatch=4), 4.0)
     assert (shares, tokens) == ([4.0], 2.0)
     assert 0 < one["entropy"] < 1 < one["peak"]
@@ -82,9 +82,9 @@ def test_the_order_of_tokens_is_one_devices_also_of_an_odd_sequence(plan):
     assert torch.equal(order[0, : seq // plan.cp // plan.tp], torch.arange(seq // plan.cp // plan.tp))
 
 
-def kept_back(context, plan):
-    """What compression has kept back of a step, before and after the loss is scaled otherwise; what is left of a load and of
-    gradients after a step is given up, or what is told."""
+def unsent_part(context, plan):
+    """The part that compression has not sent, before and after the loss scale changes; the load and the gradients after an aborted step,
+    or the error."""
     from meshwright.errors import MeshwrightError
     from meshwright.models.moe import MixtureOfExperts
     from meshwright.parallel.apply import apply
@@ -118,7 +118,7 @@ def kept_back(context, plan):
 @pytest.mark.parametrize(
     ("plan", "left"), [({"replicate": 2}, [None, False, False]), ({"shard": 2, "zero": 3}, "MW-PAR-006")]
 )
-def test_what_is_kept_back_is_scaled_and_a_load_given_up_with_its_step(plan, left):
-    for ratios, found in ranks.run(2, kept_back, Plan(**plan, compression="top-k")):
+def test_the_unsent_part_is_scaled_and_the_load_of_an_aborted_step_is_reset(plan, left):
+    for ratios, found in ranks.run(2, unsent_part, Plan(**plan, compression="top-k")):
         assert ratios == {4.0}
         assert found == left
