@@ -38,7 +38,7 @@ PROSE = re.compile(
         (
             r"\bbeside\b", r"\balike\b", r"\bnobody\b", r"\bwhoever\b", r"\bwhichever\b", r"\bhardly\b", r"\bseldom\b", r"\bfor ever\b",
             r"\btold\b", r"\btells\b", r"\bsaid\b", r"\bunsaid\b", r"\bmade again\b", r"\bin silence\b", r"\bin words\b", r"\bby itself\b",
-            r"\ball the same\b", r"\bso many\b", r"\bgives? way\b", r"\bthe rest\b", r"\bof (?:one's|its|their|our) own\b", r"\bone's own\b",
+            r"\ball the same\b", r"\bso many\b", r"\bgives? way\b", r"\bthe rest\b", r"\bof (?:one's|its|their|our) own\b(?!\s+\w)", r"\bone's own\b",
             r"\bseeds?' ", rf"\bonce an? {THING}\b", rf"\b(?:bytes|FLOPs|GB/s|Gb/s|ms|µs|cards|copies|norms|seconds) an? {THING}\b",
         )
     ),

@@ -252,11 +252,11 @@ def one_ends(context, transport):
 
 @pytest.mark.parametrize("transport", ["gloo", "shared memory", "mixed"])
 def test_a_rank_that_ends_is_an_error_on_every_other_rank(transport):
-    heard = {}
+    messages = {}
     with pytest.raises(MeshwrightError, match="rank 2 died"):
-        ranks.run(4, one_ends, transport, listen=heard.__setitem__)
-    assert sorted(heard) == [0, 1, 3]
-    for text in heard.values():
+        ranks.run(4, one_ends, transport, listen=messages.__setitem__)
+    assert sorted(messages) == [0, 1, 3]
+    for text in messages.values():
         assert text.startswith("MW-COMM-004: rank ")
         assert "rank 2 " in text
 
@@ -268,9 +268,9 @@ def without_memory(context):
 
     from meshwright.comm.communicator import Communicator
 
-    heard = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("meshwright.comm").addHandler(handler)
     if context.rank == 1:
 
@@ -281,7 +281,7 @@ def without_memory(context):
     communicator = Communicator.of_group(timeout=timedelta(seconds=15))
     tensor = torch.ones(5)
     communicator.run(build("all-reduce", "ring", context.world, 5), tensor)
-    return tensor.tolist(), heard
+    return tensor.tolist(), messages
 
 
 def test_without_memory_a_rank_falls_back_to_gloo_and_says_so():
