@@ -92,7 +92,7 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
     near = [r for r in range(size) if r != rank and me.shares_memory_with(everyone[r])]
     if listener is not None:
         try:
-            found = meet(rank, everyone, near, listener, time.monotonic() + timeout)
+            found = connect_peers(rank, everyone, near, listener, time.monotonic() + timeout)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); messages on this host use gloo", rank, error)
         finally:
@@ -126,7 +126,7 @@ def listen(backlog: int) -> tuple[socket.socket, str]:
     return listener, address
 
 
-def meet(
+def connect_peers(
     rank: int, everyone: list[Identity], near: list[int], listener: socket.socket, deadline: float
 ) -> dict[int, Connection]:
     """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
