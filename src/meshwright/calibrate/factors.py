@@ -64,7 +64,7 @@ def usable(point: Point, operation: str, backend: str, cluster: Cluster) -> bool
 
 
 def with_factors(cluster: Cluster, fitted: Sequence[FittedFactors]) -> Cluster:
-    """The cluster with these factors beside those it has."""
+    """The cluster with these factors in addition to those it has."""
     added = cluster.collectives
     inside = {one.operation: one.factors for one in fitted if not one.across}
     between = {one.operation: one.factors for one in fitted if one.across}

@@ -256,7 +256,7 @@ def phase_time(
         t.parts[axis] = seconds - hidden
         t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
         t.busy = t.busy + seconds - hidden + slowed
-    if "host" in t.comm:  # copies down run beside compute; backward waits for each copy up
+    if "host" in t.comm:  # copies to the host overlap with compute; backward waits for each copy up
         hidden = np.minimum(to_host, left)
         t.left = left - hidden
         t.parts["offload"] = t.comm["host"] - hidden

@@ -5,7 +5,7 @@
     backends     one adapter for each library: gloo, NCCL, and the programs of Meshwright
     collectives  the sweep over operations, sizes and pairs, within a time budget
     device       matrix products, attention, copies, optimizer and launches of a rank's device
-    slowdown     how much slower a device computes beside other ranks and beside a collective
+    slowdown     how much slower a device computes while other ranks compute, and during a collective
     topology     hosts, devices, links and interfaces as the system reports them
 
 The records are `calibrate.points`: `calibrate` reads them without torch.

@@ -23,7 +23,7 @@ MOST_PRODUCTS = 1000
 
 
 def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
-    """A product alone, on all ranks at once, and beside an all-reduce; every rank calls this, and rank 0's result is used."""
+    """A product alone, on all ranks at once, and during an all-reduce; every rank calls this, and rank 0's result is used."""
     cuda = here.device.type == "cuda"
     width, dtype, name = (GPU_WIDTH, torch.bfloat16, "bf16") if cuda else (CPU_WIDTH, torch.float32, "fp32")
     a, b, out = (torch.zeros(width, width, dtype=dtype, device=here.device) for _ in range(3))
@@ -46,8 +46,14 @@ def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
     found = [point(alone or together)]
     if here.world > 1:
         found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
-        beside = beside_all_reduce(here, product, together.median_s, budget_s / 3)
-        found.append(point(beside, "all ranks compute beside an all-reduce of 16 MiB", beside.median_s / first))
+        during_all_reduce = beside_all_reduce(here, product, together.median_s, budget_s / 3)
+        found.append(
+            point(
+                during_all_reduce,
+                "all ranks compute beside an all-reduce of 16 MiB",
+                during_all_reduce.median_s / first,
+            )
+        )
     return found
 
 
