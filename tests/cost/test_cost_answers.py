@@ -14,7 +14,9 @@ from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.lower.step import step_program
+from meshwright.planner.advice.explain import grouped
 from meshwright.view.estimate import page
+from meshwright.view.explain import explain_bubble
 from meshwright.view.tables import console
 
 STACK = catalog.load("stacks", "default")
@@ -114,6 +116,19 @@ def test_bubble_fraction_equals_that_of_the_walked_schedule():
     verdict = next(v for v in e.verdicts if v.name == "bubble fraction")
     assert verdict.value == e.as_dict()["bubble_fraction"] == simulated > 0
     assert f"{100 * simulated:.1f}%" in printed(e)
+
+
+def test_the_bubble_of_the_busiest_rank_is_named_so_wherever_its_seconds_are_shown():
+    """Its share of the step is not the bubble fraction, which is over all ranks: one word would be two numbers."""
+    e = estimated("gpt2-xl", 8, 64, pp=4, replicate=2, microbatch=1)
+    own = e.prediction.exposed_s["bubble"] / e.prediction.step_time_s
+    assert own != pytest.approx(e.bubble_fraction, rel=0.02)
+    assert "bubble of the busiest rank" in printed(e)
+    assert "bubble of the busiest rank" in grouped(e.prediction)
+    with (out := console()).capture() as text:
+        out.print(explain_bubble(e))
+    assert "bubble of the busiest rank: " in text.get()
+    assert "bubble fraction, over all ranks: " in text.get()
 
 
 def test_no_pipeline_has_no_bubble():

@@ -81,7 +81,7 @@ def test_batch_guide_shows_the_walked_bubble_of_the_estimate() -> None:
     r = general.batch_size(Problem(c.model, c.cluster, c.workload, c.stack))
     assert r.plan is not None
     assert r.plan.microbatch == 1
-    assert f"{estimated(c, r.plan).bubble_fraction:.0%} of the time is bubble" in r.reason
+    assert f"bubble fraction {estimated(c, r.plan).bubble_fraction:.0%}" in r.reason
     assert "too much" in general.batch_size(problem("gpt3-175b", "dgx-a100", 1024, 32, 2048)).reason
 
 

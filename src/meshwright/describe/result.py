@@ -17,7 +17,10 @@ OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the a
 
 @dataclass(frozen=True)
 class Result:
-    """Step time and its parts, memory, traffic. `None` or empty means unknown."""
+    """Step time and its parts, memory, traffic. `None` or empty means unknown.
+
+    The parts are those of the busiest rank: `exposed_s["bubble"]` is its idle time, less than that of the other pipeline ranks, whose
+    mean share of the schedule is the `bubble_fraction` of an estimate."""
 
     step_time_s: float
     step_time_low_s: float

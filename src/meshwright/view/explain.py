@@ -147,8 +147,8 @@ def explain_bubble(e: Estimate) -> RenderableType:
     idle = e.prediction.exposed_s.get("bubble", 0.0)
     return Group(
         Text(
-            f"bubble: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}; "
-            f"bubble fraction {e.bubble_fraction:.1%} of the simulated schedule",
+            f"bubble of the busiest rank: {format_seconds(idle)} of {format_seconds(e.prediction.step_time_s)}; "
+            f"bubble fraction, over all ranks: {e.bubble_fraction:.1%} of the simulated schedule",
             style="bold",
         ),
         Text(

@@ -139,7 +139,7 @@ def leaders(r: Result) -> str:
 def colour(part: str) -> str:
     kinds = {
         **dict.fromkeys(COMMUNICATION.values(), "comm"),
-        "bubble": "wait",
+        why.NAMES["bubble"]: "wait",
         "waiting for the host": "wait",
         "compute slowed by overlap": "wait",
         "optimizer": "once",

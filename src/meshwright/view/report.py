@@ -183,7 +183,7 @@ def loss_curve(values: list[float | None], width: int = 300, height: int = 150) 
 
 
 def breakdown(parts: dict[str, float], width: int = 300) -> str:
-    """The parts of the predicted step, longest first."""
+    """The parts of the predicted step of the busiest rank, longest first."""
     top = sorted(parts.items(), key=lambda item: -item[1])[:7]
     if not top:
         return ""
@@ -195,6 +195,6 @@ def breakdown(parts: dict[str, float], width: int = 300) -> str:
     )
     height = 19 * len(top) + 22
     return (
-        f'<svg width="{width}" height="{height}" role="img" aria-label="predicted step by part">{bars}'
-        f'<text x="0" y="{height - 4}">predicted step by part</text></svg>'
+        f'<svg width="{width}" height="{height}" role="img" aria-label="predicted step of the busiest rank by part">{bars}'
+        f'<text x="0" y="{height - 4}">predicted step of the busiest rank by part</text></svg>'
     )

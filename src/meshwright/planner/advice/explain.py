@@ -27,7 +27,7 @@ from meshwright.units import format_bytes, format_seconds
 MEMORY_BAND = (0.90, 1.50)
 NAMES = {
     **COMMUNICATION,
-    "bubble": "bubble",
+    "bubble": "bubble of the busiest rank",
     "host": "waiting for the host",
     "optimizer": "optimizer",
     "overhead": "step overhead",

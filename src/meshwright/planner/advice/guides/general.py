@@ -95,7 +95,7 @@ def batch_size(s: Problem) -> Recommendation:
     if plan is not None and plan.pp > 1 and (e := s.trial.of(plan)):
         m = plan.microbatches(s.workload)
         verdict = "acceptable" if e.bubble_fraction <= 0.2 else "too much: raise the batch"
-        reason = f"{m} micro-batches through {plan.pp} stages: {e.bubble_fraction:.0%} of the time is bubble, {verdict}"
+        reason = f"{m} micro-batches through {plan.pp} stages: bubble fraction {e.bubble_fraction:.0%}, {verdict}"
     return Recommendation(
         "batch (training)",
         plan,
