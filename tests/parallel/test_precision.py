@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 import ranks
 from meshwright.describe.config import Config
@@ -13,6 +12,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import LossScale, cast
+from meshwright.parallel.pipeline import drops_custom_functions
 from meshwright.proof.prove import prove
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32, ffn_bias=True)
@@ -228,8 +228,8 @@ def test_split_fp8_experts_equal_one_device(plan):
 @pytest.mark.parametrize("plan", FP8, ids=str)
 def test_split_fp8_products_equal_one_device(plan):
     """A scale per shard would round differently: ranks reduce the maximum of a tensor of which they hold parts."""
-    if plan.get("schedule") == "zb-h1" and torch.__version__ < TorchVersion("2.13"):
-        pytest.skip("refused before torch 2.13")
+    if plan.get("schedule") == "zb-h1" and drops_custom_functions():
+        pytest.skip("this torch drops fp8 products in a split backward")
     config = Config.from_parts(
         MODEL.but(layers=4, kv_heads=2), "laptop", plan=plan, workload={"batch": 4, "seq": 8, "precision": "fp8"}
     )

@@ -16,6 +16,7 @@ import inexact
 from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.schedules import RULES
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.proof.prove import one_device
@@ -274,6 +275,10 @@ class Layout(NamedTuple):
         more += [f"{name} {value}" for name, value in self.router]
         more += [self.precision] if self.precision == "fp8" or self.dtype != "fp64" else []
         return " · ".join([self.model, p.title(), *more])
+
+    @property
+    def splits_fp8_products(self) -> bool:
+        return self.precision == "fp8" and self.plan.pp > 1 and RULES[self.plan.schedule].splits
 
     def job(self) -> Job:
         layers = self.layers or layers_of(self.model, self.plan)

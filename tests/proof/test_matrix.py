@@ -6,15 +6,21 @@ from functools import cache
 
 import layouts
 import pytest
+import torch
 from kinds import covering, exact_kinds, lossy_kinds
+from torch.torch_version import TorchVersion
 
 import ranks
+from meshwright.errors import MeshwrightError
+from meshwright.parallel.apply import program_of
+from meshwright.parallel.pipeline import check_split_products, drops_custom_functions
 from meshwright.programs.pipelines import SCHEDULES
 from meshwright.proof import prove as proof
 from meshwright.proof import traffic
 from meshwright.proof.compare import bounds_from_rounding, compare
 
 ALL, LOSSY, NARROW = layouts.all_layouts(), layouts.lossy_layouts(), layouts.narrow_layouts()
+REFUSED = {layout for layout in (*ALL, *LOSSY) if drops_custom_functions() and layout.splits_fp8_products}
 DAILY = {*covering(ALL, exact_kinds), *covering(LOSSY, lossy_kinds), *covering(NARROW, lossy_kinds)}
 TOGETHER = {1: 40, 2: 30, 4: 13, 8: 4}  # layouts that share a set of processes
 BOUND = 1e-10
@@ -44,7 +50,8 @@ def companions(layout):
     def key(layout):
         return layout.plan.world, layout.prepare, layout in DAILY
 
-    same, size = [other for other in ALL if key(other) == key(layout)], TOGETHER[layout.plan.world]
+    same = [other for other in ALL if key(other) == key(layout) and (other not in REFUSED or other == layout)]
+    size = TOGETHER[layout.plan.world]
     start = same.index(layout) // size * size
     return tuple(same[start : start + size])
 
@@ -68,6 +75,8 @@ def marked(layout, group=""):
     """A test parameter; layouts that train in the same processes run on one worker."""
     group = group or f"matrix {ALL.index(companions(layout)[0])}"
     marks = [pytest.mark.xdist_group(group), *([] if layout in DAILY else [pytest.mark.slow])]
+    if layout in REFUSED:
+        marks.append(pytest.mark.skip(reason="this torch drops fp8 products in a split backward"))
     return pytest.param(layout, id=layout.title, marks=marks)
 
 
@@ -127,7 +136,7 @@ def lossy_set(layout):
     def key(layout):
         return layout.plan.world, layout in DAILY
 
-    return tuple(other for other in LOSSY if key(other) == key(layout))
+    return tuple(other for other in LOSSY if key(other) == key(layout) and other not in REFUSED)
 
 
 @cache
@@ -185,6 +194,19 @@ def test_the_matrix_is_whole():
     assert len(layouts.TRIPLES) >= 20
     assert {layout.plan.schedule for layout in ALL} == set(SCHEDULES)
     assert {layout.plan.zero for layout in ALL} == {0, 1, 2, 3}
+
+
+def test_an_older_torch_skips_the_layouts_that_it_refuses(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    refused = set()
+    for layout in (layout for layout in (*ALL, *LOSSY) if layout.precision == "fp8" and layout.plan.pp > 1):
+        job = layout.job()
+        try:
+            check_split_products(job.plan, program_of(job.plan, job.workload))
+        except MeshwrightError:
+            refused.add(layout)
+    assert refused == {layout for layout in (*ALL, *LOSSY) if layout.splits_fp8_products}
+    assert len(refused) >= 1
 
 
 def test_the_daily_run_shows_every_kind_of_layout():

@@ -80,9 +80,14 @@ def check_adapter() -> None:
         )
 
 
+def drops_custom_functions() -> bool:
+    """Whether this torch drops custom autograd functions, such as fp8 products, in a split backward: before 2.13 it does."""
+    return torch.__version__ < TorchVersion("2.13")
+
+
 def check_split_products(plan: Plan, program: PipelineProgram) -> None:
-    """fp8 products are custom autograd functions, which torch before 2.13 drops in a split backward."""
-    if program.splits_backward and torch.__version__ < TorchVersion("2.13"):
+    """Raise where torch would drop fp8 products in the split backward of this program."""
+    if program.splits_backward and drops_custom_functions():
         raise MeshwrightError(
             "MW-PIPE-041",
             f"fp8 products under the schedule {plan.schedule} need torch 2.13, not {torch.__version__}",
