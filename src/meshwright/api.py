@@ -123,7 +123,7 @@ def verify(
     """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two."""
     from meshwright.proof.prove import prove
 
-    return prove(load(source, set=set).check(), ranks=ranks, steps=steps, seed=seed, device=device)
+    return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device)
 
 
 def train(
@@ -150,7 +150,7 @@ def train(
     if shrink:
         from meshwright.proof.shrink import small_config
 
-        config, _ = small_config(config.check(), device)
+        config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
     settings = Settings(learning_rate=learning_rate)
     return run_training(config, steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen)

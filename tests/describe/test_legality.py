@@ -61,7 +61,8 @@ FIELDS = st.fixed_dictionaries(
         "compression": st.sampled_from(["none", "int8"]),
         "layers_per_stage": st.sampled_from([(), (2, 2), (3, 3), (2, 1, 1)]),
         "order": st.sampled_from([(), *ORDERS[:3], ("tp", "tp", "pp", "dp")]),
-        "param_dtype": st.sampled_from(["bf16", "fp8", "fp32"]),
+        "param_dtype": st.sampled_from(["bf16", "fp8", "fp32", "fp16"]),
+        "master": st.booleans(),
     },
 )
 
@@ -166,7 +167,8 @@ EXAMPLES = {
     "TransformerHasParts": ({"tp": 8}, LLAMA.but(positions="alibi"), {}),
     "PositionsAreLearned": ({"replicate": 8}, LEARNED, {"seq": 65}),
     "GatheredColumnsDivide": ({"tp": 8, "tp_form": "all-gather"}, LLAMA.but(hidden=4100, head_dim=128), {}),
-    "GathersAreTrained": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, LLAMA, {}),
+    "GathersAreTrained": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, None, {}),
+    "AdamNeedsRange": ({"tp": 8, "param_dtype": "fp16", "master": False}, LLAMA, {}),
     "GathersNeedFp8Products": ({"tp": 8, "sp": True, "gather_dtype": "fp8"}, LLAMA, {}),
     "TokensDivideOverTensorRanks": ({"tp": 8}, MIXTRAL, {"seq": 100}),
     "ParametersAreTrained": ({"tp": 8, "param_dtype": "fp8"}, LLAMA, {}),
@@ -280,3 +282,25 @@ def test_a_fix_of_one_degree_adjusts_the_other_degrees() -> None:
     with pytest.raises(MeshwrightError, match="MW-PLAN-004") as refused:
         config(tp=6, gpus=48, replicate=8, model="llama3-70b", workload={"batch": 96}).check()
     assert refused.value.fix == "--set plan.tp=8 --set plan.replicate=6"
+
+
+def test_adam_in_fp16_without_masters_is_refused() -> None:
+    """Its first update is NaN: epsilon and the squares of small gradients are zero in fp16."""
+    fp16 = {"replicate": 8, "param_dtype": "fp16", "master": False}
+    for optimizer in ("adamw", "adam"):
+        with pytest.raises(MeshwrightError, match=r"MW-PLAN-019: .*fp16 without master weights") as refused:
+            config(workload={"precision": "fp16", "optimizer": optimizer}, **fp16).check()
+        assert refused.value.fix == "--set plan.master=true"
+    for optimizer in ("momentum", "sgd"):  # they train
+        config(workload={"precision": "fp16", "optimizer": optimizer}, **fp16).check()
+    config(replicate=8, param_dtype="bf16", master=False).check()
+
+
+def test_the_planner_does_not_propose_adam_in_fp16_without_masters() -> None:
+    from meshwright import planner
+
+    asked = ["workload.precision=fp16", "plan.param_dtype=fp16", "plan.master=false"]
+    options = {"gpus": 8, "batch": 64, "seq": 512, "without": ["pp,cp"]}
+    with pytest.raises(MeshwrightError, match="MW-PLAN-019"):
+        planner.plan("gpt2-xl", "dgx-a100", settings=asked, **options)
+    assert planner.plan("gpt2-xl", "dgx-a100", settings=asked[:2], **options).plan.master

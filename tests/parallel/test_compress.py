@@ -233,7 +233,7 @@ def config_of(plan):
         MODEL,
         "laptop",
         workload={"batch": 8, "seq": 8, "precision": "fp32"},
-        plan={"replicate": 2, "microbatch": 2, "bucket": 4e3, **plan},
+        plan={"replicate": 2, "microbatch": 2, "bucket": 4e3, "param_dtype": "fp32", **plan},
     )
 
 

@@ -131,7 +131,7 @@ def test_a_router_that_is_described_is_proved_and_sends_what_is_lowered(router):
         MODELS["mixtral"].but(router=router),
         "laptop",
         workload={"batch": 8, "seq": 8, "precision": "fp32"},
-        plan={"replicate": 2, "ep": 2, "microbatch": 2, "recompute": "full"},
+        plan={"replicate": 2, "ep": 2, "microbatch": 2, "recompute": "full", "param_dtype": "fp32"},
     )
     found = proof.prove(config, ranks=2, steps=2)
     assert found.small.model.router.capacity == router["capacity"]

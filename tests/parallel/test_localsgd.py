@@ -100,9 +100,8 @@ def test_replicas_that_share_experts_or_states_are_refused(plan):
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}])
 def test_a_local_sgd_plan_is_proved_against_replicas_on_one_device(plan):
     """AdamW and clipping per replica; two separate steps, then the average."""
-    config = Config.from_parts(
-        MODEL, "laptop", plan={**plan, "average_every": 8}, workload={"batch": 8, "seq": 8, "precision": "fp32"}
-    )
+    workload, plan = {"batch": 8, "seq": 8, "precision": "fp32"}, {**plan, "average_every": 8, "param_dtype": "fp32"}
+    config = Config.from_parts(MODEL, "laptop", workload=workload, plan=plan)
     proof = prove(config, ranks=4, steps=3)
     assert proof.small.plan.average_every == 2
     assert proof.passed, (proof.agreements[0].breaks[:3], [row for _, row in proof.rows if row.unexplained])

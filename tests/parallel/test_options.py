@@ -195,9 +195,8 @@ PROVED = [
 
 @pytest.mark.parametrize("plan", PROVED, ids=str)
 def test_plans_with_these_options_are_proved(plan):
-    config = Config.from_parts(
-        MODEL, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan={**plan, "bucket": 4e3}
-    )
+    workload, plan = {"batch": 8, "seq": 8, "precision": "fp32"}, {**plan, "bucket": 4e3, "param_dtype": "fp32"}
+    config = Config.from_parts(MODEL, "laptop", workload=workload, plan=plan)
     proof = prove(config, ranks=4, steps=2)
     assert proof.passed, (proof.agreements[0].breaks[:2], [row for _, row in proof.rows if row.unexplained])
 

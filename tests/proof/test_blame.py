@@ -28,7 +28,7 @@ def wasted_all_reduce():
 
 def proof_of(plan, bug, **model):
     home = "test_blame" if bug in globals() else "bugs" if hasattr(bugs, bug) else "bugs_axes"
-    config = Config.from_parts({**MODEL, **model}, "laptop", workload=WORKLOAD, plan=plan)
+    config = Config.from_parts({**MODEL, **model}, "laptop", workload=WORKLOAD, plan={"param_dtype": "fp32", **plan})
     return prove(config, ranks=4, steps=2, prepare=f"{home}:{bug}")
 
 

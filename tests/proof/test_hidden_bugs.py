@@ -90,6 +90,7 @@ def averages_without_token_weights():
 
 
 def proof_of(bug, model, workload, plan, steps=2, most=8):
+    plan = {"param_dtype": workload.get("precision", "bf16"), **plan}
     config = Config.from_parts(model, "dgx-h100", workload=workload, plan=plan)
     return proofs.prove(config, ranks=most, steps=steps, prepare=f"test_hidden_bugs:{bug}")
 

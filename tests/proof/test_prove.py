@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
+from meshwright import api
 from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.proof.page import page
@@ -85,9 +86,22 @@ def test_fp8_works_with_copied_kv_heads():
     small = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload=fp8, plan=plan), 8)
     assert small.workload.precision == "fp8"
     assert small.plan.tp > small.model.kv_groups
-    other = small_copy(Config.from_parts("llama3-8b", "dgx-h100", workload={**fp8, "precision": "mxfp8"}, plan=plan), 8)
-    assert any("products in mxfp8 are not proved" in change for change in other.changes)
-    assert not any("not proved" in change for change in small.changes)
+
+
+def test_verify_and_train_refuse_what_is_modelled_only_in_one_error():
+    plan = {"tp": 8, "replicate": 2}
+    for precision, cluster in (("mxfp8", "dgx-b200"), ("fp4", "dgx-b200")):
+        work = {"batch": 64, "precision": precision}
+        made = Config.from_parts("llama3-8b", cluster, workload=work, plan=plan).check()
+        refusals = []
+        for run in (prove, lambda made: api.train(made, shrink=True), lambda made: api.train(made), api.verify):
+            with pytest.raises(MeshwrightError) as refused:
+                run(made)
+            refusals.append(str(refused.value))
+        assert len(set(refusals)) == 1
+        assert (
+            f"MW-TRAIN-001: workload.precision={precision} with plan.param_dtype=bf16 is modelled only" in refusals[0]
+        )
 
 
 def test_the_command(tmp_path):

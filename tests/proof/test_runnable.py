@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import ranks  # noqa: F401  preloads what ranks need
-from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -57,9 +56,8 @@ def drawn(random: np.random.Generator, gpus: tuple[int, ...]) -> Config | None:
 
 def verify_accepts(config: Config) -> bool:
     """Whether `verify` accepts this plan, by its checks before any rank starts. Plans of the planner are always legal."""
-    config.check()
     try:
-        legality.check(config.plan, config.model, config.workload, trainer=True)
+        config.check_trainable()
         small_copy(config, 8)
     except MeshwrightError as error:
         return error.code == TOO_MANY

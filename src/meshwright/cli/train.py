@@ -48,7 +48,7 @@ def command(
     if shrink:
         from meshwright.proof.shrink import small_config
 
-        config, changes = small_config(config.check(), device)
+        config, changes = small_config(config.check_trainable(), device)
         if not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -31,7 +31,7 @@ def command(
     from meshwright.view.tables import show, show_json
 
     writable(out, make=True)
-    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check()
+    config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
     with patient("training on many ranks and on one", measurable=False):
         proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device)
     if out is not None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from meshwright.describe import catalog
+from meshwright.describe import catalog, legality
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
@@ -108,6 +108,11 @@ class Config:
     def check(self) -> Self:
         """Raise the first rule of `describe.legality` that the plan breaks here; return the configuration otherwise."""
         self.plan.check(self.model, self.workload, self.cluster, self.stack)
+        return self
+
+    def check_trainable(self) -> Self:
+        """Raise if the plan is illegal, or if `train` and `verify` do not run it: one predicate decides for both."""
+        legality.check(self.plan, self.model, self.workload, self.cluster, self.stack, trainer=True, dtypes=True)
         return self
 
     def parts(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
@@ -41,7 +40,7 @@ def prove(
     """Raise only for a plan that cannot be tried; a plan that trains a different model returns a failed proof."""
     started = time.perf_counter()
     # A small copy may be legal where the plan itself is not.
-    legality.check(config.plan, config.model, config.workload, trainer=True)
+    config.check_trainable()
     proof = Proof(config.plan.title(), [])
     for i, small in enumerate(small_copies(config, ranks)):
         proof.copies.append(prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0))

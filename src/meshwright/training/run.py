@@ -23,7 +23,6 @@ import numpy as np
 
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import resolve_recompute
-from meshwright.describe import legality
 from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
@@ -127,8 +126,7 @@ def check(config: Config, steps: int) -> None:
     """Raise if the plan is illegal, or `train` cannot run it on any machine."""
     if steps < 1:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
-    c = config
-    legality.check(c.plan, c.model, c.workload, c.cluster, c.stack, trainer=True, dtypes=True)
+    config.check_trainable()
 
 
 def predicted(config: Config) -> Prediction:

@@ -46,6 +46,7 @@ NUMBERS = (
     "recompute_every",
     "recompute_layers",
     "recompute_budget",
+    "master",
 )
 WORDS: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
@@ -76,6 +77,7 @@ class Case:
     recompute_every: Number
     recompute_layers: Number
     recompute_budget: Number
+    master: Flag
     schedule: Number
     cp_kind: Number
     recompute: Number

@@ -1,20 +1,17 @@
-"""Rules of the machine, the batch, the training stack, and our own trainer."""
+"""Rules of the machine, the batch, the training stack, and the dtypes."""
 
 from __future__ import annotations
 
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
-from meshwright.describe.legality.plan_rules import GATHERED
 from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import DTYPES, GATHER_DTYPES
 from meshwright.describe.schedules import IN_ROUNDS, LEAST_MICROBATCHES, MOST_ACTIONS, RULES, action_count
 from meshwright.describe.workload import FP8
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
-TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
-FP8_GATHERS = GATHER_DTYPES.index("fp8")
-NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
+FP16, FP8_GATHERS = DTYPES.index("fp16"), GATHER_DTYPES.index("fp8")
+ADAM = ("adamw", "adam")
 
 
 # The machine
@@ -170,111 +167,7 @@ class InterleavedRounds(Rule):
         )
 
 
-# What `meshwright train` and `verify` run
-
-
-class ModelHasShape(Rule):
-    code = "MW-BUILD-001"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return p.model.kind == "counts"
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            f"{p.model.name} cannot be built",
-            why="It is described by its totals only, not by its shape",
-            valid=["kind=transformer", "kind=mlp"],
-        )
-
-
-def unsupported_parts(m: Model) -> list[str]:
-    """What a model has and our transformer does not implement."""
-    if m.kind != "transformer":
-        return []
-    field, width = ("rope_dim", m.rope_dim) if m.attention == "mla" else ("head_dim", m.head_width)
-    parts = {
-        "attention=mla with qk_norm": m.attention == "mla" and m.qk_norm,
-        "positions=alibi": m.positions == "alibi",
-        "sinks": m.sinks,
-        "norm_position=post": m.norm_position == "post",
-        "qk_norm_width=projection": m.qk_norm and m.qk_norm_width == "projection",
-        f"norms_per_layer={m.norms_per_layer}": m.norms_per_layer not in (2, 4),
-        f"rotary positions with the odd {field}={width}": m.positions == "rope" and width % 2 == 1,
-    }
-    return [part for part, present in parts.items() if present]
-
-
-class TransformerHasParts(Rule):
-    code = "MW-BUILD-002"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return bool(unsupported_parts(p.model))
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            f"{p.model.name} has {unsupported_parts(p.model)[0]}, which our transformer does not implement",
-            why="It can be planned and costed, not trained",
-            valid=["positions=rope|learned|none", "norms_per_layer=2|4", "an even rotary width"],
-        )
-
-
-class PositionsAreLearned(Rule):
-    code = "MW-BUILD-003"
-    needs = ("model", "workload", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        m = p.model
-        return m.kind == "transformer" and m.positions == "learned" and p.workload.seq > m.max_positions
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        most = p.model.max_positions
-        return Problem(
-            f"a sequence of {p.workload.seq} with {most} learned positions",
-            why="A position beyond the table has no embedding",
-            fixes=values("workload.seq", [most], most) if most else (),
-        )
-
-
-class GatheredColumnsDivide(Rule):
-    code = "MW-PAR-001"
-    needs = ("model", "trainer")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.kind == "transformer") & (p.tp_form == GATHERED) & (p.model.hidden % p.tp != 0)
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            f"plan.tp_form=all-gather with tp={p.tp} can be planned, but `train` does not support it",
-            why=f"Each rank computes hidden/tp columns, and {p.tp} does not divide hidden {p.model.hidden}",
-            fixes=[{"plan.tp_form": "megatron"}],
-        )
-
-
-class GathersAreTrained(Rule):
-    code = "MW-PAR-001"
-    needs = ("trainer",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return p.gather_dtype == FP8_GATHERS
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            "plan.gather_dtype=fp8 can be planned, but `train` does not support it",
-            why="fp8 all-gathers are modelled only: our trainer gathers activations and weights in their own dtype",
-            fixes=[{"plan.gather_dtype": "same"}],
-        )
+# The dtypes
 
 
 class GathersNeedFp8Products(Rule):
@@ -295,72 +188,25 @@ class GathersNeedFp8Products(Rule):
         )
 
 
-class TokensDivideOverTensorRanks(Rule):
-    code = "MW-EP-001"
-    needs = ("model", "workload", "trainer")
+class AdamNeedsRange(Rule):
+    code = "MW-PLAN-019"
+    needs = ("workload",)
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        if not p.model.experts:
-            return False
-        tokens = p.microbatch * (p.workload.seq // p.cp)
-        return (p.sp == False) & (tokens % p.tp != 0)  # noqa: E712
+        return (p.param_dtype == FP16) & (p.master == False) & (p.workload.optimizer in ADAM)  # noqa: E712
 
     @staticmethod
     def explain(p: Case) -> Problem:
         return Problem(
-            f"{p.microbatch * (p.workload.seq // p.cp)} tokens of a micro-batch over tp={p.tp}",
-            why="Without sequence parallelism each tensor-parallel rank routes an equal slice of the tokens",
-            fixes=[{"plan.sp": True}, {"plan.microbatch": p.microbatch * p.tp}, {"plan.microbatch": p.tp}],
-        )
-
-
-class ParametersAreTrained(Rule):
-    code = "MW-TRAIN-001"
-    needs = ("dtypes",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        out: Flag = False
-        for code in NOT_TRAINED:
-            out = out | (p.param_dtype == code)
-        return out
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            f"plan.param_dtype={p.word('param_dtype')} can be planned, but `train` does not support it",
-            valid=TRAINED_DTYPES,
+            f"plan.param_dtype=fp16 without master weights under {p.workload.optimizer}",
+            why="The moments are then fp16 too: epsilon (1e-8) and squares of gradients below 2.4e-4 round to zero, and the first "
+            "update divides by zero",
+            valid=["master=true", "param_dtype=bf16", "optimizer=momentum|sgd"],
             fixes=[
-                *({"plan.param_dtype": dtype} for dtype in ("bf16", "fp32")),
-                {"plan.param_dtype": "fp32", "workload.precision": "fp32"},
+                {"plan.master": True},
+                {"plan.param_dtype": "bf16", "workload.precision": "bf16"},
             ],
-        )
-
-
-class ProductsAreTrained(Rule):
-    code = "MW-TRAIN-001"
-    needs = ("workload", "dtypes")
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        precision = p.workload.precision
-        if precision == "fp8":
-            return False
-        own = p.param_dtype == DTYPES.index(precision) if precision in DTYPES else False
-        return (own | ((precision == "tf32") & (p.param_dtype == DTYPES.index("fp32")))) == False  # noqa: E712
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        dtype, precision = p.word("param_dtype"), p.workload.precision
-        products = (dtype, "fp8", *(["tf32"] if dtype == "fp32" else []))
-        return Problem(
-            f"workload.precision={precision} with plan.param_dtype={dtype} can be planned, but `train` does not support it",
-            why="Products are computed in the parameters' dtype, or in fp8",
-            valid=products,
-            fixes=[{"workload.precision": dtype}, {"plan.param_dtype": precision}]
-            if precision in DTYPES
-            else [{"workload.precision": dtype}],
         )
 
 
@@ -369,13 +215,6 @@ RUN_RULES: tuple[type[Rule], ...] = (
     ScheduleHasMicrobatches,
     ProgramIsBounded,
     InterleavedRounds,
-    ModelHasShape,
-    TransformerHasParts,
-    PositionsAreLearned,
-    GatheredColumnsDivide,
-    GathersAreTrained,
     GathersNeedFp8Products,
-    TokensDivideOverTensorRanks,
-    ParametersAreTrained,
-    ProductsAreTrained,
+    AdamNeedsRange,
 )
