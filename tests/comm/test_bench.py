@@ -236,7 +236,7 @@ def test_slowdown_beside_ranks_and_collectives() -> None:
     first, *_ = ranks.run(2, slowdown_of_a_rank)
     plain, *others = [DevicePoint(**fields) for fields in first]
     assert (plain.condition, plain.slowdown) == ("", 1.0)
-    assert [p.condition for p in others] == ["all 2 ranks compute", "all ranks compute beside an all-reduce of 16 MiB"]
+    assert [p.condition for p in others] == ["all 2 ranks compute", "all ranks compute during an all-reduce of 16 MiB"]
     assert all(p.slowdown == pytest.approx(p.median_s / plain.median_s) for p in others)
 
 

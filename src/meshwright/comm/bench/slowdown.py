@@ -1,6 +1,6 @@
 """How much slower a device computes while something else runs: the other ranks, or a collective.
 
-One matrix product is timed on rank 0 while the other ranks wait, then on all ranks at once, then on all ranks beside an all-reduce in the
+One matrix product is timed on rank 0 while the other ranks wait, then on all ranks at once, then on all ranks during an all-reduce in the
 background. The quotients say how much ranks that share cores (or memory bandwidth) slow each other down, and what communication takes from
 compute: gloo copies and adds on the cores that compute, NCCL occupies some multiprocessors of a GPU.
 """
@@ -46,18 +46,18 @@ def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
     found = [point(alone or together)]
     if here.world > 1:
         found.append(point(together, f"all {here.world} ranks compute", together.median_s / first))
-        during_all_reduce = beside_all_reduce(here, product, together.median_s, budget_s / 3)
+        during_all_reduce = time_during_all_reduce(here, product, together.median_s, budget_s / 3)
         found.append(
             point(
                 during_all_reduce,
-                "all ranks compute beside an all-reduce of 16 MiB",
+                "all ranks compute during an all-reduce of 16 MiB",
                 during_all_reduce.median_s / first,
             )
         )
     return found
 
 
-def beside_all_reduce(here: Session, product: Callable[[], None], product_s: float, budget_s: float) -> Timed:
+def time_during_all_reduce(here: Session, product: Callable[[], None], product_s: float, budget_s: float) -> Timed:
     """Seconds of a product while an all-reduce is under way: as many products as fit into it, all of them started after it."""
     buffer = torch.zeros(BYTES // 4, device=here.device)
     group = distributed.group.WORLD
