@@ -133,5 +133,7 @@ def test_offload_is_not_searched_where_memory_is_not_short():
     assert memory_slows(found, [])
     recomputed = [replace(c, plan=c.plan.but(recompute="full")) for c in fitting]
     assert memory_slows(found, recomputed)
-    found.incumbents.front[-1] = 1.2 * found.incumbents.front[0]
+    found.incumbents.front[2:] = 1.2 * found.incumbents.front[0]
     assert memory_slows(found, fitting)
+    found.incumbents.front[2] = found.incumbents.front[0]
+    assert not memory_slows(found, fitting)
