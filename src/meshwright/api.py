@@ -118,12 +118,19 @@ def simulate(model: Any = "", *, set: Sequence[str] = (), **parts: Any) -> Simul
 
 
 def verify(
-    source: Any, *, ranks: int = 8, steps: int = 5, seed: int = 0, device: str = "auto", set: Sequence[str] = ()
+    source: Any,
+    *,
+    ranks: int = 8,
+    steps: int = 5,
+    seed: int = 0,
+    device: str = "auto",
+    backend: str = "auto",
+    set: Sequence[str] = (),
 ) -> Proof:
     """Train a small copy of a plan on at most `ranks` local processes and on one device, and compare the two."""
     from meshwright.proof.prove import prove
 
-    return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device)
+    return prove(load(source, set=set), ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
 
 
 def train(
@@ -133,6 +140,7 @@ def train(
     seed: int = 0,
     learning_rate: float = 1e-3,
     device: str = "auto",
+    backend: str = "auto",
     out: str | Path | None = None,
     shrink: bool = False,
     set: Sequence[str] = (),
@@ -140,8 +148,9 @@ def train(
 ) -> Training:
     """Train a plan on local processes and compare the run with its prediction.
 
-    `out` is the run folder (default: nothing is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is
-    called with the record of every finished step.
+    `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `out` is the run folder (default:
+    nothing is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the
+    record of every finished step.
     """
     from meshwright.training.records import Settings
     from meshwright.training.run import run_training
@@ -153,7 +162,9 @@ def train(
         config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
     settings = Settings(learning_rate=learning_rate)
-    return run_training(config, steps, seed=seed, settings=settings, device=device, folder=folder, listen=listen)
+    return run_training(
+        config, steps, seed=seed, settings=settings, device=device, backend=backend, folder=folder, listen=listen
+    )
 
 
 def parallelize(

@@ -34,8 +34,8 @@ def one_device(together):
     return dict(zip(wanted, train_on_one([layout.job() for layout in wanted]), strict=True))
 
 
-def train(world, jobs):
-    return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2)
+def train(world, jobs, backend="auto"):
+    return ranks.run(world, layouts.train_all, jobs, silence=SILENCE_S, group_timeout=SILENCE_S / 2, backend=backend)
 
 
 def train_on_one(jobs):
@@ -90,6 +90,30 @@ def test_a_layout_trains_what_one_device_trains(layout):
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in (one.replicas or [one])[0].pieces}
     assert all(error < BOUND for error in agreement.errors.values()), agreement.errors
     assert_issues_what_is_lowered(layout, traces)
+
+
+ON_OUR_BACKEND = (
+    {"replicate": 2, "tp": 2},
+    {"shard": 2, "zero": 3, "tp": 2},
+    {"pp": 2, "cp": 2},
+    {"replicate": 2, "pp": 2},
+    {"shard": 4, "zero": 2},
+)
+
+
+@pytest.mark.timeout(200)
+def test_layouts_on_the_backend_meshwright_train_what_one_device_trains():
+    """The same steps over our collectives: data, tensor, context and pipeline parallelism, ZeRO 2 and 3, and experts."""
+    chosen = [layouts.Layout("llama", layouts.Plan(**fields)) for fields in ON_OUR_BACKEND]
+    chosen.append(layouts.Layout("mixtral", layouts.Plan(replicate=4, ep=2)))
+    one = train_on_one([layout.reference.job() for layout in chosen])
+    by_rank = train(4, [layout.job() for layout in chosen], backend="meshwright")
+    for i, layout in enumerate(chosen):
+        traces = [rank[i] for rank in by_rank]
+        agreement = compare(one[i], traces)
+        assert not agreement.breaks, (layout.title, [str(b) for b in agreement.breaks[:5]])
+        assert all(error < BOUND for error in agreement.errors.values()), (layout.title, agreement.errors)
+        assert_issues_what_is_lowered(layout, traces)
 
 
 def assert_issues_what_is_lowered(layout, traces):

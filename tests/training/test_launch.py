@@ -199,3 +199,19 @@ def test_a_forkserver_that_is_gone_is_told(monkeypatch):
     monkeypatch.setattr("meshwright.training.launch.GRACE_S", 0.0)
     with pytest.raises(MeshwrightError, match="MW-RANK-003"):
         ranks.run(1, add_ranks, 10)
+
+
+def backend_of(context):
+    from torch import distributed
+
+    return distributed.get_backend()
+
+
+def test_the_backend_of_the_ranks():
+    from meshwright.training.machine import resolve_backend
+
+    assert ranks.run(2, backend_of, backend="meshwright") == ["meshwright"] * 2
+    assert resolve_backend("auto", "cuda") == "nccl"
+    for backend, device in (("gluo", "cpu"), ("nccl", "cpu"), ("meshwright", "cuda")):
+        with pytest.raises(MeshwrightError, match="MW-RANK-005"):
+            resolve_backend(backend, device)

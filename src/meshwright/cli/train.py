@@ -20,6 +20,11 @@ def command(
         1e-3, "--learning-rate", help="Learning rate after the linear warm-up.", min=0.0
     ),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    backend: str = typer.Option(
+        "auto",
+        "--backend",
+        help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
+    ),
     out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
     shrink: bool = typer.Option(
         False,
@@ -53,7 +58,16 @@ def command(
             show(*(f"[dim]{change}[/]" for change in changes))
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     writable(folder / "measurement.json", make=True)
-    run = partial(api.train, config, steps=steps, seed=seed, learning_rate=learning_rate, device=device, out=folder)
+    run = partial(
+        api.train,
+        config,
+        steps=steps,
+        seed=seed,
+        learning_rate=learning_rate,
+        device=device,
+        backend=backend,
+        out=folder,
+    )
     with kept_after_interruption(folder):
         if as_json:
             with patient("training", measurable=False):

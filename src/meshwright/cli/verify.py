@@ -15,6 +15,11 @@ def command(
     steps: int = typer.Option(5, "--steps", help="Number of steps to train and compare.", min=1, max=100),
     seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
+    backend: str = typer.Option(
+        "auto",
+        "--backend",
+        help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
+    ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -33,7 +38,7 @@ def command(
     writable(out, make=True)
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings).check_trainable()
     with patient("training on many ranks and on one", measurable=False):
-        proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device)
+        proof = api.verify(config, ranks=ranks, steps=steps, seed=seed, device=device, backend=backend)
     if out is not None:
         import json
 

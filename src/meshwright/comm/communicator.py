@@ -106,13 +106,15 @@ class Communicator:
         splits: bool = False,
         after: Callable[[], None] | None = None,
         result: Any = None,
+        background: bool = False,
     ) -> Work:
         """Execute a program. Without an output the result replaces the tensor, which must have as many elements.
 
         The tensor holds the chunks the rank starts with, the output those it ends with, each in chunk order: the
         conventions of torch.distributed. Tensors need not be contiguous. `splits`: ranks may have different numbers of
         elements (all-to-all with splits), so that the number is not compared. `after` is called when the output is
-        complete; `result` is what the handle returns (default: the output).
+        complete; `result` is what the handle returns (default: the output). `background`: never in the calling thread,
+        whose dispatch modes would see the additions.
         """
         if program.ranks != self.size:
             raise MeshwrightError(
@@ -127,7 +129,7 @@ class Communicator:
             if after is not None:
                 after()
 
-        return self.submit(task, [output] if result is None else result, async_op)
+        return self.submit(task, [output] if result is None else result, async_op, background)
 
     def execute(
         self,
@@ -161,10 +163,10 @@ class Communicator:
         if plan.outputs and result.data_ptr() != output.data_ptr():
             output.copy_(result.view(output.shape))
 
-    def submit(self, task: Callable[[], None], result: Any, async_op: bool) -> Work:
+    def submit(self, task: Callable[[], None], result: Any, async_op: bool, background: bool = False) -> Work:
         """Execute a task now, or in the background if it is asynchronous or others are waiting."""
         work = Work(result)
-        if not async_op and self.waiting == 0 and self.lock.acquire(blocking=False):
+        if not async_op and not background and self.waiting == 0 and self.lock.acquire(blocking=False):
             try:
                 self.perform(task, work)
             finally:

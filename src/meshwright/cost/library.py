@@ -11,7 +11,7 @@ gloo has rings (`allreduce.cc`, `allgather.cc`, `reduce_scatter.h`) and posts al
 link's α). The library reaches `efficiency` of the bandwidth, and it reduces while it receives, so γ is hidden. `library_links` returns a cluster
 with these links; a program walked on it takes exactly the time of the closed formula.
 
-**Measured corrections** (`Cluster.collectives`; the defaults are from published collective benchmarks, `benchmarks/collectives.py`):
+**Measured corrections** (`Cluster.collectives`; the defaults are from published collective benchmarks, `benchmarks/collectives_published.py`):
 
     call          seconds of one call before the first byte moves; larger if network cards take part
     small group   a group of P ranks in one node reaches (1 − 0.45/P) / (1 − 0.45/8) of the rate of eight (`pair_loss`)

@@ -35,7 +35,13 @@ SILENCE_S = 120.0
 
 
 def prove(
-    config: Config, ranks: int = 8, steps: int = 5, seed: int = 0, device: str = "cpu", prepare: str = ""
+    config: Config,
+    ranks: int = 8,
+    steps: int = 5,
+    seed: int = 0,
+    device: str = "cpu",
+    prepare: str = "",
+    backend: str = "auto",
 ) -> Proof:
     """Raise only for a plan that cannot be tried; a plan that trains a different model returns a failed proof."""
     started = time.perf_counter()
@@ -43,7 +49,7 @@ def prove(
     config.check_trainable()
     proof = Proof(config.plan.title(), [])
     for i, small in enumerate(small_copies(config, ranks)):
-        proof.copies.append(prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0))
+        proof.copies.append(prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend))
         if not proof.copies[-1].passed:
             break  # a difference was found; other copies would repeat it
     proof.seconds = time.perf_counter() - started
@@ -51,13 +57,30 @@ def prove(
 
 
 def prove_copy(
-    small: SmallCopy, steps: int, seed: int, device: str, prepare: str = "", all_dtypes: bool = True
+    small: SmallCopy,
+    steps: int,
+    seed: int,
+    device: str,
+    prepare: str = "",
+    all_dtypes: bool = True,
+    backend: str = "auto",
 ) -> CopyProof:
     """The proof of one small copy; without `all_dtypes` in float64 only."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     dtypes = ("fp64", "fp32") if all_dtypes else ("fp64",)
-    job = Job(small.model, small.plan, small.workload, small.order, steps, seed, dtypes, watch=True, prepare=prepare)
+    job = Job(
+        small.model,
+        small.plan,
+        small.workload,
+        small.order,
+        steps,
+        seed,
+        dtypes,
+        watch=True,
+        prepare=prepare,
+        backend=backend,
+    )
     many = run(job, device)
     alone = one_device(job, many)
     one = run(alone, device)[0]
@@ -103,7 +126,9 @@ def compare_doubles(alone: Job, one: Trace, many: list[Trace], device: str) -> A
 
 
 def run(job: Job, device: str) -> list[dict[str, Trace]]:
-    return launch.run(TARGET, job.plan.world, job, silence=SILENCE_S, group_timeout=SILENCE_S / 2, device=device)
+    return launch.run(
+        TARGET, job.plan.world, job, silence=SILENCE_S, group_timeout=SILENCE_S / 2, device=device, backend=job.backend
+    )
 
 
 def one_device(job: Job, many: Sequence[dict[str, Trace]] = ()) -> Job:

@@ -34,6 +34,7 @@ class Job:
     kv_copies: int = 1  # how often one device computes each KV head: as often as ranks do, where parts are rounded
     reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
     updates: bool = False  # record every update, for its replay
+    backend: str = "auto"  # of torch.distributed
 
 
 @dataclass

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.training.machine import resolve_device
+from meshwright.training.machine import resolve_backend, resolve_device
 
 PRELOAD = ["meshwright.training.preload"]
 INTERNAL_ERROR = 70  # exit code: the input is not the cause
@@ -92,6 +92,7 @@ def run(
     folder: Path | None = None,
     listen: Callable[[int, Any], None] | None = None,
     device: str = "cpu",
+    backend: str = "auto",
 ) -> list[Any]:
     """Run `module:function(context, *args)` on `world` new ranks and return their results, by rank.
 
@@ -99,13 +100,14 @@ def run(
     folder is left behind, however the run ends.
     """
     device = resolve_device(device, world)
+    backend = resolve_backend(backend, device)
     rendezvous = Path(tempfile.mkdtemp(prefix="meshwright-", dir=memory_folder()))
     logs = folder or rendezvous
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[Rank] = []
     try:
         for index in range(world):
-            ranks.append(_start(target, index, world, args, rendezvous, logs, group_timeout, device))
+            ranks.append(_start(target, index, world, args, rendezvous, logs, group_timeout, device, backend))
         _receive_until_done(ranks, silence, listen or (lambda rank, message: None))
         failed = [r for r in ranks if r.state != "done"]
         if failed:
@@ -134,7 +136,15 @@ def memory_folder(shared: str = "/dev/shm") -> str | None:
 
 
 def _start(
-    target: str, index: int, world: int, args: tuple, rendezvous: Path, logs: Path, group_timeout: float, device: str
+    target: str,
+    index: int,
+    world: int,
+    args: tuple,
+    rendezvous: Path,
+    logs: Path,
+    group_timeout: float,
+    device: str,
+    backend: str,
 ) -> Rank:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the forkserver, before torch reads it
     context = multiprocessing.get_context("forkserver")
@@ -146,7 +156,7 @@ def _start(
     log = logs / f"rank-{index}.log"
     process = context.Process(
         target=main,
-        args=(target, index, world, args, str(rendezvous / "store"), str(log), group_timeout, device, theirs),
+        args=(target, index, world, args, str(rendezvous / "store"), str(log), group_timeout, device, backend, theirs),
         daemon=True,
     )
     with _main_hidden(unless=target.startswith("__main__:")):

@@ -21,6 +21,7 @@ from meshwright.errors import MeshwrightError, unknown
 from meshwright.units import format_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("auto", "gloo", "meshwright", "nccl")
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, Windows subsystem for Linux
 PROCESS_BYTES = 64 * 2**20  # private memory of one rank besides its tensors; the libraries are shared by all ranks
 LOG_BYTES, STEP_BYTES = 2**16, 256  # per rank; per step
@@ -41,6 +42,22 @@ def resolve_device(device: str, ranks: int) -> str:
             "MW-RANK-002", f"{ranks} ranks need {ranks} GPUs, and this machine has {found}", fix="--device cpu"
         )
     return device
+
+
+def resolve_backend(backend: str, device: str) -> str:
+    """The torch.distributed backend of the ranks. `auto`: NCCL on GPUs, gloo on the CPU."""
+    if backend not in BACKENDS:
+        raise unknown("MW-RANK-005", "backend", backend, BACKENDS, "--backend {}")
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if (backend == "nccl") != (device == "cuda"):
+        raise MeshwrightError(
+            "MW-RANK-005",
+            f"the backend {backend} does not run on {device}",
+            valid=["nccl"] if device == "cuda" else ["gloo", "meshwright"],
+            fix="--backend auto",
+        )
+    return backend
 
 
 def gpu_count() -> int:

@@ -6,6 +6,8 @@ with its group and its tensors. It counts the operation, the group, and n, the f
 
     all_reduce  the tensor     all_gather  the output     reduce_scatter  the input     send  the tensor
 
+A group of the backend `meshwright` is called without the dispatcher: it notifies the observer itself.
+
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
 (`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, errors of
 compressors) are added first.
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.comm.backend.group import LISTENERS
 from meshwright.describe.sharding import KV_COPIES
 from meshwright.parallel.data.reduction import compressors_in
 from meshwright.parallel.mesh import ON_DEMAND, Mesh
@@ -60,6 +63,7 @@ class Observer(TorchDispatchMode):
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes)
         self.seen: dict[tuple[str, str], list[int]] = {}
         self.unknown: set[str] = set()
+        self.in_operator = False  # an operator that communicates is counted; the call it makes to its group is not
         self.memory = LiveBytes(trainer.parallel.mesh.device)
         masters = trainer.masters.pieces if trainer.masters is not None else []
         for piece in (*trainer.parallel.pieces, *masters):
@@ -76,10 +80,12 @@ class Observer(TorchDispatchMode):
 
     def __enter__(self) -> Observer:
         self.memory.watch_resizes()
+        LISTENERS.append(self.listen)
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        LISTENERS.remove(self.listen)
         self.memory.unwatch_resizes()
 
     def observed(self) -> Observed:
@@ -89,8 +95,11 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # first decompose into operators on local tensors, which include the collectives
+        name = distributed_operator(func)
+        self.in_operator = bool(name)
         out = func(*args, **(kwargs or {}))
-        if name := distributed_operator(func):
+        self.in_operator = False
+        if name:
             if name in COLLECTIVES:
                 self._count(name, args, out)
             elif name not in NOT_COUNTED:
@@ -107,9 +116,21 @@ class Observer(TorchDispatchMode):
         operation, which = COLLECTIVES[name]
         buffers = [t for t in tree_leaves(out if which is None else args[which]) if isinstance(t, torch.Tensor)]
         group = next(g for g in map(group_name, args) if g)
+        self._add(operation, group, sum(t.nbytes for t in buffers))
+
+    def _add(self, operation: str, group: str, size: int) -> None:
         row = self.seen.setdefault((self.axis_of.get(group, group), operation), [0, 0])
         row[0] += 1
-        row[1] += sum(t.nbytes for t in buffers)
+        row[1] += size
+
+    def listen(self, operation: str, buffer: torch.Tensor, group: str) -> None:
+        """A call to a group of the backend `meshwright`."""
+        if self.in_operator or operation == "barrier":
+            return
+        if operation in {name for name, _ in COLLECTIVES.values()}:
+            self._add(operation, group, buffer.nbytes)
+        else:
+            self.unknown.add(operation)
 
 
 @cache

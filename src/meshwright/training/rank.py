@@ -43,11 +43,12 @@ def main(
     log: str,
     group_timeout: float,
     device: str,
+    backend: str,
     pipe: Connection,
 ) -> None:
     parent = _prepare_process(log, pipe)
     try:
-        device = _join(rank, world, store, group_timeout, device)
+        device = _join(rank, world, store, group_timeout, device, backend)
         context = RankContext(rank, world, device, lambda message: pipe.send(("message", message)))
         result = resolve(target)(context, *args)
         pipe.send(("done", result))
@@ -107,7 +108,7 @@ def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
     return parent
 
 
-def _join(rank: int, world: int, store: str, group_timeout: float, device: str) -> str:
+def _join(rank: int, world: int, store: str, group_timeout: float, device: str, backend: str) -> str:
     """Join the process group and return this rank's device."""
     import torch
     from torch import distributed
@@ -115,8 +116,10 @@ def _join(rank: int, world: int, store: str, group_timeout: float, device: str) 
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
+    if backend == "meshwright":
+        import meshwright.comm.backend  # noqa: F401  registers it
     distributed.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        backend,
         store=distributed.FileStore(store, world),
         rank=rank,
         world_size=world,

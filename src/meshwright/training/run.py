@@ -28,7 +28,7 @@ from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training import launch
-from meshwright.training.machine import check_machine, resolve_device
+from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.units import format_flops
 
@@ -83,6 +83,7 @@ def run_training(
     seed: int = 0,
     settings: Settings | None = None,
     device: str = "cpu",
+    backend: str = "auto",
     folder: Path | None = None,
     listen: Callable[[StepRecord], None] | None = None,
 ) -> Training:
@@ -91,6 +92,7 @@ def run_training(
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
     prediction, device = predicted(config), resolve_device(device, config.plan.world)
+    backend = resolve_backend(backend, device)
     check_machine(config.plan, prediction, device, folder, steps)
     log = RunLog(config, prediction, folder)
 
@@ -112,6 +114,7 @@ def run_training(
             folder=folder,
             listen=receive,
             device=device,
+            backend=backend,
         )
     except BaseException:  # also Ctrl-C and SIGTERM: the steps until now are measured
         if log.records:

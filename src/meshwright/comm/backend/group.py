@@ -31,6 +31,10 @@ REDUCTIONS = (
     (ReduceOp.BAND, "band"), (ReduceOp.BOR, "bor"), (ReduceOp.BXOR, "bxor"),
 )  # fmt: skip
 Tensors = list[torch.Tensor]
+Listener = Callable[[str, torch.Tensor, str], None]  # operation, full buffer, name of the group
+LISTENERS: list[
+    Listener
+] = []  # called for each collective and send: torch's dispatcher does not see those of a group in Python
 TorchGroup: Any = distributed.ProcessGroup  # torch declares overloads that a Python group is never called with
 
 
@@ -243,7 +247,8 @@ class MeshwrightGroup(TorchGroup):
     # Point to point
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        return self.messages.send(one(tensors, "send")[0], peer, tag)
+        self.notify("send", one(tensors, "send")[0])
+        return self.messages.send(tensors[0], peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         return self.messages.receive(one(tensors, "recv")[0], peer, tag)
@@ -253,6 +258,10 @@ class MeshwrightGroup(TorchGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self.communicator.group.monitored_barrier(timeout or self.timeout, wait_all_ranks)
+
+    def notify(self, operation: str, buffer: torch.Tensor) -> None:
+        for listener in LISTENERS:
+            listener(operation.replace("-", "_"), buffer, self.group_name)
 
     def shutdown(self) -> None:
         self.communicator.close()
@@ -298,12 +307,14 @@ class MeshwrightGroup(TorchGroup):
                     fix='init_process_group("cpu:meshwright,cuda:nccl")',
                 )
         self.calls += 1
+        self.notify(program.operation, output if program.operation == "all-gather" and output is not None else tensor)
         return self.communicator.run(
             program,
             tensor,
             output,
             reduction=reduction,
             async_op=bool(getattr(opts, "asyncOp", True)),
+            background=bool(LISTENERS),
             splits=splits,
             after=after,
             result=result,
