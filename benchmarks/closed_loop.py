@@ -209,8 +209,8 @@ def run_bench(emulation: Any, file: Path, budget_s: float) -> None:
 
 
 def device_from(test: dict[str, float], compute: str) -> Any:
-    """The device of a prediction: t₀ of an operator and memory bandwidth as measured; products as slept, or as measured.
-    The elementwise operation reads two buffers and writes one."""
+    """The device of a prediction: memory bandwidth as measured; products as slept, or as measured. The elementwise operation reads two
+    buffers and writes one."""
     from meshwright.describe.cluster import Accelerator, Efficiency
 
     product = max(test["product_s"] - test["small_s"], 1e-9)
@@ -241,13 +241,14 @@ def spearman(first: list[float], second: list[float]) -> float:
     return 1 - 6 * distance / (n * (n * n - 1)) if n > 1 else 1.0
 
 
-def compare(results: list[dict[str, Any]], cluster: Any) -> list[dict[str, Any]]:
+def compare(results: list[dict[str, Any]], cluster: Any, operator_s: float) -> list[dict[str, Any]]:
+    """Predictions beside measurements. The host time of an operator is the measured one."""
     from meshwright.cost.predict import predict
 
     rows = []
     for result in results:
         c = config_of(result["plan"], cluster)
-        found = predict(c.model, c.cluster, c.plan, c.workload, c.stack)
+        found = predict(c.model, c.cluster, c.plan, c.workload, c.stack.but(launch=operator_s))
         measured = statistics.median(result["seconds"])
         spread = (max(result["seconds"]) - min(result["seconds"])) / measured
         rows.append(
@@ -343,7 +344,7 @@ def main() -> None:
         network = calibrate([Bench.read(str(folder / "bench.json"))], "", "").cluster
         test = records(folder / "device.jsonl")[0]
         cluster = network.but(accelerator=device_from(test, options.compute), gpus=8)
-        rows = compare(records(folder / f"{options.compute}.jsonl"), cluster)
+        rows = compare(records(folder / f"{options.compute}.jsonl"), cluster, test["operator_s"])
         print(f"\ncompute: {options.compute}; device test: {test}")
         summary = report(rows)
         found = {"summary": summary, "device": test, "rows": rows, "cluster": cluster.as_dict()}
