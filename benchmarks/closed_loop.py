@@ -242,7 +242,7 @@ def spearman(first: list[float], second: list[float]) -> float:
 
 
 def compare(results: list[dict[str, Any]], cluster: Any, operator_s: float) -> list[dict[str, Any]]:
-    """Predictions beside measurements. The host time of an operator is the measured one."""
+    """Compare predictions with measurements. The host time of an operator is the measured one."""
     from meshwright.cost.predict import predict
 
     rows = []
