@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import ranks  # noqa: F401  preloads what ranks need
+import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.plan import Plan
 from meshwright.lower.compressed import factor_sizes
@@ -86,7 +86,7 @@ def test_the_buffers_of_a_message_are_those_predicted(name, scattered, world):
         assert np.allclose(predicted, (waits, peak), rtol=0.03, atol=100 * world), (dtype, predicted, waits, peak)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "threshold"])
+@pytest.mark.parametrize("name", ["int8", *ranks.soak(["bf16", "threshold"])])
 def test_the_peak_memory_of_a_compressed_run_is_predicted(name):
     model = {"hidden": 128, "layers": 2, "heads": 2, "ffn": 512, "vocab": 256}
     plan = {"param_dtype": "fp32", "master": False, "replicate": 2, "bucket": "100kB", "compression": name}

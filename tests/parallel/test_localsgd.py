@@ -97,7 +97,10 @@ def test_replicas_that_share_experts_or_states_are_refused(plan):
         Plan(replicate=2, average_every=2).check(MODEL.but(experts=4, top_k=2), SGD)
 
 
-@pytest.mark.parametrize("plan", [{"replicate": 2}, {"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}])
+SPLIT = [{"replicate": 2, "tp": 2, "sp": True}, {"replicate": 2, "pp": 2}]  # daily in the matrix, with other models
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, *ranks.soak(SPLIT)])
 def test_a_local_sgd_plan_is_proved_against_replicas_on_one_device(plan):
     """AdamW and clipping per replica; two separate steps, then the average."""
     workload, plan = {"batch": 8, "seq": 8, "precision": "fp32"}, {**plan, "average_every": 8, "param_dtype": "fp32"}
