@@ -161,7 +161,7 @@ def cluster_of(
         gpus=bench.world if len(bench.hosts) > 1 else 0,
         collectives=NO_LIBRARY_TERMS if levels and backend != "nccl" else expected.collectives,
         price=expected.price,
-        source=f"meshwright bench of {bench.made or 'unknown date'}, {bench.world} ranks on {len(bench.hosts)} hosts, {backend}",
+        source=f"meshwright bench of {bench.made or 'unknown date'}: {where(bench, backend)}",
         checked="measured",
     )
 
@@ -191,10 +191,17 @@ def measured_level(level: FoundLevel, size: int, expected: Cluster, bench: Bench
     return Level(name=level.name, size=size, link=link, ports=ports, shared=shared, reduces=reduces)
 
 
+def where(bench: Bench, backend: str) -> str:
+    """Ranks, hosts and library of a bench in words."""
+    ranks, hosts = bench.world, len(bench.hosts)
+    words = f"{ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    return f"{words}, {backend}" if bench.points else words
+
+
 def notes_of(bench: Bench, levels: list[FoundLevel], expected: Cluster, backend: str) -> list[str]:
     """What was measured, what was concluded, and what is assumed."""
     hosts = bench.hosts
-    notes = [f"measured by `meshwright bench` ({bench.made}): {bench.world} ranks on {len(hosts)} hosts, {backend}"]
+    notes = [f"measured by `meshwright bench` ({bench.made}): {where(bench, backend)}"]
     if bench.state == "interrupted":
         notes.append(f"the bench was interrupted ({bench.why}): fewer sizes were measured")
     for level in levels:

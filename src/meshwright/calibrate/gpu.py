@@ -1,11 +1,12 @@
 """The efficiencies of a GPU, from the device part of a bench: the constants of `cost.compute`, each from the operations that it governs.
 
-    copies      t = t₀ + bytes / (memory · bandwidth)                       → t₀ and the share of the memory bandwidth
-    products    t = t₀ + max(a, m) + c · min(a, m), a = flops / (gemm · peak)  → the share of the peak rate, c as in the catalog
-    attention   t = t₀ + flops / (flash · s/(s + 700) · peak)                → the share of the peak rate
+    copies      t = t₀ + bytes / (memory · bandwidth)                          → the share of the memory bandwidth
+    products    t = t₀ + max(a, m) + c · min(a, m), a = flops / (gemm · peak)  → the share of the peak rate
+    attention   t = t₀ + flops / (flash · s/(s + 700) · peak)                  → the share of the peak rate
 
-Each share is the median over the measured shapes, so one shape for which the library has no good kernel does not move it. The spread of the shapes
-around it is reported.
+t₀ and c are the catalog's: back to back, small kernels wait for the host to launch them, so their times do not show t₀. For the same reason only
+shapes with at least a tenth of the largest work count. Each share is the median over these shapes, so one shape for which the library has no
+good kernel does not move it. Their range is reported.
 """
 
 from __future__ import annotations
@@ -14,39 +15,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.calibrate.fit import fit_line
 from meshwright.calibrate.points import DevicePoint
 from meshwright.cost.compute import SEQUENCE_HALF
 from meshwright.describe.cluster import DTYPE_BYTES, Accelerator
 
+BIG = 0.1  # share of the largest work
 LEAST, MOST = 0.01, 1.0  # shares outside this range are errors of the measurement
 
 
 def gpu_accelerator(points: Sequence[DevicePoint], base: Accelerator, source: str) -> tuple[Accelerator, list[str]]:
     """The catalog's device with measured shares, and a note for each."""
-    idle = [point for point in points if not point.condition]
-    found: dict[str, float] = {}
-    notes = []
-    copies = [point for point in idle if point.kind == "copy"]
-    if len({point.work for point in copies}) >= 2:
-        line = fit_line([point.work for point in copies], [point.median_s for point in copies])
-        found["memory"] = share(line.bandwidth / base.memory_bandwidth)
-        found["floor"] = line.alpha
-        notes.append(
-            f"memory: {found['memory']:.0%} of {base.memory_bandwidth / 1e12:.2f} TB/s from {len(copies)} copies"
+    device, notes = base, []
+    for kind, name, shares_of in (
+        ("copy", "memory", copy_share),
+        ("gemm", "gemm", product_share),
+        ("attention", "flash", attention_share),
+    ):
+        shares = [shares_of(point, device) for point in largest(points, kind)]
+        if not shares:
+            notes.append(f"{kind}: not measured, {base.name} of the catalog")
+            continue
+        found = share(float(np.median(shares)))
+        device = device.but(efficiency=device.efficiency.but(**{name: found}, source=source))
+        spread = (
+            f", the median of {len(shares)} shapes from {min(shares):.0%} to {max(shares):.0%}"
+            if len(shares) > 1
+            else ""
         )
-    device = base.but(efficiency=base.efficiency.but(**found))
-    for kind, name, shares_of in (("gemm", "gemm", product_share), ("attention", "flash", attention_share)):
-        shares = [shares_of(point, device) for point in idle if point.kind == kind]
-        if shares:
-            found[name] = share(float(np.median(shares)))
-            low, high = min(shares), max(shares)
-            notes.append(
-                f"{kind}: {found[name]:.0%} of peak, the median of {len(shares)} shapes from {low:.0%} to {high:.0%}"
-            )
-    if not found:
-        return base, [f"the device was not measured: {base.name} of the catalog"]
-    return base.but(efficiency=base.efficiency.but(**found, source=source)), notes
+        notes.append(f"{kind}: {found:.0%} of the {'memory bandwidth' if kind == 'copy' else 'peak rate'}{spread}")
+    return device, notes
+
+
+def largest(points: Sequence[DevicePoint], kind: str) -> list[DevicePoint]:
+    """Points of a kind, measured while nothing else ran, whose work is at least a tenth of the largest."""
+    found = [point for point in points if point.kind == kind and not point.condition]
+    return [point for point in found if point.work >= BIG * max(p.work for p in found)]
+
+
+def copy_share(point: DevicePoint, device: Accelerator) -> float:
+    """The share of the memory bandwidth with which the cost model gives the measured time of a copy."""
+    return point.work / (max(point.median_s - device.efficiency.floor, 1e-9) * device.memory_bandwidth)
 
 
 def product_share(point: DevicePoint, device: Accelerator) -> float:

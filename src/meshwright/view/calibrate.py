@@ -14,7 +14,9 @@ BENT = 0.3  # a deviation from the line above this is coloured
 
 
 def page(result: Calibration) -> RenderableType:
-    parts: list[RenderableType] = [heading(result.cluster.name, result.cluster.source), levels(result), *causes(result)]
+    parts: list[RenderableType] = [heading(result.cluster.name, result.cluster.source)]
+    if result.levels:
+        parts += [levels(result), *causes(result)]
     if result.factors:
         parts.append(factors(result))
     if any(one.algorithm for one in result.series):

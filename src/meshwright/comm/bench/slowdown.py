@@ -26,7 +26,8 @@ def measure_slowdown(here: Session, budget_s: float) -> list[DevicePoint]:
     """A product alone, on all ranks at once, and during an all-reduce; every rank calls this, and rank 0's result is used."""
     cuda = here.device.type == "cuda"
     width, dtype, name = (GPU_WIDTH, torch.bfloat16, "bf16") if cuda else (CPU_WIDTH, torch.float32, "fp32")
-    a, b, out = (torch.zeros(width, width, dtype=dtype, device=here.device) for _ in range(3))
+    # random numbers: a GPU multiplies zeros at less power, and so at a higher clock
+    a, b, out = (torch.randn(width, width, dtype=dtype, device=here.device) for _ in range(3))
 
     def product() -> None:
         torch.mm(a, b, out=out)
