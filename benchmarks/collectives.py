@@ -1,4 +1,4 @@
-"""All-reduce of the backend meshwright beside gloo's, on this machine.
+"""All-reduce of the backend meshwright compared with gloo, on this machine.
 
     python benchmarks/collectives.py [--ranks 2 4] [--mib 0.001 1 16 64] [--repeats 15]
 
