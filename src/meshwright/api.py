@@ -145,15 +145,21 @@ def train(
     shrink: bool = False,
     set: Sequence[str] = (),
     listen: Callable[[StepRecord], None] | None = None,
+    calibrate: bool = True,
+    recalibrate: bool = False,
+    announce: Callable[[str], None] | None = None,
 ) -> Training:
     """Train a plan on local processes and compare the run with its prediction.
 
     `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `out` is the run folder (default:
     nothing is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the
-    record of every finished step.
+    record of every finished step. A run on CPU processes with gloo is predicted from a calibration of this machine, measured in
+    seconds and cached (`calibrate`); `recalibrate` measures anew; `announce` is called with what a calibration is doing.
     """
+    from meshwright.training import calibration
+    from meshwright.training.machine import resolve_device
     from meshwright.training.records import Settings
-    from meshwright.training.run import run_training
+    from meshwright.training.run import check, run_training
 
     config = load(source, set=set)
     if shrink:
@@ -162,8 +168,21 @@ def train(
         config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
     settings = Settings(learning_rate=learning_rate)
+    machine = None
+    on_cpu = resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
+    if calibrate and on_cpu and calibration.is_for_this_machine(config):
+        check(config, steps)
+        machine = calibration.machine_measurement(config.plan.world, recalibrate=recalibrate, listen=announce)
     return run_training(
-        config, steps, seed=seed, settings=settings, device=device, backend=backend, folder=folder, listen=listen
+        config,
+        steps,
+        seed=seed,
+        settings=settings,
+        device=device,
+        backend=backend,
+        folder=folder,
+        listen=listen,
+        machine=machine,
     )
 
 

@@ -31,6 +31,12 @@ def command(
         "--shrink",
         help="Train a small copy of the model and the plan, as `verify` does, on at most 8 processes.",
     ),
+    calibrate: bool = typer.Option(
+        True,
+        "--calibrate/--no-calibrate",
+        help="Predict from a calibration of this machine: measured once, in seconds, then cached.",
+    ),
+    recalibrate: bool = typer.Option(False, "--recalibrate", help="Measure this machine again."),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -67,6 +73,8 @@ def command(
         device=device,
         backend=backend,
         out=folder,
+        calibrate=calibrate or recalibrate,
+        recalibrate=recalibrate,
     )
     with kept_after_interruption(folder):
         if as_json:
@@ -75,7 +83,7 @@ def command(
             show_json(training.as_dict())
         else:
             with progress_display(steps) as listen:
-                training = run(listen=listen)
+                training = run(listen=listen, announce=listen.announce)
             show(page(training, str(folder)))
     if training.diverged_at is not None:
         raise typer.Exit(1)

@@ -11,6 +11,9 @@ hidden behind the larger, and t₀ the start-up time of a kernel. On 375 H100 sh
 
 Attention sustains a smaller share and needs long sequences: e · s / (s + 700). All other operations (norms, activations,
 residuals, the optimizer) are memory-bound: t = t₀ + bytes / (share · bandwidth).
+
+A CPU has no tiles and no ramp (`tile` = 1, `sequence_half` = 0), and its exponentials are not hidden: each element of a softmax or an
+activation takes `exponential` longer. `calibrate.machine` measures these for the machine at hand.
 """
 
 from __future__ import annotations
@@ -20,9 +23,6 @@ import numpy as np
 from meshwright.describe.cluster import Accelerator
 from meshwright.lower.op import Array, Op
 
-TILE = 128.0
-SEQUENCE_HALF = 700.0  # sequence length at which flash attention reaches half of its peak rate
-
 
 def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
     """Seconds of a matrix product (formula above)."""
@@ -31,7 +31,7 @@ def gemm_time(device: Accelerator, dtype: str, op: Op) -> Array:
     flops: Array = op.flops
     if op.shape:
         products, m, n, k = op.shape
-        flops = 2.0 * products * np.maximum(m, TILE) * np.maximum(n, TILE) * k
+        flops = 2.0 * products * np.maximum(m, eff.tile) * np.maximum(n, eff.tile) * k
     arithmetic = flops / (eff.gemm * peak)
     traffic = op.bytes / (eff.memory * device.memory_bandwidth)
     return eff.floor + np.maximum(arithmetic, traffic) + eff.gemm_traffic * np.minimum(arithmetic, traffic)
@@ -41,16 +41,18 @@ def attention_time(device: Accelerator, dtype: str, op: Op, kernel: str) -> Arra
     """Seconds of an attention kernel: e · s/(s + 700) of peak, less for head dimensions below 128."""
     eff = device.efficiency
     share = eff.fused if kernel == "fused" else eff.flash
-    _, s_q, s_kv, width = op.shape
+    rows, s_q, s_kv, width = op.shape
     length = np.minimum(s_q, s_kv)
-    reached = share * length / (length + SEQUENCE_HALF) * np.minimum(1.0, (width / 128.0) ** 0.25)
-    return eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
+    reached = share * length / (length + eff.sequence_half) * np.minimum(1.0, (width / eff.tile) ** 0.25)
+    seconds = eff.floor + op.flops / (reached * device.peak_for(dtype)) + op.bytes / device.memory_bandwidth
+    return seconds + rows * s_q * s_kv * eff.exponential if eff.exponential else seconds
 
 
 def memory_time(device: Accelerator, op: Op) -> Array:
     """Seconds of a memory-bound operation; the start-up time t₀ counts for at most four of its kernels."""
     eff = device.efficiency
-    return eff.floor * np.minimum(op.launches, 4.0) + op.bytes / (eff.memory * device.memory_bandwidth)
+    seconds = eff.floor * np.minimum(op.launches, 4.0) + op.bytes / (eff.memory * device.memory_bandwidth)
+    return seconds + op.exponentials * eff.exponential if eff.exponential else seconds
 
 
 def host_copy_time(device: Accelerator, op: Op) -> Array:

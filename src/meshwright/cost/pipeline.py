@@ -18,14 +18,17 @@ from meshwright.lower.stages import CLOSED_FORM_OF
 from meshwright.programs.pipelines import formulas
 
 
-def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array) -> Array:
-    """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks."""
+def ramp(batch: Batch, f: Array, i: Array, w: Array, p2p: Array, sharing: float = 1.0) -> Array:
+    """Idle time beyond M micro-batches of work; f, i, w are one rank's times per micro-batch, averaged over ranks, while all of them
+    compute. Where `sharing` ranks share a core, an idle rank gives it to the others: a schedule with cores of its own runs that many times
+    faster, and only what it takes beyond M micro-batches at the shared speed is idle."""
     out = np.zeros(batch.n)
     for schedule, at in batch.schedules:
         if len(at):
             p, m, v = batch.pp[at].astype(int), batch.rounds[at], batch.virtual[at].astype(int)
             f_, i_, w_ = (np.broadcast_to(x, batch.n)[at] / v for x in (f, i, w))
             name = CLOSED_FORM_OF.get(schedule, schedule)
-            span = formulas.makespan(name, p, m, v, f_, i_, w_, np.broadcast_to(p2p, batch.n)[at])
+            message = np.broadcast_to(p2p, batch.n)[at]
+            span = formulas.makespan(name, p, m, v, f_ / sharing, i_ / sharing, w_ / sharing, message)
             out[at] = np.maximum(span - m * v * (f_ + i_ + w_), 0.0)
     return out

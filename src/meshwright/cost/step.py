@@ -19,6 +19,7 @@ optimizer, overhead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,13 +30,14 @@ from meshwright.cost.collective import Network
 from meshwright.cost.memory import memory
 from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Accelerator, Cluster
+from meshwright.describe.stack import Stack
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks, rank_blocks
-from meshwright.lower.traffic import boundary_messages, boundary_ops
+from meshwright.lower.traffic import DATA_PARALLEL, boundary_messages, boundary_ops
 
 AXIS_OF = {  # group of an operation → axis under which its time is reported
     **dict.fromkeys(("tp", "expert_tp", "kv_copies"), "tp"),
@@ -100,6 +102,7 @@ class StepCost:
     unhidden: Array  # seconds of data-parallel communication that may overlap, but not enough compute hides it
     program: StepProgram
     syncs: list[Op]
+    sharing: float = 1.0  # processes per core (`Cluster.sharing`)
 
     @cached_property
     def memory(self) -> list[dict[str, Array]]:
@@ -141,10 +144,14 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     slowest = np.stack([np.broadcast_to(r.total, b.n) for r in ranks]).argmax(axis=0)
     flat_index = slowest * b.n + np.arange(b.n)  # of the slowest rank in the concatenated values of all ranks
 
-    def of_slowest(values: list[Array]) -> Array:
+    def at_slowest(values: list[Array]) -> Array:
         if len(values) == 1:
             return np.broadcast_to(values[0], b.n)
         return np.concatenate([np.broadcast_to(v, b.n) for v in values])[flat_index]
+
+    of_slowest: Callable[[list[Array]], Array] = at_slowest
+    if cluster.sharing > 1 and every_rank and len(ranks) > 1:
+        of_slowest = _shared_pace(b, cluster.sharing, held, ranks, at_slowest)
 
     counts = {block: m * of_slowest([h.counts[block] for h in held]) for block in program.kinds()}
     # phases that only some blocks of a rank run
@@ -171,7 +178,8 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
     if b.stack.blocking_p2p:
         exposed["pp"] = np.where(b.pp > 1, 2 * m * b.virtual * boundary, 0.0)
     f, i, w = _mean(program, times, held, ranks, boundary, every_rank)
-    exposed["bubble"] = ramp(b, f, i, w, np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0))
+    message = np.where((b.pp > 1) & (not b.stack.blocking_p2p), boundary, 0.0)
+    exposed["bubble"] = ramp(b, f, i, w, message, cluster.sharing)
 
     fullest = _fullest(program, held)
     syncs = sync.step_ops(program, fullest, sums=_largest_sums(program, held))
@@ -208,6 +216,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         closing["unhidden"] + gathers,
         program,
         syncs,
+        cluster.sharing,
     )
 
 
@@ -225,7 +234,7 @@ def phase_time(
         if op.axis:
             axis = AXIS_OF[op.axis]
             t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
-            t.host = t.host + op.count * stack.collective_launch
+            t.host = t.host + op.count * collective_launch(stack, op)
             continue
         if op.kind == "host":
             copied = op.count * compute.host_copy_time(device, op)
@@ -235,7 +244,7 @@ def phase_time(
             continue
         seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
         t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
-        t.host = t.host + op.count * op.launches * stack.launch
+        t.host = t.host + op.count * op.launches * launch_time(stack, op.kind)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
         if op.kind == "attention":
@@ -276,13 +285,52 @@ def rank_time(
         runs = held.times(block, phase)
         busy[TIMED_AS[phase]] = busy[TIMED_AS[phase]] + runs * t.busy
         host[TIMED_AS[phase]] = host[TIMED_AS[phase]] + runs * t.host
-    total = {
-        phase: np.cbrt(x * x * x + y * y * y) for phase, x, y in zip(busy, busy.values(), host.values(), strict=True)
-    }
+    total = {phase: together(b.stack, x, host[phase]) for phase, x in busy.items()}
+    if b.stack.action:
+        for phase in ("F", "I"):
+            total[phase] = total[phase] + np.where(b.pp > 1, b.virtual * b.stack.action, 0.0)
     waits = sum(total.values()) - sum(busy.values())
     # A blocking stack waits for a message before and after every stage, in forward and in backward.
     message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
     return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
+
+
+def _shared_pace(
+    b: Batch, sharing: float, held: list[StageBlocks], ranks: list[RankTime], at_slowest: Callable[[list[Array]], Array]
+) -> Callable[[list[Array]], Array]:
+    """The rank that sets the pace where ranks share cores. A rank that waits gives its core to the others, so the step takes what all
+    ranks need together (their mean), or what the slowest needs with a core to itself, whichever is longer.
+
+    Returned is a function of the values of all ranks, like `at_slowest`: λ · slowest + (1 − λ) · mean.
+    """
+    exists = [(h.rank < b.pp) * 1.0 for h in held]
+
+    def mean(values: list[Array]) -> Array:
+        return sum(w * np.broadcast_to(v, b.n) for w, v in zip(exists, values, strict=True)) / b.pp
+
+    totals = [r.total for r in ranks]
+    slowest, average = at_slowest(totals), mean(totals)
+    gap = np.maximum(slowest - average, 1e-30)
+    share = np.clip((slowest / sharing - average) / gap, 0.0, 1.0)
+    return lambda values: share * at_slowest(values) + (1 - share) * mean(values)
+
+
+def together(stack: Stack, device: Array, host: Array) -> Array:
+    """Seconds that device and host take: their sum where the host computes, else the longer of the two and a little more."""
+    if not stack.asynchronous:
+        return device + host
+    return np.cbrt(device * device * device + host * host * host)
+
+
+def launch_time(stack: Stack, kind: str) -> float:
+    """Host seconds of one launch of a kind of operation."""
+    of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch}.get(kind, 0.0)
+    return of_kind or stack.launch
+
+
+def collective_launch(stack: Stack, op: Op) -> float:
+    """Host seconds of issuing one collective; those of a ZeRO-3 unit run through hooks and views of its parameters."""
+    return (stack.unit_launch if op.part in DATA_PARALLEL else 0.0) or stack.collective_launch
 
 
 def _mean(
@@ -361,7 +409,10 @@ def _closing(
 
 def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
     """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
-    launched = seconds if op.axis else np.maximum(seconds, op.launches * b.stack.launch)
+    stack = b.stack
+    plain = stack.update_launch or stack.launch
+    host = op.launches * np.where(b.zero == 3, stack.sharded_launch or plain, plain)
+    launched = seconds if op.axis else np.maximum(seconds, host) if stack.asynchronous else seconds + host
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
 
 

@@ -70,10 +70,27 @@ def walk_step(
             plan.schedule if plan.pp > 1 else "1f1b", plan.pp, microbatches, virtual=plan.virtual if plan.pp > 1 else 1
         )
     walked = pipelines.walk(flow, durations, p2p=p2p, overlap=overlap)
+    if cost.sharing > 1 and plan.pp > 1:
+        speed = _mean_speed(walked, flow, durations, cost.sharing, p2p, overlap)
+        walked = pipelines.walk(flow, durations.scaled(1 / speed), p2p=p2p / speed, overlap=overlap)
     closing = {name: float(np.broadcast_to(cost.exposed.get(name, 0.0), b.n)[at]) for name in ONCE_PER_STEP}
     closing["dp"] -= _exposed_gathers(cost, b.n, at) * microbatches
     closing["sums"] = float(np.broadcast_to(cost.after, b.n)[at])
     return WalkedStep(walked, stages, closing)
+
+
+def _mean_speed(
+    walked: pipelines.Walked,
+    flow: pipelines.PipelineProgram,
+    durations: pipelines.Durations,
+    sharing: float,
+    p2p: float,
+    overlap: bool,
+) -> float:
+    """Mean speed of the actions, 1 while all ranks are at work. Idle ranks give their cores to the others, so the schedule takes what
+    all ranks need together, or what it takes with a core for each rank, whichever is longer."""
+    alone = pipelines.walk(flow, durations.scaled(1 / sharing), p2p=p2p, overlap=overlap).makespan
+    return walked.makespan / max(alone, float(walked.busy.mean()))
 
 
 def _exposed_gathers(cost: StepCost, n: int, at: int) -> float:

@@ -59,6 +59,14 @@ class Efficiency(Described):
     flash: float = Field(default=0.25, gt=0, le=1, description="flash attention, forward and backward, head dim 128")
     fused: float = Field(default=0.38, gt=0, le=1, description="the vendor's fused attention")
     memory: float = Field(default=0.80, gt=0, le=1, description="elementwise kernels, of memory bandwidth")
+    tile: float = Field(default=128.0, ge=1, description="a smaller dimension of a product costs as much; 1 on CPUs")
+    sequence_half: float = Field(
+        default=700.0, ge=0, description="sequence length at which flash attention reaches half of its peak rate"
+    )
+    exponential: Seconds = Field(
+        default=0.0,
+        description="time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)",
+    )
     source: str = PRIOR
 
     @property
@@ -193,6 +201,11 @@ class Cluster(Described):
     levels: tuple[Level, ...] = Field(min_length=1)
     gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
     collectives: Collectives = Collectives()
+    sharing: float = Field(
+        default=1.0,
+        ge=1,
+        description="processes per core, if they are more than the cores: a rank runs this many times faster while the others wait",
+    )
     price: float = Field(default=0.0, ge=0, description="US dollars per device-hour, for cost")
     source: str = ""
     checked: str = Field(default="unchecked", description="what the figures were compared with, and when")

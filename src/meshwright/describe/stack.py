@@ -19,9 +19,31 @@ Axis = Literal["dp", "tp", "cp", "pp", "ep"]
 class Stack(Described):
     name: str = "default"
     launch: Seconds = Field(default=5e-6, description="host time of one kernel launch")
+    product_launch: Seconds = Field(default=0.0, description="host time of one matrix product; 0: that of any launch")
+    attention_launch: Seconds = Field(
+        default=0.0,
+        description="host time of one launch of attention, with the reshapes around it; 0: that of any launch",
+    )
+    update_launch: Seconds = Field(
+        default=0.0, description="host time of one launch outside autograd: optimizer, norm; 0: that of any launch"
+    )
+    sharded_launch: Seconds = Field(
+        default=0.0, description="the same where ZeRO-3 shards the parameters (DTensor); 0: update_launch"
+    )
+    unit_launch: Seconds = Field(
+        default=0.0, description="host time of one gather or reduction of a ZeRO-3 unit; 0: collective_launch"
+    )
     collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
+    action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
     step_overhead: Seconds = Field(
         default=5e-3, description="host time of one step outside the model: data, logging, loop"
+    )
+    asynchronous: bool = Field(
+        default=True,
+        description="the host runs ahead of the device; false where the host computes (CPU): their times add up",
+    )
+    separate_projections: bool = Field(
+        default=False, description="q, k, v and gate, up are products of their own instead of one each"
     )
     graphs: bool = Field(default=False, description="launches are replayed from a graph, or compiled away")
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")

@@ -43,8 +43,10 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
-    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8)
-    low.memory("I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5)
+    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8, exponentials=logits)
+    low.memory(
+        "I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5, exponentials=logits
+    )
     wide = b.tokens * max(4.0, low.element)
     low.collective("F", "loss-maximum", "head", "all_reduce", "tp", wide, low.with_tp)
     low.collective(

@@ -57,10 +57,20 @@ class LayerLowering:
     # Small builders
 
     def memory(
-        self, phase: str, name: str, part: str, size: Array, passes: Array, launches: float, count: Array = 1.0
+        self,
+        phase: str,
+        name: str,
+        part: str,
+        size: Array,
+        passes: Array,
+        launches: float,
+        count: Array = 1.0,
+        exponentials: Array = 0.0,
     ) -> None:
         """Add a memory-bound operation: `passes` reads or writes of `size` bytes."""
-        self.phases[phase].append(Op(name, part, "memory", count, bytes=size * passes, launches=launches))
+        self.phases[phase].append(
+            Op(name, part, "memory", count, bytes=size * passes, launches=launches, exponentials=exponentials)
+        )
 
     def collective(self, phase: str, name: str, part: str, kind: str, axis: str, n: Array, count: Array) -> None:
         op = Op(
@@ -101,7 +111,7 @@ class LayerLowering:
             Op(f"{name}-wgrad", part, "gemm", 1.0, flops, grown, (products, k, n, m), dtype, launches=launches)
         )
         if not direct:
-            self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, 1)
+            self.memory("W", f"{name}-accumulate", part, weights, e + 2 * self.b.grad_bytes, launches)
 
     # Tensor and sequence parallel edges
 
@@ -193,26 +203,27 @@ class LayerLowering:
         else:
             self.enter_columns("attention", m.hidden)
             width = sum(self.columns(linears[name]) for name in ("q", "k", "v"))
-            self.gemm("qkv", "attention", t, width, m.hidden)
-        self._rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
+            self.gemm("qkv", "attention", t, width, m.hidden, launches=3 if b.stack.separate_projections else 1)
+        self.rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
-        self._core(heads)
+        self.core(heads)
         self.gemm("o", "attention", t, m.hidden, heads * core.v)
         self.leave_rows("attention", m.hidden, core.heads * core.v)
         if m.norms_per_layer == 4:
             self.norm("norm-3")
         self.residual("attention-residual")
 
-    def _rotate(self, size: Array) -> None:
+    def rotate(self, size: Array) -> None:
         if self.m.positions == "rope":
             fused = "rope" in self.fused
+            tensors = 2 if self.b.stack.separate_projections else 1
             for phase in ("F", "I"):
-                self.memory(phase, "rope", "attention", size, 2 if fused else 6, 1 if fused else 6)
+                self.memory(phase, "rope", "attention", size, 2 if fused else 6, tensors * (1 if fused else 6))
         if self.m.qk_norm:
             self.memory("F", "qk-norm", "norm", size, 2, 2)
             self.memory("I", "qk-norm-grad", "norm", size, 4, 4)
 
-    def _core(self, heads: Array) -> None:
+    def core(self, heads: Array) -> None:
         """softmax(QKᵀ)V. Flash attention runs five products backward for forward's two; stored softmax four."""
         b, m = self.b, self.m
         core = self.block.attention
@@ -239,7 +250,9 @@ class LayerLowering:
         passes = (2 if fused else 8) + (2.5 if drops else 0)
         wide = self.wide
         self.phases["F"].append(Op("scores", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product, wide))
-        self.memory("F", "softmax", "attention", scores, passes, (1 if fused else 4) + int(drops))
+        exponentials = scores / self.element
+        launches = (1 if fused else 4) + int(drops)
+        self.memory("F", "softmax", "attention", scores, passes, launches, exponentials=exponentials)
         self.phases["F"].append(Op("values", "attention", "gemm", 1.0, flops / 2, size / 2 + scores, product, wide))
         for name in ("scores", "values"):
             self.phases["I"].append(
@@ -283,7 +296,9 @@ class LayerLowering:
         local = width / b.tp
         if edges:
             self.enter_columns(part, m.hidden)
-        self.gemm(f"{part}-up", part, b.tokens, local * (2 if m.gated else 1), m.hidden)
+        columns = 2 if m.gated else 1
+        launches = columns if b.stack.separate_projections else 1
+        self.gemm(f"{part}-up", part, b.tokens, local * columns, m.hidden, launches=launches)
         self.activation(part, b.tokens * local * self.element)
         self.gemm(f"{part}-down", part, b.tokens, m.hidden, local)
         if edges:
@@ -293,8 +308,15 @@ class LayerLowering:
         """GELU reads and writes one tensor; a gated one reads two."""
         inputs = 2 if self.m.gated else 1
         fused = "activation" in self.fused
+        exponentials = 0.0 if self.m.activation == "relu" else size / self.element
         self.memory(
-            "F", f"{part}-activation", part, size, inputs + 1 if fused else 2 * inputs + 2, 1 if fused else inputs + 1
+            "F",
+            f"{part}-activation",
+            part,
+            size,
+            inputs + 1 if fused else 2 * inputs + 2,
+            1 if fused else inputs + 1,
+            exponentials=exponentials,
         )
         self.memory(
             "I",
@@ -303,6 +325,7 @@ class LayerLowering:
             size,
             2 * inputs + 1 if fused else 4 * inputs + 2,
             1 if fused else 2 * inputs + 1,
+            exponentials=exponentials,
         )
 
     def shared_scales(self) -> None:
@@ -353,8 +376,9 @@ class LayerLowering:
         tokens = b.tokens
         n = tokens * h * self.element
         self.gemm("linear", "ffn", tokens, h / b.tp, h)
-        self.memory("F", "gelu", "ffn", tokens * h / b.tp * self.element, 2, 1)
-        self.memory("I", "gelu-grad", "ffn", tokens * h / b.tp * self.element, 3, 1)
+        local = tokens * h / b.tp
+        self.memory("F", "gelu", "ffn", local * self.element, 2, 1, exponentials=local)
+        self.memory("I", "gelu-grad", "ffn", local * self.element, 3, 1, exponentials=local)
         self.collective("F", "gather", "ffn", "all_gather", "tp", n, self.with_tp)
         self.collective("I", "reduce", "ffn", "reduce_scatter", "tp", n, self.with_tp)
         self.shared_scales()

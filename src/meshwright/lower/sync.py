@@ -24,6 +24,7 @@ from meshwright.lower.stages import StageBlocks
 
 ROUTER_LOADS = 2.0  # numbers per expert that a layer sums: copies sent to it, copies kept
 UPDATE_LAUNCHES = 12.0  # kernels that an unfused optimizer launches for each parameter
+NORM_LAUNCHES = 4.0  # the same of the norm of the gradients and of clipping
 
 
 def step_ops(
@@ -130,7 +131,8 @@ def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:
     ops = [Op("update", "optimizer", "memory", 1.0, bytes=update_bytes(b, elements), launches=launches)]
     if b.workload.clip:
         read = elements * b.grad_bytes * 2
-        ops.append(Op("norm", "optimizer", "memory", 1.0, bytes=read, launches=np.ceil(tensors / 50) + 4))
+        launches = np.ceil(tensors / 50) + 4 if "optimizer" in b.stack.fused else NORM_LAUNCHES * tensors
+        ops.append(Op("norm", "optimizer", "memory", 1.0, bytes=read, launches=launches))
     return [*ops, *state_copies(b, elements)]
 
 

@@ -59,6 +59,7 @@ class ProgressDisplay:
         self.started = self.printed = time.monotonic()
         self.task: Any = progress.add_task("", total=steps, words="starting processes") if progress else None
         self.lock = threading.Lock()
+        self.doing = "starting processes"
 
     def __call__(self, record: StepRecord) -> None:
         self.losses.append(record.loss)
@@ -73,6 +74,12 @@ class ProgressDisplay:
             self.progress.update(self.task, advance=1, words=words)
         elif self.is_due(STEP_S) or record.step in (0, self.steps - 1):
             self.print(f"step {record.step:>5}  {words}")
+
+    def announce(self, text: str) -> None:
+        """Show what happens before the first step."""
+        self.doing = text
+        if self.progress is not None:
+            self.progress.update(self.task, words=text)
 
     def is_due(self, interval: float) -> bool:
         """Whether the last line is `interval` seconds old, or more after the first minute."""
@@ -92,7 +99,7 @@ class ProgressDisplay:
 
     def activity(self) -> str:
         if not self.losses:
-            return "starting processes"
+            return self.doing
         done = len(self.losses)
         return f"step {done} of {self.steps} is running" if done < self.steps else "observing one more step"
 
@@ -134,6 +141,8 @@ def page(training: Training, folder: str) -> RenderableType:
     lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
     if training.diverged_at is not None:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
+    if training.interference is not None:
+        lines += [Text(sentence, "yellow") for sentence in training.interference.sentences()]
     if not training.comparable:
         name = training.config.cluster.accelerator.name
         lines.append(Text(f"The prediction is for {name}, the run used CPU processes: times do not compare", "yellow"))

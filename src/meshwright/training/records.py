@@ -38,8 +38,8 @@ class Observed:
 @dataclass(frozen=True)
 class RankReport:
     """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
-    bytes it sends per step by axis, and the share of its token copies that a router's capacity kept (None if none can
-    be dropped)."""
+    bytes it sends per step by axis, the share of its token copies that a router's capacity kept (None if none can
+    be dropped), and the seconds that its threads computed during the steps after the first."""
 
     rank: int
     stage: int
@@ -47,6 +47,7 @@ class RankReport:
     process_bytes: int
     sent_bytes: dict[str, float]
     kept_copies: float | None = None
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True)

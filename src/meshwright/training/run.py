@@ -21,6 +21,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from meshwright.calibrate.machine import IDLE_SHARE, MachineMeasurement
+from meshwright.comm.bench.interference import Moment, busy_cores
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
@@ -28,9 +30,10 @@ from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training import launch
+from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
-from meshwright.units import format_flops
+from meshwright.units import format_flops, format_seconds
 
 TARGET = "meshwright.training.work:work"
 SILENCE_S = 600.0
@@ -45,6 +48,7 @@ class Training:
     measurement: Measurement
     prediction: Prediction
     device: str = "cpu"
+    interference: Interference | None = None  # unknown without a calibration of this machine
 
     @property
     def differences(self) -> list[Difference]:
@@ -69,6 +73,9 @@ class Training:
             "not_run": list(self.config.model.not_run),
             "device": self.device,
             "diverged_at_step": self.diverged_at,
+            "interference": {**asdict(self.interference), "busy": self.interference.busy}
+            if self.interference
+            else None,
             "router": self.steps[-1].router if self.steps else {},  # of the last step, for models with experts
             "measurement": self.measurement.as_dict(),
             "prediction": self.prediction.as_dict(),
@@ -86,17 +93,21 @@ def run_training(
     backend: str = "auto",
     folder: Path | None = None,
     listen: Callable[[StepRecord], None] | None = None,
+    machine: MachineMeasurement | None = None,
 ) -> Training:
-    """Train a plan for some steps on local processes. `listen` is called with the record of every finished step."""
+    """Train a plan for some steps on local processes. `listen` is called with the record of every finished step. With a
+    calibration of this `machine` its constants replace those of the plan's cluster and stack."""
     check(config, steps)
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
-    prediction, device = predicted(config), resolve_device(device, config.plan.world)
+    device, watch = resolve_device(device, config.plan.world), LoadWatch(config, machine)
+    config, prediction = watch.config, watch.prediction
     backend = resolve_backend(backend, device)
     check_machine(config.plan, prediction, device, folder, steps)
     log = RunLog(config, prediction, folder)
 
     def receive(rank: int, message: dict[str, Any]) -> None:
+        watch.step_finished()
         log.add(StepRecord(**message))
         if listen is not None:
             listen(log.records[-1])
@@ -118,9 +129,11 @@ def run_training(
         )
     except BaseException:  # also Ctrl-C and SIGTERM: the steps until now are measured
         if log.records:
-            log.save(Training(config, log.records, measure(config, log.records, [], steps), prediction, device))
+            measurement = measure(config, log.records, [], steps)
+            log.save(Training(config, log.records, measurement, prediction, device, watch.interference([])))
         raise
-    training = Training(config, log.records, measure(config, log.records, reports, steps), prediction, device)
+    measurement = measure(config, log.records, reports, steps)
+    training = Training(config, log.records, measurement, prediction, device, watch.interference(reports))
     log.save(training)
     return training
 
@@ -149,6 +162,43 @@ def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
         return None
     busiest = max(routing, key=lambda r: r.sent_bytes.get("ep", 0.0)).stage
     return float(np.mean([r.kept_copies for r in routing if r.stage == busiest]))
+
+
+class LoadWatch:
+    """The prediction of a run for the load on this machine before it, and the load during its steps."""
+
+    def __init__(self, config: Config, machine: MachineMeasurement | None) -> None:
+        self.uncalibrated, self.machine, self.before = config, machine, 0.0
+        self.first: Moment | None = None
+        self.last: Moment | None = None
+        if machine is None:
+            self.config, self.prediction = config, predicted(config)
+            return
+        idle, self.before = with_this_machine(config, machine), busy_cores()
+        self.idle_s = predicted(idle).step_time_s
+        busy = self.before if self.before > IDLE_SHARE * machine.cores else 0.0
+        self.config = with_this_machine(config, machine, busy) if busy else idle
+        assumed = [f"device, links and host times: {self.config.cluster.source}"]
+        if busy:
+            assumed.append(
+                f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
+            )
+        c = self.config
+        self.prediction = predict(c.model, c.cluster, c.plan, c.workload, c.stack, assumed)
+
+    def step_finished(self) -> None:
+        self.last = Moment.now()
+        self.first = self.first or self.last
+
+    def interference(self, reports: list[RankReport]) -> Interference | None:
+        """What other processes did; their load during the run is known only once all ranks have reported."""
+        if self.machine is None:
+            return None
+        during = loaded = None
+        if reports and self.first is not None and self.last is not None and self.last.wall > self.first.wall:
+            during = self.last.busy_cores_since(self.first, sum(r.cpu_s for r in reports))
+            loaded = predicted(with_this_machine(self.uncalibrated, self.machine, during)).step_time_s
+        return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
 
 
 def measure(config: Config, records: list[StepRecord], reports: list[RankReport], steps: int) -> Measurement:
@@ -201,7 +251,11 @@ class RunLog:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                for name in ("measurement.json", "difference.json"):  # of an earlier run in the same folder
+                for name in (
+                    "measurement.json",
+                    "difference.json",
+                    "interference.json",
+                ):  # of an earlier run in the same folder
                     (folder / name).unlink(missing_ok=True)
                 self.file = (folder / "steps.csv").open("w", newline="", encoding="utf-8", buffering=1)
             except OSError as error:
@@ -229,3 +283,5 @@ class RunLog:
         result = training.as_dict()
         for name in ("measurement", "difference"):
             write_text(self.folder / f"{name}.json", json.dumps(result[name], indent=2))
+        if training.interference is not None:
+            write_text(self.folder / "interference.json", json.dumps(result["interference"], indent=2))

@@ -7,6 +7,7 @@ timed.
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import asdict
 
 import torch
@@ -50,7 +51,10 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
             context.send(asdict(record))
 
     trainer.after_step.append(report_step)
-    trainer.train(steps)
+    trainer.train(1)
+    cpu = time.process_time()
+    trainer.train(steps - 1)
+    cpu = time.process_time() - cpu
     trainer.after_step.clear()
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
@@ -59,7 +63,7 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     seen = observer.observed()
     tensors, process = peak_memory(context.device, seen.peak_bytes)
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
-    return RankReport(context.rank, stage, tensors, process, traffic, kept_share(trainer))
+    return RankReport(context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu)
 
 
 def kept_share(trainer: Trainer) -> float | None:

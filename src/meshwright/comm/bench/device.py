@@ -157,7 +157,7 @@ def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int
 
 
 def _rotation(tokens: int, width: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width are adjacent again afterwards."""
+    """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width stand beside each other again afterwards."""
     cosine, sine = torch.randn(2, tokens, 16, dtype=dtype)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,9 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
     return run
 
 
-def attention_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu") -> Call:
+def attention_call(
+    dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu", chain: int = 2
+) -> Call:
     """Forward and backward of causal attention, twice, with the reshapes into heads and back."""
     shape = (batch, seq, heads * width)
     q, k, v = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
@@ -200,7 +202,13 @@ def attention_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: 
         mixed = F.scaled_dot_product_attention(in_heads[0], in_heads[1], in_heads[2], is_causal=True)
         return mixed.transpose(1, 2).flatten(2)
 
-    return lambda: attend(attend(q)).backward(start)
+    def run() -> None:
+        y = q
+        for _ in range(chain):
+            y = attend(y)
+        y.backward(start)
+
+    return run
 
 
 def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:

@@ -55,6 +55,10 @@ class Durations:
         named = {"forward": forward, "input": input, "weight": weight, "backward": full}
         return cls(**{name: by_stage(value, stages, f"duration '{name}'") for name, value in named.items()})
 
+    def scaled(self, factor: float) -> Durations:
+        """All durations multiplied by a factor."""
+        return Durations(*(factor * x for x in (self.forward, self.input, self.weight, self.backward)))
+
     @property
     def table(self) -> np.ndarray:
         """(kinds, stages) in the order F, B, I, W."""

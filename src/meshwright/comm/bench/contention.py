@@ -1,0 +1,125 @@
+"""What a collective costs between computations, where ranks share cores and caches: seconds added to a loop of fixed operations.
+
+A collective timed by itself is too fast to predict a training step. In a step every rank computes between two collectives: its partner
+arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's data. So each rank runs
+
+    compute, collective, compute, collective, …        against        compute, compute, …
+
+with the same fixed operations (small linear layers, norms, attention, …, forward and backward, one after the other so that each finds the
+caches filled by the others). The difference is the cost of a collective. All ranks take part: in groups of two at the same time, then in
+one group of all.
+
+`measure_overlap` runs computation beside a long all-reduce: how much longer the two take together than the computation by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import distributed
+
+from meshwright.calibrate.machine import AddedTime
+from meshwright.comm.bench.backends import BACKENDS, Adapter, do_nothing, rounded
+from meshwright.comm.bench.device import attention_call, linear_call, part_call
+
+SIZES = (1024, 2**20)  # bytes
+LOOPS = 5  # their median counts
+OVERLAP_BYTES = 4 * 2**20
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
+
+Call = Callable[[], object]
+
+
+def fixed_computations() -> list[Call]:
+    """Two computations of some milliseconds, of small operations through autograd. No operation follows itself: after a switch to another
+    process each of them finds cold caches, as in a step."""
+    f32 = torch.float32
+    parts = {name: part_call(name, f32, 128, 64, chain=1) for name in ("norm", "rotation", "residual", "activation")}
+    small, wide, narrow = (linear_call(f32, 256, n, k, chain=1) for n, k in ((64, 64), (192, 64), (64, 192)))
+    first = [parts["norm"], small, parts["rotation"], wide, parts["residual"]]
+    second = [narrow, parts["activation"], attention_call(f32, 2, 4, 64, 16, chain=1)]
+    return [partial(run_all, first), partial(run_all, second)]
+
+
+def run_all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def seconds(computations: list[Call], after_each: Call = do_nothing) -> tuple[float, float]:
+    """Seconds of one computation and what follows it, mean over the ranks: on the clock, and of this process's cores (all threads)."""
+    calls = len(computations)
+    distributed.barrier()
+    cpu, start = time.process_time(), time.perf_counter()
+    for compute in computations:
+        compute()
+        after_each()
+    both = torch.tensor([time.perf_counter() - start, time.process_time() - cpu], dtype=torch.float64)
+    distributed.all_reduce(both)
+    wall, used = (both / distributed.get_world_size() / calls).tolist()
+    return wall, used
+
+
+def measure_collectives(rank: int, world: int, backend: str = "gloo") -> list[AddedTime]:
+    """Seconds that each collective adds between computations, on groups of two ranks and on all of them."""
+    computations = fixed_computations()
+    seconds(computations)  # warm-up
+    groups = {tuple(range(i, i + 2)) for i in range(0, world - 1, 2)}
+    pairs = [BACKENDS[backend](ranks, torch.device("cpu")) for ranks in sorted(groups)]
+    adapters = [next((pair for pair in pairs if rank in pair.ranks), pairs[0])]
+    if world > 2:
+        adapters.append(BACKENDS[backend](tuple(range(world)), torch.device("cpu")))
+    found = []
+    for adapter in adapters:
+        for operation in OPERATIONS:
+            if operation == "point-to-point" and len(adapter.ranks) > 2:
+                continue
+            for size in SIZES:
+                found.append(added_time(computations, adapter, operation, size, rank))
+    return found
+
+
+def added_time(computations: list[Call], adapter: Adapter, operation: str, size: int, rank: int) -> AddedTime:
+    """What one collective adds to a loop of computations; a transfer between two ranks counts one way."""
+    size = rounded(size, len(adapter.ranks))
+    if operation != "point-to-point":
+        call = adapter.collective(operation, "", size)
+    elif rank in adapter.ranks:
+        peer = next(r for r in adapter.ranks if r != rank)
+        call = adapter.round_trip(peer, size, first=rank < peer)
+    else:
+        call = do_nothing  # an odd rank computes without exchanging
+    call()
+    loops = [(seconds(computations), seconds(computations, call)) for _ in range(LOOPS)]
+    ways = 2 if operation == "point-to-point" else 1
+    wall, cpu = (max(median(with_[k] - alone[k] for alone, with_ in loops), 1e-6) / ways for k in (0, 1))
+    return AddedTime(operation=operation, ranks=len(adapter.ranks), bytes=size, wall_s=wall, cpu_s=cpu)
+
+
+def measure_overlap() -> float:
+    """Seconds that a hidden second of communication costs: 0 if it runs entirely beside computation, 1 if nothing is gained."""
+    computations = fixed_computations()
+    buffer = torch.zeros(OVERLAP_BYTES // 4)
+    running: list[Any] = []
+
+    def begin() -> None:
+        running.append(distributed.all_reduce(buffer, async_op=True))
+
+    def finish() -> None:
+        running.pop().wait()
+
+    def exchange() -> None:
+        distributed.all_reduce(buffer)
+
+    loops = [
+        (seconds([begin, *computations, finish])[0], seconds([exchange, *computations])[0], seconds(computations)[0])
+        for _ in range(LOOPS)
+    ]
+    n = len(computations)
+    beside, apart, alone = (median(loop[k] for loop in loops) * (n + extra) for k, extra in ((0, 2), (1, 1), (2, 0)))
+    return min(max((beside - alone) / max(apart - alone, 1e-9), 0.0), 1.0)

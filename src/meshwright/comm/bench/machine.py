@@ -1,0 +1,63 @@
+"""One rank of the calibration of this machine: `training.calibration` starts as many as the training will have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from meshwright.comm.bench.contention import measure_collectives, measure_overlap
+from meshwright.comm.bench.device import measure_device
+from meshwright.comm.bench.interference import Moment
+from meshwright.comm.bench.timing import Synchronization
+
+BUDGET_S = 2.0  # seconds that a rank computes for the device part
+
+
+class Context(Protocol):
+    """What the local launcher gives a rank (`training.rank.RankContext`)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def send(self) -> Callable[[Any], None]: ...
+
+
+def calibrate_rank(context: Context) -> dict[str, Any]:
+    """What this rank measured, as plain data; the parent reads rank 0's."""
+
+    def mean(values: Sequence[float]) -> list[float]:
+        total = torch.tensor(list(values), dtype=torch.float64)
+        distributed.all_reduce(total)
+        return [float(x) for x in total / context.world]
+
+    def tell(text: str) -> None:
+        if context.rank == 0:
+            context.send(text)
+
+    start, own = Moment.now(), time.process_time()
+    tell("timing operations")
+    ranks = Synchronization(barrier=distributed.barrier, agree=mean)
+    points = measure_device(context.device, ranks, budget_s=BUDGET_S, rank=context.rank)
+    collectives, overlap = [], 0.0
+    if context.world > 1:
+        tell("timing collectives")
+        collectives = [x.as_dict() for x in measure_collectives(context.rank, context.world)]
+        overlap = measure_overlap()  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
+    return {
+        "operations": [p.as_dict() for p in points],
+        "collectives": collectives,
+        "overlap_cost": mean([overlap])[0],
+        "busy_cores": Moment.now().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
+        "seconds": time.monotonic() - start.wall,
+    }

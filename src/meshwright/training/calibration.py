@@ -1,0 +1,166 @@
+"""The calibration of this machine: measured in seconds, kept in the user's cache folder, used by every prediction of `train`.
+
+A calibration holds for a processor, a number of usable cores, the versions of Python and torch, and a number of ranks at once: they are its
+key. A change of any of them measures anew, and so does `--recalibrate`. One that was measured on a busy machine is used once and measured
+again by the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from meshwright.calibrate.machine import IDLE_SHARE, MEASURED, VERSION, MachineMeasurement, calibrated
+from meshwright.comm.bench.interference import usable_cores
+from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
+from meshwright.training import launch
+from meshwright.units import format_seconds
+
+TARGET = "meshwright.comm.bench.machine:calibrate_rank"
+LARGEST_FILE = 2**20
+SILENCE_S = 60.0
+
+
+def cache_folder() -> Path:
+    """The user's cache folder: $XDG_CACHE_HOME/meshwright, or ~/.cache/meshwright."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "meshwright"
+
+
+def machine_key(ranks: int, device: str = "cpu") -> dict[str, str]:
+    """What a calibration holds for."""
+    return {
+        "version": str(VERSION),
+        "processor": processor(),
+        "machine": platform.machine(),
+        "cores": f"{usable_cores():g}",
+        "device": device,
+        "ranks": str(ranks),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "threads": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+
+
+def processor() -> str:
+    """The processor's model as the kernel names it."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+        names = ("model name", "CPU part", "CPU implementer", "cpu model")
+        found = dict.fromkeys(line.strip() for line in lines if line.split(":")[0].strip() in names)
+        if found:
+            return "; ".join(found)
+    return platform.processor() or platform.machine()
+
+
+def cache_file(key: dict[str, str]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"machine-{digest[:16]}.json"
+
+
+def read_cached(key: dict[str, str]) -> MachineMeasurement | None:
+    """The cached calibration with this key; None if there is none, or it is damaged, or the machine was busy."""
+    path = cache_file(key)
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            return None
+        found = MachineMeasurement(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError, MeshwrightError):
+        return None
+    return found if found.key == key and found.is_idle else None
+
+
+def write_cached(measured: MachineMeasurement) -> None:
+    """Keep a calibration, readable by the user only. A file appears whole or not at all; a full disk or a folder without write access
+    loses the cache, not the run."""
+    path = cache_file(measured.key)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)  # mode 0600
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(measured.model_dump_json(exclude_defaults=True))
+            os.replace(name, path)
+        except OSError:
+            os.unlink(name)
+            raise
+
+
+def machine_measurement(
+    ranks: int, device: str = "cpu", recalibrate: bool = False, listen: Callable[[str], None] | None = None
+) -> MachineMeasurement:
+    """The calibration of this machine for `ranks` processes at once: cached, or measured now."""
+    key = machine_key(ranks, device)
+    if not recalibrate and (found := read_cached(key)) is not None:
+        return found
+    if listen is not None:
+        listen("calibrating this machine")
+    results = launch.run(
+        TARGET,
+        ranks,
+        silence=SILENCE_S,
+        listen=lambda rank, text: listen(f"calibrating this machine: {text}") if listen is not None else None,
+    )
+    measured = MachineMeasurement(
+        made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        key=key,
+        ranks=ranks,
+        cores=usable_cores(),
+        **results[0],
+    )
+    write_cached(measured)
+    return measured
+
+
+def is_for_this_machine(config: Config) -> bool:
+    """Whether a configuration is for CPU processes whose constants nobody has measured."""
+    return config.cluster.accelerator.name == "cpu" and not config.cluster.accelerator.efficiency.source.startswith(
+        MEASURED
+    )
+
+
+def with_this_machine(config: Config, measured: MachineMeasurement, busy: float = 0.0) -> Config:
+    """The configuration with the constants of this machine, while other processes keep `busy` cores busy."""
+    cluster, stack = calibrated(config.cluster, config.stack, measured, busy)
+    return replace(config, cluster=cluster, stack=stack)
+
+
+@dataclass(frozen=True)
+class Interference:
+    """How busy other processes kept the machine, and what the cost model predicts without them and with them.
+
+    `before`: in the half second before the run, `during`: while its steps ran, in cores. Predicted step times in seconds:
+    `idle_s` on an idle machine, `loaded_s` with the load during the run.
+    """
+
+    cores: float
+    before: float
+    during: float | None
+    idle_s: float
+    loaded_s: float | None
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes disturbed the prediction or the run."""
+        return max(self.before, self.during or 0.0) > IDLE_SHARE * self.cores
+
+    def sentences(self) -> list[str]:
+        """How busy the machine was, and what was predicted for which load."""
+        if not self.busy:
+            return []
+        text = f"The machine was busy: other processes used {self.before:.1f} of {self.cores:g} cores before the run"
+        text += f" and {self.during:.1f} during it." if self.during is not None else "."
+        text += f" Predicted for an idle machine: {format_seconds(self.idle_s)}"
+        if self.loaded_s is not None:
+            text += f"; with the load during the run: {format_seconds(self.loaded_s)}"
+        return [text + "."]

@@ -1,0 +1,109 @@
+"""The cached calibration of this machine, and the load of other processes."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from tests.calibrate.test_machine import measurement
+
+from meshwright import api
+from meshwright.calibrate.machine import MachineMeasurement
+from meshwright.comm.bench import interference
+from meshwright.comm.bench.interference import Moment, busy_seconds
+from meshwright.training import calibration
+from meshwright.training.calibration import Interference
+from meshwright.training.run import LoadWatch, run_training
+
+DEMO = "examples/demo-dp2-tp2.toml"
+STAT = "cpu  1000 0 500 9000 100 0 0 0 0 0\ncpu0 500 0 250 4500 50 0 0 0 0 0\n"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "meshwright"
+
+
+def kept(busy: float = 0.0, ranks: int = 4) -> MachineMeasurement:
+    made = measurement(ranks=ranks, busy=busy).but(key=calibration.machine_key(ranks))
+    calibration.write_cached(made)
+    return made
+
+
+def test_a_calibration_is_kept_for_its_user_only_and_found_again(cache: Path) -> None:
+    made = kept()
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert calibration.read_cached(made.key) == made
+    assert calibration.machine_measurement(4) == made  # nothing is measured
+
+
+@pytest.mark.parametrize("changed", ["processor", "cores", "ranks", "torch", "python", "version", "threads", "device"])
+def test_another_machine_or_library_measures_anew(changed: str) -> None:
+    made = kept()
+    assert calibration.read_cached({**made.key, changed: "another"}) is None
+
+
+def test_a_busy_or_damaged_calibration_is_not_used(cache: Path) -> None:
+    made = kept(busy=1.0)
+    assert calibration.read_cached(made.key) is None
+    (file,) = cache.iterdir()
+    for text in ("{", "[]", '{"ranks": 0}', ""):
+        file.write_text(text)
+        assert calibration.read_cached(made.key) is None
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    made = kept()
+    assert calibration.read_cached(made.key) is None
+
+
+def test_only_cpu_processes_without_measured_constants_are_calibrated() -> None:
+    config = api.load(DEMO)
+    assert calibration.is_for_this_machine(config)
+    assert not calibration.is_for_this_machine(calibration.with_this_machine(config, kept()))
+    assert not calibration.is_for_this_machine(api.load("examples/llama3-70b-64xh100.toml"))
+
+
+def test_load_of_other_processes_is_what_the_cores_ran_without_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interference.os, "sysconf", lambda name: 100)
+    assert busy_seconds(STAT) == 15.0
+    start, end = Moment(0.0, 100.0), Moment(10.0, 118.0)
+    assert end.busy_cores_since(start, 5.0) == pytest.approx(1.3)
+    assert end.busy_cores_since(start, 30.0) == 0.0
+
+
+def test_a_prediction_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, made = api.load(DEMO), kept()
+    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda: 0.0)
+    quiet = LoadWatch(config, made)
+    assert quiet.prediction.step_time_s == pytest.approx(quiet.idle_s)
+    assert any("measured on this machine" in line for line in quiet.prediction.assumed)
+    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda: 1.0)
+    loaded = LoadWatch(config, made)
+    assert loaded.idle_s == pytest.approx(quiet.idle_s)
+    assert loaded.prediction.step_time_s == pytest.approx(1.25 * quiet.idle_s, rel=0.02)  # 4 of 5 processes on 2 cores
+    assert any("1.0 of 2 cores" in line for line in loaded.prediction.assumed)
+
+
+def test_the_report_says_how_busy_the_machine_was() -> None:
+    assert Interference(2, 0.05, 0.1, 0.1, 0.1).sentences() == []
+    (text,) = Interference(2, 0.0, 1.3, 0.100, 0.125).sentences()
+    for words in ("1.3 during it", "idle machine: 100 ms", "125 ms"):
+        assert words in text
+
+
+def test_a_run_records_the_load_during_its_steps(tmp_path: Path) -> None:
+    config = api.load(DEMO, set=["plan.replicate=2", "plan.tp=1", "workload.batch=8", "workload.seq=16"])
+    training = run_training(config, 4, folder=tmp_path, machine=kept(ranks=2))
+    seen = training.interference
+    assert seen is not None
+    assert seen.during is not None
+    assert seen.loaded_s is not None
+    assert (tmp_path / "interference.json").exists()
+    assert training.as_dict()["interference"]["idle_s"] == seen.idle_s
+    assert "measured on this machine" in (tmp_path / "plan.toml").read_text()
