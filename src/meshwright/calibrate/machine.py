@@ -5,7 +5,7 @@ prediction what it meant in the fit. On a CPU, where the host computes, one oper
 
     t = launches · launch + flops / rate + bytes / bandwidth + exponentials · exponential
 
-The fits go part by part, each with the constants of the part before, weighted by 1/t so that small and large operations count alike:
+The fits go part by part, each with the constants of the part before, weighted by 1/t so that small and large operations have equal weight:
 
     norms, activations, residuals, RoPE, loss   → launch, bandwidth, exponential
     linear layers                               → product_launch, rate of products
@@ -111,7 +111,7 @@ class Features(NamedTuple):
     flops: float
     bytes: float
     exponentials: float
-    other_launches: float = 0.0  # launches beside those of products or attention
+    other_launches: float = 0.0  # launches of other operations in the same point
 
 
 def lowered(point: DevicePoint) -> list[Op]:
@@ -283,7 +283,7 @@ def collectives(measured: MachineMeasurement, slower: float) -> tuple[Link, Coll
 
 
 def source_of(measured: MachineMeasurement) -> str:
-    """Where the constants came from, in words."""
+    """A sentence about the origin of the constants."""
     busy = "" if measured.is_idle else f", while other processes used {measured.busy_cores:.1f} cores"
     ranks = f"{measured.ranks} process{'es' * (measured.ranks > 1)} at once on {measured.cores:g} cores"
     return f"{MEASURED} at {measured.made}: operations and collectives of fixed sizes, {ranks}{busy}"
@@ -292,7 +292,7 @@ def source_of(measured: MachineMeasurement) -> str:
 def slowdown(ranks: int, cores: float, busy_cores: float) -> float:
     """How many times longer the ranks take while other processes keep `busy_cores` busy.
 
-    The scheduler gives each running process an equal share: R ranks beside b busy processes get C·R/(R + b) of C cores, and at least
+    The scheduler gives each running process an equal share: R ranks and b other busy processes get C·R/(R + b) of C cores, and at least
     those that the others leave.
     """
     alone = min(cores, float(ranks))

@@ -299,7 +299,7 @@ def _shared_pace(
     b: Batch, sharing: float, held: list[StageBlocks], ranks: list[RankTime], at_slowest: Callable[[list[Array]], Array]
 ) -> Callable[[list[Array]], Array]:
     """The rank that sets the pace where ranks share cores. A rank that waits gives its core to the others, so the step takes what all
-    ranks need together (their mean), or what the slowest needs with a core to itself, whichever is longer.
+    ranks need together (their mean), or what the slowest needs with a core to itself: the longer of the two.
 
     Returned is a function of the values of all ranks, like `at_slowest`: λ · slowest + (1 − λ) · mean.
     """

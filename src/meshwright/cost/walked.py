@@ -88,7 +88,7 @@ def _mean_speed(
     overlap: bool,
 ) -> float:
     """Mean speed of the actions, 1 while all ranks are at work. Idle ranks give their cores to the others, so the schedule takes what
-    all ranks need together, or what it takes with a core for each rank, whichever is longer."""
+    all ranks need together, or what it takes with a core for each rank: the longer of the two."""
     alone = pipelines.walk(flow, durations.scaled(1 / sharing), p2p=p2p, overlap=overlap).makespan
     return walked.makespan / max(alone, float(walked.busy.mean()))
 

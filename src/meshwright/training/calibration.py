@@ -123,7 +123,7 @@ def machine_measurement(
 
 
 def is_for_this_machine(config: Config) -> bool:
-    """Whether a configuration is for CPU processes whose constants nobody has measured."""
+    """Whether a configuration is for CPU processes whose constants are not measured."""
     return config.cluster.accelerator.name == "cpu" and not config.cluster.accelerator.efficiency.source.startswith(
         MEASURED
     )

@@ -187,7 +187,7 @@ class LoadWatch:
         self.prediction = predict(c.model, c.cluster, c.plan, c.workload, c.stack, assumed)
 
     def step_finished(self) -> None:
-        self.last = Moment.now()
+        self.last = Moment.read()
         self.first = self.first or self.last
 
     def interference(self, reports: list[RankReport]) -> Interference | None:

@@ -1,6 +1,6 @@
 """What a collective costs between computations, where ranks share cores and caches: seconds added to a loop of fixed operations.
 
-A collective timed by itself is too fast to predict a training step. In a step every rank computes between two collectives: its partner
+A collective timed in a loop without computation is too fast to predict a training step. In a step every rank computes between two collectives: its partner
 arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's data. So each rank runs
 
     compute, collective, compute, collective, …        against        compute, compute, …
@@ -9,7 +9,7 @@ with the same fixed operations (small linear layers, norms, attention, …, forw
 caches filled by the others). The difference is the cost of a collective. All ranks take part: in groups of two at the same time, then in
 one group of all.
 
-`measure_overlap` runs computation beside a long all-reduce: how much longer the two take together than the computation by itself.
+`measure_overlap` overlaps computation with a long all-reduce: how much longer the two take together than the computation.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def added_time(computations: list[Call], adapter: Adapter, operation: str, size:
 
 
 def measure_overlap() -> float:
-    """Seconds that a hidden second of communication costs: 0 if it runs entirely beside computation, 1 if nothing is gained."""
+    """Seconds that a hidden second of communication costs: 0 if computation hides all of it, 1 if nothing is gained."""
     computations = fixed_computations()
     buffer = torch.zeros(OVERLAP_BYTES // 4)
     running: list[Any] = []
@@ -121,5 +121,7 @@ def measure_overlap() -> float:
         for _ in range(LOOPS)
     ]
     n = len(computations)
-    beside, apart, alone = (median(loop[k] for loop in loops) * (n + extra) for k, extra in ((0, 2), (1, 1), (2, 0)))
-    return min(max((beside - alone) / max(apart - alone, 1e-9), 0.0), 1.0)
+    overlapped, serial, computing = (
+        median(loop[k] for loop in loops) * (n + extra) for k, extra in ((0, 2), (1, 1), (2, 0))
+    )
+    return min(max((overlapped - computing) / max(serial - computing, 1e-9), 0.0), 1.0)

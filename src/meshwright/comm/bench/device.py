@@ -157,7 +157,7 @@ def part_call(part: str, dtype: torch.dtype, tokens: int, width: int, chain: int
 
 
 def _rotation(tokens: int, width: int, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width stand beside each other again afterwards."""
+    """Queries and keys of heads of 16, rotated as RoPE does; their halves of the width are adjacent again afterwards."""
     cosine, sine = torch.randn(2, tokens, 16, dtype=dtype)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:

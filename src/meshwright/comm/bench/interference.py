@@ -41,7 +41,7 @@ class Moment:
     busy: float | None
 
     @classmethod
-    def now(cls) -> Moment:
+    def read(cls) -> Moment:
         try:
             return cls(time.monotonic(), busy_seconds(STAT.read_text("ascii")))
         except (OSError, ValueError, IndexError):
@@ -57,6 +57,6 @@ class Moment:
 
 def busy_cores(seconds: float = LOOK_S) -> float:
     """Cores that other processes use now."""
-    start, own = Moment.now(), time.process_time()
+    start, own = Moment.read(), time.process_time()
     time.sleep(seconds)
-    return Moment.now().busy_cores_since(start, time.process_time() - own)
+    return Moment.read().busy_cores_since(start, time.process_time() - own)

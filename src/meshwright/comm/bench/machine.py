@@ -41,23 +41,23 @@ def calibrate_rank(context: Context) -> dict[str, Any]:
         distributed.all_reduce(total)
         return [float(x) for x in total / context.world]
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         if context.rank == 0:
             context.send(text)
 
-    start, own = Moment.now(), time.process_time()
-    tell("timing operations")
+    start, own = Moment.read(), time.process_time()
+    report("timing operations")
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
     points = measure_device(context.device, ranks, budget_s=BUDGET_S, rank=context.rank)
     collectives, overlap = [], 0.0
     if context.world > 1:
-        tell("timing collectives")
+        report("timing collectives")
         collectives = [x.as_dict() for x in measure_collectives(context.rank, context.world)]
         overlap = measure_overlap()  # meaningless where ranks outnumber cores: `calibrate.machine` then assumes 1
     return {
         "operations": [p.as_dict() for p in points],
         "collectives": collectives,
         "overlap_cost": mean([overlap])[0],
-        "busy_cores": Moment.now().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
+        "busy_cores": Moment.read().busy_cores_since(start, context.world * mean([time.process_time() - own])[0]),
         "seconds": time.monotonic() - start.wall,
     }
