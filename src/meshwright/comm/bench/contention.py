@@ -1,6 +1,7 @@
 """What a collective costs between computations, where ranks share cores and caches: seconds added to a loop of fixed operations.
 
-A collective timed in a loop without computation is too fast to predict a training step. In a step every rank computes between two collectives: its partner
+A collective timed in a loop without computation is too fast to predict a training step.
+In a step every rank computes between two collectives: its partner
 arrives late, a waiting rank must be woken, and returns to a core whose caches hold another rank's data. So each rank runs
 
     compute, collective, compute, collective, …        against        compute, compute, …
