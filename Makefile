@@ -23,12 +23,12 @@ demo: setup
 	$(BIN)/meshwright show all-reduce --ranks 4 --values
 	$(BIN)/meshwright plan llama3-70b --cluster dgx-h100 --nodes 8 --batch 512 --seq 8192 --top 3 --html $(DEMO)/plan.html --out $(DEMO)/plan.toml
 	$(BIN)/meshwright estimate --plan examples/llama3-70b-64xh100.toml
-	$(BIN)/meshwright estimate --plan examples/demo-dp2-tp2.toml
 	$(BIN)/meshwright verify examples/demo-dp2-tp2.toml --out $(DEMO)/dp2-tp2/proof.json
 	$(BIN)/meshwright train examples/demo-dp2-tp2.toml --steps 200 --out $(DEMO)/dp2-tp2
+	$(BIN)/meshwright estimate --plan $(DEMO)/dp2-tp2/plan.toml
 	$(BIN)/meshwright verify examples/demo-pp2-shard2.toml --out $(DEMO)/pp2-shard2/proof.json
 	$(BIN)/meshwright train examples/demo-pp2-shard2.toml --steps 200 --out $(DEMO)/pp2-shard2
-	$(BIN)/meshwright simulate examples/demo-pp2-shard2.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/pp2-shard2/timeline.html
+	$(BIN)/meshwright simulate $(DEMO)/pp2-shard2/plan.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/pp2-shard2/timeline.html
 	$(BIN)/meshwright report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
 
 test: setup
