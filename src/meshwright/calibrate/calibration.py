@@ -192,7 +192,7 @@ def measured_level(level: FoundLevel, size: int, expected: Cluster, bench: Bench
 
 
 def where(bench: Bench, backend: str) -> str:
-    """Ranks, hosts and library of a bench in words."""
+    """Ranks, hosts and library of a bench, as a phrase."""
     ranks, hosts = bench.world, len(bench.hosts)
     words = f"{ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"
     return f"{words}, {backend}" if bench.points else words

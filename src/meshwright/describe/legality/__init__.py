@@ -18,7 +18,7 @@ from meshwright.describe.legality.case import Case, Flag
 from meshwright.describe.legality.fixes import offered
 from meshwright.describe.legality.rule import Rule
 from meshwright.describe.legality.rules import rules_for
-from meshwright.describe.legality.run_rules import AdamNeedsRange, DeviceHasPrecision, round_size
+from meshwright.describe.legality.run_rules import DeviceHasPrecision, round_size
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.stack import Stack
@@ -52,13 +52,6 @@ def lacking_precision(workload: Workload, cluster: Cluster) -> MeshwrightError |
     """The error where the accelerator has no units for the workload's precision, whatever the plan."""
     case = Case.of(PlanFields(replicate=cluster.world), None, workload.but(batch=cluster.world), cluster)
     return _error(DeviceHasPrecision, case) if DeviceHasPrecision.broken(case) else None
-
-
-def lacking_range(param_dtype: str, master: bool, workload: Workload) -> MeshwrightError | None:
-    """The error where the optimizer's states underflow in the parameters' dtype, whatever the degrees."""
-    plan = PlanFields(param_dtype=param_dtype, master=master)
-    case = Case.of(plan, None, workload)
-    return _error(AdamNeedsRange, case) if AdamNeedsRange.broken(case) else None
 
 
 def batch_unit(plan: PlanFields, stack: Stack) -> int:

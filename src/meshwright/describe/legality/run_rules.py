@@ -5,13 +5,12 @@ from __future__ import annotations
 from meshwright.describe.legality.case import Case, Flag, lookup
 from meshwright.describe.legality.fixes import divisors, fitting_microbatch, values
 from meshwright.describe.legality.rule import Problem, Rule
-from meshwright.describe.plan_fields import DTYPES, GATHER_DTYPES
+from meshwright.describe.plan_fields import GATHER_DTYPES
 from meshwright.describe.schedules import IN_ROUNDS, LEAST_MICROBATCHES, MOST_ACTIONS, RULES, action_count
 from meshwright.describe.workload import FP8
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
-FP16, FP8_GATHERS = DTYPES.index("fp16"), GATHER_DTYPES.index("fp8")
-ADAM = ("adamw", "adam")
+FP8_GATHERS = GATHER_DTYPES.index("fp8")
 
 
 # The machine
@@ -188,33 +187,10 @@ class GathersNeedFp8Products(Rule):
         )
 
 
-class AdamNeedsRange(Rule):
-    code = "MW-PLAN-019"
-    needs = ("workload",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.param_dtype == FP16) & (p.master == False) & (p.workload.optimizer in ADAM)  # noqa: E712
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return Problem(
-            f"plan.param_dtype=fp16 without master weights under {p.workload.optimizer}",
-            why="The moments are then fp16 too: epsilon (1e-8) and squares of gradients below 2.4e-4 round to zero, and the first "
-            "update divides by zero",
-            valid=["master=true", "param_dtype=bf16", "optimizer=momentum|sgd"],
-            fixes=[
-                {"plan.master": True},
-                {"plan.param_dtype": "bf16", "workload.precision": "bf16"},
-            ],
-        )
-
-
 RUN_RULES: tuple[type[Rule], ...] = (
     BatchDivides,
     ScheduleHasMicrobatches,
     ProgramIsBounded,
     InterleavedRounds,
     GathersNeedFp8Products,
-    AdamNeedsRange,
 )

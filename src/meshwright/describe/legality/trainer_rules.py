@@ -14,6 +14,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import DTYPES
 
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
+FP16, ADAM = DTYPES.index("fp16"), ("adamw", "adam")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 
@@ -190,6 +191,28 @@ class ProductsAreTrained(Rule):
         )
 
 
+class AdamNeedsRange(Rule):
+    code = "MW-PLAN-019"
+    needs = ("workload", "dtypes")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.param_dtype == FP16) & (p.master == False) & (p.workload.optimizer in ADAM)  # noqa: E712
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"plan.param_dtype=fp16 without master weights under {p.workload.optimizer}",
+            why="Our trainer then keeps the moments in fp16 too: epsilon (1e-8) and squares of gradients below 2.4e-4 round to zero, and "
+            "the first update divides by zero",
+            valid=["master=true", "param_dtype=bf16", "optimizer=momentum|sgd"],
+            fixes=[
+                {"plan.master": True},
+                {"plan.param_dtype": "bf16", "workload.precision": "bf16"},
+            ],
+        )
+
+
 TRAINER_RULES: tuple[type[Rule], ...] = (
     ModelHasShape,
     TransformerHasParts,
@@ -199,4 +222,5 @@ TRAINER_RULES: tuple[type[Rule], ...] = (
     TokensDivideOverTensorRanks,
     ParametersAreTrained,
     ProductsAreTrained,
+    AdamNeedsRange,
 )

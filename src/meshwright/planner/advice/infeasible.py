@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.cost.memory import minimum_gpus
-from meshwright.describe.legality import lacking_precision, lacking_range
+from meshwright.describe.legality import lacking_precision
 from meshwright.describe.plan import divisors
 from meshwright.errors import MeshwrightError, nearest_number
 from meshwright.planner.search import strategies
@@ -49,8 +49,6 @@ def other(space: Space, constraints: tuple[Constraint, ...] | None = None, **cha
 def no_plan(space: Space) -> MeshwrightError:
     """The error if no plan is legal: the reason, and the closest legal problem."""
     lacking = lacking_precision(space.workload, space.cluster)
-    if lacking is None and not space.dtypes:
-        lacking = lacking_range(str(space.choices.dtypes[0][0]), space.base.master, space.workload)
     if lacking is not None:
         return lacking
     active = space.choices.constraints

@@ -101,11 +101,7 @@ class Space:
         self.base = base or Plan()
         self.choices = choices or free(self.base)
         self.overlaps = list(self.choices.words["overlap"])
-        self.dtypes = [
-            dtypes
-            for dtypes in self.choices.dtypes
-            if legality.lacking_range(str(dtypes[0]), self.base.master, workload) is None
-        ]
+        self.dtypes = self.choices.dtypes
         self.units = tuple(cluster.spans[:-1])
 
     def with_base(self, base: Plan) -> Space:
