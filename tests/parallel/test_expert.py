@@ -38,22 +38,24 @@ MODELS = {
 }  # fmt: skip
 Z3 = {"shard": 2, "zero": 3}
 LAYOUTS = [
+    ("deepseek", {"replicate": 2, "ep": 2, "microbatch": 2, "offload": "states"}),
+    ("latent", {"tp": 2, "sp": True}),
+    ("mixtral", {"tp": 2, "expert_tp": 1}),
+    ("qwen", {"replicate": 2, "tp": 2, "ep": 2, "order": ("dp", "pp", "cp", "tp")}),
+    ("deepseek", {"replicate": 2, "pp": 2, "ep": 2, "layers_per_stage": (1, 2)}),
+]
+LAYOUTS_IN_SOAK = [
     ("mixtral", {"microbatch": 2}),
     ("mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}),
     ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2, "bucket": 2000, "overlap": ("ep",)}),
-    ("deepseek", {"replicate": 2, "ep": 2, "microbatch": 2, "offload": "states"}),
     ("mixtral", {"replicate": 4, "ep": 2}),
     ("deepseek", {"tp": 2}),
-    ("latent", {"tp": 2, "sp": True}),
     ("mixtral", {"tp": 2, "expert_tp": 1, "ep": 2}),
-    ("mixtral", {"tp": 2, "expert_tp": 1}),
     ("qwen", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "microbatch": 2}),
-    ("qwen", {"replicate": 2, "tp": 2, "ep": 2, "order": ("dp", "pp", "cp", "tp")}),
     ("deepseek", {"shard": 2, "zero": 1, "ep": 2, "microbatch": 2}),
     ("qwen", {**Z3, "ep": 2, "microbatch": 2}),
     ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
     ("mixtral", {"replicate": 2, **Z3, "ep": 2}),
-    ("deepseek", {"replicate": 2, "pp": 2, "ep": 2, "layers_per_stage": (1, 2)}),
     ("qwen", {"replicate": 2, "pp": 2, "ep": 2, "schedule": "zb-h1"}),
 ]
 
@@ -104,7 +106,7 @@ def agree(one, traces):
     assert {p.name for trace in traces for p in trace.pieces} == {p.name for p in one.pieces}
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=title)
+@pytest.mark.parametrize("case", [*LAYOUTS, *ranks.soak([(case,) for case in LAYOUTS_IN_SOAK])], ids=title)
 def test_a_layout_trains_what_one_device_trains(case):
     agree(one_device(case[0]), many(*case))
 

@@ -139,7 +139,8 @@ def test_states_stay_on_the_host_and_gradients_and_parameters_are_copied(dtype, 
 )
 def test_a_plan_with_offload_equals_one_device(plan):
     model = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 32}
-    config = Config.from_parts(model, "laptop", workload={"batch": 8, "seq": 8, "precision": "fp32"}, plan=plan)
+    workload = {"batch": 8, "seq": 8, "precision": "fp32"}
+    config = Config.from_parts(model, "laptop", workload=workload, plan={**plan, "param_dtype": "fp32"})
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.plan.offload == plan["offload"]
     assert proof.passed, [row for _, row in proof.rows if row.unexplained]

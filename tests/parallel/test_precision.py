@@ -183,8 +183,12 @@ FP8 = [
 
 EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn": 12, "shared_experts": 1, "dense_layers": 1}
 FP8_EXPERTS = [
-    {"replicate": 2, "ep": 2, "recompute": "full"},
-    {"tp": 2, "replicate": 2, "ep": 2, "sp": True, "recompute": "full"},
+    *ranks.soak(
+        [
+            {"replicate": 2, "ep": 2, "recompute": "full"},
+            {"tp": 2, "replicate": 2, "ep": 2, "sp": True, "recompute": "full"},
+        ]
+    ),
     {"tp": 2, "shard": 2, "zero": 3, "expert_tp": 1, "ep": 4},
 ]
 

@@ -202,7 +202,10 @@ def test_composed_with_other_strategies_it_equals_one_device_and_the_lowering(pl
     if model.get("kind") == "mlp":
         shape = {"hidden": 16, "layers": 4, "ffn_bias": True}
     config = Config.from_parts(
-        {**shape, **model}, "laptop", plan=plan, workload={"batch": 8, "seq": 8, "precision": "fp32"}
+        {**shape, **model},
+        "laptop",
+        plan={**plan, "param_dtype": "fp32"},
+        workload={"batch": 8, "seq": 8, "precision": "fp32"},
     )
     proof = prove(config, ranks=4, steps=2)
     assert proof.small.plan.recompute == plan["recompute"]

@@ -1,9 +1,9 @@
 """The layouts of the matrix in the daily run: as few as cover every kind of layout; the others are in `make soak`.
 
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
-"model": "gpt"}`. Its *kinds* are each feature combined with each other family: ZeRO-3 with tensor parallelism, sp with data parallelism,
-gpt with either. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout
-with the most new kinds for its cost.
+"model": "gpt"}`. Its *kinds* are each feature, and each axis combined with each other axis: ZeRO-3 with tensor parallelism, sp with data
+parallelism. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
+kinds for its cost.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ OPTIONS = (
     *("layers_per_stage", "expert_tp", "recompute", "recompute_every", "recompute_layers", "reshard", "reduce", "wrap"),
     *("prefetch", "average_every", "order", "overlap", "offload", "wire", "master", "grad_dtype"),
 )
+AXES = ("data", "tensor", "context", "pipeline", "expert", "recompute")
 COST = {1: 1, 2: 2, 4: 4, 8: 12}  # by ranks, on two cores
 
 
@@ -47,32 +48,27 @@ def features(layout: Any) -> dict[str, Any]:
     return found | {f"router {name}": value for name, value in layout.router}
 
 
-def kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature on its own, and combined with each other family."""
-    found = features(layout)
-    alone = set(found.items())
-    return alone | {(family, value, other) for family, value in alone for other in found if other != family}
-
-
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """As `kinds`, but models are combined only with axes, not with every option. An axis of more than two ranks is a kind too, and so
-    are all axes together."""
-    axes = {"data", "tensor", "context", "pipeline", "expert"}
-    paired = {kind for kind in kinds(layout) if len(kind) == 2 or kind[0] != "model" or kind[2] in axes}
-    longer = {(axis, "above 2") for axis in ("tp", "cp", "pp", "replicate", "shard") if getattr(layout.plan, axis) > 2}
-    return paired | longer | ({("all axes",)} if axes <= features(layout).keys() else set())
+    """Each feature, each value of an axis combined with each other axis, an axis of more than two ranks, and all axes together. Of
+    the layouts of eight ranks, which are expensive, only the one with all axes is in the daily run."""
+    found, plan = features(layout), layout.plan
+    axes = [axis for axis in AXES if axis in found]
+    if set(AXES) <= set(axes):
+        return {("all axes",)}
+    if plan.world > 4:
+        return set()
+    combined = {(axis, found[axis], other) for axis in axes for other in axes if other != axis}
+    longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
+    return set(found.items()) | combined | longer
 
 
 def lossy_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each loss (a class of compressor, a precision) combined with each family and each form of data parallelism, whose sums it
-    changes; and each feature combined with any loss. Models do not matter."""
+    """Each feature but the model, and each loss (a class of compressor, a precision) combined with each axis."""
     found = {family: value for family, value in features(layout).items() if family != "model"}
     if "wire" in found:
         found["wire"] = next(i for i, names in enumerate(inexact.SAME_CLASS) if found["wire"] in names)
-    losses = found.keys() & {"wire", "precision"}
-    combined = {(loss, found[loss], other) for loss in losses for other in found if other != loss}
-    combined |= {(loss, found[loss], "data", found.get("data")) for loss in losses}
-    return combined | set(found.items()) | {(family, value, "lost") for family, value in found.items()}
+    losses = [loss for loss in ("wire", "precision") if loss in found]
+    return set(found.items()) | {(loss, found[loss], axis) for loss in losses for axis in AXES if axis in found}
 
 
 def covering(layouts: Sequence[Any], kinds_of: Callable[[Any], set[tuple[Any, ...]]]) -> list[Any]:

@@ -50,7 +50,13 @@ def title(bug):
     return f"{bug.name}-{Plan(**bug.plan).title()}"
 
 
-@pytest.mark.parametrize("bug", bugs.CORPUS, ids=title)
+FIRST = list(
+    {bug.name: bug for bug in reversed(bugs.CORPUS)}.values()
+)  # each bug in one layout every day, in others in the soak
+OTHERS = [(bug,) for bug in bugs.CORPUS if bug not in FIRST]
+
+
+@pytest.mark.parametrize("bug", [*FIRST, *ranks.soak(OTHERS)], ids=title)
 def test_a_historical_bug_is_caught_where_it_is(bug):
     found = agreement(bug).breaks
     assert found, "the comparison found nothing"

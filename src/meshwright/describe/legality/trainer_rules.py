@@ -185,8 +185,8 @@ class ProductsAreTrained(Rule):
             f"workload.precision={precision} with plan.param_dtype={dtype} is modelled only: `train` and `verify` do not run it",
             why="Products are computed in the parameters' dtype, or in fp8",
             valid=products,
-            fixes=[{"workload.precision": dtype}, {"plan.param_dtype": precision}]
-            if precision in DTYPES
+            fixes=[{"plan.param_dtype": precision}, {"workload.precision": dtype}]
+            if precision in TRAINED_DTYPES
             else [{"workload.precision": dtype}],
         )
 
