@@ -6,7 +6,6 @@ import stat
 from pathlib import Path
 
 import pytest
-from tests.calibrate.test_machine import measurement
 
 from meshwright import api
 from meshwright.calibrate.machine import MachineMeasurement
@@ -15,6 +14,7 @@ from meshwright.comm.bench.interference import Moment, busy_seconds
 from meshwright.training import calibration
 from meshwright.training.calibration import Interference
 from meshwright.training.run import LoadWatch, run_training
+from synthetic_machine import measurement
 
 DEMO = "examples/demo-dp2-tp2.toml"
 STAT = "cpu  1000 0 500 9000 100 0 0 0 0 0\ncpu0 500 0 250 4500 50 0 0 0 0 0\n"
