@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from meshwright.cost.step import HIDEABLE, HOST_RATE, step_cost
+from meshwright.cost.closing import HOST_RATE
+from meshwright.cost.phase import HIDEABLE
+from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload

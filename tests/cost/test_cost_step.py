@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from lower.cases import COUNTS, GPT, GQA, MLP, MODELS, MOE, WORK, lowered, one, plans, stack
 from meshwright.cost import pipeline
 from meshwright.cost.estimate import estimate
+from meshwright.cost.phase import AXIS_OF, HIDEABLE
 from meshwright.cost.predict import BAND, bound_by, cost_of, predict
-from meshwright.cost.step import AXIS_OF, HIDEABLE, step_cost
+from meshwright.cost.step import step_cost
 from meshwright.describe import catalog
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack

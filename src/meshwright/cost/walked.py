@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.cost.step import RankTime, StepCost, rank_time, step_cost
+from meshwright.cost.phase import RankTime, rank_time
+from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram

@@ -12,7 +12,8 @@ from dataclasses import asdict
 
 import torch
 
-from meshwright.cost.step import AXIS_OF, TRAFFIC_AXIS
+from meshwright.cost.phase import AXIS_OF
+from meshwright.cost.step import TRAFFIC_AXIS
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply

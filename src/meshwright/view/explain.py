@@ -11,7 +11,7 @@ from meshwright.cost import compute
 from meshwright.cost.collective import OPERATIONS, Network
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.library import library_of
-from meshwright.cost.step import AXIS_OF
+from meshwright.cost.phase import AXIS_OF
 from meshwright.errors import unknown
 from meshwright.lower.op import PHASES, Op
 from meshwright.programs.collectives.formulas import text as formula

@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.estimate import Estimate
-from meshwright.cost.step import AXIS_OF, HIDEABLE
+from meshwright.cost.phase import AXIS_OF, HIDEABLE
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Op

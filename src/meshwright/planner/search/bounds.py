@@ -31,7 +31,9 @@ from functools import partial, reduce
 
 import numpy as np
 
-from meshwright.cost.step import StepCost, host_update_time, rank_time, step_cost
+from meshwright.cost.closing import host_update_time
+from meshwright.cost.phase import rank_time
+from meshwright.cost.step import StepCost, step_cost
 from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.schedules import RULES
 from meshwright.lower.batch import SCHEDULES

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.cost.step import StepCost, rank_time
+from meshwright.cost.phase import rank_time
+from meshwright.cost.step import StepCost
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, average_blocks

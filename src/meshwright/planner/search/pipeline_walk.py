@@ -11,7 +11,8 @@ from functools import lru_cache, reduce
 import numpy as np
 
 from meshwright.cost.memory import memory
-from meshwright.cost.step import RankTime, StepCost, step_cost
+from meshwright.cost.phase import RankTime
+from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times, walk_step
 from meshwright.describe.plan import Plan
 from meshwright.lower.op import StepProgram

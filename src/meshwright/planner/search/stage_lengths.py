@@ -25,7 +25,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.cost.step import StepCost, rank_time, step_cost
+from meshwright.cost.phase import rank_time
+from meshwright.cost.step import StepCost, step_cost
 from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
 from meshwright.describe.stages import stages_of_rank

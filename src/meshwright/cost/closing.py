@@ -1,0 +1,89 @@
+"""The end of a step, once per step: gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshwright.cost import compute
+from meshwright.cost.collective import Network
+from meshwright.cost.phase import AXIS_OF, HIDEABLE, RankTime
+from meshwright.describe.cluster import Accelerator, Cluster
+from meshwright.lower import sync
+from meshwright.lower.batch import Batch
+from meshwright.lower.footprint import padded_elements
+from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.stages import StageBlocks, rank_blocks
+
+HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
+
+
+def closing_time(
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], slow: RankTime
+) -> dict[str, Array]:
+    """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
+    b, device = program.batch, cluster.accelerator
+    reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
+    after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
+    for op in ops:
+        seconds = network.time(op) if op.axis else compute.memory_time(device, op)
+        if op.kind == "host":
+            update = update + op.count * compute.host_copy_time(device, op)
+        elif op.part == "optimizer":
+            update = update + op.count * _update_time(b, op, seconds)
+        elif op.name in ("compress", "average-parameters"):  # never overlaps
+            compress = compress + op.count * seconds
+        elif op.part == "closing":
+            after[AXIS_OF[op.axis]] = after[AXIS_OF[op.axis]] + op.count * seconds
+        elif op.name == "gather-parameters":
+            gather = gather + op.count * seconds
+        else:
+            reduce = reduce + op.count * seconds
+            last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
+    rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
+    window = HIDEABLE * (slow.i + slow.w) * b.overlap["dp"] * rounds
+    hidden = np.minimum(reduce, window)
+    tail = np.maximum(last - (reduce - hidden), 0.0)
+    exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
+    late = gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"])
+    exposed = exposed + late + compress
+    return {
+        **after,
+        "after": sum(after.values()),
+        "dp": exposed,
+        "optimizer": update,
+        "reduce": reduce + gather,
+        "tail": tail,
+        "unhidden": reduce - hidden + late,
+    }
+
+
+def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
+    """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
+    stack = b.stack
+    plain = stack.update_launch or stack.launch
+    host = op.launches * np.where(b.zero == 3, stack.sharded_launch or plain, plain)
+    launched = seconds if op.axis else np.maximum(seconds, host) if stack.asynchronous else seconds + host
+    return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
+
+
+def host_update_time(b: Batch, device: Accelerator, elements: Array) -> Array:
+    """Seconds in which the host updates `elements`, with the copies of their gradients and parameters."""
+    copied = sum(op.bytes for op in sync.state_copies(b, elements))
+    return sync.update_bytes(b, elements) / HOST_RATE + copied / device.host_bandwidth
+
+
+def fullest_rank(program: StepProgram, held: list[StageBlocks]) -> StageBlocks:
+    """The rank of each plan with the most elements to reduce and update: it finishes last."""
+    if len(held) == 1:
+        return held[0]
+    b = program.batch
+    sizes = [np.broadcast_to(sum(padded_elements(program, h).values()), b.n) for h in held]
+    ranks = np.stack([np.broadcast_to(h.rank, b.n) for h in held])
+    return rank_blocks(b, np.take_along_axis(ranks, np.stack(sizes).argmax(axis=0)[None, :], 0)[0])
+
+
+def largest_sums(program: StepProgram, held: list[StageBlocks]) -> dict[str, Array]:
+    """Elements reduced after the data-parallel reduction, on the rank that has the most. The gradient norm, and so the update of every
+    rank, waits for all of these reductions."""
+    sums, n = [sync.summed(program, h) for h in held], program.batch.n
+    return {axis: np.maximum.reduce([np.broadcast_to(found[axis], n) for found in sums]) for axis in sums[0]}

@@ -1,0 +1,162 @@
+"""The time of one micro-batch on one rank: compute, communication and the host, by block and phase.
+
+For one micro-batch, one rank and one direction, the device is busy for
+
+    gpu = compute + exposed communication + slowdown · hidden communication
+
+where only the axes that overlap hide communication behind compute. Hidden communication slows compute, because it uses some of the device's units
+and memory bandwidth. The host must issue every launch and collective. If only one side ever waited, a direction would take max(gpu, host). But some
+kernels are short and some are long, so each side waits part of the time if the two are close:
+
+    direction = (gpu³ + host³)^⅓        26% more than either if they are equal, 4% more than the larger if one is twice the other
+
+The time that the host adds is reported as `host`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from meshwright.cost import compute
+from meshwright.cost.collective import Network
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.stack import Stack
+from meshwright.lower.offload import TO_HOST
+from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.stages import StageBlocks
+from meshwright.lower.traffic import DATA_PARALLEL
+
+AXIS_OF = {  # group of an operation → axis under which its time is reported
+    **dict.fromkeys(("tp", "expert_tp", "kv_copies"), "tp"),
+    **dict.fromkeys(("shard_cp", "dp_cp", "replicate", "world"), "dp"),
+    **dict.fromkeys(("expert_shard", "expert_dp", "expert_replicate"), "dp"),
+    **dict.fromkeys(("ep", "stage"), "ep"),
+    **dict.fromkeys(("pp", "ends"), "pp"),
+    "cp": "cp",
+}
+TIMED_AS = {"F": "F", "I": "I", "S": "I", "G": "I", "W": "W", "R": "R"}  # phases that are timed together
+SPLIT_ONLY = ("S", "G")  # phases of a split backward
+HIDEABLE = 0.85  # share of compute that can hide communication
+GRAPH_HOST = 0.05  # host time of launches replayed from a graph, as a share
+
+
+@dataclass
+class PhaseTime:
+    """Times of one block and phase: seconds by part (compute and exposed communication), their sum, and host seconds."""
+
+    parts: dict[str, Array] = field(default_factory=dict)
+    comm: dict[str, Array] = field(default_factory=dict)  # by axis, hidden or not
+    busy: Array = 0.0
+    host: Array = 0.0
+    flops: Array = 0.0
+    left: Array = 0.0  # seconds of compute that can still hide communication
+
+
+@dataclass
+class RankTime:
+    """Seconds of one micro-batch on a rank: forward, input gradients (with recompute and the extra work of a split backward), and
+    weight gradients."""
+
+    f: Array
+    i: Array
+    w: Array
+    waits: Array  # the part of the total that waits for the host
+
+    @property
+    def total(self) -> Array:
+        return self.f + self.i + self.w
+
+
+def phase_time(
+    program: StepProgram, cluster: Cluster, network: Network, ops: list[Op], main: PhaseTime | None = None
+) -> PhaseTime:
+    """Time the operations of one block and phase, and hide overlapped communication behind its compute. A phase of a split backward hides
+    behind the remaining compute of its `main` phase instead."""
+    b, device, stack = program.batch, cluster.accelerator, program.batch.stack
+    t = PhaseTime()
+    core: Array = 0.0
+    work: Array = 0.0
+    to_host: Array = 0.0
+    for op in ops:
+        if op.axis:
+            axis = AXIS_OF[op.axis]
+            t.comm[axis] = t.comm.get(axis, 0.0) + op.count * network.time(op)
+            t.host = t.host + op.count * collective_launch(stack, op)
+            continue
+        if op.kind == "host":
+            copied = op.count * compute.host_copy_time(device, op)
+            t.comm["host"] = t.comm.get("host", 0.0) + copied
+            to_host = to_host + (copied if op.name == TO_HOST else 0.0)
+            t.host = t.host + op.count * op.launches * stack.launch
+            continue
+        seconds = op.count * compute.op_time(device, b.workload.precision, stack.attention, op)
+        t.parts[op.part] = t.parts.get(op.part, 0.0) + seconds
+        t.host = t.host + op.count * op.launches * launch_time(stack, op.kind)
+        t.flops = t.flops + op.count * op.flops
+        work = work + seconds
+        if op.kind == "attention":
+            core = core + seconds
+    t.busy = work
+    t.left = left = HIDEABLE * work if main is None else main.left  # compute hides one stream at a time
+    room = {"tp": HIDEABLE * (work - core), "cp": HIDEABLE * core, "ep": left, "dp": left}
+    if main is not None:
+        room = dict.fromkeys(room, left)
+    for axis in b.overlap:  # in a fixed order, independent of the other plans of the batch
+        if axis not in t.comm:
+            continue
+        seconds = t.comm[axis]
+        allowed = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
+        hidden = np.minimum(np.minimum(seconds, room[axis]), left) * allowed
+        t.left = left = left - hidden
+        slowed = stack.compute_slowdown * hidden
+        t.parts[axis] = seconds - hidden
+        t.parts["interference"] = t.parts.get("interference", 0.0) + slowed
+        t.busy = t.busy + seconds - hidden + slowed
+    if "host" in t.comm:  # copies to the host overlap with compute; backward waits for each copy up
+        hidden = np.minimum(to_host, left)
+        t.left = left - hidden
+        t.parts["offload"] = t.comm["host"] - hidden
+        t.busy = t.busy + t.parts["offload"]
+    if stack.graphs:
+        t.host = t.host * GRAPH_HOST
+    return t
+
+
+def rank_time(
+    program: StepProgram, times: dict[tuple[str, str], PhaseTime], held: StageBlocks, boundary: Array
+) -> RankTime:
+    """Seconds of one micro-batch on one rank: each phase combines the device and the host time."""
+    b = program.batch
+    busy, host = ({phase: np.zeros(b.n) for phase in TIMED_AS.values()} for _ in range(2))
+    for (block, phase), t in times.items():
+        runs = held.times(block, phase)
+        busy[TIMED_AS[phase]] = busy[TIMED_AS[phase]] + runs * t.busy
+        host[TIMED_AS[phase]] = host[TIMED_AS[phase]] + runs * t.host
+    total = {phase: together(b.stack, x, host[phase]) for phase, x in busy.items()}
+    if b.stack.action:
+        for phase in ("F", "I"):
+            total[phase] = total[phase] + np.where(b.pp > 1, b.virtual * b.stack.action, 0.0)
+    waits = sum(total.values()) - sum(busy.values())
+    # A blocking stack waits for a message before and after every stage, in forward and in backward.
+    message = np.where(b.pp > 1, b.virtual * boundary, 0.0) if b.stack.blocking_p2p else 0.0
+    return RankTime(total["F"] + message, total["I"] + total["R"] + message, total["W"], waits)
+
+
+def together(stack: Stack, device: Array, host: Array) -> Array:
+    """Seconds that device and host take: their sum where the host computes, else the longer of the two and a little more."""
+    if not stack.asynchronous:
+        return device + host
+    return np.cbrt(device * device * device + host * host * host)
+
+
+def launch_time(stack: Stack, kind: str) -> float:
+    """Host seconds of one launch of a kind of operation."""
+    of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch}.get(kind, 0.0)
+    return of_kind or stack.launch
+
+
+def collective_launch(stack: Stack, op: Op) -> float:
+    """Host seconds of issuing one collective; those of a ZeRO-3 unit run through hooks and views of its parameters."""
+    return (stack.unit_launch if op.part in DATA_PARALLEL else 0.0) or stack.collective_launch
