@@ -12,7 +12,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
 from meshwright.lower.op import Array
+
+BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs
+BUCKET_MARGIN = 4  # bucket size over P·α/β: latency is at most a quarter of the time
 
 
 def optimal_chunks(exposed: float, overhead: float) -> int:
@@ -23,6 +29,13 @@ def optimal_chunks(exposed: float, overhead: float) -> int:
 def minimum_bucket(alpha: float, beta: float) -> float:
     """n* = α/β: a smaller bucket is bound by latency."""
     return alpha / beta
+
+
+def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
+    """Gradient bucket for groups of `ranks`: `BUCKET_MARGIN` times P·α/β of the top level, in whole megabytes."""
+    top = cluster.level_of_span(cluster.world)
+    least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
+    return np.clip(1e6 * np.ceil(BUCKET_MARGIN * least * np.asarray(ranks, float) / 1e6), *BUCKETS)
 
 
 def buckets(total: float, alpha: float, beta: float, window: float) -> int:

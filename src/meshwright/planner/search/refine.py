@@ -6,7 +6,7 @@ never hidden:
     exposed = max( reduce − what backward hides, last bucket ),      reduce = N/bandwidth + (N/bucket) · P·α
 
 Small buckets pay latency, large ones a long tail, and which counts depends on how much backward hides. The search gives every plan a few
-times P·α/β (`space.bucket_for`); the leaders try that size halved and doubled some times and keep the fastest that fits.
+times P·α/β (`cost.advice.bucket_for`); the leaders try that size halved and doubled some times and keep the fastest that fits.
 
 **Partial recompute.** The search knows recompute of all layers or none. A plan that recomputes every layer often has memory left: then some
 layers of each stage keep their activations. Of the leaders that recompute every layer, each tries eighths of a stage and adds the fastest
@@ -20,13 +20,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.cost.advice import BUCKETS
 from meshwright.cost.step import step_cost
 from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
 from meshwright.lower.step import step_program
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import fullest, walked_time
-from meshwright.planner.search.space import BUCKETS, Space
+from meshwright.planner.search.space import Space
 from meshwright.planner.search.stage_lengths import PART, divided
 
 TIMES = (1.0, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0)

@@ -19,7 +19,7 @@ ZeRO that shards nothing or keeps whole gradients (ZeRO-2 that reduces once per 
 pipeline, whose stages gather weights and reduce gradients once per step, looped schedules with one stage per rank, and
 orders of the axes that put the same number of members of every group into every unit of the cluster. One dominated choice is excluded: reducing
 after every micro-batch under ZeRO-0 or 1 sends more bytes and saves no memory. Gradient buckets are not searched: their size follows from the
-group that reduces them (`bucket_for`).
+group that reduces them (`cost.advice.bucket_for`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.cost.advice import minimum_bucket
+from meshwright.cost.advice import bucket_for
 from meshwright.describe import legality
 from meshwright.describe.axes import members_in_unit
 from meshwright.describe.cluster import DTYPE_BYTES, Cluster
@@ -47,20 +47,11 @@ from meshwright.planner.search.choices import DTYPES, Choices, free
 from meshwright.planner.search.table import Table, grid, grouped, join
 
 NAIVE = SCHEDULES.index("naive")
-BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs
-BUCKET_MARGIN = 4  # bucket size over P·α/β: latency is at most a quarter of the time
 # [order, axis, other]: whether the other axis varies faster than the axis.
 FASTER = np.array([[[o.index(b) < o.index(a) for b in AXES] for a in AXES] for o in ORDERS])
 LOOPED = tuple(name for name, rule in RULES.items() if rule.most_virtual > 2)  # any number of stages per rank
 LEAST = ("replicate", "shard", "zero", "tp", "sp", "cp", "pp", "virtual", "ep", "expert_tp", "microbatch", "recompute")
 MOST_UNEVEN = 8  # most virtual stages per rank if no number divides the layers evenly
-
-
-def bucket_for(cluster: Cluster, ranks: int | np.ndarray) -> np.ndarray:
-    """Gradient bucket for groups of `ranks`: `BUCKET_MARGIN` times P·α/β of the top level, in whole megabytes."""
-    top = cluster.level_of_span(cluster.world)
-    least = minimum_bucket(cluster.levels[top].link.alpha, 1 / cluster.device_bandwidth(top))
-    return np.clip(1e6 * np.ceil(BUCKET_MARGIN * least * np.asarray(ranks, float) / 1e6), *BUCKETS)
 
 
 class Innermost(Batch):

@@ -13,6 +13,7 @@ from math import gcd
 
 import numpy as np
 
+from meshwright.cost.advice import bucket_for
 from meshwright.cost.memory import memory
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
@@ -23,7 +24,6 @@ from meshwright.errors import MeshwrightError
 from meshwright.lower.stages import bounding_ranks
 from meshwright.lower.step import step_program
 from meshwright.planner.advice.alternatives import USABLE_MEMORY, Trial, changed, fits
-from meshwright.planner.search.space import bucket_for
 
 STATE_BYTES = 16.0  # parameters 2, gradients 2, master copy and Adam's moments 12
 FAST_INSIDE = 100e9  # bytes/s per device: NVLink and similar links, not PCIe
