@@ -274,7 +274,7 @@ def test_missing_rank_is_named_in_bounded_time() -> None:
     assert time.monotonic() - start < 10
 
 
-def test_unreachable_meeting_place_is_an_error() -> None:
+def test_unreachable_rendezvous_address_is_an_error() -> None:
     start = time.monotonic()
     with pytest.raises(MeshwrightError, match="MW-BENCH-005"):
         join(Placement(1, 2, 1, "127.0.0.1", free_port()), timeout_s=1.0)

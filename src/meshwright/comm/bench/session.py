@@ -1,7 +1,7 @@
 """Join the ranks that a launcher started: torchrun, Slurm (`srun`), or `meshwright bench --ranks N` on this machine.
 
     torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
-    srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the meeting place, the
+    srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the rendezvous address, the
                 port follows from the job's number, so that two jobs do not meet
     --ranks N   the forkserver of `training.launch` has already made the process group
 
@@ -181,7 +181,7 @@ def _unreachable(place: Placement, timeout_s: float, error: Exception) -> Meshwr
         why, fix = "Another process uses the port", f"MASTER_PORT={place.port + 1}"
     else:
         why, fix = str(error).splitlines()[0][:200], "check MASTER_ADDR, MASTER_PORT and the firewall"
-    what = f"rank {place.rank} cannot reach the meeting place {place.address}:{place.port} within {timeout_s:.0f} s"
+    what = f"rank {place.rank} cannot reach the rendezvous address {place.address}:{place.port} within {timeout_s:.0f} s"
     return MeshwrightError("MW-BENCH-005", what, why=why, fix=fix)
 
 
