@@ -181,7 +181,9 @@ def _unreachable(place: Placement, timeout_s: float, error: Exception) -> Meshwr
         why, fix = "Another process uses the port", f"MASTER_PORT={place.port + 1}"
     else:
         why, fix = str(error).splitlines()[0][:200], "check MASTER_ADDR, MASTER_PORT and the firewall"
-    what = f"rank {place.rank} cannot reach the rendezvous address {place.address}:{place.port} within {timeout_s:.0f} s"
+    what = (
+        f"rank {place.rank} cannot reach the rendezvous address {place.address}:{place.port} within {timeout_s:.0f} s"
+    )
     return MeshwrightError("MW-BENCH-005", what, why=why, fix=fix)
 
 
