@@ -1,0 +1,335 @@
+// The drawing module: elements, scales, axes, marks, tables, controls. A view builds its figure from these.
+//
+//   const chart = figure(element, { height: 220, left: 60, label: "Memory: 61.5 of 79 GiB" });
+//   const x = linear([0, 79], [0, chart.width]);
+//   axis(chart, x, "bottom", { label: "GiB per GPU" });
+//   bars(chart, rows, { x, y: band(rows.map((r) => r.label), [0, chart.height]) });
+//
+// Text enters only through text nodes. Colours are names of CSS variables ("compute" → var(--compute)) or any CSS colour.
+
+import { formula, hide, show } from "meshwright/tip.js";
+import * as format from "meshwright/format.js";
+
+export { formula, format, hide, show };
+
+const SVG = "http://www.w3.org/2000/svg";
+const PAINT = new Set(["fill", "stroke", "opacity"]);
+
+function build(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2).toLowerCase(), value);
+    else if (name === "style") for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
+    else if (name === "dataset") Object.assign(element.dataset, value);
+    else if (name === "value" && "value" in element) element.value = value;
+    else if (PAINT.has(name) && element.namespaceURI === SVG) element.style.setProperty(name, name === "opacity" ? value : paint(value));
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  return element;
+}
+
+/** An HTML element: h("p", { class: "note", onclick: f, style: { width: "4px" } }, "text", child, [children]). */
+export const h = (tag, attributes, ...children) => build(document.createElement(tag), attributes, children);
+/** An SVG element: svg("rect", { x: 0, fill: "compute" }). */
+export const svg = (tag, attributes, ...children) => build(document.createElementNS(SVG, tag), attributes, children);
+/** Remove all children; returns the element. */
+export const clear = (element) => (element.replaceChildren(), element);
+/** A colour by the name of its CSS variable; other CSS colours pass. */
+export const paint = (colour) => (/^[a-z][a-z0-9-]*$/.test(colour) && !CSS_WORDS.has(colour) ? `var(--${colour})` : colour);
+const CSS_WORDS = new Set(["none", "currentcolor", "transparent", "white", "black", "inherit"]);
+/** The present value of a CSS variable, for canvas: colourOf("compute") → "#0072B2". */
+export const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim() || name;
+
+// Scales: functions from a value to a position, with `domain`, `range`, `ticks(n)` and `invert(position)`.
+
+/** Linear scale. `linear([0, max], [0, width])`; `nice` extends the domain to a round tick. */
+export function linear(domain, range, { nice = false, count = 5 } = {}) {
+  let [a, b] = domain;
+  if (a === b) b = a + 1;
+  const step = niceStep((b - a) / count);
+  if (nice) [a, b] = [Math.floor(a / step + 1e-9) * step, Math.ceil(b / step - 1e-9) * step];
+  const scale = (value) => range[0] + ((value - a) / (b - a)) * (range[1] - range[0]);
+  scale.invert = (position) => a + ((position - range[0]) / (range[1] - range[0])) * (b - a);
+  scale.ticks = (n = count) => {
+    const s = niceStep((b - a) / n), out = [];
+    for (let v = Math.ceil(a / s - 1e-9) * s; v <= b + s * 1e-9; v += s) out.push(Math.abs(v) < s * 1e-9 ? 0 : Number(v.toPrecision(12)));
+    return out;
+  };
+  return Object.assign(scale, { domain: [a, b], range, kind: "linear" });
+}
+
+const niceStep = (rough) => {
+  const power = 10 ** Math.floor(Math.log10(Math.abs(rough) || 1));
+  return power * ([1, 2, 2.5, 5, 10].find((m) => m * power >= Math.abs(rough) * 0.999) ?? 10);
+};
+
+/** Logarithmic scale of a positive domain; ticks at powers of `base` (2 or 10), thinned to about `n`. */
+export function log(domain, range, { base = 10 } = {}) {
+  const [a, b] = domain.map((v) => Math.log(Math.max(v, Number.MIN_VALUE)));
+  const width = b - a || 1;
+  const scale = (value) => range[0] + ((Math.log(Math.max(value, Number.MIN_VALUE)) - a) / width) * (range[1] - range[0]);
+  scale.invert = (position) => Math.exp(a + ((position - range[0]) / (range[1] - range[0])) * width);
+  scale.ticks = (n = 6) => {
+    const unit = Math.log(base), first = Math.ceil(a / unit - 1e-9), last = Math.floor(b / unit + 1e-9);
+    const step = Math.max(1, Math.ceil((last - first + 1) / n)), out = [];
+    for (let k = first; k <= last; k += step) out.push(base ** k);
+    if (out.length < 3 && base === 10) for (let k = first - 1; k <= last; k++) for (const m of [2, 5]) out.push(m * 10 ** k);
+    return out.filter((v) => Math.log(v) >= a - 1e-9 && Math.log(v) <= b + 1e-9).sort((p, q) => p - q);
+  };
+  return Object.assign(scale, { domain, range, kind: "log" });
+}
+
+/** Bands of equal width for names: band(names, [0, height])(name) is the start, `.width` the thickness. */
+export function band(names, range, { gap = 0.25, most = Infinity } = {}) {
+  const step = Math.min((range[1] - range[0]) / Math.max(1, names.length), most), width = step * (1 - gap);
+  const at = new Map(names.map((name, i) => [name, range[0] + i * step + (step - width) / 2]));
+  return Object.assign((name) => at.get(name), { width, step, domain: names, range, kind: "band" });
+}
+
+// Figures.
+
+/** An SVG figure as wide as `element` (at least 260 px): { root, plot, width, height, element } with margins around `plot`.
+ *  `label` is its accessible name and should have the main numbers. Draw again on resize: the page calls `draw` then. */
+export function figure(element, { height = 240, top = 12, right = 16, bottom = 36, left = 56, label = "", width = 0 } = {}) {
+  const outer = Math.max(260, Math.floor(width || element.clientWidth || 640));
+  const plot = svg("g", { transform: `translate(${left},${top})` });
+  const root = svg("svg", { class: "figure", viewBox: `0 0 ${outer} ${height}`, width: outer, height, role: label ? "img" : "presentation", "aria-label": label || null }, plot);
+  element.append(root);
+  return { root, plot, element, width: outer - left - right, height: height - top - bottom, margin: { top, right, bottom, left } };
+}
+
+/** Append `text` to `parent` (a chart or SVG group). Options: anchor start|middle|end, size, colour, weight, rotate. */
+export function label(parent, text, x, y, { anchor = "start", colour = "ink", size = 12, weight = null, rotate = 0, middle = false, halo = false } = {}) {
+  const node = svg("text", { x, y, "text-anchor": anchor, "font-size": size, "font-weight": weight, fill: colour, class: halo ? "halo" : null, dy: middle ? "0.35em" : null, transform: rotate ? `rotate(${rotate} ${x} ${y})` : null }, String(text));
+  (parent.plot ?? parent).append(node);
+  return node;
+}
+
+/** An axis of the chart. side: bottom|left|right|top. Options: label (with unit), format, ticks (count or values), grid. */
+export function axis(chart, scale, side, { label: title = "", format: text = (v) => format.number(v), ticks = 5, grid = true, line = true } = {}) {
+  const group = svg("g", { class: "axis", "aria-hidden": "true" });
+  const flat = side === "bottom" || side === "top";
+  const across = flat ? chart.height : chart.width;
+  const start = side === "bottom" ? chart.height : side === "right" ? chart.width : 0;
+  const values = scale.kind === "band" ? scale.domain : Array.isArray(ticks) ? ticks : scale.ticks(ticks);
+  for (const value of values) {
+    const p = scale(value) + (scale.kind === "band" ? scale.width / 2 : 0);
+    if (grid && scale.kind !== "band") group.append(svg("line", flat ? { x1: p, x2: p, y1: 0, y2: across } : { x1: 0, x2: across, y1: p, y2: p }));
+    if (flat) label(group, text(value), p, start + (side === "bottom" ? 16 : -6), { anchor: "middle", colour: "quiet", size: 11 });
+    else label(group, text(value), side === "left" ? -8 : start + 8, p, { anchor: side === "left" ? "end" : "start", colour: "quiet", size: 11, middle: true });
+  }
+  if (line && scale.kind !== "band") group.append(svg("line", { class: "base", ...(flat ? { x1: 0, x2: chart.width, y1: start, y2: start } : { x1: start, x2: start, y1: 0, y2: chart.height }) }));
+  if (title && flat) label(group, title, chart.width / 2, start + (side === "bottom" ? 31 : -20), { anchor: "middle", colour: "quiet", size: 11 });
+  if (title && !flat) {
+    const x = side === "left" ? -chart.margin.left + 12 : chart.width + chart.margin.right - 4;
+    label(group, title, x, chart.height / 2, { anchor: "middle", colour: "quiet", size: 11, rotate: -90 });
+  }
+  chart.plot.append(group);
+  return group;
+}
+
+/** The fill of a mark: a colour, or with `pattern` a hatch of it ("hatch", "dots", "cross"), so that colour is not the only sign. */
+export function fillOf(chart, colour, pattern) {
+  if (!pattern) return colour;
+  const id = `${pattern}-${colour.replace(/[^a-z0-9]/gi, "")}-${chart.root.dataset.id ?? (chart.root.dataset.id = String(serial++))}`;
+  if (!chart.root.querySelector(`#${id}`)) {
+    const marks = { hatch: [["path", { d: "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2", stroke: colour, "stroke-width": 1.4 }]], dots: [["circle", { cx: 3, cy: 3, r: 1.2, fill: colour }]], cross: [["path", { d: "M0,0 l6,6 M6,0 l-6,6", stroke: colour, "stroke-width": 1 }]] }[pattern];
+    chart.root.prepend(svg("defs", null, svg("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse" }, svg("rect", { width: 6, height: 6, fill: colour, opacity: 0.22 }), marks.map(([tag, a]) => svg(tag, a)))));
+  }
+  return `url(#${id})`;
+}
+let serial = 0;
+
+/** One rectangle with an optional tooltip; negative sizes become zero. Options: fill, pattern, formula, focus, round, stroke, onclick. */
+export function rect(chart, x, y, width, height, { fill = "compute", pattern = null, formula: text = "", focus = true, round = 1, stroke = null, onclick = null, opacity = null } = {}) {
+  const node = svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), rx: round, fill: fillOf(chart, fill, pattern), stroke, onclick, opacity });
+  if (onclick) activate(node, onclick);
+  if (text) formula(node, text, { focus });
+  chart.plot.append(node);
+  return node;
+}
+
+/** Make a drawn element react to Enter and Space like a button. */
+export function activate(node, action) {
+  node.setAttribute("tabindex", "0");
+  node.setAttribute("role", "button");
+  node.classList.add("active");
+  node.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), action(event)));
+  return node;
+}
+
+/** Bars: rows [{ label, value, start = 0, colour, pattern, formula, text }] on scales { x, y }; horizontal if y is the band. */
+export function bars(chart, rows, { x, y, text = null, focus = true } = {}) {
+  const flat = y.kind === "band";
+  for (const row of rows) {
+    const from = row.start ?? 0, options = { fill: row.colour ?? "compute", pattern: row.pattern, formula: row.formula, focus };
+    if (flat) rect(chart, Math.min(x(from), x(from + row.value)), y(row.label), Math.abs(x(from + row.value) - x(from)), y.width, options);
+    else rect(chart, x(row.label), Math.min(y(from), y(from + row.value)), x.width, Math.abs(y(from) - y(from + row.value)), options);
+    const words = row.text ?? (text && text(row.value));
+    if (words && flat) label(chart, words, x(from + Math.max(0, row.value)) + 6, y(row.label) + y.width / 2, { middle: true, size: 11, halo: true });
+    else if (words) label(chart, words, x(row.label) + x.width / 2, y(from + Math.max(0, row.value)) - 5, { anchor: "middle", size: 11, halo: true });
+  }
+}
+
+/** Stacked bars: rows [{ label, parts: [{ name, value, colour, pattern, formula }] }] on scales { x, y }; horizontal if y is the band. */
+export function stacked(chart, rows, { x, y, focus = true } = {}) {
+  const flat = y.kind === "band";
+  for (const row of rows) {
+    let sum = 0;
+    for (const part of row.parts) {
+      if (!(part.value > 0)) continue;
+      const options = { fill: part.colour, pattern: part.pattern, formula: part.formula, focus, round: 0 };
+      if (flat) rect(chart, x(sum), y(row.label), x(sum + part.value) - x(sum), y.width, options);
+      else rect(chart, x(row.label), y(sum + part.value), x.width, y(sum) - y(sum + part.value), options);
+      sum += part.value;
+    }
+  }
+}
+
+/** A line through points [{ x, y }] (null y: a gap). Options: x, y scales, colour, dash, width, steps (staircase), dots. */
+export function line(chart, points, { x, y, colour = "compute", dash = null, width = 2, steps = false, dots = false, formula: text = null } = {}) {
+  let path = "", pen = false, last = null;
+  for (const p of points) {
+    if (p.y === null || p.y === undefined || !Number.isFinite(p.y)) { pen = false; continue; }
+    const [px, py] = [x(p.x), y(p.y)].map((v) => Number(v.toFixed(2)));
+    path += pen ? (steps ? `H${px}V${py}` : `L${px},${py}`) : `M${px},${py}`;
+    pen = true;
+    last = [px, py];
+  }
+  const node = svg("path", { d: path, fill: "none", stroke: colour, "stroke-width": width, "stroke-dasharray": dash, "stroke-linejoin": "round", "stroke-linecap": "round" });
+  chart.plot.append(node);
+  if (text) formula(node, text, { focus: false });
+  if (dots) scatter(chart, points.filter((p) => Number.isFinite(p.y)), { x, y, colour, radius: 3 });
+  return { node, last };
+}
+
+/** The area between points [{ x, y, base = 0 }] and their base. Options: x, y, colour, opacity, steps. */
+export function area(chart, points, { x, y, colour = "compute", opacity = 0.2, pattern = null, steps = false } = {}) {
+  const up = [], down = [];
+  points.forEach((p, i) => {
+    if (steps && i) up.push([x(p.x), y(points[i - 1].y)]), down.push([x(p.x), y(points[i - 1].base ?? 0)]);
+    up.push([x(p.x), y(p.y)]);
+    down.push([x(p.x), y(p.base ?? 0)]);
+  });
+  const path = [...up, ...down.reverse()].map(([a, b], i) => `${i ? "L" : "M"}${a.toFixed(2)},${b.toFixed(2)}`).join("");
+  const node = svg("path", { d: `${path}Z`, fill: fillOf(chart, colour, pattern), opacity });
+  chart.plot.append(node);
+  return node;
+}
+
+const SHAPES = { circle: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0`, square: (r) => `M${-r},${-r}h${2 * r}v${2 * r}h${-2 * r}Z`, diamond: (r) => `M0,${-1.3 * r}L${1.3 * r},0L0,${1.3 * r}L${-1.3 * r},0Z`, triangle: (r) => `M0,${-1.2 * r}L${1.1 * r},${0.8 * r}H${-1.1 * r}Z`, cross: (r) => `M${-r},${-r}L${r},${r}M${-r},${r}L${r},${-r}` };
+
+/** Points [{ x, y, colour, shape, formula, label, onclick }]. shape: circle|square|diamond|triangle|cross. */
+export function scatter(chart, points, { x, y, colour = "compute", radius = 5, shape = "circle", focus = true } = {}) {
+  return points.map((p) => {
+    const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: kind === "cross" ? p.colour ?? colour : "surface", "stroke-width": kind === "cross" ? 2 : 1, class: "point", onclick: p.onclick ?? null });
+    if (p.onclick) activate(node, p.onclick);
+    if (p.formula) formula(node, p.formula, { focus });
+    chart.plot.append(node);
+    if (p.label) label(chart, p.label, x(p.x) + radius + 4, y(p.y), { middle: true, size: 11, halo: true });
+    return node;
+  });
+}
+
+/** A heat map: cells [{ x, y, share (0..1, null: empty), text, reason, formula, chosen, onclick }] on band scales { x, y }. */
+export function heatmap(chart, cells, { x, y } = {}) {
+  for (const cell of cells) {
+    const left = x(cell.x), top = y(cell.y), empty = cell.share === null || cell.share === undefined;
+    const node = rect(chart, left, top, x.width, y.width, { fill: empty ? "grid" : `color-mix(in oklab, var(--heat-high) ${Math.round(100 * cell.share)}%, var(--heat-low))`, pattern: null, formula: cell.formula, round: 3, onclick: cell.onclick ?? null });
+    if (cell.onclick) node.setAttribute("aria-label", cell.formula ?? cell.text ?? "");
+    if (cell.chosen) node.classList.add("chosen");
+    const dark = !empty && cell.share > 0.55;
+    const words = empty ? cell.reason : cell.text;
+    if (words) label(chart, words, left + x.width / 2, top + y.width / 2, { anchor: "middle", middle: true, size: empty ? 9.5 : 11, colour: empty ? "quiet" : dark ? "heat-ink-high" : "heat-ink-low" }).style.pointerEvents = "none";
+  }
+}
+
+/** A legend: items [{ label, colour, pattern, shape: "line"|"box", dash, value }]. Returns the list element. */
+export function legend(items) {
+  return h("ul", { class: "legend" }, items.map((item) => {
+    const root = svg("svg", { width: 16, height: 12, "aria-hidden": "true" });
+    const mark = item.shape === "line" ? svg("line", { x1: 0, x2: 16, y1: 6, y2: 6, stroke: item.colour, "stroke-width": 2.5, "stroke-dasharray": item.dash ?? null }) : svg("rect", { width: 14, height: 12, rx: 2, fill: fillOf({ root }, item.colour, item.pattern) });
+    root.append(mark);
+    return h("li", null, root, h("span", null, item.label), item.value !== undefined ? h("b", null, item.value) : null);
+  }));
+}
+
+/** A canvas of `height` CSS pixels as wide as the element, sharp at any device-pixel ratio. paint(context, width, height).
+ *  Returns { node, repaint }. Give it an accessible name with `label`. */
+export function canvas(element, paintOn, { height = 300, label: name = "" } = {}) {
+  const node = h("canvas", { role: "img", "aria-label": name, tabindex: "0" });
+  element.append(node);
+  const repaint = () => {
+    const width = Math.max(260, element.clientWidth), ratio = window.devicePixelRatio || 1;
+    if (node.width !== Math.round(width * ratio) || node.height !== Math.round(height * ratio)) {
+      node.width = Math.round(width * ratio);
+      node.height = Math.round(height * ratio);
+      node.style.width = `${width}px`;
+      node.style.height = `${height}px`;
+    }
+    const context = node.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, height);
+    paintOn(context, width, height);
+  };
+  repaint();
+  return { node, repaint };
+}
+
+/** A table: columns [{ title, key | value(row), text(value, row), align: "right", formula(row) }]. Options: caption, onrow(row), chosen(row), most. */
+export function table(columns, rows, { caption = "", onrow = null, chosen = null, rowLabel = null } = {}) {
+  const cell = (column, row, first) => {
+    const value = column.value ? column.value(row) : row[column.key];
+    const words = column.text ? column.text(value, row) : value;
+    const node = h(first ? "th" : "td", { class: column.align === "right" ? "number" : null, scope: first ? "row" : null }, words instanceof Node ? words : String(words ?? "–"));
+    return column.formula ? formula(node, column.formula(row), { focus: false }) : node;
+  };
+  const body = rows.map((row) => {
+    const cells = columns.map((column, i) => cell(column, row, i === 0));
+    if (onrow) cells.push(h("td", null, h("button", { type: "button", class: "small", onclick: () => onrow(row), "aria-label": rowLabel?.(row) ?? null }, "Use")));
+    return h("tr", { class: chosen?.(row) ? "chosen" : null }, cells);
+  });
+  const head = h("tr", null, columns.map((c) => h("th", { scope: "col", class: c.align === "right" ? "number" : null }, c.title)), onrow ? h("th", { scope: "col" }, h("span", { class: "hidden" }, "Use")) : null);
+  return h("div", { class: "table", tabindex: "0", role: "region", "aria-label": caption || "Table" }, h("table", null, caption ? h("caption", null, caption) : null, h("thead", null, head), h("tbody", null, body)));
+}
+
+// Parts of a view.
+
+/** The frame of one figure: a heading, one sentence that says what to see, then children. Returns the section; append figures to it. */
+export function panel(title, sentence, ...children) {
+  return h("section", { class: "panel" }, title ? h("h3", null, title) : null, sentence ? h("p", { class: "sentence" }, sentence) : null, ...children);
+}
+
+/** One number with its name: stat("Step time", "70.9 s", { detail: "57 to 103 s", formula, tone: "good"|"bad"|"warn" }). */
+export function stat(name, value, { detail = "", formula: text = "", tone = "" } = {}) {
+  const node = h("div", { class: `stat ${tone}` }, h("span", { class: "name" }, name), h("b", null, value), detail ? h("span", { class: "detail" }, detail) : null);
+  return text ? formula(node, text) : node;
+}
+
+/** A labelled select: choice("Order by", [["time", "step time"], …] or ["a", "b"], value, onchange(value)). */
+export function choice(name, values, value, onchange) {
+  const pairs = values.map((v) => (Array.isArray(v) ? v : [v, String(v)]));
+  const select = h("select", { onchange: () => onchange(pairs[select.selectedIndex][0]) }, pairs.map(([v, words]) => h("option", { selected: v === value }, words)));
+  return h("label", { class: "control" }, h("span", null, name), select);
+}
+
+/** A labelled slider with its value as text: slider("GPUs", { min, max, step, value, text(v), oninput(v) }); pass `values` for a list of stops. */
+export function slider(name, { min = 0, max = 100, step = 1, value, values = null, text = (v) => format.number(v), oninput }) {
+  const stops = values ?? null;
+  const position = stops ? Math.max(0, stops.findIndex((v) => v >= value)) : value;
+  const output = h("output", null, text(value));
+  const at = (input) => (stops ? stops[Number(input.value)] : Number(input.value));
+  const input = h("input", { type: "range", min: stops ? 0 : min, max: stops ? stops.length - 1 : max, step: stops ? 1 : step, value: position, "aria-valuetext": text(value), oninput: () => {
+    output.textContent = text(at(input));
+    input.setAttribute("aria-valuetext", text(at(input)));
+    oninput(at(input));
+  } });
+  return h("label", { class: "control" }, h("span", null, name, " ", output), input);
+}
+
+/** A labelled checkbox. */
+export function toggle(name, value, onchange) {
+  const input = h("input", { type: "checkbox", checked: value, onchange: () => onchange(input.checked) });
+  return h("label", { class: "control check" }, input, h("span", null, name));
+}

@@ -1,0 +1,56 @@
+// Numbers as text: a value in SI units becomes three significant digits with the unit that a person would choose.
+
+const PREFIXES = [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+
+/** Three significant digits without an exponent: 1234 → "1,234", 12.345 → "12.3". */
+export function number(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  const places = size === 0 ? 0 : Math.max(0, Math.min(12, digits - 1 - Math.floor(Math.log10(size))));
+  const text = value.toLocaleString("en-US", { maximumFractionDigits: places, minimumFractionDigits: 0 });
+  return text.replace("-", "−");
+}
+
+/** A whole number with separators: 16384 → "16,384". */
+export const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
+
+function scaled(value, unit, digits) {
+  const size = Math.abs(value);
+  for (const [factor, prefix] of PREFIXES) if (size >= factor * 0.9995) return `${number(value / factor, digits)} ${prefix}${unit}`;
+  return `${number(value, digits)} ${unit}`;
+}
+
+/** Seconds: 0.08192 → "81.9 ms", 93784 → "1.09 days". */
+export function seconds(value, digits = 3) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return number(value);
+  const size = Math.abs(value);
+  if (size >= 86400) return `${number(value / 86400, digits)} days`;
+  if (size >= 3600) return `${number(value / 3600, digits)} h`;
+  if (size >= 1 || size === 0) return `${number(value, digits)} s`;
+  if (size >= 1e-3) return `${number(value * 1e3, digits)} ms`;
+  if (size >= 1e-6) return `${number(value * 1e6, digits)} µs`;
+  return `${number(value * 1e9, digits)} ns`;
+}
+
+/** Bytes with decimal prefixes: 6.06e12 → "6.06 TB". */
+export const bytes = (value, digits = 3) => scaled(value, "B", digits);
+/** Bytes per second: 4e10 → "40 GB/s". */
+export const rate = (value, digits = 3) => scaled(value, "B/s", digits);
+/** Memory given in GiB: 61.52 → "61.5 GiB"; below 1 GiB in MiB. */
+export const gib = (value, digits = 3) => (Math.abs(value) >= 1 || value === 0 ? `${number(value, digits)} GiB` : `${number(value * 1024, digits)} MiB`);
+/** Floating-point operations: 9.89e14 → "989 TFLOP". */
+export const flops = (value, digits = 3) => scaled(value, "FLOP", digits);
+/** A count with a short suffix: 7.06e10 → "70.6B". */
+export function count(value, digits = 3) {
+  for (const [factor, suffix] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+    if (Math.abs(value) >= factor * 0.9995) return `${number(value / factor, digits)}${suffix}`;
+  }
+  return number(value, digits);
+}
+/** A share from 0 to 1: 0.2727 → "27.3%". */
+export const percent = (value, places = 1) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(places).replace("-", "−")}%`);
+/** A signed change: 0.12 → "+12%". */
+export const change = (value, places = 0) => `${value > 0 ? "+" : value < 0 ? "−" : "±"}${Math.abs(100 * value).toFixed(places)}%`;
+/** The formatter for a unit as Python names it in keys: s, bytes, gib, flops, share, count. */
+export const by = { s: seconds, bytes, gib, flops, share: percent, count, rate, number };

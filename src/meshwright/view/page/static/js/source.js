@@ -1,0 +1,75 @@
+// Where data comes from: the server, or the JSON inside a file that a command wrote. Views do not see the difference.
+
+const element = document.getElementById("meshwright-data");
+const embedded = element ? JSON.parse(element.textContent) : null;
+
+/** Whether a server answers: false in a written file. */
+export const live = embedded === null;
+/** The state in a written file, or null. */
+export const state = embedded?.state ?? null;
+/** The command that opens the live page. */
+export const command = embedded?.command ?? "meshwright web";
+/** Whether a written file has the data of a view. */
+export const has = (name) => live || name in embedded.views;
+
+/** An error in the one shape of Meshwright: { code, what, why, valid, fix }. */
+export class Refusal extends Error {
+  constructor(error) {
+    super(error.what);
+    this.error = error;
+  }
+}
+
+async function failure(response) {
+  try {
+    const body = await response.json();
+    if (body.error) return new Refusal(body.error);
+  } catch { /* not JSON: described below */ }
+  return new Refusal({ code: `HTTP ${response.status}`, what: "the server did not answer", why: response.statusText, valid: [], fix: "" });
+}
+
+async function ask(path, { body, signal } = {}) {
+  const options = body === undefined ? { signal } : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refusal({ code: "offline", what: "the server does not answer", why: "It was stopped, or the connection broke", valid: [], fix: command });
+  }
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+const json = async (path, options) => (await ask(path, options)).json();
+
+/** Data of views: onanswer({ view, data, compare_data, final, error }) for each line as it arrives. Throws a Refusal, or AbortError. */
+export async function views({ config, views: names, options, compare }, signal, onanswer) {
+  if (!live) {
+    for (const view of names) {
+      const found = embedded.views[view];
+      onanswer(found ? { view, final: true, ...found } : { view, final: true, error: { code: "", what: "this file does not have this view", why: "It was written without it", valid: [], fix: command } });
+    }
+    return;
+  }
+  const response = await ask("/api/views", { body: { config, views: names, options, compare }, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    rest += value ?? "";
+    const lines = rest.split("\n");
+    rest = done ? "" : lines.pop();
+    for (const line of lines) if (line.trim()) onanswer(JSON.parse(line));
+    if (done) return;
+  }
+}
+
+export const catalog = () => (live ? json("/api/catalog") : Promise.resolve(embedded.catalog));
+export const choices = (config, signal) => json("/api/choices", { body: config, signal });
+export const text = (config, signal) => json("/api/text", { body: config, signal });
+export const plan = (config, signal) => json("/api/plan", { body: config, signal });
+export const model = (table) => json("/api/model", { body: table });
+export const cluster = (toml) => json("/api/cluster", { body: { toml } });
+export const runs = (signal) => json("/api/runs", { signal });
+export const run = (name, signal) => json(`/api/runs/${encodeURIComponent(name)}`, { signal });

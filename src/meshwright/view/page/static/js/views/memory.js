@@ -1,0 +1,73 @@
+// Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
+
+import { area, axis, band, choice, figure, format, h, label, legend, linear, line, panel, stacked, stat, svg } from "meshwright/draw.js";
+
+export const view = {
+  name: "memory",
+  title: "Memory per GPU",
+  short: "Memory",
+  group: "this plan",
+  sentence: "Each bar is the peak of one pipeline stage’s GPUs, split by what fills it. A bar beyond the dashed line does not fit.",
+  draw(element, data, context) {
+    element.append(h("div", { class: "stats" }, ...stats(data)));
+    const bars = panel("By pipeline stage", data.stages.length > 1 ? "Early stages hold the activations of more micro-batches in flight." : "One stage: all GPUs hold the same.");
+    element.append(bars);
+    stages(bars, data, context.compare);
+    const time = panel("Over time within the step", data.timeline.sentence);
+    if (data.stages.length > 1) time.append(h("div", { class: "controls" }, choice("Stage", data.stages.map((s) => [s.stage, `stage ${s.stage}`]), data.timeline.stage, (stage) => context.setOptions({ stage }))));
+    element.append(time);
+    overTime(time, data);
+  },
+};
+
+function stats(data) {
+  const room = data.limit_gib - data.peak_gib;
+  return [
+    stat("Peak, fullest stage", format.gib(data.peak_gib), { detail: `of ${format.gib(data.limit_gib)} usable`, tone: room < 0 ? "bad" : "good", formula: data.formulas.peak }),
+    stat(room < 0 ? "Over the limit" : "Free", format.gib(Math.abs(room)), { detail: format.percent(Math.abs(room) / data.limit_gib), tone: room < 0 ? "bad" : "" }),
+    stat("Model states", format.gib(data.states_gib), { detail: "parameters, gradients, optimizer", formula: data.formulas.states }),
+    stat("Activations", format.gib(data.activations_gib), { detail: data.in_flight_text, formula: data.formulas.activations }),
+  ];
+}
+
+/** The stacked bars of the stages; with a second plan, its bar under each. Shared with the overview. */
+export function stages(element, data, compare, { most = 16 } = {}) {
+  const shown = data.stages.length > most ? [...data.stages.slice(0, most / 2), ...data.stages.slice(-most / 2)] : data.stages;
+  const row = (prefix, stage) => ({ label: `${prefix}stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ ...p, value: p.gib, colour: p.colour, pattern: p.pattern, formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) });
+  const rows = shown.flatMap((stage) => {
+    const other = compare?.stages.find((s) => s.stage === stage.stage);
+    return compare ? [row("1 · ", stage), ...(other ? [row("2 · ", other)] : [])] : [row("", stage)];
+  });
+  const most_gib = Math.max(data.limit_gib, ...rows.map((r) => r.total)) * 1.02;
+  const chart = figure(element, { height: 56 + Math.min(26, 220 / Math.sqrt(rows.length)) * rows.length, left: compare ? 78 : 62, right: 64, bottom: 40, label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${format.gib(r.total)}`).join(", ")}; the limit is ${format.gib(data.limit_gib)}` });
+  const x = linear([0, most_gib], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height]);
+  axis(chart, x, "bottom", { label: "GiB per GPU" });
+  axis(chart, y, "left");
+  stacked(chart, rows, { x, y });
+  for (const r of rows) label(chart, format.gib(r.total), x(r.total) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, colour: r.total > data.limit_gib ? "bad" : "ink", weight: 600, halo: true });
+  limit(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
+  if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
+  element.append(legend(data.parts.map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
+  return chart;
+}
+
+function limit(chart, x, text) {
+  chart.plot.append(svg("line", { x1: x, x2: x, y1: -4, y2: chart.height, stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
+  label(chart, text, x - 4, -2, { anchor: "end", size: 11, colour: "bad", halo: true });
+}
+
+function overTime(element, data) {
+  const { points, total_s: total, constant_gib: constant, peak_gib: peak } = data.timeline;
+  const chart = figure(element, { height: 230, left: 56, label: `Memory of stage ${data.timeline.stage} over one step: ${format.gib(constant)} constant, peak ${format.gib(peak)}` });
+  const unit = total >= 1 ? ["s", 1] : ["ms", 1e3];
+  const x = linear([0, total], [0, chart.width]), y = linear([0, Math.max(peak, data.limit_gib) * 1.05], [chart.height, 0]);
+  axis(chart, y, "left", { label: "GiB" });
+  axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
+  const steps = points.map(([t, gib]) => ({ x: t, y: constant + gib, base: constant }));
+  area(chart, [{ x: 0, y: constant }, { x: total, y: constant }], { x, y, colour: "parameters", opacity: 0.45 });
+  area(chart, steps, { x, y, colour: "activations", opacity: 0.75, steps: true });
+  line(chart, steps, { x, y, colour: "activations", steps: true, width: 1.2 });
+  chart.plot.append(svg("line", { x1: 0, x2: chart.width, y1: y(data.limit_gib), y2: y(data.limit_gib), stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
+  label(chart, `limit ${format.gib(data.limit_gib)}`, chart.width, y(data.limit_gib) - 5, { anchor: "end", size: 11, colour: "bad", halo: true });
+  element.append(legend([{ label: "states, working memory, context: constant", colour: "parameters" }, { label: "activations in flight", colour: "activations" }]));
+}
