@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := train,dev
+EXTRAS := train,web,dev
 
 .PHONY: setup demo test lint bench soak pages clean
 

@@ -62,6 +62,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
     "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
     "calibrate": Command("Fit a cluster file to the results of `bench`, and say whether the network is normal."),
+    "web": Command("Serve a page in the browser: plans, predictions, timelines and runs, live."),
     "report": Command("Write one HTML page about training runs: proof, loss, predicted and measured values."),
     "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
     "config": Command(

@@ -76,6 +76,22 @@ class Config:
         return cls._resolved(draft, overrides)
 
     @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Self:
+        """A plan file that another program sent, as nested tables: names are those of the catalog, and no file is read."""
+        if "extends" in document:
+            raise MeshwrightError(
+                "MW-CONF-012",
+                "extends names a file, and a plan sent as JSON cannot read files",
+                why="Only the names of the catalog may be extended, inside a section",
+                fix="send the sections of that file in full",
+            )
+        draft = Draft(files=False)
+        for section, part in document.items():
+            if part is not None and part != "":
+                draft.merge(section, part, "the request", HERE)
+        return cls._resolved(draft, ())
+
+    @classmethod
     def _resolved(cls, draft: Draft, overrides: Iterable[str]) -> Self:
         for override in overrides:
             draft.override(override)

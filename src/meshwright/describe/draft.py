@@ -48,7 +48,8 @@ class Source(NamedTuple):
 class Draft:
     """`tables` by section; `origins` by the dotted path of each value in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: bool = True) -> None:
+        self.files = files  # False: names are those of the catalog and never paths, for input of another program
         self.tables: dict[str, dict[str, Any]] = {}
         self.origins: dict[str, str] = {}
         self.reading: tuple[Path, ...] = ()  # files that are being read, from the outermost on
@@ -102,9 +103,9 @@ class Draft:
                 f"[{path}] cannot start from {shown(name)}",
                 why="The catalog has no entries for this table" if not kind else "A name is a string",
             )
-        if kind == "clusters" and name.endswith(".toml"):
+        if self.files and kind == "clusters" and name.endswith(".toml"):
             return self._cluster_of_file(folder / name)
-        if kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
+        if self.files and kind == "models" and (name.endswith(".json") or (folder / name / "config.json").is_file()):
             table, origin = hf.read(str(folder / name)).as_dict(), str(folder / name)
         else:
             catalog.load(kind, name)

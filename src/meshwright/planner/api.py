@@ -17,6 +17,7 @@ from meshwright.planner.advice.infeasible import no_plan, none_fits
 from meshwright.planner.question import Question, read
 from meshwright.planner.result import Result
 from meshwright.planner.search.branch_and_bound import Progress
+from meshwright.planner.search.common_plans import common_choices
 from meshwright.planner.search.solve import solve
 from meshwright.units import parse_rate
 
@@ -31,6 +32,7 @@ def plan(
     sites: int = 0,
     line: str | float = "",
     top: int = 10,
+    common: bool = False,
     progress: Progress | None = None,
     **question: Any,
 ) -> Result:
@@ -39,8 +41,11 @@ def plan(
     `nodes`, `gpus`, `batch`, `seq`, `tokens`, `stack` and `settings` describe the training (`question.read` has their types);
     `fix={"tp": 8}`, `most={"pp": 4}`, `least`, `without=["zero3"]`, `allow` constrain the search; `headroom="10%"` is memory to leave free.
     `mtbf="3h"`, `checkpoint="60s"`, `restart="5min"` add the time lost to failures; `sites=2, line="100Gb/s"` the cost of several such clusters.
+    `common`: search the common plans only, for a first answer in less than a second (`search.common_plans`).
     """
     request = read(model, cluster, **question)
+    if common:
+        request = replace(request, choices=common_choices(request.choices, request.space()))
     world = request.config.cluster.world
     failures = goodput.read_reliability(world, mtbf, checkpoint, restart) if mtbf or checkpoint or restart else None
     between = line_rate(sites, line)

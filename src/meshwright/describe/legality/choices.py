@@ -1,0 +1,167 @@
+"""The values that each field of a plan can take here: which are legal, what must change with them, and why the others are not.
+
+A person who moves one slider keeps the number of GPUs in mind: halving tp should double the data-parallel degree, not break the plan. So a
+value that is not legal alone is completed: by the data-parallel degree, sequence, experts and micro-batch (`fixes.completed`), and by the
+changes that the broken rules propose. The first completed plan that breaks no rule makes the value a legal choice, with its `changes`. A
+value without one is not legal, and its reason is the first rule that it breaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, get_args
+
+import numpy as np
+
+from meshwright.describe.legality.case import NUMBERS, WORDS, Case, Flag
+from meshwright.describe.legality.fixes import completed, divisors
+from meshwright.describe.legality.rules import rules_for
+from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.schedules import RULES
+
+MOST_VALUES = 48  # of one field
+MOST_TRIED = 12  # completions of one value
+MOST_VIRTUAL, MOST_MICROBATCH = 16, 64
+DEGREES = ("replicate", "shard", "tp", "cp", "pp")
+FREE_DEGREES = tuple(2**k for k in range(11))  # where the cluster has no size
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a field. `changes` are other fields to set together with it; `reason` names them, or says why the value is not legal."""
+
+    value: Any
+    legal: bool
+    reason: str = ""
+    changes: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "legal": self.legal, "reason": self.reason, "changes": self.changes or {}}
+
+
+def choices(case: Case, legal: Callable[[Case], Flag]) -> dict[str, list[Choice]]:
+    """The choices of every field that is a number, a word or a flag."""
+    return {field: _choices(case, field, values, legal) for field, values in candidates(case).items()}
+
+
+def candidates(case: Case) -> dict[str, list[Any]]:
+    """The values to offer for each field, in order; the present value is always among them."""
+    found: dict[str, list[Any]] = {name: list(words) for name, words in WORDS.items()}
+    world = case.cluster.world if "cluster" in case.given else 0
+    degrees = divisors(world) if world else list(FREE_DEGREES)
+    found |= dict.fromkeys(DEGREES, degrees)
+    experts = case.model.experts if "model" in case.given else 0
+    batch = case.workload.batch // case.dp if "workload" in case.given and case.workload.batch % case.dp == 0 else 0
+    found |= {
+        "virtual": list(range(1, MOST_VIRTUAL + 1)),
+        "ep": divisors(experts) if experts else [1],
+        "expert_tp": [0, *divisors(case.tp)] if experts else [0],
+        "microbatch": [d for d in divisors(batch) if d <= MOST_MICROBATCH] if batch else list(FREE_DEGREES[:7]),
+        "zero": [0, 1, 2, 3],
+        "sp": [False, True],
+        "master": [False, True],
+    }
+    return {name: _around(values, case.setting(f"plan.{name}")) for name, values in found.items()}
+
+
+def _around(values: list[Any], present: Any) -> list[Any]:
+    """The values with the present one, at most `MOST_VALUES` of them: those near it."""
+    if isinstance(present, str | bool):
+        return values
+    present = int(present)
+    near = sorted({*values, present}, key=lambda v: abs(math.log((v + 0.5) / (present + 0.5))))[:MOST_VALUES]
+    return sorted(near)
+
+
+def _choices(case: Case, field: str, values: list[Any], legal: Callable[[Case], Flag]) -> list[Choice]:
+    codes = np.array([WORDS[field].index(v) for v in values]) if field in WORDS else np.array(values)
+    alone = np.broadcast_to(np.asarray(legal(case.varied({field: codes}))), len(values))
+    return [
+        Choice(v, True) if good else _completed_choice(case, field, v, legal)
+        for v, good in zip(values, alone, strict=True)
+    ]
+
+
+def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case], Flag]) -> Choice:
+    chosen = {f"plan.{field}": value}
+    for settings in islice(_completions(case, field, value), MOST_TRIED):
+        for trial in (settings, completed(case, settings) | chosen):
+            if trial != chosen and bool(legal(case.but(trial))):
+                changes = {
+                    k.removeprefix("plan."): v
+                    for k, v in trial.items()
+                    if k != f"plan.{field}" and case.setting(k) != v
+                }
+                return Choice(
+                    value, True, "also sets " + ", ".join(f"{k} = {_shown(v)}" for k, v in changes.items()), changes
+                )
+    broken = _first_broken(case.but(chosen))
+    found = broken.explain(case.but(chosen)) if broken else None
+    return Choice(value, False, ". ".join(filter(None, (found.what, found.why))) if found else "")
+
+
+def _completions(case: Case, field: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Settings that contain the chosen value, the likeliest first: alone, with its usual companions, with what broken rules propose."""
+    chosen = {f"plan.{field}": value}
+    usual = {f"plan.{k}": v for k, v in _companions(case, field, value).items()}
+    if usual:
+        yield chosen | usual
+    yield chosen
+    for start in ({}, usual):
+        settings = chosen | start
+        broken = _first_broken(case.but(settings))
+        if broken is None:
+            continue
+        for fix in islice(broken.explain(case.but(settings)).fixes, MOST_TRIED):
+            if f"plan.{field}" not in fix and not any(path.startswith("workload.") for path in fix):
+                yield settings | dict(fix)
+
+
+def _companions(case: Case, field: str, value: Any) -> dict[str, Any]:
+    """Fields that people change together with this one."""
+    match field:
+        case "zero" if value == 0:
+            return {"replicate": case.dp, "shard": 1}
+        case "zero" if case.zero == 0:
+            return {"replicate": 1, "shard": case.dp}
+        case "shard" | "replicate" if case.dp % value == 0:
+            other = {"shard": "replicate", "replicate": "shard"}[field]
+            companion = {other: case.dp // value}
+            shard = value if field == "shard" else case.dp // value
+            return companion | ({"zero": 1} if shard > 1 and case.zero == 0 else {})
+        case "schedule":
+            rule = RULES[value]
+            return {"virtual": min(max(case.virtual, rule.virtual), rule.most_virtual)}
+        case "virtual":
+            one = RULES[case.word("schedule")].most_virtual == 1
+            return {"schedule": "interleaved"} if value > 1 and one else {"schedule": "1f1b"} if value == 1 else {}
+        case "pp" if value == 1:
+            return {"virtual": 1, "schedule": "1f1b"}
+        case "recompute":
+            reset = {"recompute_every": 1, "recompute_layers": 0} if value != "full" else {}
+            return reset | ({"recompute_budget": 0.0} if value != "auto" else {})
+    return {}
+
+
+def _first_broken(case: Case) -> Any:
+    return next((rule for rule in rules_for(case.given) if rule.broken(case)), None)
+
+
+def _shown(value: Any) -> str:
+    return (
+        str(value).lower() if isinstance(value, bool) else str(list(value)) if isinstance(value, tuple) else str(value)
+    )
+
+
+def word_values() -> dict[str, list[Any]]:
+    """The values of the fields that no rule reads: every one of them is legal everywhere."""
+    read = {*NUMBERS, *WORDS, "order", "layers_per_stage"}
+    out: dict[str, list[Any]] = {}
+    for name, info in PlanFields.model_fields.items():
+        options = get_args(info.annotation)
+        if name not in read and options and all(isinstance(option, str) for option in options):
+            out[name] = list(options)
+    return out

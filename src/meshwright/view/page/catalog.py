@@ -1,0 +1,57 @@
+"""What the page's inputs offer: the entries of the catalog with one line about each, schedules, fields and presets."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from meshwright.describe import catalog
+from meshwright.describe.config import CLASSES
+from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.schedules import RULES
+from meshwright.units import format_bytes, format_count, format_rate
+from meshwright.view.page.presets import PRESETS
+from meshwright.view.page.registry import VIEWS
+
+
+@cache
+def listing() -> dict[str, Any]:
+    """Models, clusters, accelerators, links and stacks by name; schedules; the fields of workload and plan; presets; views."""
+    return {
+        "models": [model_line(name) for name in catalog.names("models")],
+        "clusters": [cluster_line(name) for name in catalog.names("clusters")],
+        "accelerators": [{"name": name} for name in catalog.names("accelerators")],
+        "links": [{"name": name} for name in catalog.names("links")],
+        "stacks": [{"name": name, "about": catalog.load("stacks", name).source} for name in catalog.names("stacks")],
+        "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in RULES.items()],
+        "fields": {name: fields_of(name) for name in ("workload", "plan")},
+        "presets": PRESETS,
+        "views": [{"name": v.name, "title": v.title, "kind": v.kind} for v in VIEWS.values()],
+    }
+
+
+def model_line(name: str) -> dict[str, Any]:
+    model = catalog.load("models", name)
+    active = f" ({format_count(model.active)} active)" if model.experts else ""
+    about = f"{format_count(model.total)}{active}, {model.describe_shape()}"
+    return {"name": name, "about": about, "parameters": model.total, "kind": model.kind, "seq": model.max_positions}
+
+
+def cluster_line(name: str) -> dict[str, Any]:
+    cluster = catalog.load("clusters", name)
+    links = [f"{level.link.name} {format_rate(cluster.device_bandwidth(k))}" for k, level in enumerate(cluster.levels)]
+    memory = format_bytes(cluster.accelerator.memory)
+    about = f"{cluster.node_size} × {cluster.accelerator.name} ({memory}) per node; " + ", ".join(dict.fromkeys(links))
+    return {"name": name, "about": about, "gpus": cluster.world, "node": cluster.node_size}
+
+
+def fields_of(section: str) -> dict[str, Any]:
+    """The fields of a section: default and description."""
+    cls = PlanFields if section == "plan" else CLASSES[section]
+    return {
+        name: {
+            "default": list(info.default) if isinstance(info.default, tuple) else info.default,
+            "about": info.description or "",
+        }
+        for name, info in cls.model_fields.items()
+    }

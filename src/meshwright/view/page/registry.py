@@ -1,0 +1,50 @@
+"""The views of the page, in the order of its navigation: one line per view.
+
+A view is a module of this folder with `data(subject) -> dict` and a module of the same name below `static/js/views/` that draws the data.
+`cheap` views follow from the estimate of one plan and are repainted at once; `search` views need the planner or many estimates, and appear
+first provisionally. Modules are imported when a view is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.errors import unknown
+from meshwright.view.page.subject import Subject
+
+CHEAP: Literal["cheap"] = "cheap"
+SEARCH: Literal["search"] = "search"
+
+
+@dataclass(frozen=True)
+class View:
+    """One view: its name, its title, the module with its `data` function, and how long that takes."""
+
+    name: str
+    title: str
+    module: str
+    kind: Literal["cheap", "search"] = CHEAP
+
+    def data(self, subject: Subject) -> dict[str, Any]:
+        found: dict[str, Any] = importlib.import_module(self.module).data(subject)
+        return found
+
+
+def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP, module: str = "") -> tuple[str, View]:
+    return name, View(name, title, f"meshwright.view.page.{module or name}", kind)
+
+
+VIEWS: dict[str, View] = dict(
+    [
+        _view("summary", "Summary"),
+    ]
+)
+
+
+def view(name: str) -> View:
+    """The view of a name."""
+    if name not in VIEWS:
+        raise unknown("MW-WEB-007", "view", str(name), VIEWS)
+    return VIEWS[name]

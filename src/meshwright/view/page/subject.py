@@ -1,0 +1,131 @@
+"""What a view is about: one configuration, the options of the view, and results that several views share.
+
+    subject = Subject(config)
+    memory.data(subject)              # a view: plain JSON values
+
+The estimate, the simulated step and the planner's result are computed when a view first asks for them, and once for all views of a
+request. A search may take seconds. `subject.provisional()` answers sooner with the best of the common plans: the views are the same, and
+the page draws them until the complete search is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.walked import WalkedStep
+from meshwright.describe.cluster import Cluster
+from meshwright.describe.config import Config
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError, kind_of, shown
+from meshwright.planner import api as planner
+from meshwright.planner.result import Result
+
+
+class Shared:
+    """Results that all views of one configuration share."""
+
+    def __init__(self, config: Config, question: Mapping[str, Any], result: Result | None = None) -> None:
+        self.config, self.question = config, dict(question)
+        if result is not None:
+            self.__dict__["result"] = result
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        c = self.config
+        return estimate(c.model, c.cluster, c.plan, c.workload, c.stack)
+
+    @cached_property
+    def result(self) -> Result:
+        return planner.plan(self.config, **self.question)
+
+    @cached_property
+    def common(self) -> Result:
+        """The result of a search of the common plans only (`planner.search.common_plans`)."""
+        return planner.plan(self.config, common=True, **self.question)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One configuration as a view sees it. `question` has the constraints of the search, as `planner.plan` takes them."""
+
+    config: Config
+    question: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_provisional: bool = False
+    shared: Shared = None  # type: ignore[assignment]  # made below where it is not given
+
+    def __post_init__(self) -> None:
+        if self.shared is None:
+            object.__setattr__(self, "shared", Shared(self.config, self.question))
+
+    def with_options(self, options: Mapping[str, Any]) -> Subject:
+        """The same configuration and results, with the options of another view."""
+        return replace(self, options=options)
+
+    def provisional(self) -> Subject:
+        """The subject whose `result` is the search of the common plans, which takes less than a second."""
+        return replace(self, is_provisional=True)
+
+    def with_plan(self, plan: Plan) -> Subject:
+        """The same model, cluster, stack and workload with another plan: the second plan of a comparison."""
+        return Subject(replace(self.config, plan=plan), self.question, self.options)
+
+    @property
+    def model(self) -> Model:
+        return self.config.model
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.config.cluster
+
+    @property
+    def stack(self) -> Stack:
+        return self.config.stack
+
+    @property
+    def workload(self) -> Workload:
+        return self.config.workload
+
+    @property
+    def plan(self) -> Plan:
+        return self.config.plan
+
+    @property
+    def estimate(self) -> Estimate:
+        """What `meshwright estimate` computes for the plan."""
+        return self.shared.estimate
+
+    @property
+    def walked(self) -> WalkedStep:
+        """The step simulated action by action, as `meshwright simulate` draws it."""
+        return self.shared.estimate.walked
+
+    @property
+    def result(self) -> Result:
+        """What `meshwright plan` finds; of a provisional subject, the result for the common plans."""
+        return self.shared.common if self.is_provisional else self.shared.result
+
+    def option(self, name: str, default: Any, valid: Iterable[Any] | None = None, most: float | None = None) -> Any:
+        """An option of the view, of the type of its default; it must be in `valid`, and a number between 0 and `most`."""
+        value = self.options.get(name, default)
+        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        choices = list(valid) if valid is not None else []
+        if type(value) is not type(default) and value not in choices:
+            why = f"It must be {kind_of(default)}"
+        elif choices and value not in choices:
+            why = "It must be one of the valid values"
+        elif most is not None and not 0 <= value <= most:
+            why = f"It must be from 0 to {most:,g}"
+        else:
+            return value
+        raise MeshwrightError(
+            "MW-WEB-008", f"option {name} = {shown(value)} of a view is not valid", why=why, valid=choices
+        )

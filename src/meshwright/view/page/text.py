@@ -1,0 +1,49 @@
+"""A configuration as text to copy: a plan file, and a command that estimates the same configuration."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from meshwright.describe.config import Config
+from meshwright.describe.draft import leaves
+
+FILE = "plan.toml"
+
+
+def texts(config: Config) -> dict[str, str]:
+    """The plan file, and a command. The command needs the file where a section is not from the catalog."""
+    return {"toml": config.to_toml(), "command": command(config)}
+
+
+def command(config: Config, name: str = "estimate") -> str:
+    """`meshwright estimate MODEL --cluster …` with the values that differ from the catalog, quoted for a shell."""
+    sections = config.to_dict()
+    words = ["meshwright", name]
+    settings: dict[str, Any] = {}
+    for section in ("model", "cluster", "stack"):
+        entry = sections[section]
+        table = {"extends": entry} if isinstance(entry, str) else dict(entry)
+        if "extends" not in table or any(isinstance(value, dict | list) for value in table.values()):
+            return shlex.join(["meshwright", name, "--plan", FILE])
+        base = str(table.pop("extends"))
+        words += [base] if section == "model" else [f"--{section}", base]
+        if section == "cluster" and "gpus" in table:
+            words += ["--gpus", str(table.pop("gpus"))]
+        settings |= {f"{section}.{key}": value for key, value in table.items()}
+    for section in ("workload", "plan"):
+        table = sections[section]
+        settings |= dict(leaves(table, section)) if isinstance(table, dict) and table else {}
+    for path, value in settings.items():
+        words += ["--set", f"{path}={_value(value)}"]
+    return shlex.join(words)
+
+
+def _value(value: Any) -> str:
+    """A value as `--set` reads it: TOML, or a bare word."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(json.dumps(item) for item in value) + "]"
+    return str(value)

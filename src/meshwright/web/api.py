@@ -1,0 +1,239 @@
+"""The routes below /api/: read a body, compute in a worker process, answer with JSON or with lines of JSON.
+
+POST /api/estimate, /api/plan, /api/simulate, /api/show     what the command of that name prints with --json
+POST /api/views         the data of several views, one line each as they are ready
+POST /api/choices       the values of each plan field: legal, with what changes, or why not
+POST /api/text          a plan file and a command to copy
+POST /api/model         a Hugging Face config.json to a [model] table
+GET  /api/catalog       what the inputs offer
+GET  /api/runs          run folders (`web.runs`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from meshwright.errors import MeshwrightError, kind_of
+from meshwright.view.page.registry import SEARCH, view
+from meshwright.web.bodies import MOST_BYTES, check_keys, parse
+from meshwright.web.cache import Cache
+from meshwright.web.jobs import Pool, Refused
+from meshwright.web.safety import answer_error, read_body
+from meshwright.web.worker import to_line
+
+QUICK, SEARCHED = "quick", "search"
+POOL_OF = {"plan": SEARCHED}  # tasks that search; all others are quick
+VIEWS_KEYS = ("config", "views", "options", "compare", "question")
+MOST_VIEWS = 40
+JSON, NDJSON = b"application/json", b"application/x-ndjson"
+
+Sender = Callable[[Send], Awaitable[None]]
+
+
+class Answer:
+    """An ASGI application that sends an answer and stops the work for it as soon as the client leaves."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self.sender(send))
+        leaving = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            if not sending.done():
+                sending.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            found = await asyncio.gather(sending, return_exceptions=True)
+        if isinstance(found[0], Exception):
+            raise found[0]
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Api:
+    """The handlers, with the worker processes and the answers given before."""
+
+    def __init__(self, pools: dict[str, Pool], cache: Cache) -> None:
+        self.pools, self.cache = pools, cache
+
+    def task(self, name: str) -> Callable[[Request], Awaitable[Answer]]:
+        """The handler of a route that answers with one JSON value."""
+
+        async def handler(request: Request) -> Answer:
+            return await self.answered(request, lambda body: self.one(name, body))
+
+        return handler
+
+    async def catalog(self, request: Request) -> Answer:
+        return Answer(self.one("catalog", {}))
+
+    async def views(self, request: Request) -> Answer:
+        """The handler of /api/views."""
+        return await self.answered(request, lambda body: self.several(checked_views(body)))
+
+    async def answered(self, request: Request, compute: Callable[[dict[str, Any]], Sender]) -> Answer:
+        """Read and check the body, then answer with what `compute` sends; bad input is answered with its error."""
+        try:
+            content = await read_body(request.receive, dict(request.headers))
+            if content is None:
+                too_large = MeshwrightError("MW-WEB-004", f"the body has more than {MOST_BYTES:,} bytes")
+                return Answer(lambda send: answer_error(send, 413, too_large))
+            if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                wrong = MeshwrightError(
+                    "MW-WEB-004", "the content type is not application/json", fix="Content-Type: application/json"
+                )
+                return Answer(lambda send: answer_error(send, 415, wrong))
+            return Answer(compute(parse(content)))
+        except MeshwrightError as error:
+            found = error.as_dict()
+            return Answer(lambda send: answer_error(send, 400, found))
+
+    def one(self, task: str, body: dict[str, Any]) -> Sender:
+        """Send the one line of a task as a JSON answer."""
+        key = json.dumps([task, body], sort_keys=True)
+
+        async def sender(send: Send) -> None:
+            line = self.cache.get(key)
+            if line is None:
+                try:
+                    line = await self.computed(task, body)
+                except Refused as refused:
+                    await answer_error(send, refused.status, refused.error)
+                    return
+                self.cache.put(key, line)
+            headers = [
+                (b"content-type", JSON),
+                (b"content-length", str(len(line)).encode("ascii")),
+                (b"cache-control", b"no-store"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": line})
+
+        return sender
+
+    async def computed(self, task: str, body: dict[str, Any]) -> bytes:
+        pool = self.pools[POOL_OF.get(task, QUICK)]
+        async with aclosing(pool.lines(task, body, plan_key(body))) as lines:
+            return b"".join([line async for line in lines])
+
+    def several(self, body: dict[str, Any]) -> Sender:
+        """Send the lines of several views as they are ready: known ones at once, then cheap ones, then searched ones."""
+
+        async def sender(send: Send) -> None:
+            started = False
+            try:
+                async with aclosing(self.view_lines(body)) as lines:
+                    async for line in lines:
+                        if not started:
+                            headers = [(b"content-type", NDJSON), (b"cache-control", b"no-store")]
+                            await send({"type": "http.response.start", "status": 200, "headers": headers})
+                            started = True
+                        await send({"type": "http.response.body", "body": line, "more_body": True})
+            except Refused as refused:
+                if not started:
+                    await answer_error(send, refused.status, refused.error)
+                    return
+                await send({"type": "http.response.body", "body": to_line({"error": refused.error}), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+        return sender
+
+    async def view_lines(self, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+        keys = {name: view_key(body, name) for name in body["views"]}
+        missing: dict[str, list[str]] = {QUICK: [], SEARCHED: []}
+        for name, key in keys.items():
+            if (known := self.cache.get(key)) is not None:
+                yield known
+            else:
+                missing[SEARCHED if view(name).kind == SEARCH else QUICK].append(name)
+        streams = [
+            self.pools[pool].lines("views", {**body, "views": names}, plan_key(body["config"]))
+            for pool, names in missing.items()
+            if names
+        ]
+        async with aclosing(merged(streams)) as lines:
+            async for line in lines:
+                found = json.loads(line)
+                if found["final"]:
+                    self.cache.put(keys[found["view"]], line)
+                yield line
+
+
+async def merged(streams: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
+    """The lines of several streams in the order in which they arrive. The first error ends all of them."""
+    queue: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for line in stream:
+                    queue.put_nowait(line)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def plan_key(body: Any) -> str:
+    """Requests with the same key share what a worker computed for the last of them."""
+    return json.dumps(body, sort_keys=True)
+
+
+def view_key(body: dict[str, Any], name: str) -> str:
+    """What the data of one view depends on."""
+    options = (body.get("options") or {}).get(name)
+    return json.dumps([name, body["config"], options, body.get("compare"), body.get("question")], sort_keys=True)
+
+
+def checked_views(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of /api/views, with every part of its type and every view known."""
+    check_keys(body, VIEWS_KEYS)
+    types = {"config": dict, "views": list, "options": dict, "compare": dict, "question": dict}
+    for name, kind in types.items():
+        value = body.get(name)
+        if value is None and name not in ("config", "views"):
+            continue
+        if not isinstance(value, kind):
+            needed = "a list" if kind is list else "a table"
+            raise MeshwrightError(
+                "MW-WEB-005", f"{name} is {kind_of(value)}", why=f"It must be {needed}", valid=VIEWS_KEYS
+            )
+    names = body["views"]
+    if len(names) > MOST_VIEWS or not all(isinstance(name, str) for name in names):
+        raise MeshwrightError("MW-WEB-005", "views is not a list of names of views", why=f"At most {MOST_VIEWS}")
+    for name in names:
+        view(name)
+    for name, options in (body.get("options") or {}).items():
+        view(name)
+        if options is not None and not isinstance(options, dict):
+            raise MeshwrightError("MW-WEB-005", f"options.{name} is {kind_of(options)}", why="It must be a table")
+    return {**body, "views": list(dict.fromkeys(names))}

@@ -1,0 +1,82 @@
+"""The application: the page and its files, the API, and the checks in front of both."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from meshwright.errors import MeshwrightError
+from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
+from meshwright.web.api import QUICK, SEARCHED, Api
+from meshwright.web.cache import Cache
+from meshwright.web.jobs import Pool
+from meshwright.web.safety import Guard
+from meshwright.web.worker import to_line
+
+QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
+QUICK_WAITING, SEARCH_WAITING = 400, 16
+CACHE_BYTES = 64 * 2**20
+TASKS = ("estimate", "plan", "simulate", "choices", "text", "model")
+
+
+def create(port: Callable[[], int], runs: Path | None = None) -> Guard:
+    """The application for a server on `port()` of this machine; run folders are shown below `runs`."""
+    html, digest = live_page()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    pools: dict[str, Pool] = {}
+    api = Api(pools, Cache(CACHE_BYTES))
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        pools[QUICK] = Pool(QUICK, max(2, min(cores, 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
+        pools[SEARCHED] = Pool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
+        for pool in pools.values():
+            await pool.start()
+        try:
+            yield
+        finally:
+            for pool in pools.values():
+                await pool.close()
+
+    async def index(request: Request) -> Response:
+        return Response(html, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
+
+    routes = [
+        Route("/", index),
+        Route("/static/{path:path}", static),
+        Route("/api/views", api.views, methods=["POST"]),
+        Route("/api/catalog", api.catalog, methods=["GET"]),
+        *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+    return Guard(app, port, digest)
+
+
+async def static(request: Request) -> Response:
+    """A file of the page. Its name is looked up among the names that exist and is never joined to a path."""
+    name = request.path_params["path"]
+    if name not in static_names():
+        return await not_found(request, None)
+    content = static_file(name)
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {"cache-control": "no-cache", "etag": etag}
+    if request.headers.get("if-none-match") == etag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+async def not_found(request: Request, error: Exception | None) -> Response:
+    """An unknown address or method, in the one shape of errors."""
+    status = getattr(error, "status_code", 404)
+    what = f"{request.method[:10]} {request.url.path[:100]} is not an address of this server"
+    found = MeshwrightError("MW-WEB-005", what, fix="GET /api/openapi.json lists the addresses")
+    headers = getattr(error, "headers", None) or {}
+    return Response(to_line({"error": found.as_dict()}), status, headers=headers, media_type="application/json")

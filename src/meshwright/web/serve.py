@@ -1,0 +1,64 @@
+"""Run the server on one port of this machine until Ctrl-C."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.errors import MeshwrightError
+
+HOST = "127.0.0.1"
+BACKLOG = 512
+
+
+def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
+    """Answer requests on 127.0.0.1 until the process is interrupted; `ready` is called with the address once it answers."""
+    try:
+        import uvicorn
+
+        from meshwright.web.app import create
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        raise MeshwrightError(
+            "MW-WEB-011",
+            f"the package {error.name} is not installed",
+            why="The page needs the [web] extra",
+            fix='pip install "meshwright[web]"',
+        ) from None
+    listening = listen(port)
+    number = listening.getsockname()[1]
+    app = create(lambda: number, runs)
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                ready(f"http://{HOST}:{number}")
+
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none"
+    )
+    try:
+        Server(config).run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens on a port of this machine; 0 takes a free one."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise MeshwrightError(
+            "MW-WEB-012",
+            f"port {port} of {HOST} cannot be used",
+            why=error.strerror or str(error),
+            fix="--port 0 takes a free one",
+        ) from None
+    return listening

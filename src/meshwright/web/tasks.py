@@ -1,0 +1,111 @@
+"""What the server can compute: one function per route, from a request's body to the lines of its answer.
+
+The functions run in worker processes. Each calls what the command of the same name calls, so an answer is what `--json` prints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from meshwright.describe.config import Config
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.view.page.choices import choices
+from meshwright.view.page.registry import SEARCH, view
+from meshwright.view.page.subject import Subject
+from meshwright.view.page.text import texts
+from meshwright.web.bodies import read_plan_file, read_question
+
+Lines = Iterator[dict[str, Any]]
+REMEMBERED = 4  # subjects of a worker: switching between views of one configuration does not search again
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _subject(text: str) -> Subject:
+    document, question = json.loads(text)
+    return Subject(Config.from_document(document), question)
+
+
+def subject_of(body: dict[str, Any], question: dict[str, Any] | None = None) -> Subject:
+    """The subject of a plan file; requests for the same one share its results."""
+    return _subject(json.dumps([read_plan_file(body), question or {}], sort_keys=True))
+
+
+def estimate(body: dict[str, Any]) -> Lines:
+    yield subject_of(body).estimate.as_dict()
+
+
+def simulate(body: dict[str, Any]) -> Lines:
+    from meshwright.cost.estimate import Simulation
+    from meshwright.view.simulate import choose_detail
+
+    subject = subject_of(body)
+    found = subject.estimate
+    yield Simulation(found, subject.walked).as_dict() | {"detail": choose_detail(found, subject.walked)}
+
+
+def plan(body: dict[str, Any]) -> Lines:
+    question = read_question(body.get("question") or {})
+    yield subject_of({k: v for k, v in body.items() if k != "question"}, question).result.as_dict()
+
+
+def text_of_plan(body: dict[str, Any]) -> Lines:
+    yield texts(Config.from_document(read_plan_file(body)))
+
+
+def legal_choices(body: dict[str, Any]) -> Lines:
+    yield choices(read_plan_file(body))
+
+
+def model(body: dict[str, Any]) -> Lines:
+    """The [model] table of a Hugging Face config.json."""
+    from meshwright.describe.hf.reader import interpret
+
+    yield interpret(body).as_dict()
+
+
+def catalog(body: dict[str, Any]) -> Lines:
+    from meshwright.view.page.catalog import listing
+
+    yield listing()
+
+
+def views(body: dict[str, Any]) -> Lines:
+    """The data of several views, one line each; of a searched view first a provisional line."""
+    subject = subject_of(body["config"], read_question(body.get("question") or {}))
+    options, names = body.get("options") or {}, body["views"]
+    second = subject.with_plan(Plan(**body["compare"])) if body.get("compare") is not None else None
+    searched = [name for name in names if view(name).kind == SEARCH]
+    for name in searched:
+        yield line(name, subject.provisional(), None, options.get(name) or {}, final=False)
+    for name in names:
+        yield line(name, subject, second, options.get(name) or {})
+
+
+def line(
+    name: str, subject: Subject, second: Subject | None, options: dict[str, Any], final: bool = True
+) -> dict[str, Any]:
+    """One line of an answer: the data of a view, and of the second plan where there is one; or the error in its place."""
+    found: dict[str, Any] = {"view": name, "data": None, "compare_data": None, "final": final, "error": None}
+    try:
+        found["data"] = view(name).data(subject.with_options(options))
+        if second is not None:
+            found["compare_data"] = view(name).data(second.with_options(options))
+    except MeshwrightError as error:
+        found["error"] = error.as_dict()
+    return found
+
+
+TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
+    "estimate": estimate,
+    "simulate": simulate,
+    "plan": plan,
+    "views": views,
+    "choices": legal_choices,
+    "text": text_of_plan,
+    "model": model,
+    "catalog": catalog,
+}

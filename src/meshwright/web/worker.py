@@ -1,0 +1,87 @@
+"""A worker process: receives one request after another over a pipe and answers each with lines of JSON.
+
+    request    {"task": "estimate", "body": {…}}
+    answers    b"+" and a line, any number of times; then b"." (done) or b"!" and {"status", "error"}
+
+Worker processes are forked from a process that has imported everything here and imports no torch, so a new one is ready in
+milliseconds. A worker computes one request at a time and may be killed at any moment. It ends when the server has ended: its
+pipe is then closed, or its alarm rings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+from multiprocessing.connection import Connection
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.web import tasks
+
+LINE, DONE, FAILED = b"+", b".", b"!"
+MEMORY_BYTES = 8 * 2**30  # address space of a worker: a request for more fails, and the machine stays usable
+GRACE_S = 5.0  # a worker that the server could not stop in time stops itself
+NICENESS = {"search": 5}  # searches leave the processor to the cheap views
+
+
+def serve(pipe: Connection, kind: str, limit_s: float) -> None:
+    """Answer requests until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then ends its workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS.get(kind, 0))
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = json.loads(pipe.recv_bytes())
+            signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
+            answer(pipe, request["task"], request["body"])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def answer(pipe: Connection, task: str, body: Any) -> None:
+    """Send the lines of one request, and whether it succeeded."""
+    try:
+        for found in tasks.TASKS[task](body):
+            pipe.send_bytes(LINE + to_line(found))
+    except OSError:
+        raise
+    except Exception as error:
+        pipe.send_bytes(FAILED + to_line(failure(error)))
+    else:
+        pipe.send_bytes(DONE)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """The status and the error of a request that raised: the input is wrong, or it is too large, or Meshwright has a bug."""
+    if isinstance(error, MeshwrightError):
+        return {"status": 400, "error": error.as_dict()}
+    if isinstance(error, MemoryError | RecursionError | OverflowError):
+        found = MeshwrightError(
+            "MW-WEB-006",
+            "this request needs more memory than a worker of the server has",
+            why=f"A worker has {MEMORY_BYTES // 2**30} GiB",
+            fix="fewer stages, micro-batches or GPUs; or the command line, which has no such limit",
+        )
+        return {"status": 400, "error": found.as_dict()}
+    if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    found = MeshwrightError(
+        "MW-WEB-009",
+        f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
+        why="Your input is not the cause",
+        fix="start the server with MESHWRIGHT_TRACEBACK=1 to print the traceback",
+    )
+    return {"status": 500, "error": found.as_dict()}
+
+
+def to_line(value: Any) -> bytes:
+    """A value as one line of JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8") + b"\n"
