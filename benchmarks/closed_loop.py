@@ -147,7 +147,7 @@ def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
 
     from meshwright.parallel.apply import apply
     from meshwright.parallel.numerics.precision import DTYPES
-    from meshwright.training.data import Corpus
+    from meshwright.training.data.corpus import Corpus
     from meshwright.training.loop import Trainer
     from meshwright.training.sleeping import SleepingDevice, device_of
 

@@ -162,7 +162,7 @@ def test_the_hook_waits_for_its_messages_on_the_gpu():
 
 def losses(context, plan, workload, dtype, model=MODEL):
     from meshwright.parallel.apply import apply
-    from meshwright.training.data import RandomSamples
+    from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
     torch.set_float32_matmul_precision("highest")

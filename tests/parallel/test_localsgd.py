@@ -22,7 +22,7 @@ SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
 def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
     from meshwright.parallel.apply import apply
-    from meshwright.training.data import RandomSamples
+    from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.observe import Observer
     from meshwright.training.records import Settings

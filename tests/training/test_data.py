@@ -7,7 +7,9 @@ import torch
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models.transformer import IGNORED
-from meshwright.training.data import Corpus, RandomSamples, batch_of, standard_library
+from meshwright.training.data.batches import batch_of
+from meshwright.training.data.corpus import Corpus, standard_library
+from meshwright.training.data.random_tokens import RandomSamples
 
 MODEL = Model(hidden=16, layers=1, heads=2, ffn=16, vocab=256)
 

@@ -25,6 +25,7 @@ from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.errors import MeshwrightError
+from meshwright.models.documents import current_documents, same_document
 from meshwright.models.dropout import Dropped, Probabilities, make_dropout
 from meshwright.models.mla import LatentAttention
 from meshwright.models.moe import MixtureOfExperts
@@ -98,6 +99,16 @@ class Geometry:
 
     def mask(self, x: torch.Tensor, full: bool) -> torch.Tensor | None:
         """True where a query may attend; None if `is_causal` or no mask is sufficient."""
+        mask, documents_BS = self._position_mask(x, full), current_documents()
+        if documents_BS is None:
+            return mask
+        position_ids = torch.arange(x.shape[-2])
+        same = same_document(documents_BS, position_ids, position_ids)
+        if mask is None and self.causal:
+            same = same.tril_()
+        return same.to(x.device) if mask is None else same.to(x.device) & mask
+
+    def _position_mask(self, x: torch.Tensor, full: bool) -> torch.Tensor | None:
         length = x.shape[-2]
         if full or not self.window or self.window >= length:
             return None

@@ -20,8 +20,9 @@ The result, `Parallel`, has what a training step needs: run the micro-batches, c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -36,6 +37,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, loss_function, width_of_output
+from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import exchange
 from meshwright.parallel.context import sequence as context
@@ -75,6 +77,9 @@ class Parallel:
     dtype: torch.dtype = torch.float32  # of forward and backward
     seed: int = 0
     moment: Moment | None = None  # the step, and this rank's samples of its global batch
+    documents_BS: torch.Tensor | None = (
+        None  # the document of each token of these samples; None: attention is not limited
+    )
     masters: Masters | None = None  # what the optimizer updates instead of the pieces
     local: LocalSgd | None = None  # replicas that train without communication between averages
 
@@ -90,7 +95,7 @@ class Parallel:
         for i, (x, y) in enumerate(chunks):
             for gradients in self.reductions:
                 gradients.begin(last=i == len(chunks) - 1)
-            with self.dropout_scope(i):
+            with self.microbatch_scope(i):
                 output = module(x)
             loss = self.scaled_loss(output, y)
             loss.backward()
@@ -104,15 +109,19 @@ class Parallel:
         group = self.mesh.group(axis)
         return [] if group is None else [group]
 
-    def begin_step(self, step: int, samples: Sequence[int]) -> None:
-        self.moment = Moment(self.seed, step, samples)
+    def begin_step(self, step: int, samples: Sequence[int], documents_BS: torch.Tensor | None = None) -> None:
+        """Set what dropout and attention depend on: the samples of this step, and the documents of their tokens."""
+        self.moment, self.documents_BS = Moment(self.seed, step, samples), documents_BS
 
-    def dropout_scope(self, microbatch: int) -> AbstractContextManager[None]:
-        """A context in which dropout draws for the samples of this micro-batch."""
-        if self.moment is None:
-            return nullcontext()
-        start = microbatch * self.plan.microbatch
-        return drawing(replace(self.moment, samples=self.moment.samples[start : start + self.plan.microbatch]))
+    def microbatch_scope(self, microbatch: int) -> AbstractContextManager[Any]:
+        """A context in which dropout draws for the samples of this micro-batch, and attention stays in their documents."""
+        rows = slice(microbatch * self.plan.microbatch, (microbatch + 1) * self.plan.microbatch)
+        scope = ExitStack()
+        if self.moment is not None:
+            scope.enter_context(drawing(replace(self.moment, samples=self.moment.samples[rows])))
+        if self.documents_BS is not None:
+            scope.enter_context(within_documents(self.documents_BS[rows]))
+        return scope
 
     def scaled_loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return self.loss(output, target) / self.tokens
@@ -328,4 +337,4 @@ def make_pipeline(parallel: Parallel, program: PipelineProgram, dtype: torch.dty
         inputs = ends[0] if i == 0 else between
         outputs = ends[1] if i == program.stages - 1 else between
         stages.append(Stage(module, i, program.stages, mesh, gradients, inputs, outputs))
-    return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.dropout_scope)
+    return Pipeline(program, stages, mesh, parallel.scaled_loss, parallel.microbatch_scope)

@@ -35,6 +35,7 @@ class Job:
     reference: bool = False  # one device, the reference of the ranks: it emulates fp8 with separate code
     updates: bool = False  # record every update, for its replay
     backend: str = "auto"  # of torch.distributed
+    documents: bool = False  # sequences are packed from documents, and attention does not cross them
 
 
 @dataclass

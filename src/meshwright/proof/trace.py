@@ -20,7 +20,7 @@ from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
-from meshwright.training.data import RandomSamples
+from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.loop import Trainer
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext, resolve
@@ -41,7 +41,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = build_parallel(context, job, dtype)
-    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed))
+    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents))
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
@@ -152,7 +152,9 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
     """One device emulates local SGD: a trainer for each replica, and their average every few steps."""
     share = job.workload.batch // plan.replicate
     trainers = [
-        Trainer(build_parallel(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed))
+        Trainer(
+            build_parallel(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed, job.documents)
+        )
         for _ in range(plan.replicate)
     ]
     traces = [recorded(trainer, i, dtype) for i, trainer in enumerate(trainers)]

@@ -22,7 +22,8 @@ from torch import distributed
 
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
-from meshwright.training.data import Samples, batch_of
+from meshwright.training.data.batches import Samples
+from meshwright.training.data.loader import Loader
 from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_learning_rate
 from meshwright.training.records import Settings, StepRecord
 
@@ -32,6 +33,7 @@ class Trainer:
     parallel: Parallel
     samples: Samples
     settings: Settings = field(default_factory=Settings)
+    ahead: int = 0  # steps whose batches a thread prepares in advance
     after_gradients: list[Callable[[int], None]] = field(default_factory=list)
     after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
     step: int = 0
@@ -46,15 +48,16 @@ class Trainer:
         self.indices: Sequence[int] = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
         self.dtype = self.parallel.dtype
         self.scale = LossScale.of(self.dtype)
+        self.loader = Loader(self.samples, mesh.device, self.dtype, self.parallel.position_ids, self.ahead)
 
     def train(self, steps: int) -> list[StepRecord]:
         return [self.train_step() for _ in range(steps)]
 
     def train_step(self) -> StepRecord:
         started = time.perf_counter()
-        parallel, mesh = self.parallel, self.parallel.mesh
+        parallel = self.parallel
 
-        batch = batch_of(self.samples, self.step, self.indices, mesh.device, self.dtype, parallel.position_ids)
+        batch = self.loader.batch(self.step, self.indices)
         if self.unfinished:
             parallel.abort_step()
         self.unfinished = True
@@ -63,7 +66,7 @@ class Trainer:
         scale = self.scale.value
         parallel.set_tokens(tokens.to(at_least_single(self.dtype)), scale)
 
-        parallel.begin_step(self.step, self.indices)
+        parallel.begin_step(self.step, self.indices, batch.documents_BS)
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
         parallel.finish_gradients()

@@ -19,7 +19,7 @@ from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
 from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
-from meshwright.training.data import Corpus
+from meshwright.training.data.corpus import Corpus
 from meshwright.training.loop import Trainer
 from meshwright.training.machine import peak_resident_bytes
 from meshwright.training.observe import Observer

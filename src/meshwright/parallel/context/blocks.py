@@ -22,6 +22,9 @@ if both are the same run, the lower triangle: `rectangles` lists the parts to co
 if one supports it (`kernels`: CUDA, 16-bit, no window, no dropout), else in tiles of rows, so that at most `TILE`
 scores are in memory at once. Sums are in float32 or wider.
 
+With document masks a rectangle without a pair of tokens of the same document is skipped, one inside a single document runs as
+before, and all others run in tiles with a mask: the kernels have no argument for it.
+
 Legend: B batch, N heads, K KV heads, G = N/K, S sequence, R rows of a tile, D head dim.
 """
 
@@ -32,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshwright.models.documents import same_document
 from meshwright.models.dropout import Dropped
 from meshwright.parallel.context.kernels import kernel_for
 
@@ -48,10 +52,20 @@ class Rectangle(NamedTuple):
 
 
 class AttentionPattern(NamedTuple):
-    """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away."""
+    """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away;
+    with `documents_BS`, the document of each token of the whole sequence, only keys of its document."""
 
     causal: bool
     window: int = 0
+    documents_BS: torch.Tensor | None = None
+
+
+class Tile(NamedTuple):
+    """Rows of a rectangle, the columns that they can see, and the mask of these scores (None: all are visible)."""
+
+    rows: slice
+    columns: slice
+    mask: torch.Tensor | None
 
 
 def rectangles(queries: Runs, keys: Runs, pattern: AttentionPattern) -> list[Rectangle]:
@@ -123,8 +137,11 @@ class BlockAttention:
             shape = (*self.q.shape[:-1], v_BKSD.shape[-1])
             self.output_BNSD = self.q.new_zeros(shape, dtype=self.lse_BNS.dtype)
         for r in rectangles(self.queries, keys, self.pattern):
+            shared = shared_documents(r, self.queries, keys, self.pattern)
+            if shared == "none":
+                continue
             parts = self.q[:, :, r.queries], k_BKSD[:, :, r.keys], v_BKSD[:, :, r.keys]
-            fused = r.visible != "mask" and self.dropped is None
+            fused = r.visible != "mask" and self.dropped is None and shared == "all"
             kernel = kernel_for(*parts, r.visible == "triangle") if fused else None
             if kernel is not None:
                 self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle"))
@@ -166,13 +183,16 @@ class BlockGradients:
     def attend_block(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Run backward through one block: add to `dk` and `dv`, the gradients of its keys and values."""
         for r in rectangles(self.queries, keys, self.pattern):
+            shared = shared_documents(r, self.queries, keys, self.pattern)
+            if shared == "none":
+                continue
             rows, columns = r.queries, r.keys
             q, grad_output, output, lse, delta, dq = (
                 x[:, :, rows] for x in (self.q, self.grad_output, self.output, self.lse, self.delta_BNS, self.dq)
             )
             k_part, v_part, dk_part, dv_part = (x[:, :, columns] for x in (k, v, dk, dv))
             triangle = r.visible == "triangle"
-            fused = r.visible != "mask" and self.dropped is None
+            fused = r.visible != "mask" and self.dropped is None and shared == "all"
             kernel = kernel_for(q, k_part, v_part, triangle) if fused else None
             if kernel is not None:
                 parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle)
@@ -197,10 +217,42 @@ class BlockGradients:
                     into.add_(part)
 
 
-def _tiles(
+def shared_documents(r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> str:
+    """Whether the queries and keys of a rectangle belong to the same document: all, some or none of their pairs. Documents are
+    numbered in ascending order, so the first and the last token of each run of positions decide."""
+    if pattern.documents_BS is None:
+        return "all"
+    rows, columns = (
+        pattern.documents_BS[:, position_ids(runs)[part]] for runs, part in ((queries, r.queries), (keys, r.keys))
+    )
+    if not rows.numel() or not columns.numel():
+        return "all"
+    lowest, highest = torch.maximum(rows[:, 0], columns[:, 0]), torch.minimum(rows[:, -1], columns[:, -1])
+    if (highest < lowest).all():
+        return "none"
+    first, last = torch.minimum(rows[:, 0], columns[:, 0]), torch.maximum(rows[:, -1], columns[:, -1])
+    return "all" if torch.equal(first, last) else "some"
+
+
+def _tiles(q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern) -> Iterator[Tile]:
+    """Yield the tiles of a rectangle, at most `TILE` scores each."""
+    if shared_documents(r, queries, keys, pattern) == "all":
+        yield from _position_tiles(q, r, queries, keys, pattern)
+        return
+    documents_BS = pattern.documents_BS
+    assert documents_BS is not None
+    query_ids, key_ids = position_ids(queries)[r.queries], position_ids(keys)[r.keys]
+    for rows, columns, mask in _position_tiles(q, r, queries, keys, pattern):
+        same = same_document(documents_BS, query_ids[rows], key_ids[columns])
+        if same.any():
+            # [B, 1, 1, R, C]: for all KV heads and all of their groups of queries
+            yield Tile(rows, columns, (same.to(q.device) if mask is None else same.to(q.device) & mask).unsqueeze(2))
+
+
+def _position_tiles(
     q: torch.Tensor, r: Rectangle, queries: Runs, keys: Runs, pattern: AttentionPattern
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Yield the tiles of a rectangle, at most `TILE` scores each: rows, the columns that they can see, and the mask."""
+) -> Iterator[Tile]:
+    """The tiles with what causality and the window make visible."""
     length, width = r.queries.stop - r.queries.start, r.keys.stop - r.keys.start
     step = max(1, TILE // max(1, q.shape[0] * q.shape[1] * width))
     if r.visible == "mask":
@@ -210,12 +262,12 @@ def _tiles(
     for start in range(0, length, step):
         rows = slice(start, min(start + step, length))
         if r.visible == "all":
-            yield rows, slice(0, width), None
+            yield Tile(rows, slice(0, width), None)
             continue
         applied = pattern if r.visible == "mask" else AttentionPattern(causal=True)
         columns = _reach(row_ids[rows], column_ids, applied)
         if columns.start < columns.stop:
-            yield rows, columns, _mask(row_ids[rows], column_ids[columns], applied).to(q.device)
+            yield Tile(rows, columns, _mask(row_ids[rows], column_ids[columns], applied).to(q.device))
 
 
 def _reach(rows: torch.Tensor, columns: torch.Tensor, pattern: AttentionPattern) -> slice:

@@ -47,6 +47,7 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.models.documents import current_documents
 from meshwright.models.dropout import Dropped
 from meshwright.models.transformer import Geometry
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
@@ -157,7 +158,8 @@ def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: s
 
 
 def pattern_of(geometry: Geometry, full: bool, seq: int) -> AttentionPattern:
-    return AttentionPattern(geometry.causal, 0 if full or geometry.window >= seq else geometry.window)
+    window = 0 if full or geometry.window >= seq else geometry.window
+    return AttentionPattern(geometry.causal, window, current_documents())
 
 
 def use_tiled_attention(module: nn.Module) -> None:
