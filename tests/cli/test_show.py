@@ -11,9 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from lower.cases import GPT, WORK, lowered
-from meshwright.cli.show import LESSONS, command
-from meshwright.cli.show.formats import FORMATS
-from meshwright.cli.show.matrices import column_parallel, row_parallel
+from meshwright.cli.show import command
 from meshwright.cost.collective import Network
 from meshwright.describe import catalog
 from meshwright.errors import MeshwrightError
@@ -21,6 +19,9 @@ from meshwright.lower.op import Op
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
 from meshwright.programs.pipelines import RULES
 from meshwright.units import format_seconds
+from meshwright.view.show.formats import FORMATS
+from meshwright.view.show.matrices import column_parallel, row_parallel
+from meshwright.view.show.topics import LESSONS
 
 app = typer.Typer()
 app.callback()(lambda: None)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from meshwright.cli.show.pipelines import TOPICS, show, walked_for
 from meshwright.errors import MeshwrightError
 from meshwright.programs.pipelines import SCHEDULES, Durations, build, walk
 from meshwright.view.pipelines import COLOURS, colour, messages, show_pipelines, unit_of
 from meshwright.view.pipelines_html import pipelines_html
+from meshwright.view.show.pipelines import TOPICS, show, walked_for
 
 
 def drawn(*names, width=100, colours=None, **options):

@@ -17,7 +17,7 @@ from meshwright.view.page.choices import choices
 from meshwright.view.page.registry import SEARCH, view
 from meshwright.view.page.subject import Subject
 from meshwright.view.page.text import texts
-from meshwright.web.bodies import read_plan_file, read_question
+from meshwright.web.bodies import check_keys, read_plan_file, read_question
 
 Lines = Iterator[dict[str, Any]]
 REMEMBERED = 4  # subjects of a worker: switching between views of one configuration does not search again
@@ -73,6 +73,16 @@ def catalog(body: dict[str, Any]) -> Lines:
     yield listing()
 
 
+def show(body: dict[str, Any]) -> Lines:
+    """A topic of `meshwright show`."""
+    from meshwright.view.show.topics import data
+
+    topic, options = check_keys(body, ("topic", "options")).get("topic", ""), body.get("options") or {}
+    if not isinstance(topic, str) or not isinstance(options, dict):
+        raise MeshwrightError("MW-WEB-005", "topic must be a text and options a table")
+    yield data(topic, options)
+
+
 def views(body: dict[str, Any]) -> Lines:
     """The data of several views, one line each; of a searched view first a provisional line."""
     subject = subject_of(body["config"], read_question(body.get("question") or {}))
@@ -107,5 +117,6 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "choices": legal_choices,
     "text": text_of_plan,
     "model": model,
+    "show": show,
     "catalog": catalog,
 }

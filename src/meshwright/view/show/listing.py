@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.text import Text
 
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
@@ -10,13 +12,16 @@ from meshwright.programs.pipelines import RULES
 from meshwright.view.tables import filled, heading, show, show_json
 
 
+def data(lessons: dict[str, str]) -> dict[str, Any]:
+    """What `--json` prints."""
+    found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
+    return {"collectives": found, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": lessons}
+
+
 def list_topics(lessons: dict[str, str], as_json: bool = False) -> None:
     """Print the collectives with their algorithms and costs, the schedules and the lessons."""
     if as_json:
-        found = {name: {"about": OPERATIONS[name], "algorithms": list(named)} for name, named in ALGORITHMS.items()}
-        show_json(
-            {"collectives": found, "pipelines": {name: rule.about for name, rule in RULES.items()}, "lessons": lessons}
-        )
+        show_json(data(lessons))
         return
     rows = []
     for operation, named in ALGORITHMS.items():

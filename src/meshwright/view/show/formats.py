@@ -75,7 +75,7 @@ FORMATS = (
 INT8_USE = "quantised inference, compressed gradients; equal steps, needs a scale"
 
 
-def as_dicts() -> list[dict[str, Any]]:
+def data(topic: str = "formats") -> list[dict[str, Any]]:
     floats: list[dict[str, Any]] = [
         {
             "name": f.name,
@@ -98,7 +98,7 @@ def as_dicts() -> list[dict[str, Any]]:
 def show(topic: str = "formats", *, as_json: bool = False) -> None:
     """Print the table of formats."""
     if as_json:
-        return show_json(as_dicts())
+        return show_json(data())
     rows: list[tuple[object, ...]] = [
         (
             Text(f.name, "bold"),

@@ -73,10 +73,15 @@ LETTERS = (
 )
 
 
+def data(topic: str = "strategies") -> list[dict[str, str]]:
+    """What `--json` prints."""
+    return [strategy._asdict() for strategy in STRATEGIES]
+
+
 def show(topic: str = "strategies", *, as_json: bool = False) -> None:
     """Print the tables."""
     if as_json:
-        return show_json([strategy._asdict() for strategy in STRATEGIES])
+        return show_json(data())
     what = [(Text(s.name, "bold"), s.splits, Text(s.collective, "cyan"), s.when, s.volume) for s in STRATEGIES]
     use = [(Text(s.name, "bold"), s.overlap, Text(s.state, "cyan"), Text(s.use, "dim")) for s in STRATEGIES]
     print_out(

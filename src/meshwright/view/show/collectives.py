@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.cli.show.options import unused
 from meshwright.cost.collective import OPERATIONS as PRICED_AS
 from meshwright.cost.collective import Choice, choose
 from meshwright.cost.library import library_links, library_of
@@ -15,10 +14,11 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import load_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, Program, accepts, build, check, groups_of, walk
-from meshwright.programs.collectives.comparison import SIZES, SWITCHED, compare, options_for
+from meshwright.programs.collectives.comparison import SIZES, SWITCHED, Comparison, compare, options_for
 from meshwright.programs.collectives.registry import algorithms_of, as_groups, builder
 from meshwright.units import format_bytes, parse_bytes
 from meshwright.view import collectives as view
+from meshwright.view.show.options import unused
 from meshwright.view.tables import show as print_out
 from meshwright.view.tables import show_json
 
@@ -30,7 +30,7 @@ PRICED = set(PRICED_AS.values())  # operations that a training step has and the 
 
 
 class Request(NamedTuple):
-    """The arguments of the command line."""
+    """The arguments of the command line, or of /api/show."""
 
     operation: str
     algorithm: str = ""
@@ -48,10 +48,47 @@ class Request(NamedTuple):
     as_json: bool = False
 
 
+class Shown(NamedTuple):
+    """A collective to show: its program, its simulation on a cluster, the cost model's price, and small input values."""
+
+    program: Program
+    walked: Any
+    on: str
+    charge: view.Charge | None
+    inputs: list[np.ndarray] | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return view.as_dict(self.program, self.walked, self.charge)
+
+
+def data(request: Request) -> dict[str, Any]:
+    """What `--json` prints."""
+    return compared(request).as_dict() if request.compare else prepared(request).as_dict()
+
+
 def show(request: Request) -> None:
     """Print, or write to a file, what the request asks for."""
     if request.compare:
         return show_comparison(request)
+    shown = prepared(request)
+    program, walked, on, charge, inputs = shown
+    if request.html:
+        write_figure(request.html, view.html(program, walked, on, inputs, charge))
+    if request.as_json:
+        return show_json(shown.as_dict())
+    if request.values:
+        return print_out(view.values_page(program, require_printable(inputs, program.elements)))
+    alternatives = [name for name in ALGORITHMS[request.operation] if name != program.algorithm]
+    print_out(view.page(program, walked, on, charge=charge))
+    if alternatives:
+        from rich.text import Text
+
+        print_out(Text("\nother algorithms: " + ", ".join(alternatives) + "   (--compare shows their times)", "dim"))
+    return None
+
+
+def prepared(request: Request) -> Shown:
+    """Build, check and, with a size or a cluster, simulate the collective of a request."""
     timed = bool(request.size or request.cluster)
     size = parse_bytes(request.size or DEFAULT_SIZE)
     algorithm, choice = choose_algorithm(request, size if timed else 0.0)
@@ -69,20 +106,7 @@ def show(request: Request) -> None:
     walked = walk(program, links, element_bytes=size / elements if elements else 0) if links else None
     on = f"for {format_bytes(size)} on {cluster.name}" if cluster else ""
     charge = view.Charge(library_of(cluster), choice.walked, choice.seconds) if cluster and choice else None
-    inputs = lecture_inputs(program) if elements <= MOST_VALUES else None
-    if request.html:
-        write_figure(request.html, view.html(program, walked, on, inputs, charge))
-    if request.as_json:
-        return show_json(view.as_dict(program, walked, charge))
-    if request.values:
-        return print_out(view.values_page(program, require_printable(inputs, elements)))
-    alternatives = [name for name in ALGORITHMS[request.operation] if name != algorithm]
-    print_out(view.page(program, walked, on, charge=charge))
-    if alternatives:
-        from rich.text import Text
-
-        print_out(Text("\nother algorithms: " + ", ".join(alternatives) + "   (--compare shows their times)", "dim"))
-    return None
+    return Shown(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
 
 
 def choose_algorithm(request: Request, size: float) -> tuple[str, Choice | None]:
@@ -124,6 +148,16 @@ def options(
 
 def show_comparison(request: Request) -> None:
     """Print the times of all algorithms, or of the named ones, by message size."""
+    found = compared(request)
+    if request.html:
+        write_figure(request.html, view.comparison_html(found))
+    if request.as_json:
+        return show_json(found.as_dict())
+    return print_out(view.comparison_page(found))
+
+
+def compared(request: Request) -> Comparison:
+    """The times of all algorithms, or of the named ones, by message size."""
     options_of_one = {
         "--values": request.values,
         "--elements": request.elements >= 0,
@@ -147,12 +181,7 @@ def show_comparison(request: Request) -> None:
     for name in names:
         builder(request.operation, name)
     sizes: Sequence[float] = [parse_bytes(request.size)] if request.size else SIZES
-    found = compare(request.operation, cluster, ranks, sizes, names, element_bytes=ELEMENT_BYTES)
-    if request.html:
-        write_figure(request.html, view.comparison_html(found))
-    if request.as_json:
-        return show_json(found.as_dict())
-    return print_out(view.comparison_page(found))
+    return compare(request.operation, cluster, ranks, sizes, names, element_bytes=ELEMENT_BYTES)
 
 
 def cluster_of(name: str, ranks: int) -> Cluster:

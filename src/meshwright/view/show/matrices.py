@@ -81,15 +81,25 @@ def run_collective(inputs: list[np.ndarray], operation: str, elements: int) -> n
     return first
 
 
+def example_of(topic: str) -> tuple[dict[str, Any], bool]:
+    """The matrices of a topic, and whether both GPUs together have the product of one device."""
+    example = column_parallel() if topic == "column-parallel" else row_parallel()
+    equal = np.array_equal(example["whole Y"], example["X·W"]) and np.array_equal(example["whole dX"], example["dY·Wᵀ"])
+    return example, bool(equal)
+
+
+def data(topic: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    example, equal = example_of(topic)
+    plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
+    return {"topic": topic, "equal": equal, **plain}
+
+
 def show(topic: str, *, as_json: bool = False) -> None:
     """Print the example."""
-    example = column_parallel() if topic == "column-parallel" else row_parallel()
-    equal = bool(
-        np.array_equal(example["whole Y"], example["X·W"]) and np.array_equal(example["whole dX"], example["dY·Wᵀ"])
-    )
     if as_json:
-        plain = {k: [m.tolist() for m in v] if isinstance(v, list) else v.tolist() for k, v in example.items()}
-        return show_json({"topic": topic, "equal": equal, **plain})
+        return show_json(data(topic))
+    example, equal = example_of(topic)
     return print_out(*(column_page(example, equal) if topic == "column-parallel" else row_page(example, equal)))
 
 

@@ -40,10 +40,9 @@ def show(
     """Draw `topic` (and the schedules in `compare`) on `stages` ranks; `limit` is the memory limit of auto, in micro-batches per rank."""
     console = console or tables.console()
     options: dict[str, Any] = {"times": tuple(times), "p2p": p2p, "overlap": overlap, "limit": limit}
-    several = [walked_for(name, stages, microbatches, virtual or None, **options) for name in _names(topic, compare)]
+    several = [walked_for(name, stages, microbatches, virtual or None, **options) for name in names(topic, compare)]
     if json_out:
-        found = [_as_json(walked) for walked in several]
-        console.file.write(json.dumps(found[0] if len(found) == 1 else found, allow_nan=False) + "\n")
+        console.file.write(json.dumps(data(several), allow_nan=False) + "\n")
     else:
         from meshwright.view.pipelines import show_pipelines
 
@@ -79,14 +78,20 @@ def walked_for(
     return walk(program, stage_times, **options)
 
 
-def _names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
+def names(topic: str, compare: str | Sequence[str] | None) -> list[str]:
     """Return the schedules to draw: the topic and those in `compare`; --compare without names means the classics."""
     listed = compare.split(",") if isinstance(compare, str) else list(compare or ())
-    names = [name_of(word.strip()) for word in listed if word.strip()]
+    found = [name_of(word.strip()) for word in listed if word.strip()]
     first = name_of(topic)
-    if compare is not None and not names:
-        names = list(CLASSICS)
-    return list(dict.fromkeys(names if first in names else [first, *names]))
+    if compare is not None and not found:
+        found = list(CLASSICS)
+    return list(dict.fromkeys(found if first in found else [first, *found]))
+
+
+def data(several: Sequence[Walked]) -> dict[str, Any] | list[dict[str, Any]]:
+    """What `--json` prints: one timeline, or a list of those that are compared."""
+    found = [_as_json(walked) for walked in several]
+    return found[0] if len(found) == 1 else found
 
 
 def _as_json(walked: Walked) -> dict[str, Any]:

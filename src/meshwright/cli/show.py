@@ -12,14 +12,9 @@ from __future__ import annotations
 
 import typer
 
-from meshwright.cli.show.options import COLLECTIVES, LESSON, PIPELINES
+from meshwright.view.show.options import LESSON, PIPELINES
+from meshwright.view.show.topics import LESSONS, kind_of, module_of, sort_arguments
 
-LESSONS = {
-    "strategies": "what each parallelism splits, which collective it needs, when, how many bytes, and when to use it",
-    "column-parallel": "a matrix product split by columns over two GPUs, with the numbers",
-    "row-parallel": "the same product split by rows, with the numbers",
-    "formats": "number formats from fp32 to fp4: bits, range, precision, use",
-}
 COLLECTIVE_PANEL, PIPELINE_PANEL = "Collectives", "Pipeline schedules"
 
 
@@ -102,23 +97,20 @@ def command(
 ) -> None:
     """Show a collective, a pipeline schedule or a reference table. Without a topic: list all topics."""
     if not topic:
-        from meshwright.cli.show.listing import list_topics
+        from meshwright.view.show.listing import list_topics
 
         return list_topics(LESSONS, as_json)
     from meshwright.cli.output import writable
-    from meshwright.cli.show.options import refuse_unused
+    from meshwright.view.show.options import refuse_unused
 
     writable(html, trace)
     topic, names, compare = sort_arguments(topic.lower(), names, compare)
     kind = kind_of(topic)
     refuse_unused(topic, kind, explicit_options(context))
     if kind == LESSON:
-        import importlib
-
-        module = {"column-parallel": "matrices", "row-parallel": "matrices"}.get(topic, topic)
-        return importlib.import_module(f"meshwright.cli.show.{module}").show(topic, as_json=as_json)
+        return module_of(topic).show(topic, as_json=as_json)
     if kind == PIPELINES:
-        from meshwright.cli.show import pipelines
+        from meshwright.view.show import pipelines
 
         return pipelines.show(
             topic,
@@ -130,7 +122,7 @@ def command(
             trace=trace or None,
             json_out=as_json,
         )
-    from meshwright.cli.show.collectives import Request, show
+    from meshwright.view.show.collectives import Request, show
 
     return show(
         Request(
@@ -156,28 +148,6 @@ def explicit_options(context: typer.Context) -> list[str]:
     """Return the names of the options on the command line, in order, except those that every topic accepts."""
     named = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
     return [name for name in context.params if name in named - {"topic", "as_json"}]
-
-
-def sort_arguments(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:
-    """Swap topic and names if they came as `--compare ring,tree all-reduce`; names without --compare also mean compare."""
-    if "," in topic and names:
-        topic, names = names.lower(), topic
-    return topic, names, compare or bool(names)
-
-
-def kind_of(topic: str) -> str:
-    """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
-    from meshwright.errors import unknown
-    from meshwright.programs.collectives import OPERATIONS
-    from meshwright.programs.pipelines import ALIASES, RULES
-
-    if topic in LESSONS:
-        return LESSON
-    if topic in OPERATIONS:
-        return COLLECTIVES
-    if topic in RULES or topic in ALIASES:
-        return PIPELINES
-    raise unknown("MW-SHOW-001", "topic", topic, [*OPERATIONS, *RULES, *LESSONS], "meshwright show {}")
 
 
 __all__ = ["command"]

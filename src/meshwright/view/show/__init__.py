@@ -1,0 +1,1 @@
+"""What `meshwright show` prints and the page explores: collectives, pipeline schedules and lessons, each as data and as text."""

@@ -1,0 +1,87 @@
+"""The topics of `meshwright show`, and the data of one topic: what `--json` prints and /api/show answers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from meshwright.describe import catalog
+from meshwright.errors import MeshwrightError, shown, unknown
+from meshwright.errors import kind_of as kind_of_value
+from meshwright.programs.collectives import OPERATIONS
+from meshwright.programs.pipelines import ALIASES, RULES
+from meshwright.view.show import collectives, listing, pipelines
+from meshwright.view.show.options import COLLECTIVES, LESSON, PIPELINES, USED, refuse_unused
+
+LESSONS = {
+    "strategies": "what each parallelism splits, which collective it needs, when, how many bytes, and when to use it",
+    "column-parallel": "a matrix product split by columns over two GPUs, with the numbers",
+    "row-parallel": "the same product split by rows, with the numbers",
+    "formats": "number formats from fp32 to fp4: bits, range, precision, use",
+}
+# The options of a topic that another program may send, with their defaults; none names a file.
+OPTIONS: dict[str, Any] = {
+    "names": "", "compare": False, "algorithm": "", "ranks": 0, "size": "", "cluster": "", "elements": -1, "root": -1, "segments": 0, "node": 0,
+    "values": False, "stages": 4, "microbatches": 8, "virtual": 0,
+}  # fmt: skip
+MOST = 4096  # ranks, stages, micro-batches, elements or segments of one answer
+
+
+def sort_arguments(topic: str, names: str, compare: bool) -> tuple[str, str, bool]:
+    """Swap topic and names if they came as `--compare ring,tree all-reduce`; names without --compare also mean compare."""
+    if "," in topic and names:
+        topic, names = names.lower(), topic
+    return topic, names, compare or bool(names)
+
+
+def kind_of(topic: str) -> str:
+    """Return the kind of a topic; an unknown topic raises an error that suggests a similar one."""
+    if topic in LESSONS:
+        return LESSON
+    if topic in OPERATIONS:
+        return COLLECTIVES
+    if topic in RULES or topic in ALIASES:
+        return PIPELINES
+    raise unknown("MW-SHOW-001", "topic", topic, [*OPERATIONS, *RULES, *LESSONS], "meshwright show {}")
+
+
+def module_of(lesson: str) -> Any:
+    """The module of a lesson; those of the two matrix products are one."""
+    name = {"column-parallel": "matrices", "row-parallel": "matrices"}.get(lesson, lesson)
+    return importlib.import_module(f"meshwright.view.show.{name}")
+
+
+def data(topic: str, options: dict[str, Any]) -> Any:
+    """What `meshwright show TOPIC … --json` prints; without a topic, the list of topics. Clusters are those of the catalog."""
+    if not topic:
+        return listing.data(LESSONS)
+    kind = kind_of(topic.lower())
+    given = {name: checked(name, value) for name, value in options.items()}
+    refuse_unused(topic, kind, given)
+    if kind == LESSON:
+        return module_of(topic).data(topic)
+    if kind == PIPELINES:
+        names = pipelines.names(topic, given.get("names", "") if given.get("compare") or given.get("names") else None)
+        sizes = given.get("stages", 4), given.get("microbatches", 8), given.get("virtual") or None
+        return pipelines.data([pipelines.walked_for(name, *sizes) for name in names])
+    compare = bool(given.pop("compare", False) or given.get("names"))
+    return collectives.data(collectives.Request(topic.lower(), compare=compare, **given))
+
+
+def checked(name: str, value: Any) -> Any:
+    """An option of the type of its default, within bounds."""
+    if name not in OPTIONS:
+        raise unknown("MW-SHOW-003", "option", name, OPTIONS)
+    default = OPTIONS[name]
+    if type(value) is not type(default):
+        raise MeshwrightError(
+            "MW-SHOW-003", f"{name} = {shown(value)} is not valid", why=f"It must be {kind_of_value(default)}"
+        )
+    if name == "cluster" and value:
+        catalog.load("clusters", value)  # raises for a name that is not there, such as a path
+    if isinstance(value, int) and not -1 <= value <= MOST:
+        raise MeshwrightError("MW-SHOW-003", f"{name} = {value} is not valid", why=f"It must be at most {MOST:,}")
+    return value
+
+
+__all__ = ["COLLECTIVES", "LESSONS", "USED", "data", "kind_of", "module_of", "sort_arguments"]
