@@ -5,6 +5,7 @@ bucket          at least n* = α/β, so that bandwidth dominates latency
 overlap ratio   R = T_comm / T_comp: fully hidden if R ≤ 1
 between stages  bandwidth ≥ activation bytes sent and received per micro-batch / compute time of a stage
 ring attention  buffers for K and V, twice each: 4·(s/P)·kv·bytes; transfers are hidden if the compute of a block takes longer
+efficiency      1 − bubble fraction ≥ e: the micro-batches it takes, or the stages that these micro-batches fill
 accumulation    batch = micro-batch × accumulation × dp; the learning rate scales with the batch (linear) or its root (Adam)
 """
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from meshwright.describe.cluster import Cluster
 from meshwright.lower.op import Array
+from meshwright.lower.stages import CLOSED_FORM_OF
+from meshwright.programs.pipelines.formulas import bubble_fraction
 
 BUCKETS = (25e6, 4e9)  # bytes: from PyTorch's default to the size that a ring of thousands of ranks needs
 BUCKET_MARGIN = 4  # bucket size over P·α/β: latency is at most a quarter of the time
@@ -152,3 +155,22 @@ def inference_latency(
         return read
     message = batch * hidden * dtype_bytes
     return read + 2 * layers * (2 * math.ceil(math.log2(tp)) * alpha + 2 * (tp - 1) / tp * message * beta)
+
+
+def microbatches_for(schedule: str, ranks: int, virtual: int, efficiency: float, most: int = 1 << 14) -> int | None:
+    """The smallest number of micro-batches at which equal stages reach this pipeline efficiency (1 − bubble fraction); None: none up to
+    `most` does. 1F1B: M ≥ (P−1)·e/(1−e), so 80% of 4 stages needs 12."""
+    counts = np.arange(1, most + 1)
+    reached = _efficiency(schedule, ranks, counts, virtual) >= efficiency - 1e-9
+    return int(counts[reached.argmax()]) if reached.any() else None
+
+
+def stages_for(schedule: str, ranks: int, microbatches: int, virtual: int, efficiency: float) -> int:
+    """The largest number of pipeline ranks, at most `ranks`, at which equal stages reach this efficiency with these micro-batches."""
+    reached = [p for p in range(2, ranks + 1) if _efficiency(schedule, p, microbatches, virtual) >= efficiency - 1e-9]
+    return max(reached, default=1)
+
+
+def _efficiency(schedule: str, ranks: int, microbatches: int | np.ndarray, virtual: int) -> np.ndarray:
+    schedule = CLOSED_FORM_OF.get(schedule, schedule)
+    return 1.0 - bubble_fraction(schedule, ranks, microbatches, virtual)

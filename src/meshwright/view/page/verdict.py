@@ -1,0 +1,117 @@
+"""The verdict on a plan: whether it fits, what bounds it, and what to change when the pipeline is less than 80% efficient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.cost.advice import microbatches_for, stages_for
+from meshwright.cost.estimate import Estimate
+from meshwright.units import format_count, format_seconds
+from meshwright.view.page.subject import Subject
+
+PIPELINE_TARGET = 0.80
+GOOD_MFU, FAIR_MFU = 0.40, 0.25
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """The numbers of the bar above every view, one sentence, the targets, and advice for an inefficient pipeline."""
+    e = subject.estimate
+    p = e.prediction
+    pipeline = pipeline_verdict(e) if e.plan.pp > 1 else None
+    return {
+        "subject": {
+            "model": e.model.name,
+            "parameters": e.model.total,
+            "gpus": e.plan.world,
+            "accelerator": e.cluster.accelerator.name,
+            "cluster": e.cluster.name,
+            "plan": e.plan.title(),
+            "microbatches": e.plan.microbatches(e.workload),
+        },
+        "tone": "bad" if not p.fits else "good" if (p.mfu or 0) >= GOOD_MFU else "warn",
+        "headline": headline(e),
+        "sentence": sentence(e, pipeline),
+        "fits": p.fits,
+        "bound_by": p.bound_by,
+        "step_time_s": p.step_time_s,
+        "step_time_low_s": p.step_time_low_s,
+        "step_time_high_s": p.step_time_high_s,
+        "mfu": p.mfu,
+        "mfu_tone": "good" if (p.mfu or 0) >= GOOD_MFU else "warn" if (p.mfu or 0) >= FAIR_MFU else "bad",
+        "memory_gib": p.memory_gib,
+        "memory_limit_gib": p.memory_limit_gib,
+        "tokens_per_s": p.tokens_per_s,
+        "targets": [{"name": v.name, "share": v.value, "target": v.target, "good": v.good} for v in e.verdicts],
+        "training": training(e),
+        "pipeline": pipeline,
+        "assumed": list(p.assumed),
+        "calibrated": p.calibrated,
+        "formulas": formulas(e),
+    }
+
+
+def headline(e: Estimate) -> str:
+    p = e.prediction
+    if p.fits:
+        return f"Fits with {p.memory_limit_gib - (p.memory_gib or 0):.1f} GiB free on the fullest stage, bound by {p.bound_by}."
+    return f"Does not fit: {(p.memory_gib or 0) - p.memory_limit_gib:.1f} GiB over the limit on the fullest stage."
+
+
+def sentence(e: Estimate, pipeline: dict[str, Any] | None) -> str:
+    missed = [v for v in e.verdicts if not v.good and v.name != "memory"]
+    words = [f"{v.name} is {v.value:.0%} (target: {v.target})" for v in missed]
+    if pipeline and pipeline["advice"]:
+        words = [w for w in words if not w.startswith("bubble")] + [pipeline["advice"]]
+    return ("; ".join(words)[:1].upper() + "; ".join(words)[1:] + ".") if words else "All targets are met."
+
+
+def pipeline_verdict(e: Estimate) -> dict[str, Any]:
+    """Pipeline efficiency as walked; below the target, the micro-batches or stages that reach it on equal stages, and the changes of
+    inputs that apply each."""
+    efficiency = 1.0 - e.bubble_fraction
+    m, plan = e.plan.microbatches(e.workload), e.plan
+    out: dict[str, Any] = {"efficiency_share": efficiency, "target_share": PIPELINE_TARGET, "microbatches": m, "stages": plan.pp}
+    out |= {"advice": "", "raise_to": None, "cut_to": None}
+    if efficiency >= PIPELINE_TARGET:
+        return out
+    more = microbatches_for(plan.schedule, plan.pp, plan.virtual, PIPELINE_TARGET)
+    fewer = stages_for(plan.schedule, plan.pp, m, plan.virtual, PIPELINE_TARGET)
+    words = []
+    if more and more > m:
+        batch = more * plan.microbatch * plan.dp
+        words.append(f"raise micro-batches from {m} to {more} (batch {batch:,})")
+        out["raise_to"] = {"microbatches": more, "batch": batch}
+    if fewer < plan.pp:
+        words.append(f"cut stages from {plan.pp} to {fewer}")
+        out["cut_to"] = {"stages": fewer}
+    out["advice"] = f"pipeline efficiency is {efficiency:.1%}, below 80%: {' or '.join(words)}" if words else ""
+    return out
+
+
+def training(e: Estimate) -> dict[str, Any] | None:
+    """Days, GPU-hours and price of the token budget; None without one."""
+    if not e.workload.tokens:
+        return None
+    seconds = e.workload.tokens / (e.prediction.tokens_per_s or 1.0)
+    hours = seconds / 3600 * e.plan.world
+    price = hours * e.cluster.price if e.cluster.price else None
+    return {"tokens": e.workload.tokens, "total_s": seconds, "gpu_hours": hours, "price_usd": price}
+
+
+def formulas(e: Estimate) -> dict[str, str]:
+    p, w = e.prediction, e.workload
+    m, pp, v = e.plan.microbatches(w), e.plan.pp, e.plan.virtual
+    samples = w.tokens_per_step if e.model.kind == "transformer" else w.batch
+    out = {
+        "step": f"step = {format_seconds(p.step_time_s)}, likely {format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}\n"
+        "the sum of the exposed parts of the busiest rank",
+        "mfu": f"MFU = FLOPs per token × tokens/s / (GPUs × peak)\n= {e.model.model_flops(w.seq):.4g} × {p.tokens_per_s:,.0f} / ({p.mfu_denominator})",
+        "memory": f"peak of the fullest stage: {p.memory_gib:.2f} GiB; the limit is what the device can give: {p.memory_limit_gib:.1f} GiB",
+        "throughput": f"tokens/s = batch × sequence / step\n= {w.batch:,} × {w.seq:,} / {format_seconds(p.step_time_s)} = {format_count(samples / p.step_time_s)}",
+    }
+    if pp > 1:
+        out["pipeline"] = (
+            f"efficiency = 1 − bubble fraction, as simulated: {1 - e.bubble_fraction:.1%}\n"
+            f"1F1B on equal stages: V·M / (V·M + P − 1) = {v * m} / {v * m + pp - 1} = {v * m / (v * m + pp - 1):.1%}"
+        )
+    return out

@@ -1,0 +1,110 @@
+"""Where the time of a step goes: exposed parts of the busiest rank in order, what overlap hides, and the step with other overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.estimate import Estimate, communication, estimate
+from meshwright.cost.predict import COMMUNICATION
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.view.estimate import WORDS
+from meshwright.view.page.subject import Subject
+
+# The order of the bars: compute, then what interrupts it, then what closes the step.
+ORDER = ("embedding", "attention", "ffn", "experts", "router", "norm", "head", "recompute", "interference", "tp", "cp", "ep", "pp", "dp", "offload")
+LAST = ("bubble", "host", "optimizer", "overhead")
+GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", "offload")
+AXES = tuple(COMMUNICATION)
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """The parts with their formulas, and the comparison of overlap settings."""
+    e = subject.estimate
+    p = e.prediction
+    total, exposed = communication(e.cost)
+    texts = part_formulas(e)
+    return {
+        "step_time_s": p.step_time_s,
+        "parts": [{"part": part, "name": WORDS.get(part, part), "s": p.exposed_s[part], "formula": texts.get(part, texts["compute"])} for part in ordered(p.exposed_s)],
+        "compute_s": grouped(p.exposed_s).get("compute", 0.0),
+        "communication_s": total,
+        "exposed_s": exposed,
+        "hidden_s": total - exposed,
+        "bubble_s": p.exposed_s.get("bubble", 0.0),
+        "bound_by": p.bound_by,
+        "overlap": overlap(e),
+        "formulas": {"step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"},
+    }
+
+
+def ordered(parts: dict[str, float]) -> list[str]:
+    """The parts in the order of the bars; a part that the order does not name comes with compute."""
+    middle = [part for part in parts if part not in ORDER and part not in LAST]
+    return [part for part in (*middle, *ORDER, *LAST) if part in parts]
+
+
+def grouped(parts: dict[str, float]) -> dict[str, float]:
+    """Seconds of compute, of each axis's communication, bubble, host, optimizer and overhead."""
+    out = dict.fromkeys(GROUPS, 0.0)
+    for part, seconds in parts.items():
+        out[part if part in GROUPS else "compute"] += seconds
+    return {group: seconds for group, seconds in out.items() if seconds > 0}
+
+
+def overlap(e: Estimate) -> dict[str, Any]:
+    """The step without overlap, as planned, and with double buffering on every axis; and for each axis what is hidden now."""
+    now = e.stack.overlap if e.plan.overlap is None else e.plan.overlap
+    rows = []
+    for name, axes in (("no overlap", ()), ("this plan", tuple(now)), ("double buffering", AXES)):
+        changed = e if axes == tuple(now) and name == "this plan" else _with_overlap(e, axes)
+        if changed is not None:
+            parts = grouped(changed.prediction.exposed_s)
+            rows.append({"name": name, "overlaps": list(axes), "step_time_s": changed.prediction.step_time_s, "parts": [{"part": part, "s": s} for part, s in parts.items()]})
+    return {"rows": rows, "overlaps": list(now), "axes": by_axis(e)}
+
+
+def _with_overlap(e: Estimate, axes: tuple[str, ...]) -> Estimate | None:
+    """The estimate with other axes overlapped (and with none of them, without prefetch); None where that is not legal."""
+    try:
+        plan = e.plan.but(overlap=axes, **({} if axes or e.plan.zero < 3 else {"prefetch": False}))
+        return estimate(e.model, e.cluster, plan, e.workload, e.stack)
+    except MeshwrightError:
+        return None
+
+
+def by_axis(e: Estimate) -> list[dict[str, Any]]:
+    """Seconds of communication of each axis on the busiest rank: total, hidden behind compute, exposed."""
+    out = []
+    for axis in AXES:
+        exposed = e.prediction.exposed_s.get(axis, 0.0)
+        total = e.prediction.busy_s.get(f"comm:{axis}", 0.0)
+        if axis == "dp":
+            total += float(np.broadcast_to(e.cost.reduce, 1)[0])
+        total = max(total, exposed)
+        if total > 0:
+            sent = e.prediction.traffic_bytes.get(axis, 0.0)
+            text = f"sends {format_decimal_bytes(sent)} per step over {e.levels.get(axis, 'one device')}\nhidden = total − exposed = {format_seconds(total)} − {format_seconds(exposed)}"
+            out.append({"axis": axis, "name": COMMUNICATION[axis], "total_s": total, "exposed_s": exposed, "hidden_s": total - exposed, "formula": text})
+    return out
+
+
+def part_formulas(e: Estimate) -> dict[str, str]:
+    """How each part follows from the plan, with the numbers put in."""
+    p, plan = e.prediction, e.plan
+    m = plan.microbatches(e.workload)
+    means = [sum(float(np.broadcast_to(getattr(r, k), 1)[0]) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
+    out = {
+        "compute": f"seconds of one micro-batch on the busiest rank × {m} micro-batches",
+        "recompute": f"forward repeated in backward (recompute {plan.recompute}) × {m} micro-batches",
+        "bubble": f"(P − 1) · (f + b) / V = {plan.pp - 1} · {format_seconds(sum(means))} / {plan.virtual} on equal stages; zero-bubble schedules less",
+        "host": "launches and collectives that the device waits for",
+        "optimizer": "once per step: the update of all states on the rank",
+        "overhead": f"once per step, by the stack {e.stack.name}: data, logging, loop",
+        "interference": "compute is slower while communication runs beside it".replace("beside", "next to"),
+    }
+    for row in by_axis(e):
+        out[row["axis"]] = f"exposed = total − hidden = {format_seconds(row['total_s'])} − {format_seconds(row['hidden_s'])}; {row['formula'].splitlines()[0]}"
+    return out
