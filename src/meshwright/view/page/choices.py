@@ -9,10 +9,12 @@ from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.choices import choices as legal_choices
 from meshwright.describe.legality.choices import word_values
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.view.page.sizes import mend, sizes
 
 
 def choices(document: dict[str, Any]) -> dict[str, Any]:
-    """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes"}]}, "problem": the plan's first broken rule or null}.
+    """For a plan file as JSON: {"fields": {field: [{"value", "legal", "reason", "changes"}]}, "sizes": the same for GPUs, batch and sequence,
+    "problem": the plan's first broken rule or null, "mend": the changes of plan fields that make it legal, or null}.
 
     The plan itself may be illegal: the page then shows which choices mend it. A cluster without `gpus` takes the size of every plan.
     """
@@ -27,4 +29,10 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
         for field, values in word_values().items()
     }
     error = problem(case)
-    return {"fields": found | free, "world": plan.world, "problem": error.as_dict() if error else None}
+    return {
+        "fields": found | free,
+        "sizes": sizes(config, plan),
+        "world": plan.world,
+        "problem": error.as_dict() if error else None,
+        "mend": mend(config, plan) if error else {},
+    }

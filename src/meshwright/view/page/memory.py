@@ -33,12 +33,18 @@ def data(subject: Subject) -> dict[str, Any]:
         "in_flight": float(e.walked.walk.peak_memory[fullest]),
         "parts": found,
         "stages": [
-            {"stage": s, "total_gib": totals[s], "parts": [{"name": part, "gib": one[part], "formula": texts[part]} for part in found]}
+            {
+                "stage": s,
+                "total_gib": totals[s],
+                "parts": [{"name": part, "gib": one[part], "formula": texts[part]} for part in found],
+            }
             for s, one in enumerate(stages)
         ],
         "timeline": timeline(e, stage),
         "formulas": {
-            "peak": "peak = " + " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in found) + f" = {totals[fullest]:.2f} GiB",
+            "peak": "peak = "
+            + " + ".join(f"{part} {stages[fullest][part]:.2f}" for part in found)
+            + f" = {totals[fullest]:.2f} GiB",
             "states": texts["states"],
             "activations": texts["activations"],
         },
@@ -82,8 +88,13 @@ def part_formulas(e: Estimate) -> dict[str, str]:
     plan, w = e.plan, e.workload
     shard = plan.shard * plan.cp
     cut = {"optimizer": 1, "gradients": 2, "parameters": 3}
-    sharded = {part: f", sharded over {shard} ranks by ZeRO-{plan.zero}" if plan.zero >= stage and shard > 1 else "" for part, stage in cut.items()}
-    local = f"parameters of a rank: {e.model.total / 1e9:.2f}B / (tp {plan.tp} · pp {plan.pp})" + (" and experts / ep" if plan.ep > 1 else "")
+    sharded = {
+        part: f", sharded over {shard} ranks by ZeRO-{plan.zero}" if plan.zero >= stage and shard > 1 else ""
+        for part, stage in cut.items()
+    }
+    local = f"parameters of a rank: {e.model.total / 1e9:.2f}B / (tp {plan.tp} · pp {plan.pp})" + (
+        " and experts / ep" if plan.ep > 1 else ""
+    )
     master = " + fp32 master" if plan.master and plan.param_dtype in ("fp16", "bf16") else ""
     return {
         "parameters": f"{plan.param_dtype} weights{sharded['parameters']}; {local}",

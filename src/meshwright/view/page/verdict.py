@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.cost.advice import microbatches_for, stages_for
 from meshwright.cost.estimate import Estimate
-from meshwright.units import format_count, format_seconds
+from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
 PIPELINE_TARGET = 0.80
@@ -70,7 +70,12 @@ def pipeline_verdict(e: Estimate) -> dict[str, Any]:
     inputs that apply each."""
     efficiency = 1.0 - e.bubble_fraction
     m, plan = e.plan.microbatches(e.workload), e.plan
-    out: dict[str, Any] = {"efficiency_share": efficiency, "target_share": PIPELINE_TARGET, "microbatches": m, "stages": plan.pp}
+    out: dict[str, Any] = {
+        "efficiency_share": efficiency,
+        "target_share": PIPELINE_TARGET,
+        "microbatches": m,
+        "stages": plan.pp,
+    }
     out |= {"advice": "", "raise_to": None, "cut_to": None}
     if efficiency >= PIPELINE_TARGET:
         return out
@@ -99,16 +104,20 @@ def training(e: Estimate) -> dict[str, Any] | None:
 
 
 def formulas(e: Estimate) -> dict[str, str]:
+    """How each number of the bar follows from the others."""
     p, w = e.prediction, e.workload
     m, pp, v = e.plan.microbatches(w), e.plan.pp, e.plan.virtual
-    samples = w.tokens_per_step if e.model.kind == "transformer" else w.batch
+    rate = f"{p.tokens_per_s:,.0f}"
+    step, low, high = (format_seconds(s) for s in (p.step_time_s, p.step_time_low_s, p.step_time_high_s))
     out = {
-        "step": f"step = {format_seconds(p.step_time_s)}, likely {format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}\n"
-        "the sum of the exposed parts of the busiest rank",
-        "mfu": f"MFU = FLOPs per token × tokens/s / (GPUs × peak)\n= {e.model.model_flops(w.seq):.4g} × {p.tokens_per_s:,.0f} / ({p.mfu_denominator})",
-        "memory": f"peak of the fullest stage: {p.memory_gib:.2f} GiB; the limit is what the device can give: {p.memory_limit_gib:.1f} GiB",
-        "throughput": f"tokens/s = batch × sequence / step\n= {w.batch:,} × {w.seq:,} / {format_seconds(p.step_time_s)} = {format_count(samples / p.step_time_s)}",
+        "step": f"step = {step}, likely {low} to {high}\nthe sum of the exposed parts of the busiest rank",
+        "mfu": "MFU = FLOPs per token × tokens/s / (GPUs × peak)\n"
+        f"= {e.model.model_flops(w.seq):.4g} × {rate} / ({p.mfu_denominator})",
+        "memory": f"peak of the fullest stage: {p.memory_gib:.2f} GiB\nlimit: {p.memory_limit_gib:.1f} GiB of the device",
+        "throughput": f"tokens/s = batch × sequence / step\n= {w.batch:,} × {w.seq:,} / {step} = {rate}",
     }
+    if e.model.kind != "transformer":
+        out["throughput"] = f"samples/s = batch / step\n= {w.batch:,} / {step} = {rate}"
     if pp > 1:
         out["pipeline"] = (
             f"efficiency = 1 − bubble fraction, as simulated: {1 - e.bubble_fraction:.1%}\n"

@@ -14,7 +14,23 @@ from meshwright.view.estimate import WORDS
 from meshwright.view.page.subject import Subject
 
 # The order of the bars: compute, then what interrupts it, then what closes the step.
-ORDER = ("embedding", "attention", "ffn", "experts", "router", "norm", "head", "recompute", "interference", "tp", "cp", "ep", "pp", "dp", "offload")
+ORDER = (
+    "embedding",
+    "attention",
+    "ffn",
+    "experts",
+    "router",
+    "norm",
+    "head",
+    "recompute",
+    "interference",
+    "tp",
+    "cp",
+    "ep",
+    "pp",
+    "dp",
+    "offload",
+)
 LAST = ("bubble", "host", "optimizer", "overhead")
 GROUPS = ("compute", *COMMUNICATION, "bubble", "host", "optimizer", "overhead", "offload")
 AXES = tuple(COMMUNICATION)
@@ -28,7 +44,15 @@ def data(subject: Subject) -> dict[str, Any]:
     texts = part_formulas(e)
     return {
         "step_time_s": p.step_time_s,
-        "parts": [{"part": part, "name": WORDS.get(part, part), "s": p.exposed_s[part], "formula": texts.get(part, texts["compute"])} for part in ordered(p.exposed_s)],
+        "parts": [
+            {
+                "part": part,
+                "name": WORDS.get(part, part),
+                "s": p.exposed_s[part],
+                "formula": texts.get(part, texts["compute"]),
+            }
+            for part in ordered(p.exposed_s)
+        ],
         "compute_s": grouped(p.exposed_s).get("compute", 0.0),
         "communication_s": total,
         "exposed_s": exposed,
@@ -36,7 +60,9 @@ def data(subject: Subject) -> dict[str, Any]:
         "bubble_s": p.exposed_s.get("bubble", 0.0),
         "bound_by": p.bound_by,
         "overlap": overlap(e),
-        "formulas": {"step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"},
+        "formulas": {
+            "step": f"step = {' + '.join(format_seconds(p.exposed_s[part]) for part in ordered(p.exposed_s))} = {format_seconds(p.step_time_s)}"
+        },
     }
 
 
@@ -62,7 +88,14 @@ def overlap(e: Estimate) -> dict[str, Any]:
         changed = e if axes == tuple(now) and name == "this plan" else _with_overlap(e, axes)
         if changed is not None:
             parts = grouped(changed.prediction.exposed_s)
-            rows.append({"name": name, "overlaps": list(axes), "step_time_s": changed.prediction.step_time_s, "parts": [{"part": part, "s": s} for part, s in parts.items()]})
+            rows.append(
+                {
+                    "name": name,
+                    "overlaps": list(axes),
+                    "step_time_s": changed.prediction.step_time_s,
+                    "parts": [{"part": part, "s": s} for part, s in parts.items()],
+                }
+            )
     return {"rows": rows, "overlaps": list(now), "axes": by_axis(e)}
 
 
@@ -86,25 +119,40 @@ def by_axis(e: Estimate) -> list[dict[str, Any]]:
         total = max(total, exposed)
         if total > 0:
             sent = e.prediction.traffic_bytes.get(axis, 0.0)
-            text = f"sends {format_decimal_bytes(sent)} per step over {e.levels.get(axis, 'one device')}\nhidden = total − exposed = {format_seconds(total)} − {format_seconds(exposed)}"
-            out.append({"axis": axis, "name": COMMUNICATION[axis], "total_s": total, "exposed_s": exposed, "hidden_s": total - exposed, "formula": text})
+            over = e.levels.get(axis, "one device")
+            text = f"sends {format_decimal_bytes(sent)} per step over {over}"
+            out.append(
+                {
+                    "axis": axis,
+                    "name": COMMUNICATION[axis],
+                    "total_s": total,
+                    "exposed_s": exposed,
+                    "hidden_s": total - exposed,
+                    "formula": text,
+                }
+            )
     return out
 
 
 def part_formulas(e: Estimate) -> dict[str, str]:
     """How each part follows from the plan, with the numbers put in."""
-    p, plan = e.prediction, e.plan
+    plan = e.plan
     m = plan.microbatches(e.workload)
-    means = [sum(float(np.broadcast_to(getattr(r, k), 1)[0]) for r in e.cost.ranks) / len(e.cost.ranks) for k in ("f", "i", "w")]
+    means = [
+        sum(float(np.broadcast_to(getattr(r, k), 1)[0]) for r in e.cost.ranks) / len(e.cost.ranks)
+        for k in ("f", "i", "w")
+    ]
     out = {
         "compute": f"seconds of one micro-batch on the busiest rank × {m} micro-batches",
         "recompute": f"forward repeated in backward (recompute {plan.recompute}) × {m} micro-batches",
-        "bubble": f"(P − 1) · (f + b) / V = {plan.pp - 1} · {format_seconds(sum(means))} / {plan.virtual} on equal stages; zero-bubble schedules less",
+        "bubble": f"(P − 1) · (f + b) / V = {plan.pp - 1} · {format_seconds(sum(means))} / {plan.virtual} on equal stages, 1F1B",
         "host": "launches and collectives that the device waits for",
         "optimizer": "once per step: the update of all states on the rank",
         "overhead": f"once per step, by the stack {e.stack.name}: data, logging, loop",
-        "interference": "compute is slower while communication runs beside it".replace("beside", "next to"),
+        "interference": "compute is slower while communication runs at the same time",
     }
     for row in by_axis(e):
-        out[row["axis"]] = f"exposed = total − hidden = {format_seconds(row['total_s'])} − {format_seconds(row['hidden_s'])}; {row['formula'].splitlines()[0]}"
+        out[row["axis"]] = (
+            f"exposed = total − hidden = {format_seconds(row['total_s'])} − {format_seconds(row['hidden_s'])}; {row['formula']}"
+        )
     return out

@@ -107,7 +107,7 @@ export function label(parent, text, x, y, { anchor = "start", colour = "ink", si
 }
 
 /** An axis of the chart. side: bottom|left|right|top. Options: label (with unit), format, ticks (count or values), grid. */
-export function axis(chart, scale, side, { label: title = "", format: text = (v) => format.number(v), ticks = 5, grid = true, line = true } = {}) {
+export function axis(chart, scale, side, { label: title = "", format: text = scale.kind === "band" ? String : (v) => format.number(v), ticks = 5, grid = true, line = true } = {}) {
   const group = svg("g", { class: "axis", "aria-hidden": "true" });
   const flat = side === "bottom" || side === "top";
   const across = flat ? chart.height : chart.width;

@@ -1,6 +1,7 @@
 // Memory: stacked by part with the capacity line, per pipeline stage, and over time within the step.
 
 import { area, axis, band, choice, figure, format, h, label, legend, linear, line, panel, stacked, stat, svg } from "meshwright/draw.js";
+import * as part from "meshwright/parts.js";
 
 export const view = {
   name: "memory",
@@ -13,7 +14,7 @@ export const view = {
     const bars = panel("By pipeline stage", data.stages.length > 1 ? "Early stages hold the activations of more micro-batches in flight." : "One stage: all GPUs hold the same.");
     element.append(bars);
     stages(bars, data, context.compare);
-    const time = panel("Over time within the step", data.timeline.sentence);
+    const time = panel("Over time within the step", `Stage ${data.timeline.stage} keeps up to ${format.number(data.timeline.in_flight)} micro-batches between their forward and their backward.`);
     if (data.stages.length > 1) time.append(h("div", { class: "controls" }, choice("Stage", data.stages.map((s) => [s.stage, `stage ${s.stage}`]), data.timeline.stage, (stage) => context.setOptions({ stage }))));
     element.append(time);
     overTime(time, data);
@@ -26,14 +27,14 @@ function stats(data) {
     stat("Peak, fullest stage", format.gib(data.peak_gib), { detail: `of ${format.gib(data.limit_gib)} usable`, tone: room < 0 ? "bad" : "good", formula: data.formulas.peak }),
     stat(room < 0 ? "Over the limit" : "Free", format.gib(Math.abs(room)), { detail: format.percent(Math.abs(room) / data.limit_gib), tone: room < 0 ? "bad" : "" }),
     stat("Model states", format.gib(data.states_gib), { detail: "parameters, gradients, optimizer", formula: data.formulas.states }),
-    stat("Activations", format.gib(data.activations_gib), { detail: data.in_flight_text, formula: data.formulas.activations }),
+    stat("Activations", format.gib(data.activations_gib), { detail: `${format.number(data.in_flight)} micro-batches in flight`, formula: data.formulas.activations }),
   ];
 }
 
 /** The stacked bars of the stages; with a second plan, its bar under each. Shared with the overview. */
 export function stages(element, data, compare, { most = 16 } = {}) {
   const shown = data.stages.length > most ? [...data.stages.slice(0, most / 2), ...data.stages.slice(-most / 2)] : data.stages;
-  const row = (prefix, stage) => ({ label: `${prefix}stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ ...p, value: p.gib, colour: p.colour, pattern: p.pattern, formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) });
+  const row = (prefix, stage) => ({ label: `${prefix}stage ${stage.stage}`, total: stage.total_gib, parts: stage.parts.map((p) => ({ value: p.gib, ...part.memory(p.name), formula: `${p.name}: ${format.gib(p.gib)}\n${p.formula}` })) });
   const rows = shown.flatMap((stage) => {
     const other = compare?.stages.find((s) => s.stage === stage.stage);
     return compare ? [row("1 · ", stage), ...(other ? [row("2 · ", other)] : [])] : [row("", stage)];
@@ -47,7 +48,7 @@ export function stages(element, data, compare, { most = 16 } = {}) {
   for (const r of rows) label(chart, format.gib(r.total), x(r.total) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, colour: r.total > data.limit_gib ? "bad" : "ink", weight: 600, halo: true });
   limit(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
   if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
-  element.append(legend(data.parts.map((p) => ({ label: p.name, colour: p.colour, pattern: p.pattern }))));
+  element.append(legend(data.parts.map((name) => ({ label: name, ...part.memory(name) }))));
   return chart;
 }
 
