@@ -29,6 +29,7 @@ from meshwright.describe import catalog, legality
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
+from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -176,6 +177,22 @@ def load_cluster(name: str | Path) -> Cluster:
     draft = Draft()
     draft.merge("cluster", str(name), "given", HERE)
     return Cluster(**draft.resolved("cluster"))
+
+
+def cluster_table(text: str) -> str | dict[str, Any]:
+    """The [cluster] of a TOML text as a plan file has it: a catalog name, or a table of its values. No file is read."""
+    document = parse_toml(text, "the text")
+    section = document.get("cluster", {})
+    if not isinstance(section, dict) or not section:
+        raise MeshwrightError(
+            "MW-CONF-002",
+            "the text has no [cluster]",
+            why="There is no cluster to read",
+            fix='[cluster]\nextends = "dgx-h100"',
+        )
+    draft = Draft(files=False)
+    draft.merge("cluster", section, "the request", HERE)
+    return to_toml_value(Cluster(**draft.resolved("cluster")))
 
 
 def configure(

@@ -5,6 +5,7 @@ POST /api/views         the data of several views, one line each as they are rea
 POST /api/choices       the values of each plan field: legal, with what changes, or why not
 POST /api/text          a plan file and a command to copy
 POST /api/model         a Hugging Face config.json to a [model] table
+POST /api/cluster       the lines of a TOML file to a [cluster] table
 GET  /api/catalog       what the inputs offer
 GET  /api/runs          run folders (`web.runs`)
 """

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from meshwright.describe.config import Config
+from meshwright.describe.config import Config, cluster_table
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.choices import choices
@@ -67,6 +67,14 @@ def model(body: dict[str, Any]) -> Lines:
     yield interpret(body).as_dict()
 
 
+def cluster(body: dict[str, Any]) -> Lines:
+    """The [cluster] table of a TOML file such as `meshwright calibrate` writes, sent as its lines."""
+    lines = check_keys(body, ("lines",)).get("lines")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise MeshwrightError("MW-WEB-005", "lines must be a list of texts", why="They are the lines of a TOML file")
+    yield {"cluster": cluster_table("\n".join(lines))}
+
+
 def catalog(body: dict[str, Any]) -> Lines:
     from meshwright.view.page.catalog import listing
 
@@ -117,6 +125,7 @@ TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {
     "choices": legal_choices,
     "text": text_of_plan,
     "model": model,
+    "cluster": cluster,
     "show": show,
     "catalog": catalog,
 }

@@ -42,6 +42,7 @@ VIEWS: dict[str, View] = dict(
         _view("verdict", "The verdict"),
         _view("advice", "The best next changes", SEARCH),
         _view("memory", "Memory per GPU"),
+        _view("leaders", "The best plans", SEARCH),
         _view("waterfall", "Where the step's time goes"),
     ]
 )

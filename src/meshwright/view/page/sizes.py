@@ -1,14 +1,15 @@
-"""The sizes that the page's sliders offer: GPUs, batch and sequence, each with the changes of the plan that keep it legal."""
+"""The values that the page offers for GPUs, batch, sequence and precision, each with the changes of the plan that keep it legal."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.describe.cluster import Cluster
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.mend import mended
 from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.workload import STATE_COPIES, Precision
 from meshwright.errors import MeshwrightError
 
 MOST_GPUS = 131_072
@@ -17,7 +18,7 @@ SEQUENCES = [2**k for k in range(7, 21)]
 
 
 def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
-    """For `cluster.gpus`, `workload.batch` and `workload.seq`: the values, and for each the changes of plan fields that keep the plan legal."""
+    """For the number of GPUs and the fields of the workload: the values, and for each the changes of plan fields that keep the plan legal."""
     model, workload, stack, cluster = config.model, config.workload, config.stack, config.cluster
     out = {
         "cluster.gpus": [
@@ -25,9 +26,14 @@ def sizes(config: Config, plan: PlanFields) -> dict[str, list[dict[str, Any]]]:
         ]
     }
     fixed = cluster if cluster.gpus else None
-    for field, values in (("batch", BATCHES), ("seq", SEQUENCES)):
-        now = getattr(workload, field)
-        cases = ((v, Case.of(plan, model, workload.but(**{field: v}), fixed, stack)) for v in sorted({*values, now}))
+    offered: dict[str, list[Any]] = {
+        "batch": sorted({*BATCHES, workload.batch}),
+        "seq": sorted({*SEQUENCES, workload.seq}),
+        "precision": list(get_args(Precision)),
+        "optimizer": list(STATE_COPIES),
+    }
+    for field, values in offered.items():
+        cases = ((v, Case.of(plan, model, workload.but(**{field: v}), fixed, stack)) for v in values)
         out[f"workload.{field}"] = [_choice(case, value) for value, case in cases]
     return out
 
@@ -45,7 +51,7 @@ def _clusters(cluster: Cluster) -> list[tuple[int, Cluster]]:
     return out
 
 
-def _choice(case: Case, value: int) -> dict[str, Any]:
+def _choice(case: Case, value: Any) -> dict[str, Any]:
     changes = mended(case, legal)
     if changes is not None:
         return {"value": value, "legal": True, "reason": "", "changes": changes}

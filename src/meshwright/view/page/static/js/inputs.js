@@ -1,6 +1,214 @@
-// The inputs: every change of a field changes the state.
+// The inputs: model, cluster, stack, workload and plan. A choice is applied with the changes that keep the plan legal, which
+// the server says (/api/choices): no rule of a legal plan is written here.
 
+import { clear, format, h } from "meshwright/draw.js";
+import { check, chips, drop, entry, picker, size, words } from "meshwright/fields.js";
+import { refusal, toast } from "meshwright/notice.js";
+import { ownCluster, ownModel } from "meshwright/own.js";
 import * as source from "meshwright/source.js";
+import * as state from "meshwright/state.js";
 
-export function begin(form, actions) {}
-export function follow(state) {}
+const AXES = ["dp", "tp", "cp", "pp", "ep"];
+const ANY = (values) => values.map((value) => ({ value, legal: true, reason: "", changes: {} }));
+let catalog = null, choices = null, base = null, asked = null, timer = 0;
+const widgets = []; // functions that show the present state
+let form = null, problems = null;
+
+const plan = (field) => state.get().plan[field] ?? catalog.fields.plan[field].default;
+const workload = (field) => state.get().workload[field] ?? catalog.fields.workload[field].default;
+const about = (section, field) => catalog.fields[section]?.[field]?.about ?? "";
+const nameOf = (part) => (typeof part === "string" ? part : part.extends ?? part.name ?? "own");
+
+/** Set values; one that equals its default is left out, so that addresses stay short. */
+function apply(changes) {
+  const out = {};
+  for (const [path, value] of Object.entries(changes)) {
+    const [section, field] = path.split("."), fallback = catalog.fields[section]?.[field]?.default;
+    out[path] = fallback !== undefined && JSON.stringify(fallback) === JSON.stringify(value) ? null : value;
+  }
+  state.update(out);
+}
+
+const planChoice = (field) => (choice) => apply({ ...Object.fromEntries(Object.entries(choice.changes).map(([k, v]) => [`plan.${k}`, v])), [`plan.${field}`]: choice.value });
+
+/** While a slider moves, every position starts from the plan at the beginning of the movement, so that moving back restores it. */
+const begin_move = () => { base = structuredClone(state.get().plan); };
+function sizeChoice(path) {
+  return (choice) => {
+    if (choice.typed) return mendAfter({ [path]: choice.value });
+    const restored = {};
+    if (base) for (const key of new Set([...Object.keys(base), ...Object.keys(state.get().plan)])) restored[`plan.${key}`] = base[key] ?? null;
+    apply({ ...restored, ...choice.changes, [path]: choice.value });
+  };
+}
+
+/** Apply changes, and the changes of the plan that make it legal with them. */
+async function mendAfter(changes) {
+  const next = structuredClone(state.config());
+  for (const [path, value] of Object.entries(changes)) {
+    const [section, field] = path.split(".");
+    if (field === undefined) next[section] = value;
+    else next[section] = { ...(typeof next[section] === "string" ? { extends: next[section] } : next[section]), [field]: value };
+  }
+  try {
+    const found = await source.choices(next);
+    if (found.problem && found.mend) {
+      const words = Object.entries(found.mend).map(([path, value]) => `${path.replace("plan.", "")} = ${value}`).join(", ");
+      toast(`The plan follows: ${words}`);
+    }
+    apply({ ...changes, ...(found.mend ?? {}) });
+  } catch (error) {
+    clear(problems).append(refusal(error.error ?? { what: String(error) }));
+  }
+}
+
+function section(title, summary, open, ...children) {
+  const note = h("span", null);
+  widgets.push(() => { note.textContent = summary(); });
+  return h("details", { open }, h("summary", null, h("b", null, title), note), h("div", { class: "fields" }, children));
+}
+
+/** A widget that follows the state: make(…) and how it reads its value. */
+function follow(widget, read) {
+  widgets.push(() => widget.follow(...read()));
+  return widget.node;
+}
+
+const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? [plan(field)]);
+const degree = (field, label) => follow(chips(label, about("plan", field), planChoice(field)), () => [fieldChoices(field), plan(field)]);
+const word = (field, label, text) => follow(words(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
+const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
+const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: begin_move }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
+
+function modelSection() {
+  const pick = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
+  const file = drop("Open a config.json", ".json,application/json", async (text, name) => {
+    try {
+      const table = await source.model(JSON.parse(text));
+      mendAfter({ model: { ...table, name: table.name && table.name !== "custom" ? table.name : name.replace(/\.json$/, "") } });
+    } catch (error) {
+      clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
+    }
+  });
+  return section("Model", () => nameOf(state.get().model), true,
+    follow(pick, () => [catalog.models, nameOf(state.get().model)]), file, ownModel(state, mendAfter, widgets));
+}
+
+const gpus = () => state.at("cluster.gpus") ?? choices?.world ?? 0;
+
+function clusterSection() {
+  const pick = picker("Cluster, from the catalog", (name) => mendAfter({ cluster: { extends: name, gpus: gpus() || 8 } }));
+  const node = () => catalog.clusters.find((c) => c.name === nameOf(state.get().cluster))?.node ?? state.at("cluster.levels")?.[0]?.size ?? 8;
+  const file = drop("Open a calibrated cluster.toml", ".toml", async (text, name) => {
+    try {
+      const { cluster } = await source.cluster(text);
+      mendAfter({ cluster: typeof cluster === "string" ? { extends: cluster, gpus: gpus() } : { ...cluster, gpus: cluster.gpus || gpus() } });
+    } catch (error) {
+      clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' could not be read`, why: String(error), valid: [], fix: "" }));
+    }
+  });
+  const nodes = (n) => `${format.whole(n)} = ${n >= node() ? `${format.number(n / node())} × ${node()}` : "part of a node"}`;
+  return section("Cluster", () => nameOf(state.get().cluster), true,
+    follow(pick, () => [catalog.clusters, nameOf(state.get().cluster)]), sized("cluster.gpus", "GPUs", gpus, nodes), file, ownCluster(state, catalog, mendAfter, widgets));
+}
+
+function workloadSection() {
+  const stack = words("Training stack", "how the framework behaves: launches, fusion, overlap", (c) => mendAfter({ stack: c.value }));
+  const choice = (path) => (c) => apply({ ...c.changes, [path]: c.value });
+  const of = (field, label) => follow(words(label, about("workload", field), choice(`workload.${field}`)), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
+  const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
+  return section("Workload and stack", () => `${format.count(workload("batch") * workload("seq"))} tokens per step`, true,
+    sized("workload.batch", "Global batch, sequences", () => workload("batch")), sized("workload.seq", "Sequence length, tokens", () => workload("seq")),
+    h("div", { class: "pair" }, of("precision", "Precision"), of("optimizer", "Optimizer")),
+    follow(stack, () => [ANY(catalog.stacks.map((s) => s.name)), nameOf(state.get().stack)]),
+    h("div", { class: "pair" }, follow(tokens, () => [workload("tokens") || ""])));
+}
+
+function planSection() {
+  const overlap = AXES.map((axis) => {
+    const box = check(axis, `overlap ${axis} communication with compute`, (on) => apply({ "plan.overlap": AXES.filter((a) => (a === axis ? on : overlaps().includes(a))) }));
+    return follow(box, () => [overlaps().includes(axis)]);
+  });
+  const stackOverlap = () => catalog.stacks.find((s) => s.name === nameOf(state.get().stack))?.overlap ?? ["dp"];
+  const overlaps = () => plan("overlap") ?? stackOverlap();
+  const needs = (test, why) => () => ({ disabled: !test(), why });
+  const experts = h("div", { class: "fields-inner" }, degree("ep", "Expert parallel, ep"), degree("expert_tp", "Tensor parallel inside experts (0: tp)"));
+  widgets.push(() => { experts.hidden = (choices?.fields.ep?.length ?? 1) < 2; });
+  const pipeline = h("div", { class: "fields-inner" }, word("schedule", "Pipeline schedule"), degree("virtual", "Stages per rank, virtual"));
+  widgets.push(() => { pipeline.hidden = plan("pp") === 1; });
+  return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, true,
+    degree("tp", "Tensor parallel, tp"), flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
+    degree("pp", "Pipeline stages, pp"), pipeline,
+    degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"), degree("zero", "ZeRO stage"),
+    degree("microbatch", "Micro-batch, sequences"), degree("cp", "Context parallel, cp"), experts, word("recompute", "Recompute"),
+    h("details", null, h("summary", null, "Dtypes, overlap, and more"), h("div", { class: "fields-inner" },
+      h("div", { class: "pair" }, word("param_dtype", "Parameters"), word("grad_dtype", "Gradients"), word("state_dtype", "Optimizer states"), word("gather_dtype", "Gathers")),
+      flag("master", "fp32 master weights"),
+      h("fieldset", { class: "field" }, h("legend", null, "Overlap with compute"), h("div", { class: "chips" }, overlap)),
+      word("compression", "Gradient compression"), word("offload", "Offload to the host"),
+      word("cp_kind", "Context parallelism"), word("tp_form", "Tensor-parallel form"), word("reduce", "Reduce gradients"),
+      flag("prefetch", "ZeRO-3: prefetch the next layer", needs(() => plan("zero") === 3, "(needs ZeRO-3)")), flag("reshard", "ZeRO-3: free weights after forward", needs(() => plan("zero") === 3, "(needs ZeRO-3)")))));
+}
+
+function presets() {
+  const select = h("select", { id: "preset", onchange: () => {
+    const found = catalog.presets[select.selectedIndex - 1];
+    if (!found) return;
+    const keep = state.get().page;
+    state.update({ ...found.state, page: { ...keep, ...found.page, options: { ...keep.options, ...found.page?.options } } });
+    select.selectedIndex = 0;
+  } }, h("option", null, "…"), catalog.presets.map((p) => h("option", { title: p.about }, p.title)));
+  return h("div", { class: "field presets" }, h("label", { for: "preset" }, "Start from"), select);
+}
+
+/** Build the form; in a written file it says how to open the live page instead. */
+export async function begin(element) {
+  form = element;
+  form.addEventListener("submit", (event) => event.preventDefault());
+  if (!source.live) {
+    form.append(h("div", { class: "notice" }, h("p", null, "This file shows one plan. To change its inputs, open the live page:"), h("p", null, h("code", null, source.command))), readOnly());
+    return;
+  }
+  problems = h("div", { "aria-live": "polite" });
+  try {
+    catalog = await source.catalog();
+  } catch (error) {
+    form.append(refusal(error.error));
+    return;
+  }
+  form.append(presets(), problems, modelSection(), clusterSection(), workloadSection(), planSection());
+  show();
+  ask();
+}
+
+function readOnly() {
+  const rows = Object.entries(state.config()).map(([name, part]) => [h("dt", null, name), h("dd", null, typeof part === "string" ? part : Object.entries(part).map(([k, v]) => h("div", null, `${k} = ${typeof v === "object" ? JSON.stringify(v) : v}`)))]);
+  return h("dl", { class: "read-only" }, rows);
+}
+
+const show = () => widgets.forEach((f) => f());
+
+/** Show a new state now, and what can be chosen in it as soon as the server has answered. */
+export function update() {
+  if (!catalog) return;
+  clear(problems);
+  show();
+  clearTimeout(timer);
+  timer = setTimeout(ask, 120);
+}
+
+async function ask() {
+  asked?.abort();
+  asked = new AbortController();
+  const { signal } = asked;
+  try {
+    const found = await source.choices(state.config(), signal);
+    if (signal.aborted) return;
+    choices = found;
+    clear(problems);
+    if (found.problem) problems.append(h("div", { class: "notice error" }, h("p", null, h("b", null, `${found.problem.code}: `), found.problem.what), found.mend ? h("button", { type: "button", onclick: () => apply(found.mend) }, "Change the plan to the nearest legal one") : null));
+    show();
+  } catch (error) {
+    if (error.name !== "AbortError" && error.error) clear(problems).append(refusal(error.error));
+  }
+}

@@ -2,6 +2,7 @@
 // an answer of an older state is dropped.
 
 import { h, clear, format } from "meshwright/draw.js";
+import * as actions from "meshwright/actions.js";
 import * as inputs from "meshwright/inputs.js";
 import * as source from "meshwright/source.js";
 import * as state from "meshwright/state.js";
@@ -171,12 +172,13 @@ function changed(now, before) {
   }
   follow();
   refresh();
-  inputs.follow(now);
+  inputs.update();
 }
 
 function begin() {
   state.begin(source.state);
-  inputs.begin(find("inputs"), find("actions"));
+  actions.begin(find("actions"));
+  inputs.begin(find("inputs"));
   navigation();
   state.subscribe(changed);
   let width = parts.view.clientWidth;

@@ -70,6 +70,6 @@ export const choices = (config, signal) => json("/api/choices", { body: config, 
 export const text = (config, signal) => json("/api/text", { body: config, signal });
 export const plan = (config, signal) => json("/api/plan", { body: config, signal });
 export const model = (table) => json("/api/model", { body: table });
-export const cluster = (toml) => json("/api/cluster", { body: { toml } });
+export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
 export const runs = (signal) => json("/api/runs", { signal });
 export const run = (name, signal) => json(`/api/runs/${encodeURIComponent(name)}`, { signal });

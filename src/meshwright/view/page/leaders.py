@@ -1,0 +1,60 @@
+"""The best plans that `meshwright plan` finds, why the winner leads, and the present plan compared with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.planner.advice.reasons import reasons
+from meshwright.view.page.subject import Subject
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """Leaders with their predictions, other strategies with why they are slower, reasons for the winner, and the present plan."""
+    found = subject.result
+    mine = found.compare(subject.plan)
+    return {
+        "searched": found.searched,
+        "costed": found.found.costed,
+        "seconds": found.seconds,
+        "provisional": subject.is_provisional,
+        "chosen_from": found.chosen_from,
+        "choice": found.choice,
+        "leaders": [
+            {
+                "title": c.plan.title(),
+                "plan": c.plan.as_dict(),
+                "strategy": c.strategy,
+                "step_time_s": p.step_time_s,
+                "slower": p.step_time_s / found.prediction.step_time_s - 1,
+                "memory_gib": p.memory_gib,
+                "memory_limit_gib": p.memory_limit_gib,
+                "mfu": p.mfu,
+                "tokens_per_s": p.tokens_per_s,
+                "bound_by": p.bound_by,
+                "present": c.plan.as_dict() == subject.plan.as_dict(),
+            }
+            for c, p in found.leaders
+        ],
+        "reasons": [{"field": name, "why": text} for name, text in reasons(found.estimate).items() if text],
+        "strategies": [
+            {
+                "strategy": w.strategy,
+                "fits": w.fits,
+                "slower": w.slower if w.fits else None,
+                "why": w.words,
+                "title": w.plan.title(),
+                "plan": w.plan.as_dict(),
+            }
+            for w in found.why_not
+        ],
+        "mine": {
+            "legal": mine.user is not None,
+            "refused": mine.refused,
+            "slower": mine.slower if mine.user else None,
+            "step_time_s": mine.user.prediction.step_time_s if mine.user else None,
+            "difference": [{"name": name, "s": s} for name, s in mine.parts] if mine.user else [],
+            "fields": [{"field": k, "mine": str(a), "best": str(b)} for k, (a, b) in mine.fields.items()]
+            if mine.user
+            else [],
+        },
+    }
