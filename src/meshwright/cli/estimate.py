@@ -21,11 +21,14 @@ def command(
     tokens: str = typer.Option("", "--tokens", help="Token budget, such as 15T: adds days, GPU-hours and cost."),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set plan.tp=8."),
     explain: str = typer.Option("", "--explain", help="Show the formula of one part with its numbers."),
+    html: str = typer.Option("", "--html", help="Write the page of this plan to one HTML file."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """What will training cost? Step time, memory and traffic of one plan, by part."""
     from meshwright import api
+    from meshwright.cli.output import writable
 
+    writable(html)
     result = api.estimate(
         model,
         cluster,
@@ -40,6 +43,12 @@ def command(
     )
     from meshwright.view.tables import show, show_json
 
+    if html:
+        from meshwright.describe.files import write_text
+        from meshwright.view.page.bundle import document
+        from meshwright.view.page.subject import Subject
+
+        write_text(html, document(Subject.of_estimate(result)))
     if as_json:
         show_json(result.as_dict())
         return

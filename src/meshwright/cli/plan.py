@@ -57,7 +57,7 @@ def command(
     guides: bool = typer.Option(False, "--guides", help="Show the reason and the source of every decision guide."),
     top: int = typer.Option(10, "--top", help="Number of leaders to show.", min=1, max=1000),
     out: str = typer.Option("", "--out", "-o", help="Write the winner as a plan file, with the reasons in comments."),
-    html: str = typer.Option("", "--html", help="Write the answer as an HTML page."),
+    html: str = typer.Option("", "--html", help="Write the page of the winner, with all views, to one HTML file."),
     settings: list[str] = typer.Option([], "--set", help="Override any field: --set cluster.price=2.5."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
@@ -136,9 +136,11 @@ def write(result: Any, out: str, html: str) -> dict[str, str]:
     if out:
         write_text(out, result.to_toml())
     if html:
-        from meshwright.view.plan_html import document
+        from meshwright.view.page.bundle import document
+        from meshwright.view.page.registry import VIEWS
+        from meshwright.view.page.subject import Subject
 
-        write_text(html, document(result))
+        write_text(html, document(Subject.of_result(result), names=VIEWS))
     return {what: where for what, where in (("plan file", out), ("page", html)) if where}
 
 

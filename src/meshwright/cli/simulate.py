@@ -10,7 +10,9 @@ from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 def command(
     plan: str = typer.Argument(..., help="A plan file."),
     trace: str = typer.Option("", "--trace", help="Write a trace for Perfetto or chrome://tracing."),
-    html: str = typer.Option("", "--html", help="Write the timeline as an HTML page."),
+    html: str = typer.Option(
+        "", "--html", help="Write the page of this plan, which opens at the timeline, to one HTML file."
+    ),
     detail: str = typer.Option(
         "", "--detail", help="operations, layers or actions. Default: the finest level that keeps the trace small."
     ),
@@ -39,9 +41,10 @@ def command(
 
         write_text(trace, json.dumps(trace_events(spans(result, walked, detail))))
     if html:
-        from meshwright.view.pipelines_html import write_pipelines_html
+        from meshwright.view.page.bundle import document
+        from meshwright.view.page.subject import Subject
 
-        write_pipelines_html([walked.walk], html, f"{result.model.name}: {result.plan.title()}", seconds=True)
+        write_text(html, document(Subject.of_estimate(result), first="timeline"))
     closed = result.prediction.step_time_s
     if as_json:
         print(json.dumps(simulation.as_dict() | {"detail": detail or choose_detail(result, walked)}))

@@ -1,4 +1,4 @@
-"""The planner's result as one self-contained HTML page, or as a fragment for a notebook: no scripts, no network."""
+"""The planner's result as an HTML element for a notebook: no scripts, no network. `plan --html` writes `view.page.bundle` instead."""
 
 from __future__ import annotations
 
@@ -32,21 +32,8 @@ STYLE = """
 .mw .bad { color: var(--bad); } .mw svg text { fill: var(--soft); font-size: 12px; }
 .mw .two { display: grid; grid-template-columns: 1fr 1fr; gap: 14px; } @media (max-width: 800px) { .mw .two { grid-template-columns: 1fr; } }
 """
-FRAME = """
-body { margin: 0; background: #f4f6f9; } main { max-width: 1120px; margin: 0 auto; padding: 20px; }
-@media (prefers-color-scheme: dark) { body { background: #0f141c; } }
-"""
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "slack", "context")
 SHADES = ("#2f7fb8", "#5b9bc9", "#8ab9db", "#a24bb0", "#c98a16", "#4d9a57", "#9aa7b8", "#6d7b8f")
-
-
-def document(r: Result) -> str:
-    """Return the full page."""
-    title = escape(f"{r.config.model.name} on {r.plan.world} × {r.config.cluster.accelerator.name}")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{FRAME}</style></head><body><main>{fragment(r)}</main></body></html>\n"
-    )
 
 
 def fragment(r: Result) -> str:

@@ -161,17 +161,31 @@ class Api:
                 yield known
             else:
                 missing[SEARCHED if view(name).kind == SEARCH else QUICK].append(name)
-        streams = [
-            self.pools[pool].lines("views", {**body, "views": names}, plan_key(body["config"]))
-            for pool, names in missing.items()
-            if names
-        ]
+        streams = [self.searched_or_quick(pool, body, names) for pool, names in missing.items() if names]
         async with aclosing(merged(streams)) as lines:
             async for line in lines:
                 found = json.loads(line)
-                if found["final"]:
+                if found["final"] and not found["error"]:
                     self.cache.put(keys[found["view"]], line)
                 yield line
+
+    async def searched_or_quick(self, pool: str, body: dict[str, Any], names: list[str]) -> AsyncGenerator[bytes, None]:
+        """The lines of views that one pool computes. Where it fails, each view that is missing gets a line with the error; bad input raises."""
+        missing = set(names)
+        try:
+            async with aclosing(
+                self.pools[pool].lines("views", {**body, "views": names}, plan_key(body["config"]))
+            ) as lines:
+                async for line in lines:
+                    yield line
+                    found = json.loads(line)
+                    if found["final"]:
+                        missing.discard(found["view"])
+        except Refused as refused:
+            if refused.status == 400:
+                raise
+            for name in sorted(missing):
+                yield to_line({"view": name, "data": None, "compare_data": None, "final": True, "error": refused.error})
 
 
 async def merged(streams: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:

@@ -1,4 +1,4 @@
-"""Views of one plan as one HTML file that opens from disk: `simulate --html`, `plan --html` and `estimate --html`.
+"""Views of one plan as one HTML file that opens from disk: `estimate --html`, `simulate --html`, `plan --html`.
 
 The file holds the page's own modules, its style and the data of the views, so that it draws what the live page draws, without a server.
 """
@@ -16,17 +16,21 @@ from meshwright.view.page.subject import Subject
 LIVE = "meshwright web"
 
 
-def document(subject: Subject, names: Iterable[str] = (), first: str = "", title: str = "") -> str:
+def document(subject: Subject, first: str = "", names: Iterable[str] = (), title: str = "") -> str:
     """The HTML of the named views (default: all that need no search); `first` is shown when the file opens."""
     names = list(names) or [name for name, entry in VIEWS.items() if entry.kind == CHEAP]
     title = title or f"{subject.model.name} on {subject.plan.world:,} × {subject.cluster.accelerator.name}"
-    data = {
-        "state": {**state(subject), "page": {"view": first or names[0], "compare": None, "options": {}}},
-        "views": {name: answer(subject, name) for name in names},
-        "catalog": None,
-        "command": LIVE,
-    }
-    return offline_page(title, data)
+    return written({name: answer(subject, name) for name in names}, title, first, state(subject))
+
+
+def written(
+    views: dict[str, dict[str, Any]], title: str, first: str = "", plan_file: dict[str, Any] | None = None
+) -> str:
+    """One HTML file with the data of some views, by name; without a plan file, for views that need no plan."""
+    page: dict[str, Any] = {"view": first or next(iter(views)), "compare": None, "options": {}}
+    return offline_page(
+        title, {"state": {**(plan_file or {}), "page": page}, "views": views, "catalog": None, "command": LIVE}
+    )
 
 
 def state(subject: Subject) -> dict[str, Any]:
@@ -37,7 +41,9 @@ def state(subject: Subject) -> dict[str, Any]:
 def answer(subject: Subject, name: str) -> dict[str, Any]:
     """The data of one view; a view that this plan cannot have says why in its place."""
     entry = view(name)
+    found: dict[str, Any] = {"title": entry.title, "data": None, "compare_data": None, "error": None}
     try:
-        return {"title": entry.title, "data": entry.data(subject), "compare_data": None}
+        found["data"] = entry.data(subject)
     except MeshwrightError as error:
-        return {"title": entry.title, "data": None, "compare_data": None, "error": error.as_dict()}
+        found["error"] = error.as_dict()
+    return found

@@ -65,6 +65,19 @@ class Subject:
         if self.shared is None:
             object.__setattr__(self, "shared", Shared(self.config, self.question))
 
+    @classmethod
+    def of_result(cls, result: Result) -> Subject:
+        """The winner of a search, with the search itself."""
+        return cls(result.config, shared=Shared(result.config, {}, result))
+
+    @classmethod
+    def of_estimate(cls, found: Estimate) -> Subject:
+        """An estimate that a command has computed."""
+        config = Config(found.model, found.cluster, found.stack, found.workload, found.plan)
+        shared = Shared(config, {})
+        shared.__dict__["estimate"] = found
+        return cls(config, shared=shared)
+
     def with_options(self, options: Mapping[str, Any]) -> Subject:
         """The same configuration and results, with the options of another view."""
         return replace(self, options=options)

@@ -1,0 +1,25 @@
+"""One server for all tests of a worker process: `meshwright web` on a free port of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from web.running import start, stop
+
+
+@pytest.fixture(scope="session")
+def run_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder whose run folders the server shows."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="session")
+def server(run_folders: Path) -> Iterator[str]:
+    """The address of a running server, such as http://127.0.0.1:40123."""
+    process, address = start("--runs", str(run_folders))
+    yield address
+    printed = stop(process)
+    assert "Traceback" not in printed, printed

@@ -1,0 +1,216 @@
+"""The HTTP API: an answer is what the command prints with --json, errors have the one shape, views arrive line by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from meshwright import api
+from meshwright.describe.config import Config, load
+from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
+from meshwright.web import tasks
+from meshwright.web.jobs import Pool, Refused
+from web.running import CLIENT
+
+PLAN_FILE: dict[str, Any] = {
+    "model": "llama3-8b",
+    "cluster": {"extends": "dgx-h100", "gpus": 16},
+    "stack": "megatron-core",
+    "workload": {"batch": 32, "seq": 4096},
+    "plan": {"tp": 4, "pp": 2, "shard": 2, "zero": 1, "sp": True},
+}
+
+
+def ask(server: str, path: str, body: Any = None) -> Any:
+    """The JSON answer of an address."""
+    answer = CLIENT.post(server + path, json=body) if body is not None else CLIENT.get(server + path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: str, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    answer = CLIENT.post(server + path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"code", "what", "why", "valid", "fix"}
+    return error
+
+
+def test_answers_are_what_the_commands_print(server: str) -> None:
+    config = Config.from_document(PLAN_FILE)
+    assert ask(server, "/api/estimate", PLAN_FILE) == json.loads(json.dumps(api.estimate(config).as_dict()))
+    simulated = ask(server, "/api/simulate", PLAN_FILE)
+    assert simulated.items() >= json.loads(json.dumps(api.simulate(config).as_dict())).items()
+    fixed = {"fix": {"tp": 4, "pp": 2}, "without": ["zero3"], "top": 2}
+    planned = ask(server, "/api/plan", {**PLAN_FILE, "question": fixed})
+    expected = api.plan(config, **fixed).as_dict()
+    assert planned["plans"] == json.loads(json.dumps(expected["plans"]))
+    assert ask(server, "/api/show", {"topic": "1f1b", "options": {"stages": 2, "microbatches": 3}})["ranks"] == 2
+    assert "collectives" in ask(server, "/api/show", {})
+
+
+def test_views_arrive_line_by_line(server: str) -> None:
+    names = [name for name, view in VIEWS.items() if view.kind == CHEAP]
+    body = {"config": PLAN_FILE, "views": names, "compare": {"tp": 8, "shard": 2, "zero": 1}}
+    answer = CLIENT.post(server + "/api/views", json=body)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert {line["view"] for line in lines} == set(names)
+    for line in lines:
+        assert line["final"]
+        assert line["error"] is None, line
+        assert (line["data"] is None) == (line["compare_data"] is None)
+
+
+def test_a_searched_view_is_provisional_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def data(subject: Any) -> dict[str, Any]:
+        found.append(subject.is_provisional)
+        return {"searched": subject.result.searched}
+
+    monkeypatch.setitem(VIEWS, "searched", View("searched", "", "none", SEARCH))
+    monkeypatch.setattr(View, "data", lambda self, subject: data(subject))
+    config = {**PLAN_FILE, "cluster": {"extends": "dgx-h100", "gpus": 8}, "plan": {"tp": 8}}
+    lines = list(tasks.views({"config": config, "views": ["searched"]}))
+    assert [line["final"] for line in lines] == [False, True]
+    assert found == [True, False]
+    assert lines[0]["data"]["searched"] < lines[1]["data"]["searched"]
+
+
+def test_an_answer_given_before_comes_from_the_cache(server: str) -> None:
+    body = {**PLAN_FILE, "workload": {"batch": 64, "seq": 2048}}
+    first, again = ask(server, "/api/estimate", body), ask(server, "/api/estimate", body)
+    assert first == again
+
+
+def test_a_plan_file_and_a_command_to_copy(server: str, tmp_path: Any) -> None:
+    found = ask(server, "/api/text", PLAN_FILE)
+    (tmp_path / "plan.toml").write_text(found["toml"])
+    assert load(tmp_path / "plan.toml") == Config.from_document(PLAN_FILE)
+    assert found["command"].startswith(
+        "meshwright estimate llama3-8b --cluster dgx-h100 --gpus 16 --stack megatron-core"
+    )
+    own = {**PLAN_FILE, "model": {"extends": "llama3-8b", "name": "a; rm -rf '$HOME'"}}
+    assert ask(server, "/api/text", own)["command"] == "meshwright estimate --plan plan.toml"
+
+
+def test_the_command_estimates_the_same(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    import shlex
+
+    from meshwright.cli import main
+
+    ordered = {**PLAN_FILE, "plan": {**PLAN_FILE["plan"], "order": ["tp", "cp", "dp", "pp"], "bucket": "50MB"}}
+    command = ask(server, "/api/text", ordered)["command"]
+    assert """'plan.order=["tp","cp","dp","pp"]'""" in command
+    with pytest.raises(SystemExit):
+        main([*shlex.split(command)[1:], "--json"])
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == ask(server, "/api/estimate", ordered)["step_time_s"]
+
+
+def test_models_and_clusters_of_files(server: str) -> None:
+    model = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "vocab_size": 1000,
+    }
+    table = ask(server, "/api/model", model)
+    assert table["layers"] == 4
+    assert (
+        ask(server, "/api/estimate", {**PLAN_FILE, "model": table, "plan": {"shard": 16, "zero": 1}})["parameters"] > 0
+    )
+    text = '[cluster]\nextends = "dgx-h100"\ngpus = 32\n'
+    assert ask(server, "/api/cluster", {"lines": text.splitlines()}) == {"cluster": {"extends": "dgx-h100", "gpus": 32}}
+    assert refused(server, "/api/cluster", {"lines": ["[cluster]", 'extends = "other.toml"']})["code"] == "MW-CAT-002"
+
+
+def test_the_catalog(server: str) -> None:
+    found = ask(server, "/api/catalog")
+    assert {"llama3-70b", "gpt2-xl"} <= {model["name"] for model in found["models"]}
+    assert {view["name"] for view in found["views"]} == set(VIEWS)
+    for preset in found["presets"]:
+        config = Config.from_document({k: v for k, v in preset["state"].items() if k != "page"})
+        config.check()
+
+
+def test_errors_have_the_one_shape(server: str) -> None:
+    assert refused(server, "/api/estimate", {**PLAN_FILE, "plan": {"tp": 3}})["code"] == "MW-PLAN-005"
+    assert refused(server, "/api/estimate", {**PLAN_FILE, "plans": {}})["code"] == "MW-CONF-010"
+    assert refused(server, "/api/views", {"config": PLAN_FILE, "views": ["memry"]})["code"] == "MW-WEB-007"
+    assert refused(server, "/api/views", {"config": PLAN_FILE, "view": []})["code"] == "MW-WEB-005"
+    assert refused(server, "/api/plan", {**PLAN_FILE, "question": {"top": 10**6}})["code"] == "MW-WEB-005"
+    assert refused(server, "/api/none", {}, 404)["code"] == "MW-WEB-005"
+    assert CLIENT.get(server + "/api/estimate").status_code == 405
+
+
+def test_200_estimates_at_once(server: str) -> None:
+    async def all_of_them() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(limits=limits, verify=False, timeout=100) as client:
+            small = {"model": "tiny-gpt", "cluster": {"extends": "dgx-h100", "gpus": 1}}
+            bodies = [{**small, "workload": {"batch": 1 + i, "seq": 128}} for i in range(200)]
+            return await asyncio.gather(*(client.post(server + "/api/estimate", json=body) for body in bodies))
+
+    answers = asyncio.run(all_of_them())
+    assert [answer.status_code for answer in answers] == [200] * 200
+
+
+def test_an_abandoned_search_is_stopped_and_a_full_queue_refused() -> None:
+    """One worker and one place in the queue: a client that leaves frees the worker at once; a third request is refused."""
+    long = {
+        "model": "llama3.1-405b",
+        "cluster": {"extends": "dgx-h100", "gpus": 16384},
+        "workload": {"batch": 4096, "seq": 8192},
+    }
+
+    async def scenario() -> None:
+        pool = Pool("search", 1, 1, 60.0, finish=False)
+        await pool.start()
+        try:
+            first = pool.lines("plan", long)
+            asking = asyncio.ensure_future(anext(first))
+            await asyncio.sleep(0.3)
+            second = asyncio.ensure_future(anext(pool.lines("estimate", PLAN_FILE)))
+            await asyncio.sleep(0.05)
+            with pytest.raises(Refused) as full:
+                await anext(pool.lines("estimate", PLAN_FILE))
+            assert full.value.status == 429
+            asking.cancel()
+            start = time.monotonic()
+            assert json.loads(await second)["step_time_s"] > 0
+            assert time.monotonic() - start < 30
+        finally:
+            await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_takes_too_long_is_ended() -> None:
+    body = {
+        "model": "llama3.1-405b",
+        "cluster": {"extends": "dgx-h100", "gpus": 16384},
+        "workload": {"batch": 4096, "seq": 8192},
+    }
+
+    async def scenario() -> None:
+        pool = Pool("search", 1, 1, 0.2, finish=False)
+        await pool.start()
+        try:
+            with pytest.raises(Refused) as late:
+                await anext(pool.lines("plan", body))
+            assert late.value.status == 504
+            assert late.value.error["code"] == "MW-WEB-001"
+            pool.limit_s = 60
+            assert json.loads(await anext(pool.lines("estimate", PLAN_FILE)))["step_time_s"] > 0
+        finally:
+            await pool.close()
+
+    asyncio.run(scenario())
