@@ -29,10 +29,13 @@ function apply(changes) {
   state.update(out);
 }
 
-const planChoice = (field) => (choice) => apply({ ...Object.fromEntries(Object.entries(choice.changes).map(([k, v]) => [`plan.${k}`, v])), [`plan.${field}`]: choice.value });
+/** Whether the choices that are shown were computed for the present state. */
+const fresh = () => choices?.key === JSON.stringify(state.config());
 
-/** While a slider moves, every position starts from the plan at the beginning of the movement, so that moving back restores it. */
-const begin_move = () => { base = structuredClone(state.get().plan); };
+const planChoice = (field) => (choice) => (!fresh() ? mendAfter({ [`plan.${field}`]: choice.value }) : apply({ ...Object.fromEntries(Object.entries(choice.changes).map(([k, v]) => [`plan.${k}`, v])), [`plan.${field}`]: choice.value }));
+
+/** While a slider moves, every position starts from the plan for which its stops were computed, so that moving back restores it. */
+const beginMove = () => { base = choices?.plan ?? null; };
 function sizeChoice(path) {
   return (choice) => {
     if (choice.typed) return mendAfter({ [path]: choice.value });
@@ -78,7 +81,7 @@ const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? 
 const degree = (field, label) => follow(chips(label, about("plan", field), planChoice(field)), () => [fieldChoices(field), plan(field)]);
 const word = (field, label, text) => follow(words(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
 const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
-const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: begin_move }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
+const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: beginMove }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
 
 function modelSection() {
   const pick = picker("Model, from the catalog", (name) => mendAfter({ model: name }));
@@ -114,7 +117,7 @@ function clusterSection() {
 
 function workloadSection() {
   const stack = words("Training stack", "how the framework behaves: launches, fusion, overlap", (c) => mendAfter({ stack: c.value }));
-  const choice = (path) => (c) => apply({ ...c.changes, [path]: c.value });
+  const choice = (path) => (c) => (fresh() ? apply({ ...c.changes, [path]: c.value }) : mendAfter({ [path]: c.value }));
   const of = (field, label) => follow(words(label, about("workload", field), choice(`workload.${field}`)), () => [choices?.sizes[`workload.${field}`] ?? ANY([workload(field)]), workload(field)]);
   const tokens = entry("Token budget, such as 15T", about("workload", "tokens"), (value) => apply({ "workload.tokens": value ?? 0 }), { type: "text", placeholder: "none" });
   return section("Workload and stack", () => `${format.count(workload("batch") * workload("seq"))} tokens per step`, true,
@@ -202,9 +205,9 @@ async function ask() {
   asked = new AbortController();
   const { signal } = asked;
   try {
-    const found = await source.choices(state.config(), signal);
+    const config = state.config(), found = await source.choices(config, signal);
     if (signal.aborted) return;
-    choices = found;
+    choices = { ...found, plan: config.plan, key: JSON.stringify(config) };
     clear(problems);
     if (found.problem) problems.append(h("div", { class: "notice error" }, h("p", null, h("b", null, `${found.problem.code}: `), found.problem.what), found.mend ? h("button", { type: "button", onclick: () => apply(found.mend) }, "Change the plan to the nearest legal one") : null));
     show();
