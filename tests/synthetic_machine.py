@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.calibrate import machine
+from meshwright.calibrate import device_fit
 from meshwright.calibrate.machine import AddedTime, MachineMeasurement
 from meshwright.calibrate.points import DevicePoint
 
 SIZES = ({"tokens": 4.0, "width": 16.0}, {"tokens": 128.0, "width": 64.0}, {"tokens": 512.0, "width": 256.0})
 TRUE = {
     "launch": 10e-6, "byte": 1e-10, "exponential": 4e-9, "product_launch": 50e-6, "flop": 3e-11, "attention_launch": 80e-6,
-    "attention_flop": 9e-11, "update_launch": 8e-6, "sharded_launch": 40e-6,
+    "attention_flop": 9e-11, "tile_launch": 7e-6, "update_launch": 8e-6, "update_byte": 5e-11, "sharded_launch": 40e-6,
 }  # fmt: skip
 
 
@@ -21,7 +21,7 @@ def point(kind: str, shape: dict[str, float], seconds: float = 1.0) -> DevicePoi
 
 def synthetic(factor: float = 1.0) -> list[DevicePoint]:
     """Points that follow the model exactly, with the constants of `TRUE`."""
-    shapes = [(part, size) for part in machine.PARTS for size in SIZES]
+    shapes = [(part, size) for part in device_fit.PARTS for size in SIZES]
     shapes += [
         ("linear", {"m": m, "n": n, "k": k})
         for m, n, k in ((64.0, 64.0, 64.0), (256.0, 64.0, 192.0), (256.0, 512.0, 512.0))
@@ -30,19 +30,25 @@ def synthetic(factor: float = 1.0) -> list[DevicePoint]:
         ("attention", {"batch": 1.0, "heads": h, "seq": s, "width": d})
         for h, s, d in ((1.0, 8.0, 8.0), (4.0, 64.0, 16.0), (4.0, 256.0, 16.0))
     ]
-    shapes += [(kind, {"tensors": 16.0, "elements": 64.0}) for kind in ("optimizer", "sharded-optimizer")]
+    shapes += [("tile", {"batch": 2.0, "heads": 4.0, "seq": s, "width": 16.0, "operators": 60.0}) for s in (8.0, 32.0)]
+    shapes += [("optimizer", {"tensors": 16.0, "elements": n}) for n in (64.0, 16384.0)]
+    shapes.append(("sharded-optimizer", {"tensors": 16.0, "elements": 64.0}))
     launches = {
         "linear": "product_launch",
         "attention": "attention_launch",
+        "tile": "tile_launch",
         "optimizer": "update_launch",
         "sharded-optimizer": "sharded_launch",
     }
     out = []
     for kind, shape in shapes:
-        f = machine.features(point(kind, shape))
+        f = device_fit.features(point(kind, shape))
+        updates = kind.endswith("optimizer")
         flop = TRUE["attention_flop" if kind == "attention" else "flop"]
-        seconds = f.launches * TRUE[launches.get(kind, "launch")] + f.other_launches * TRUE["launch"]
-        seconds += f.flops * flop + f.bytes * TRUE["byte"] + f.exponentials * TRUE["exponential"]
+        seconds = f.launches * TRUE[launches.get(kind, "launch")]
+        seconds += f.other_launches * TRUE["update_launch" if updates else "launch"]
+        seconds += f.flops * flop + f.bytes * TRUE["update_byte" if updates else "byte"]
+        seconds += f.exponentials * TRUE["exponential"]
         out.append(point(kind, shape, factor * seconds))
     return out
 
@@ -55,7 +61,7 @@ def measurement(
             operation=name, ranks=size, bytes=n, wall_s=wall * size / 2 + n * 1e-9, cpu_s=cpu * size / 2 + n * 3e-10
         )
         for name in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point")
-        for size in sorted({2, ranks})
+        for size in sorted({2, ranks if name != "point-to-point" else 2})
         for n in (1024, 2**20)
     ]
     return MachineMeasurement(

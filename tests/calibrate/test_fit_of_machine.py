@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright import api
-from meshwright.calibrate import machine
+from meshwright.calibrate import device_fit, machine
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.collective import choose
 from meshwright.cost.predict import predict
@@ -28,14 +28,14 @@ def seconds(config: Config) -> float:
 
 
 def test_a_fit_finds_the_constants_that_made_the_points() -> None:
-    found = machine.fit_device(synthetic())
+    found = device_fit.fit_device(synthetic())
     for name, value in TRUE.items():
         assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
     assert max(found.residuals.values()) < 1e-9
 
 
 def test_a_term_that_would_be_negative_is_left_out() -> None:
-    found, _ = machine.relative_fit([point("residual", size, 1e-5) for size in SIZES], ("launches", "bytes"), {})
+    found, _ = device_fit.relative_fit([point("residual", size, 1e-5) for size in SIZES], ("launches", "bytes"), {})
     assert found[0] > 0
     assert found[1] >= 0
 
@@ -44,8 +44,48 @@ def test_prices_of_measured_collectives_are_those_measured() -> None:
     measured = measurement()
     config = calibrated(measured)
     for x in measured.collectives:
-        if x.operation == "all-reduce" and x.ranks == 2:
-            assert choose(config.cluster, x.operation, x.bytes, x.ranks).seconds == pytest.approx(x.wall_s, rel=0.3)
+        found = choose(config.cluster, x.operation, x.bytes, x.ranks).seconds
+        assert found == pytest.approx(x.wall_s, rel=0.1), (x.operation, x.ranks, x.bytes)
+
+
+def test_what_a_call_takes_does_not_grow_with_the_ranks() -> None:
+    """Waking a rank that waited takes as long in a group of two as of four: only the latency of the ring grows."""
+    added = []
+    for ranks, size in ((2, 1024), (2, 2**20), (4, 1024), (4, 2**20)):
+        terms = machine.formula_terms("all-reduce", ranks)
+        wall = 6e-4 + terms.alpha * 2e-5 + terms.beta * size * 1e-9
+        added.append({"operation": "all-reduce", "ranks": ranks, "bytes": size, "wall_s": wall, "cpu_s": 1e-6})
+    cluster = calibrated(measurement().but(collectives=added)).cluster
+    factors = cluster.collectives.factor("all-reduce")
+    assert factors.call == pytest.approx(6e-4, rel=1e-3)
+    assert factors.latency * machine.ALPHA == pytest.approx(2e-5, rel=1e-3)
+
+
+def test_operations_in_mixed_order_raise_the_constants() -> None:
+    """Twice the host's seconds in chains of different operations are twice the host's seconds in a prediction."""
+    plain = device_fit.fit_device(synthetic())
+    constants = device_fit.Single(**{name: TRUE[field] for name, field in (
+        ("launch", "launch"), ("byte", "byte"), ("exponential", "exponential"), ("product", "product_launch"), ("flop", "flop"),
+        ("attention", "attention_launch"), ("attention_flop", "attention_flop"))})  # fmt: skip
+    chains = []
+    for tokens, width in ((16.0, 32.0), (96.0, 96.0), (384.0, 128.0)):
+        shape = {"tokens": tokens, "width": width}
+        host, work = (
+            sum(x) for x in zip(*map(constants.seconds, device_fit.lowered(point("mixed", shape))), strict=True)
+        )
+        chains.append(point("mixed", shape, 2.0 * host + 1.5 * work))
+    slow = device_fit.fit_device([*synthetic(), *chains])
+    assert slow.launch == pytest.approx(2.0 * plain.launch, rel=0.02)
+    assert slow.product_launch == pytest.approx(2.0 * plain.product_launch, rel=0.02)
+    assert slow.flop == pytest.approx(1.5 * plain.flop, rel=0.02)
+
+
+def test_zero_1_pays_for_its_units_and_sharded_updates_as_zero_3_does() -> None:
+    parts = [
+        predict(c.model, c.cluster, c.plan, c.workload, c.stack).exposed_s["optimizer"]
+        for c in (calibrated(measurement(), replicate=1, tp=1, shard=4, zero=zero) for zero in (1, 3))
+    ]
+    assert parts[0] == pytest.approx(parts[1], rel=0.01)
 
 
 def test_all_times_of_a_slower_machine_scale() -> None:

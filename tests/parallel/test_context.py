@@ -13,7 +13,14 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.context.blocks import AttentionPattern, position_ids, rectangles
+from meshwright.lower.attention_tiles import OPERATORS
+from meshwright.parallel.context.blocks import (
+    AttentionPattern,
+    BlockAttention,
+    BlockGradients,
+    position_ids,
+    rectangles,
+)
 from meshwright.parallel.context.sequence import is_zigzag, runs_of
 from meshwright.proof.compare import compare
 from meshwright.proof.prove import prove
@@ -426,3 +433,37 @@ def test_a_bug_of_context_parallelism_is_caught(bug, model, what):
     assert not proof.parity
     first = proof.agreements[0].breaks[0]
     assert (proof.blamed, first.what, first.step) == ("cp", what, 0), str(first)
+
+
+def test_operators_of_a_tile_are_those_that_the_cost_model_counts() -> None:
+    """`lower.attention_tiles` counts the torch operators of ring attention without a fused kernel, forward and backward."""
+
+    def operators(ranks: int) -> tuple[int, int]:
+        runs, pattern = runs_of(64, ranks, True), AttentionPattern(True)
+        q, k, v, grad = (torch.randn(2, 4, 64 // ranks, 16) for _ in range(4))
+        attended, outputs = BlockAttention(q, runs[0], pattern), (torch.zeros_like(k), torch.zeros_like(v))
+        with Operators() as forward:
+            for block in runs:
+                attended.attend_block(k, v, block)
+        assert attended.output_BNSD is not None
+        gradients = BlockGradients(grad, q, attended.output_BNSD, attended.lse_BNS, runs[0], pattern)
+        with Operators() as backward:
+            for block in runs:
+                gradients.attend_block(k, v, block, *outputs)
+        return forward.count, backward.count
+
+    few, many = operators(2), operators(4)
+    for phase, two, four in zip(("F", "I"), few, many, strict=True):
+        each, once = OPERATORS[phase]
+        assert (four - two) / 2 == pytest.approx(each, rel=0.05)
+        assert two == pytest.approx(2 * each + once, rel=0.05)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that torch dispatches, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += 1
+        return operator(*args, **(kwargs or {}))

@@ -11,8 +11,10 @@ from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
+from meshwright.lower.gradients import sharded
 from meshwright.lower.op import Array, Op, StepProgram
 from meshwright.lower.stages import StageBlocks, rank_blocks
+from meshwright.lower.traffic import DATA_PARALLEL
 
 HOST_RATE = 25e9  # bytes/s of an optimizer that runs on the host
 
@@ -22,14 +24,16 @@ def closing_time(
 ) -> dict[str, Array]:
     """Seconds of the gradient reduction behind the last backward, clipping, the update, and the gather of sharded parameters."""
     b, device = program.batch, cluster.accelerator
-    reduce, gather, compress, update, last = (np.zeros(b.n) for _ in range(5))
+    reduce, gather, compress, update, last, hooks = (np.zeros(b.n) for _ in range(6))
     after: dict[str, Array] = {"tp": 0.0, "pp": 0.0, "ep": 0.0}  # reductions that wait for the data-parallel ones
     for op in ops:
         seconds = network.time(op) if op.axis else compute.memory_time(device, op)
+        if b.stack.unit_launch and op.part in DATA_PARALLEL and op.axis:
+            hooks = hooks + op.count * np.where(in_units(b, op.part), b.stack.unit_launch, 0.0)
         if op.kind == "host":
             update = update + op.count * compute.host_copy_time(device, op)
         elif op.part == "optimizer":
-            update = update + op.count * _update_time(b, op, seconds)
+            update = update + op.count * _update_time(b, op, seconds if op.axis else compute.update_time(device, op))
         elif op.name in ("compress", "average-parameters"):  # never overlaps
             compress = compress + op.count * seconds
         elif op.part == "closing":
@@ -45,7 +49,7 @@ def closing_time(
     tail = np.maximum(last - (reduce - hidden), 0.0)
     exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
     late = gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"])
-    exposed = exposed + late + compress
+    exposed = exposed + late + compress + hooks
     return {
         **after,
         "after": sum(after.values()),
@@ -61,9 +65,15 @@ def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
     """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
     stack = b.stack
     plain = stack.update_launch or stack.launch
-    host = op.launches * np.where(b.zero == 3, stack.sharded_launch or plain, plain)
+    by_unit = in_units(b, "dense") & (op.name == "update")
+    host = op.launches * np.where(by_unit, stack.sharded_launch or plain, plain)
     launched = seconds if op.axis else np.maximum(seconds, host) if stack.asynchronous else seconds + host
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
+
+
+def in_units(b: Batch, group: str) -> Array:
+    """Which plans of the batch shard the parameters of a group in units (`fully_shard`)."""
+    return sharded(b, group) & b.units
 
 
 def host_update_time(b: Batch, device: Accelerator, elements: Array) -> Array:

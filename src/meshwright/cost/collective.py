@@ -84,7 +84,8 @@ class Curve:
         self.crosses = bool(np.any(self.across))
         self.cluster, added = cluster, cluster.collectives
         self.rates = rates_of(cluster, operation, algorithm, group)
-        self.call = np.where(self.across, added.call_across, added.call)
+        own = [added.factor(operation, across).call for across in (False, True)]
+        self.call = np.where(self.across, added.call_across + own[1], added.call + own[0])
         if operation == "all-to-all":
             self.call = self.call + added.peer * group.ranks
         self.fit()

@@ -55,6 +55,13 @@ def memory_time(device: Accelerator, op: Op) -> Array:
     return seconds + op.exponentials * eff.exponential if eff.exponential else seconds
 
 
+def update_time(device: Accelerator, op: Op) -> Array:
+    """Seconds of the optimizer's passes over its states."""
+    return (
+        memory_time(device, op) if device.efficiency.update == 1 else memory_time(device, op) / device.efficiency.update
+    )
+
+
 def host_copy_time(device: Accelerator, op: Op) -> Array:
     """Seconds of a copy between the device and its host."""
     return op.bytes / device.host_bandwidth

@@ -96,7 +96,7 @@ def phase_time(
         t.host = t.host + op.count * op.launches * launch_time(stack, op.kind)
         t.flops = t.flops + op.count * op.flops
         work = work + seconds
-        if op.kind == "attention":
+        if op.kind in ("attention", "tile"):
             core = core + seconds
     t.busy = work
     t.left = left = HIDEABLE * work if main is None else main.left  # compute hides one stream at a time
@@ -153,8 +153,8 @@ def together(stack: Stack, device: Array, host: Array) -> Array:
 
 def launch_time(stack: Stack, kind: str) -> float:
     """Host seconds of one launch of a kind of operation."""
-    of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch}.get(kind, 0.0)
-    return of_kind or stack.launch
+    of_kind = {"gemm": stack.product_launch, "attention": stack.attention_launch, "tile": stack.tile_launch}
+    return of_kind.get(kind, 0.0) or stack.launch
 
 
 def collective_launch(stack: Stack, op: Op) -> float:

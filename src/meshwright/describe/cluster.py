@@ -63,6 +63,9 @@ class Efficiency(Described):
     sequence_half: float = Field(
         default=700.0, ge=0, description="sequence length at which flash attention reaches half of its peak rate"
     )
+    update: float = Field(
+        default=1.0, gt=0, description="rate of the optimizer's updates, which work in place, over that of `memory`"
+    )
     exponential: Seconds = Field(
         default=0.0,
         description="time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)",
@@ -156,9 +159,12 @@ class Level(Described):
 
 
 class Factors(Described):
-    """Measured seconds of one operation over those of its closed formula, by term; 1: as the formula says."""
+    """Measured seconds of one operation over those of its closed formula, by term (1: as the formula says), and seconds that each call adds."""
 
-    latency: float = Field(default=1.0, gt=0, description="factor on the latency of the formula")
+    call: Seconds = Field(
+        default=0.0, ge=0, description="seconds of one call that do not depend on the number of ranks"
+    )
+    latency: float = Field(default=1.0, ge=0, description="factor on the latency of the formula")
     bytes: float = Field(default=1.0, gt=0, description="factor on the seconds that the bytes take")
 
 

@@ -24,14 +24,18 @@ class Stack(Described):
         default=0.0,
         description="host time of one launch of attention, with the reshapes around it; 0: that of any launch",
     )
+    tile_launch: Seconds = Field(
+        default=0.0, description="host time of one operator of attention in tiles; 0: that of any launch"
+    )
     update_launch: Seconds = Field(
         default=0.0, description="host time of one launch outside autograd: optimizer, norm; 0: that of any launch"
     )
     sharded_launch: Seconds = Field(
-        default=0.0, description="the same where ZeRO-3 shards the parameters (DTensor); 0: update_launch"
+        default=0.0,
+        description="host time of one launch of an update of sharded parameters (DTensor); 0: update_launch",
     )
     unit_launch: Seconds = Field(
-        default=0.0, description="host time of one gather or reduction of a ZeRO-3 unit; 0: collective_launch"
+        default=0.0, description="host time of one gather or reduction of a ZeRO unit; 0: collective_launch"
     )
     collective_launch: Seconds = Field(default=20e-6, description="host time to issue one collective")
     action: Seconds = Field(default=0.0, description="host time of one action of a pipeline schedule")
@@ -49,6 +53,10 @@ class Stack(Described):
     fused: tuple[Fused, ...] = ("norm", "activation", "rope", "bias-dropout", "softmax", "optimizer", "accumulate")
     attention: Literal["flash", "fused", "stored"] = Field(
         default="flash", description="flash: recomputes the softmax; fused: vendor's flash; stored: keeps the scores"
+    )
+    tiled_context: bool = Field(
+        default=False,
+        description="ring and all-gather attention run in tiles of torch operators: no fused kernel returns the log-sum-exp",
     )
     overlap: tuple[Axis, ...] = Field(default=("dp",), description="axes whose communication overlaps with compute")
     early_stop: bool = Field(

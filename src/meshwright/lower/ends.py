@@ -10,6 +10,10 @@ from __future__ import annotations
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.op import Op
 
+SPLIT_LOSS_LAUNCHES = (
+    25.0  # more launches where ranks hold parts of the vocabulary: masks, the maximum, the target's logit
+)
+
 
 def embedding(low: LayerLowering) -> dict[str, list[Op]]:
     """The operations of the embedding, by phase."""
@@ -43,7 +47,8 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     low.gemm("logits", "head", b.tokens, m.padded_vocab / b.tp, m.hidden, dtype=low.wide)
     logits = b.tokens * m.padded_vocab / b.tp
     fused = "loss" in low.fused
-    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), 2 if fused else 8, exponentials=logits)
+    launches = 2 if fused else 8 + SPLIT_LOSS_LAUNCHES * low.with_tp * (not b.stack.asynchronous)
+    low.memory("F", "loss", "head", logits, low.element + (0 if fused else 18), launches, exponentials=logits)
     low.memory(
         "I", "loss-grad", "head", logits, 2 * low.element + (0 if fused else 10), 1 if fused else 5, exponentials=logits
     )

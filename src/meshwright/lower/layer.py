@@ -31,10 +31,12 @@ import numpy as np
 
 from meshwright.describe.anatomy import Block, Linear
 from meshwright.describe.sharding import local_shape
-from meshwright.lower import attention_dropout
+from meshwright.lower import attention_dropout, attention_tiles
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.op import NARROW, Array, Op, present
+
+ULYSSES_LAUNCHES = 23.0  # of the copies that bring heads of whole sequences together for two all-to-alls, and back
 
 
 class LayerLowering:
@@ -63,7 +65,7 @@ class LayerLowering:
         part: str,
         size: Array,
         passes: Array,
-        launches: float,
+        launches: Array,
         count: Array = 1.0,
         exponentials: Array = 0.0,
     ) -> None:
@@ -238,9 +240,14 @@ class LayerLowering:
         shape = (b.microbatch * heads, seq / b.cp, seq, float(core.qk))
         size = b.tokens * heads * (2 * core.qk + 2 * core.v) * self.element
         if b.stack.attention != "stored":
-            self.phases["F"].append(Op("core", "attention", "attention", 1.0, flops, size, shape, self.wide))
+            fused: Array = 1.0
+            if present(in_tiles := attention_tiles.in_tiles(b)):
+                fused = ~in_tiles * 1.0
+                for phase, ops in attention_tiles.core_ops(b, core, heads, in_tiles).items():
+                    self.phases[phase] += ops
+            self.phases["F"].append(Op("core", "attention", "attention", fused, flops, size, shape, self.wide))
             self.phases["I"].append(
-                Op("core-grad", "attention", "attention", 1.0, 2.5 * flops, 2 * size, shape, self.wide, launches=3)
+                Op("core-grad", "attention", "attention", fused, 2.5 * flops, 2 * size, shape, self.wide, launches=3)
             )
             return
         scores = b.tokens * heads * positions * self.element
@@ -277,6 +284,9 @@ class LayerLowering:
         kv_u = np.maximum(kv_heads, b.cp) * (core.qk + core.v)
         q_in, out = heads * core.qk, heads * core.v
         for phase in ("F", "I"):
+            if present(ulysses):
+                moved = b.tokens * (q_in + kv_u + out) * self.element
+                self.memory(phase, "ulysses-order", "attention", moved, 4, ULYSSES_LAUNCHES, ulysses * 1.0)
             self.collective(
                 phase,
                 "ulysses-qkv",
@@ -400,7 +410,7 @@ class LayerLowering:
         for op in self.phases["F"]:
             if self.b.stack.early_stop and op.axis == "tp" and op.name in spared:
                 continue
-            core = op.name in ("core", "scores", "softmax", "values")
+            core = op.name in ("core", "scores", "softmax", "values", "tiles", "tile-softmax")
             reruns = full + (selective if core else 0.0)
             if present(reruns):
                 self.phases["R"].append(replace(op, name=f"{op.name}-again", count=op.count * reruns))

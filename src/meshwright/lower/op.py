@@ -34,7 +34,7 @@ class Op:
 
     name: str
     part: str  # attention | ffn | norm | head | embedding | router | experts | shared | optimizer
-    kind: str  # gemm | attention | memory | collective | p2p | host
+    kind: str  # gemm | attention | tile | memory | collective | p2p | host
     count: Array = 1.0
     flops: Array = 0.0
     bytes: Array = 0.0  # moved through device memory

@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.calibrate.points import DevicePoint, Timed
@@ -26,10 +27,13 @@ from meshwright.comm.bench.timing import LEAST_SAMPLES, MOST_SAMPLES, Synchroniz
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 CHAIN = 4  # operations of one kind in a row
+UNIT_PARAMETERS = 6  # of a ZeRO unit; a transformer layer has 6 to 9
 SMALL, MIDDLE, LARGE = {"tokens": 4, "width": 16}, {"tokens": 128, "width": 64}, {"tokens": 512, "width": 256}
 PARTS = ("norm", "activation", "residual", "rotation", "loss")
 LINEARS = ((64, 32, 32), (64, 64, 64), (256, 64, 64), (256, 64, 192), (128, 64, 512), (512, 256, 256), (256, 512, 512))
 ATTENTIONS = ((1, 1, 8, 8), (2, 4, 64, 16), (1, 4, 256, 16), (1, 4, 128, 64))
+TILES = ((2, 2, 8, 8), (4, 4, 16, 16))
+MIXED = ((16, 32), (96, 96), (384, 128))  # tokens and width of chains of different operations
 UPDATES = ((16, 64), (16, 16384))
 GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
@@ -118,6 +122,12 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
     for batch, heads, seq, width in ATTENTIONS:
         shape = {"batch": batch, "heads": heads, "seq": seq, "width": width}
         yield Case("attention", shape, 2, attention_call(dtype, batch, heads, seq, width))
+    for tokens, width in MIXED:
+        yield Case("mixed", {"tokens": float(tokens), "width": float(width)}, CHAIN, mixed_call(dtype, tokens, width))
+    for batch, heads, seq, width in TILES:
+        tile = tile_call(dtype, batch, heads, seq, width)
+        sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
+        yield Case("tile", {**sizes, "operators": count_operators(tile)}, 1, tile)
     for tensors, elements in UPDATES:
         plain = [torch.randn(elements, dtype=dtype) for _ in range(tensors)]
         yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain))
@@ -189,6 +199,34 @@ def linear_call(dtype: torch.dtype, m: int, n: int, k: int, chain: int = CHAIN) 
     return run
 
 
+def mixed_call(dtype: torch.dtype, tokens: int, width: int, chain: int = CHAIN) -> Call:
+    """Forward and backward of a chain in which no operation follows itself: each finds caches, and branches of the processor, that other
+    operations have used, and weights that nothing has read since the last call. One round is
+
+        norm · linear to 2·width · rotation of heads of 16 · residual · attention of heads of 16 · linear back · SiLU and product · residual
+    """
+    x = torch.randn(1, tokens, width, dtype=dtype, requires_grad=True)
+    start = torch.randn(1, tokens, width, dtype=dtype)
+    norms = [nn.RMSNorm(width, dtype=dtype) for _ in range(chain)]
+    widen = [nn.Linear(width, 2 * width, bias=False, dtype=dtype) for _ in range(chain)]
+    narrow = [nn.Linear(2 * width, width, bias=False, dtype=dtype) for _ in range(chain)]
+    for layer in (*widen, *narrow):
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    rotate = _rotation(tokens, 2 * width, dtype)
+
+    def run() -> None:
+        y = x
+        for norm, first, second in zip(norms, widen, narrow, strict=True):
+            z = first(norm(y))
+            heads = (rotate(z) + z).unflatten(-1, (-1, 16)).transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            back = second(mixed.transpose(1, 2).flatten(2))
+            y = y + F.silu(back) * back
+        y.backward(start)
+
+    return run
+
+
 def attention_call(
     dtype: torch.dtype, batch: int, heads: int, seq: int, width: int, device: str = "cpu", chain: int = 2
 ) -> Call:
@@ -211,6 +249,51 @@ def attention_call(
     return run
 
 
+def tile_call(dtype: torch.dtype, batch: int, heads: int, seq: int, width: int) -> Call:
+    """Attention to one block of keys in torch operators, forward and backward, outside autograd: scores, log-sum-exp, probabilities, the
+    merge with an earlier block, and the gradients."""
+    shape, scale = (batch, heads, seq, width), width**-0.5
+    q, k, v, grad = (torch.randn(shape, dtype=dtype) for _ in range(4))
+    hidden = torch.ones(seq, seq, dtype=torch.bool).triu(1)
+    before, merged = torch.randn(shape[:-1], dtype=dtype), torch.randn(shape, dtype=dtype)
+
+    @torch.no_grad()
+    def run() -> None:
+        rows = slice(0, seq)
+        scores = q[:, :, rows].mul(scale) @ k[:, :, rows].transpose(-1, -2)
+        scores.masked_fill_(hidden, -torch.inf)
+        lse = scores.logsumexp(-1)
+        probability = scores.sub_(lse.unsqueeze(-1)).exp_()
+        output = (probability @ v[:, :, rows]).reshape(shape)
+        after = torch.logaddexp(before, lse)
+        weight = (before - after).exp_().unsqueeze(-1)
+        (merged[:, :, rows] * weight).add_(output * (lse - after).exp_().unsqueeze(-1))
+        delta = (grad * output).sum(-1)
+        ds = grad[:, :, rows] @ v[:, :, rows].transpose(-1, -2)
+        ds.sub_(delta.unsqueeze(-1)).mul_(probability).mul_(scale)
+        gradients = ds @ k, ds.transpose(-1, -2) @ q, probability.transpose(-1, -2) @ grad
+        for gradient in gradients:
+            gradient.reshape(shape)[:, :, rows].add_(gradient)
+
+    return run
+
+
+def count_operators(call: Call) -> float:
+    """Torch operators that a call dispatches, views included."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return operator(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        call()
+    return float(counter.count)
+
+
 def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
     """The norm of the gradients, clipping and AdamW, tensor by tensor as the training loop runs them."""
     parameters = [nn.Parameter(value) for value in values]
@@ -219,8 +302,9 @@ def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=fused)
 
     def update() -> None:
-        gradients = [p.grad.to(p.grad.dtype) for p in parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm([g.to_local() if hasattr(g, "to_local") else g for g in gradients])
+        found = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        norm = nn.utils.get_total_norm([g.to(g.dtype) for g in gradients])
         factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
         for g in gradients:
             g.mul_(factor)
@@ -230,13 +314,12 @@ def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
 
 
 def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The update of parameters that ZeRO-3 shards, and the gathers and reductions of its units."""
+    """The update of parameters that ZeRO shards, and the gathers and reductions of its units, of a few parameters each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    units = nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(CHAIN)))
-    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(CHAIN)))
+    units, plain = (nn.Sequential(*(small_unit(dtype) for _ in range(CHAIN))) for _ in range(2))
     for unit in units:
         fully_shard(unit, mesh=mesh)
     fully_shard(units, mesh=mesh)
@@ -244,7 +327,13 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
     for kind, module in (("sharded-units", units), ("plain-units", plain)):
         yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
     shards = [p.detach() for p in units.parameters()]
-    yield Case("sharded-optimizer", {"tensors": CHAIN, "elements": 256}, 1, update_call(shards))
+    tensors, elements = len(shards), 256 / distributed.get_world_size()
+    yield Case("sharded-optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(shards))
+
+
+def small_unit(dtype: torch.dtype) -> nn.Module:
+    """A ZeRO unit of some parameters."""
+    return nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=dtype) for _ in range(UNIT_PARAMETERS)))
 
 
 def forward_backward(module: nn.Module, x: torch.Tensor, start: torch.Tensor) -> None:

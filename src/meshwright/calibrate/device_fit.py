@@ -1,0 +1,258 @@
+"""Fit the constants of one process of a CPU to operations that were measured on it.
+
+Each measured operation is lowered by the same builders as a training step (`lower.layer`, `lower.sync`), so a fitted constant means in the
+prediction what it meant in the fit. On a CPU, where the host computes, one operation takes
+
+    t = launches · launch + flops / rate + bytes / bandwidth + exponentials · exponential
+
+The fits go part by part, each with the constants of the part before, weighted by 1/t so that small and large operations have equal weight:
+
+    norms, activations, residuals, RoPE, loss   → launch, bandwidth, exponential
+    linear layers                               → product_launch, rate of products
+    attention                                   → attention_launch, rate of attention
+    attention in tiles of torch operators       → tile_launch
+    different operations in one chain           → factors on all of these: caches hold what other operations left
+    optimizer, plain and sharded; ZeRO units    → update_launch, update_byte, sharded_launch, unit_launch
+
+An update has a separate rate: it works in place, while other operators allocate their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.calibrate.points import DevicePoint
+from meshwright.describe.catalog import load
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.lower import attention_tiles, ends, sync
+from meshwright.lower.batch import Batch
+from meshwright.lower.layer import LayerLowering
+from meshwright.lower.op import Op
+
+STACK, MODEL = "gloo-cpu", "nano"
+PARTS = ("norm", "activation", "residual", "rotation", "loss")
+PULL = 0.1  # weight of the pull of a factor towards 1, against one point
+LEAST_FACTOR = 0.1
+UNIT_COLLECTIVES = 3.0  # of a measured unit: gathered forward and backward, then reduced
+
+
+class DeviceFit(NamedTuple):
+    """Seconds of one process that has a core to itself, and the residuals of the fit."""
+
+    launch: float
+    byte: float
+    exponential: float
+    product_launch: float
+    flop: float
+    attention_launch: float
+    attention_flop: float
+    tile_launch: float
+    update_launch: float
+    update_byte: float
+    sharded_launch: float
+    unit_launch: float
+    residuals: dict[str, float]  # by kind, the median of |fitted / measured − 1|
+
+
+class Features(NamedTuple):
+    """What one measured operation consists of, summed over forward and backward."""
+
+    launches: float  # of products or attention; of any operation in a point without these
+    flops: float
+    bytes: float
+    exponentials: float
+    other_launches: float = 0.0  # launches of other operations in the same point
+
+
+def lowered(point: DevicePoint) -> list[Op]:
+    """The operations of the step program that a measured point ran, forward and backward."""
+    s = point.shape
+    if point.kind == "linear":
+        low = _lowering(int(s["m"]), 16)
+        low.gemm("linear", "ffn", s["m"], s["n"], s["k"])
+    elif point.kind == "attention":
+        low = _lowering(int(s["seq"]), int(s["heads"] * s["width"]), int(s["heads"]), int(s["batch"]))
+        low.core(s["heads"])
+    elif point.kind == "mixed":
+        low = _mixed(int(s["tokens"]), int(s["width"]))
+    elif point.kind == "tile":
+        launches = {"F": s["operators"], "I": 0.0}
+        phases = attention_tiles.tile_ops(s["batch"] * s["heads"], s["seq"], s["seq"], s["width"], s["width"], launches)
+        return [op for ops in phases.values() for op in ops]
+    elif point.kind in ("optimizer", "sharded-optimizer"):
+        low = _lowering(1, 16)
+        return sync.optimizer(low.b, np.array([s["tensors"] * s["elements"]]), np.array([s["tensors"]]))
+    else:
+        low = _lowering(int(s["tokens"]), int(s["width"]), max(1, int(s["width"]) // 16))
+        size = s["tokens"] * s["width"] * low.element
+        if point.kind == "norm":
+            low.norm("norm")
+        elif point.kind == "activation":
+            low.activation("ffn", size)
+        elif point.kind == "residual":
+            low.residual("residual")
+        elif point.kind == "rotation":
+            low.rotate(2 * size)
+            low.residual("sum")
+        else:
+            phases = ends.head(low)
+            return [op for ops in phases.values() for op in ops if op.name in ("loss", "loss-grad")]
+    return [op for ops in low.phases.values() for op in ops]
+
+
+def _lowering(seq: int, width: int, heads: int = 1, batch: int = 1) -> LayerLowering:
+    """The lowering of a layer of a given width, as `train` runs it on one CPU process."""
+    model = load("models", MODEL).but(hidden=width, heads=heads, kv_heads=heads, ffn=width, vocab=width)
+    workload = Workload(batch=batch, seq=seq, precision="fp32")
+    plan = Plan(microbatch=batch, param_dtype="fp32", master=False)
+    made = Batch.of([plan], model, workload, load("stacks", STACK))
+    return LayerLowering(made, model.blocks["dense"], 4.0, {})
+
+
+def _mixed(tokens: int, width: int) -> LayerLowering:
+    """One round of `comm.bench.device.mixed_call`."""
+    low = _lowering(tokens, 2 * width, 2 * width // 16)
+    size = tokens * width * low.element
+    low.norm("norm", width)
+    low.gemm("widen", "ffn", float(tokens), 2.0 * width, float(width))
+    low.rotate(4 * size)
+    low.residual("rotated")  # twice as wide: the sum of queries and keys, and the residual
+    low.residual("residual-1")
+    low.core(2 * width / 16)
+    low.gemm("narrow", "ffn", float(tokens), float(width), 2.0 * width)
+    low.activation("ffn", size)
+    low.residual("residual-2")
+    return low
+
+
+def features(point: DevicePoint) -> Features:
+    """Sums over the operations that a point ran."""
+    ops = lowered(point)
+
+    def total(name: str) -> float:
+        return float(sum(np.sum(np.asarray(op.count) * getattr(op, name)) for op in ops))
+
+    exponentials = total("exponentials")
+    if point.kind == "attention":  # one softmax forward, and one more backward
+        exponentials = float(sum(np.sum(op.shape[0] * op.shape[1] * op.shape[2]) for op in ops))
+    main = [op for op in ops if op.kind != "memory"] or ops
+    if point.kind == "sharded-optimizer":  # the norm and clipping work on local tensors
+        main = [op for op in ops if op.name == "update"]
+    launches = float(sum(np.sum(np.asarray(op.count) * op.launches) for op in main))
+    return Features(launches, total("flops"), total("bytes"), exponentials, total("launches") - launches)
+
+
+def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
+    """Fit the constants of one process to operations measured on a CPU."""
+    by_kind: dict[str, list[DevicePoint]] = {}
+    for point in points:
+        by_kind.setdefault(point.kind, []).append(point)
+    residuals: dict[str, float] = {}
+
+    def solve(kinds: Sequence[str], names: Sequence[str], known: dict[str, float]) -> list[float]:
+        rows = [p for kind in kinds for p in by_kind.get(kind, [])]
+        found, missed = relative_fit(rows, names, known)
+        residuals[" ".join(kinds) if len(kinds) == 1 else "elementwise"] = missed
+        return found
+
+    launch, byte, exponential = solve(PARTS, ("launches", "bytes", "exponentials"), {})
+    product, flop = solve(("linear",), ("launches", "flops"), {"bytes": byte, "other_launches": launch})
+    attention, attention_flop = solve(
+        ("attention",), ("launches", "flops"), {"bytes": byte, "exponentials": exponential}
+    )
+    single = Single(launch, byte, exponential, product, flop, attention, attention_flop)
+    host, device = mixed_factors(by_kind.get("mixed", []), single)
+    residuals["mixed"] = max(abs(host - 1), abs(device - 1))
+    tile = launch
+    if "tile" in by_kind:
+        (tile,) = solve(("tile",), ("launches",), {"flops": flop, "bytes": byte, "exponentials": exponential})
+    update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
+    sharded = update
+    if "sharded-optimizer" in by_kind:
+        known = {"bytes": update_byte, "other_launches": update}
+        (sharded,) = solve(("sharded-optimizer",), ("launches",), known)
+    unit = 0.0
+    if "sharded-units" in by_kind:
+        with_units, without = (by_kind[kind][0] for kind in ("sharded-units", "plain-units"))
+        unit = max(with_units.median_s - without.median_s, 0.0) / (with_units.shape["units"] * UNIT_COLLECTIVES)
+    return DeviceFit(
+        launch * host,
+        byte * device,
+        exponential * device,
+        product * host,
+        flop * device,
+        attention * host,
+        attention_flop * device,
+        tile,
+        update,
+        update_byte,
+        sharded,
+        unit,
+        residuals,
+    )
+
+
+class Single(NamedTuple):
+    """Constants fitted to chains of one operation: seconds of a unit of each."""
+
+    launch: float
+    byte: float
+    exponential: float
+    product: float
+    flop: float
+    attention: float
+    attention_flop: float
+
+    def seconds(self, op: Op) -> tuple[float, float]:
+        """What the host and the arithmetic and memory of an operation take."""
+        host = {"gemm": self.product, "attention": self.attention}.get(op.kind, self.launch) * op.launches
+        exponentials = op.shape[0] * op.shape[1] * op.shape[2] if op.kind == "attention" else op.exponentials
+        flop = self.attention_flop if op.kind == "attention" else self.flop
+        work = op.flops * flop + op.bytes * self.byte + exponentials * self.exponential
+        return float(np.sum(op.count * host)), float(np.sum(op.count * work))
+
+
+def mixed_factors(points: Sequence[DevicePoint], single: Single) -> tuple[float, float]:
+    """How much longer the host, and arithmetic and memory, take where different operations follow each other: 1 without such points.
+
+    A chain of one operation keeps its code and its data in the caches; a training step does not. Both factors are pulled weakly towards 1,
+    since few points determine them."""
+    if not points:
+        return 1.0, 1.0
+    rows = [[sum(x) for x in zip(*(single.seconds(op) for op in lowered(point)), strict=True)] for point in points]
+    times = np.array([point.median_s for point in points])
+    columns = np.array([*(np.array(row) / t for row, t in zip(rows, times, strict=True)), *(PULL * np.eye(2))])
+    right = np.array([*np.ones(len(points)), PULL, PULL])
+    host, device = nonnegative_fit(columns, right, np.ones(len(right))).tolist()
+    return max(host, LEAST_FACTOR), max(device, LEAST_FACTOR)
+
+
+def relative_fit(
+    points: Sequence[DevicePoint], names: Sequence[str], known: dict[str, float]
+) -> tuple[list[float], float]:
+    """Non-negative seconds per unit of each named feature, after what the `known` ones take; and the median relative residual."""
+    rows = [features(point) for point in points]
+    times = np.array([point.median_s for point in points])
+    rest = times - sum(np.array([getattr(row, name) for row in rows]) * value for name, value in known.items())
+    columns = np.array([[getattr(row, name) for name in names] for row in rows])
+    found = nonnegative_fit(columns, rest, times)
+    return found.tolist(), float(np.median(np.abs(columns @ found - rest) / times))
+
+
+def nonnegative_fit(columns: np.ndarray, seconds: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The values ≥ 0 that minimise Σ ((columns · values − seconds) / scale)². A value that would be negative is set to zero and the others
+    are fitted again."""
+    design, right = columns / scale[:, None], seconds / scale
+    used = list(range(columns.shape[1]))
+    while True:
+        values, *_ = np.linalg.lstsq(design[:, used], right, rcond=None)
+        if len(used) == 1 or (values > 0).all():
+            break
+        used.pop(int(np.argmin(values)))
+    found = np.zeros(columns.shape[1])
+    found[used] = np.maximum(values, 0.0)
+    return found
