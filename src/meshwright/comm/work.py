@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,13 +22,14 @@ class Work(TorchWork):
         self.value = result
         self.error: BaseException | None = None
         self.done = threading.Event()
+        self.finished_at = float("nan")  # of time.perf_counter
         self.future: torch.futures.Future | None = None
         self.lock = threading.Lock()
 
     def finish(self, error: BaseException | None = None) -> Work:
         """Mark the collective as complete or failed."""
         with self.lock:
-            self.error = error
+            self.error, self.finished_at = error, time.perf_counter()
             self.done.set()
             future = self.future
         if future is not None:

@@ -12,6 +12,8 @@ from math import isfinite
 from typing import Any
 
 GIB = 2.0**30
+EXPOSED = "exposed"  # begins the name of a difference of one part of `exposed_s`
+MEASURED_PARTS = ("tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")  # of `exposed_s`, which a run can tell apart
 OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator, without tensors
 
 
@@ -20,12 +22,14 @@ class Result:
     """Step time and its parts, memory, traffic. `None` or empty means unknown.
 
     The parts are those of the busiest rank: `exposed_s["bubble"]` is its idle time, less than that of the other pipeline ranks, whose
-    mean share of the schedule is the `bubble_fraction` of an estimate."""
+    mean share of the schedule is the `bubble_fraction` of an estimate. `exposed_s` sums to `step_time_s`; `hidden_s` is communication by
+    axis that ran behind compute. A prediction has compute by part; a measurement has `MEASURED_PARTS`, and all other time as `compute`."""
 
     step_time_s: float
     step_time_low_s: float
     step_time_high_s: float
     exposed_s: dict[str, float] = field(default_factory=dict)
+    hidden_s: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
     memory_gib: float | None = None
     memory_by_stage: list[dict[str, float]] = field(default_factory=list)
@@ -44,6 +48,15 @@ class Result:
         tensors = [stage.get("tensors") for stage in self.memory_by_stage]
         parts = [{p: x for p, x in stage.items() if p not in OVERHEAD} for stage in self.memory_by_stage]
         return [sum(p.values()) if t is None else t for t, p in zip(tensors, parts, strict=True)]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """`exposed_s` in the parts that a measurement has; empty if unknown."""
+        out: dict[str, float] = {"compute": 0.0} if self.exposed_s else {}
+        for part, seconds in self.exposed_s.items():
+            name = part if part in MEASURED_PARTS else "compute"
+            out[name] = out.get(name, 0.0) + seconds
+        return out
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,6 +94,11 @@ class Measurement(Result):
         """As `self - prediction`. `routed_traffic` is the predicted traffic for the share of token copies that the run's routers
         kept; rows that it changes say so."""
         rows = [Difference("step time", "s", prediction.step_time_s, self.step_time_s)]
+        predicted_parts, measured_parts = prediction.parts, self.parts
+        for part in dict.fromkeys((*predicted_parts, *measured_parts)) if predicted_parts and measured_parts else ():
+            seconds = predicted_parts.get(part, 0.0), measured_parts.get(part, 0.0)
+            if any(seconds):
+                rows.append(Difference(f"{EXPOSED} {part}", "s", *seconds))
         if self.tensors_gib and prediction.tensors_gib:
             rows.append(Difference("peak memory of tensors", "GiB", max(prediction.tensors_gib), max(self.tensors_gib)))
         if self.tokens_per_s is not None and prediction.tokens_per_s is not None:

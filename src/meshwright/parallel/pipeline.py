@@ -170,7 +170,7 @@ class Pipeline:
         check_adapter()
         for stage in stages:
             stage.scope = scope
-        self.microbatches = program.microbatches
+        self.stages, self.microbatches = stages, program.microbatches
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)

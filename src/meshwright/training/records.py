@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 BYTE_VALUES = 256  # the vocabulary of a corpus of bytes
 
@@ -35,11 +36,58 @@ class Observed:
     unknown: list[str] = field(default_factory=list)
 
 
+class CommEvent(NamedTuple):
+    """One collective, send or receive of a rank. Times are seconds of a clock that all ranks of a host share.
+
+    The rank is blocked from `issued` to `returned`, and from `waited` to `resumed` (equal if it never waited). `done` is
+    when the operation was complete, NaN where the backend does not say it."""
+
+    axis: str  # of the mesh, as `observe.axes_by_group` names it
+    operation: str  # all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, …, send, receive
+    bytes: int  # n, the full unsharded buffer
+    peer: int  # of a send or receive: the other rank's index in the group; else -1
+    issued: float
+    returned: float
+    waited: float
+    resumed: float
+    done: float
+
+
+class RecordedStep(NamedTuple):
+    """The communication of one step of a rank; `gradients`: when they were complete, before the norm and the update."""
+
+    step: int
+    began: float
+    gradients: float
+    ended: float
+    events: list[CommEvent]
+
+
+class Interval(NamedTuple):
+    """Compute of a traced step: an action of the pipeline (kind F, B, I or W), or a block of the model inside one."""
+
+    name: str  # kind of an action; embedding, dense, moe or head
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+class TracedStep(NamedTuple):
+    """One step with its actions and blocks; `updated`: when the optimizer had updated the parameters."""
+
+    recorded: RecordedStep
+    actions: list[Interval]
+    blocks: list[Interval]
+    updated: float
+
+
 @dataclass(frozen=True)
 class RankReport:
     """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
     bytes it sends per step by axis, the share of its token copies that a router's capacity kept (None if none can
-    be dropped), and the seconds that its threads computed during the steps after the first."""
+    be dropped), the seconds that its threads computed during the steps after the first, the communication of the last
+    timed steps, and one traced step."""
 
     rank: int
     stage: int
@@ -48,6 +96,8 @@ class RankReport:
     sent_bytes: dict[str, float]
     kept_copies: float | None = None
     cpu_s: float = 0.0
+    recorded: tuple[RecordedStep, ...] = ()
+    traced: TracedStep | None = None
 
 
 @dataclass(frozen=True)

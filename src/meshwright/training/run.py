@@ -6,6 +6,8 @@ as the prediction, so that the two subtract. The run folder gets
     plan.toml  prediction.json     before the first step
     steps.csv                      one row per step, written as the step finishes
     measurement.json  difference.json   at the end; after an interruption, from the steps until then
+    communication.json             exposed and hidden communication by rank (`communication`)
+    timeline.json                  a measured step and the simulated one (`view.timeline`)
     rank-N.log                     what each rank printed
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -29,7 +31,7 @@ from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
-from meshwright.training import launch
+from meshwright.training import communication, launch, timeline
 from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
@@ -49,6 +51,8 @@ class Training:
     prediction: Prediction
     device: str = "cpu"
     interference: Interference | None = None  # unknown without a calibration of this machine
+    communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
+    timeline: dict[str, Any] | None = None
 
     @property
     def differences(self) -> list[Difference]:
@@ -132,8 +136,17 @@ def run_training(
             measurement = measure(config, log.records, [], steps)
             log.save(Training(config, log.records, measurement, prediction, device, watch.interference([])))
         raise
-    measurement = measure(config, log.records, reports, steps)
-    training = Training(config, log.records, measurement, prediction, device, watch.interference(reports))
+    ranks = communication.by_rank(config, reports, warmup_of(log.records))
+    training = Training(
+        config,
+        log.records,
+        measure(config, log.records, reports, steps, ranks),
+        prediction,
+        device,
+        watch.interference(reports),
+        communication.as_json(ranks, prediction, len(reports[0].recorded)) if ranks else None,
+        timeline.both_steps(config, reports),
+    )
     log.save(training)
     return training
 
@@ -201,10 +214,21 @@ class LoadWatch:
         return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
 
 
-def measure(config: Config, records: list[StepRecord], reports: list[RankReport], steps: int) -> Measurement:
+def warmup_of(records: list[StepRecord]) -> int:
+    """The number of first steps that are not measured."""
+    return min(10, len(records) // 4)
+
+
+def measure(
+    config: Config,
+    records: list[StepRecord],
+    reports: list[RankReport],
+    steps: int,
+    ranks: Sequence[communication.RankParts] = (),
+) -> Measurement:
     """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
-    no memory and no traffic."""
-    warmup = min(10, len(records) // 4)
+    no memory, no traffic and no parts. The parts have the shares of the mean step, and sum to the median one."""
+    warmup = warmup_of(records)
     seconds = np.array([r.seconds for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
     model, workload = config.model, config.workload
@@ -220,12 +244,16 @@ def measure(config: Config, records: list[StepRecord], reports: list[RankReport]
     ]
     axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
     assumed = ["traffic is what the step's collectives must send"]
+    busiest = communication.busiest(ranks) if ranks else None
+    scale = float(middle) / busiest.step_s if busiest is not None else 0.0
     if len(records) < steps:
         assumed.append(f"interrupted after {len(records)} of {steps} steps")
     return Measurement(
         step_time_s=float(middle),
         step_time_low_s=float(low),
         step_time_high_s=float(high),
+        exposed_s={part: s * scale for part, s in busiest.exposed_s.items()} if busiest is not None else {},
+        hidden_s={axis: s * scale for axis, s in busiest.hidden_s.items()} if busiest is not None else {},
         memory_gib=max((stage["process"] for stage in by_stage), default=None),
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
@@ -255,6 +283,8 @@ class RunLog:
                     "measurement.json",
                     "difference.json",
                     "interference.json",
+                    "communication.json",
+                    "timeline.json",
                 ):  # of an earlier run in the same folder
                     (folder / name).unlink(missing_ok=True)
                 self.file = (folder / "steps.csv").open("w", newline="", encoding="utf-8", buffering=1)
@@ -285,3 +315,8 @@ class RunLog:
             write_text(self.folder / f"{name}.json", json.dumps(result[name], indent=2))
         if training.interference is not None:
             write_text(self.folder / "interference.json", json.dumps(result["interference"], indent=2))
+        for name, content in (("communication", training.communication), ("timeline", training.timeline)):
+            if content is not None:
+                write_text(
+                    self.folder / f"{name}.json", json.dumps(content, indent=2 if name == "communication" else None)
+                )

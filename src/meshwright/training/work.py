@@ -1,7 +1,7 @@
-"""A training on one rank: apply the plan to the model, run the loop, report each step; then observe one more step.
+"""A training on one rank: apply the plan to the model, run the loop, report each step; then trace one step and observe another.
 
-The timed steps run without an observer. The observed step counts the bytes sent and the memory of tensors; it is not
-timed.
+The timed steps run with a recorder of communication (`record_comm`), which costs microseconds. Two more steps are not
+timed: the traced one gives the timeline of actions and blocks, the observed one counts bytes sent and memory of tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from meshwright.training.loop import Trainer
 from meshwright.training.machine import peak_resident_bytes
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
+from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import RankReport, Settings, StepRecord
+from meshwright.training.trace_step import trace_step
 
 PREDICTED_AXIS = {
     **AXIS_OF,
@@ -52,11 +54,13 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
             context.send(asdict(record))
 
     trainer.after_step.append(report_step)
-    trainer.train(1)
-    cpu = time.process_time()
-    trainer.train(steps - 1)
-    cpu = time.process_time() - cpu
+    with CommRecorder(trainer) as recorder:
+        trainer.train(1)
+        cpu = time.process_time()
+        trainer.train(steps - 1)
+        cpu = time.process_time() - cpu
     trainer.after_step.clear()
+    traced = trace_step(trainer)
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
     with Observer(trainer, separate_axes=True) as observer:
@@ -64,7 +68,9 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     seen = observer.observed()
     tensors, process = peak_memory(context.device, seen.peak_bytes)
     stage, traffic = parallel.mesh.coordinates["pp"], sent_by_axis(trainer, seen.collectives)
-    return RankReport(context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu)
+    return RankReport(
+        context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu, tuple(recorder.steps), traced
+    )
 
 
 def kept_share(trainer: Trainer) -> float | None:

@@ -3,7 +3,7 @@
 Each action of the schedule (forward or backward of a stage and micro-batch) contains the operations of its stage: compute
 on the compute stream, a collective on the stream of its axis. An overlapped collective runs in parallel with compute and
 delays it only by its exposed time; the others run in sequence with compute. After the last action come gradient
-reduction, optimizer and overhead. A long step is drawn by layers or by actions, so that a trace stays small.
+reduction, optimizer and overhead. A long step is drawn by layers (and collectives) or by actions, so that a trace stays small.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ DETAILS = ("operations", "layers", "actions")
 MOST_SPANS = 120_000
 PHASES_OF = {"F": ("F",), "B": ("R", "I", "W"), "I": ("R", "S", "G", "I"), "W": ("W",)}
 ORDER = ("embedding", "dense", "moe", "head")
+CLOSING = {  # part of the end of a step → its stream and name
+    "dp": ("comm:dp", "reduce gradients"),
+    "sums": ("comm:tp", "sum partial gradients"),
+    "optimizer": ("compute", "optimizer"),
+    "overhead": ("host", "step overhead"),
+}
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,10 @@ class Filler:
                 if {"R": recomputed[block] > 0}.get(phase, in_backward.get((block, phase), True)):
                     at = self._phase(block, phase, at, free, inner)
                 recomputed[block] -= phase == "R"
-            out += (
-                inner
-                if self.detail == "operations"
-                else [Piece("compute", f"{block} {number}", began, at - began, block)]
-            )
+            if self.detail == "layers":  # compute as one span; collectives are few
+                whole = Piece("compute", f"{block} {number}", began, at - began, block)
+                inner = [whole, *(piece for piece in inner if piece.stream != "compute")]
+            out += inner
         return out
 
     def _phase(self, block: str, phase: str, at: float, free: dict[str, float], out: list[Piece]) -> float:
@@ -116,10 +121,11 @@ def choose_detail(e: Estimate, walked: WalkedStep) -> str:
     """The finest level of detail that keeps a trace below `MOST_SPANS` spans."""
     actions = len(walked.walk.program)
     layers = e.model.layers / max(1, e.plan.stages) if e.model.layers else 1
-    per_layer = sum(len(ops) for (block, _), ops in e.program.blocks.items() if block == "dense") / 2
-    if actions * layers * per_layer < MOST_SPANS:
+    ops = [op for (block, _), ops in e.program.blocks.items() if block == "dense" for op in ops]
+    if actions * layers * len(ops) / 2 < MOST_SPANS:
         return "operations"
-    return "layers" if actions * layers < MOST_SPANS else "actions"
+    collectives = sum(bool(op.axis) for op in ops)
+    return "layers" if actions * layers * (1 + collectives / 2) < MOST_SPANS else "actions"
 
 
 def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
@@ -157,16 +163,10 @@ def spans(e: Estimate, walked: WalkedStep, detail: str = "") -> list[Span]:
 
 def closing_spans(walked: WalkedStep) -> list[Span]:
     """The spans after the last action, on every rank: all ranks wait for the slowest."""
-    names = {
-        "dp": ("comm:dp", "reduce gradients"),
-        "sums": ("comm:tp", "sum partial gradients"),
-        "optimizer": ("compute", "optimizer"),
-        "overhead": ("host", "step overhead"),
-    }
     out, at = [], walked.walk.makespan
     for part, seconds in walked.closing.items():
         if seconds > 0:
-            stream, name = names[part]
+            stream, name = CLOSING[part]
             out += [Span(r, stream, name, at, seconds, part) for r in range(walked.walk.program.ranks)]
             at += seconds
     return out

@@ -1,0 +1,199 @@
+"""Divide measured steps into the parts of a prediction: compute, exposed communication by axis, bubble, optimizer; and what was hidden.
+
+    exposed    seconds that a rank is blocked in collectives, sends and receives of an axis
+    bubble     of these, in groups of several pipeline stages, the seconds before the other ranks have issued their part
+    optimizer  from complete gradients to the end of the step, and the sums of three numbers (tokens, norm, loss) wherever they are
+    compute    all other time of the rank: forward and backward, host, data
+    hidden     seconds that communication of an axis is in progress while the rank is not blocked by it
+
+Exposed parts sum exactly to the step. A prediction has compute in finer parts; `Result.parts` adds them up. As in a prediction, the
+parts are those of the busiest rank, which has the most compute and optimizer time; all ranks are in `communication.json`.
+
+A collective is in progress from when its last rank has issued it. A message is in progress from when both its send and its receive
+were issued. gloo does not say when a message arrived that nobody waited for: such a message counts with the median time of
+messages of its size that were waited for, and at most until its `wait`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isnan
+from statistics import median
+from typing import Any
+
+from meshwright.describe.config import Config
+from meshwright.describe.result import Prediction
+from meshwright.training.lowered_names import LoweredNames
+from meshwright.training.records import CommEvent, RankReport, RecordedStep
+
+VERSION = 1
+SEEN_WAITING_S = 1e-4  # a receive whose wait was shorter had arrived before
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """Mean seconds of a step of one rank: exposed by part (they sum to the step), and hidden by axis."""
+
+    rank: int
+    stage: int
+    exposed_s: dict[str, float]
+    hidden_s: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.exposed_s.values())
+
+
+def by_rank(config: Config, reports: Sequence[RankReport], warmup: int = 0) -> list[RankParts]:
+    """The parts of every rank, mean over the recorded steps after `warmup`; empty if no step was recorded."""
+    names = LoweredNames(config)
+    sums: dict[int, tuple[dict[str, float], dict[str, float]]] = {
+        r.rank: (defaultdict(float), defaultdict(float)) for r in reports
+    }
+    recorded = [[step for step in r.recorded if step.step >= warmup] for r in reports]
+    for together in zip(*recorded, strict=True):
+        steps = {report.rank: step for report, step in zip(reports, together, strict=True)}
+        others = Others(names, steps)
+        for rank, step in steps.items():
+            exposed, hidden = parts_of_step(names, others, rank, step)
+            for total, found in zip(sums[rank], (exposed, hidden), strict=True):
+                for part, seconds in found.items():
+                    total[part] += seconds
+    count = min(map(len, recorded), default=0)
+    if not count:
+        return []
+    return [
+        RankParts(r.rank, r.stage, *({part: s / count for part, s in found.items()} for found in sums[r.rank]))
+        for r in reports
+    ]
+
+
+def busiest(ranks: Sequence[RankParts]) -> RankParts:
+    return max(ranks, key=lambda r: r.exposed_s["compute"] + r.exposed_s["optimizer"])
+
+
+def as_json(ranks: Sequence[RankParts], prediction: Prediction, steps: int) -> dict[str, Any]:
+    """The content of `communication.json`."""
+    worst = busiest(ranks)
+    return {
+        "version": VERSION,
+        "steps": steps,
+        "busiest_rank": worst.rank,
+        "exposed_s": worst.exposed_s,
+        "hidden_s": worst.hidden_s,
+        "predicted_exposed_s": prediction.parts,
+        "ranks": [{"rank": r.rank, "stage": r.stage, "exposed_s": r.exposed_s, "hidden_s": r.hidden_s} for r in ranks],
+    }
+
+
+class Others:
+    """What the other ranks of each group did at the same time: when the last one issued a collective, when a message was sent."""
+
+    def __init__(self, names: LoweredNames, steps: dict[int, RecordedStep]) -> None:
+        self.names = names
+        self.last: dict[tuple, float] = {}
+        self.sent: dict[tuple, float] = {}
+        self.durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.keys: dict[int, list[tuple]] = {}
+        for rank, step in steps.items():
+            self.keys[rank] = keys = list(self._keys(rank, step.events))
+            for key, event in zip(keys, step.events, strict=True):
+                if event.operation == "send":
+                    self.sent[key] = event.issued
+                elif event.operation != "receive":
+                    self.last[key] = max(self.last.get(key, event.issued), event.issued)
+        for rank, step in steps.items():
+            for key, event in zip(self.keys[rank], step.events, strict=True):
+                if event.operation == "receive" and event.resumed - event.waited > SEEN_WAITING_S:
+                    self.durations[event.axis, event.bytes].append(event.resumed - self.start(key, event))
+
+    def _keys(self, rank: int, events: Iterable[CommEvent]) -> Iterable[tuple]:
+        """The same key for the same collective on all its ranks, and for a send and its receive: both are in order."""
+        count: dict[tuple, int] = defaultdict(int)
+        for event in events:
+            ranks = self.names.members(event.axis, rank)
+            key: tuple = (event.axis, ranks)
+            if event.operation in ("send", "receive") and 0 <= event.peer < len(ranks):
+                ends = (rank, ranks[event.peer])
+                key = (event.axis, *(ends if event.operation == "send" else ends[::-1]))
+            key = (*key, event.operation in ("send", "receive"))
+            direction = (key, event.operation == "receive")
+            yield (*key, count[direction])
+            count[direction] += 1
+
+    def start(self, key: tuple, event: CommEvent) -> float:
+        """When an operation of a rank could begin: all ranks that it needs have issued it."""
+        if event.operation == "receive":
+            return max(event.issued, self.sent.get(key, event.issued))
+        return self.last.get(key, event.issued)
+
+    def done(self, event: CommEvent, start: float) -> float:
+        if not isnan(event.done):
+            return event.done
+        if event.operation != "receive" or event.resumed - event.waited > SEEN_WAITING_S:
+            return event.resumed
+        seen = self.durations.get((event.axis, event.bytes))
+        return min(event.waited, start + median(seen)) if seen else event.waited
+
+
+def parts_of_step(
+    names: LoweredNames, others: Others, rank: int, step: RecordedStep
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Exposed seconds by part and hidden seconds by axis of one rank in one step."""
+    exposed: dict[str, float] = {"compute": 0.0, "optimizer": 0.0}
+    blocked: dict[str, list[Span]] = defaultdict(list)
+    progress: dict[str, list[Span]] = defaultdict(list)
+    for key, event in zip(others.keys[rank], step.events, strict=True):
+        part = names.of_event(rank, event).part
+        start = others.start(key, event)
+        idles = names.spans_stages(event.axis, rank) and event.operation != "send"
+        for begin, end in ((event.issued, event.returned), (event.waited, event.resumed)):
+            idle = min(max(start - begin, 0.0), end - begin) if idles else 0.0
+            exposed["bubble"] = exposed.get("bubble", 0.0) + idle
+            exposed[part] = exposed.get(part, 0.0) + end - begin - idle
+            blocked[part].append((begin, end))
+        if event.operation != "send" and part != "optimizer":
+            progress[part].append((start, others.done(event, start)))
+    waits = union(span for spans in blocked.values() for span in spans)
+    closing = (step.gradients, step.ended)
+    exposed["optimizer"] += length([closing]) - length(common(waits, [closing]))
+    exposed["compute"] = step.ended - step.began - sum(exposed.values())
+    hidden = {}
+    for part, spans in progress.items():
+        busy = union(spans)
+        hidden[part] = length(busy) - length(common(busy, union(blocked[part])))
+    return {part: s for part, s in exposed.items() if s or part != "bubble"}, hidden
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint intervals that cover the same time, in order."""
+    out: list[Span] = []
+    for begin, end in sorted(spans):
+        if end <= begin:
+            continue
+        if out and begin <= out[-1][1]:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((begin, end))
+    return out
+
+
+def common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    """The time that two ordered lists of disjoint intervals have in common."""
+    out, i, k = [], 0, 0
+    while i < len(one) and k < len(other):
+        begin, end = max(one[i][0], other[k][0]), min(one[i][1], other[k][1])
+        if begin < end:
+            out.append((begin, end))
+        if one[i][1] <= other[k][1]:
+            i += 1
+        else:
+            k += 1
+    return out
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)

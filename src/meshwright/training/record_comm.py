@@ -1,0 +1,279 @@
+"""Record every collective, send and receive of the timed steps: when it was issued, how long the rank was blocked, when it was complete.
+
+torch.distributed, `fully_shard`, pipeline stages and our strategies all call a method of the process group and then `wait` on the
+handle that it returns. While a recorder is active these two methods are wrapped: two clock readings each, about 2 µs, where a
+dispatch mode or the profiler would add that to every operator. Functional collectives (DTensor) reach the group from C++, so their
+Python entries in `torch.ops._c10d_functional` are wrapped too.
+
+    exposed   the rank's thread is inside the call or inside `wait`
+    hidden    the operation is in progress, and the rank computes
+
+The end of an asynchronous operation comes from its future (gloo), from its handle (our backend), or from an event of the device
+(NCCL, `DeviceClock`). gloo does not report when a message of a send or receive arrived: it is complete when `wait` returns.
+
+Private names of torch: `ProcessGroup._allgather_base`, `._reduce_scatter_base`, `._end_coalescing`. A missing one is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from meshwright.comm import work as own
+from meshwright.comm.backend.group import MeshwrightGroup
+from meshwright.training.loop import Trainer
+from meshwright.training.observe import axes_by_group
+from meshwright.training.records import CommEvent, RecordedStep, StepRecord
+
+KEPT_STEPS = 64  # the last ones of a run: memory stays bounded
+UNKNOWN = float("nan")
+# method of a process group → (our name, the argument that holds the full buffer)
+METHODS = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 0),
+    "_allgather_base": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "all_gather_single_coalesced": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "send": ("send", 0),
+    "recv": ("receive", 0),
+    "recv_anysource": ("receive", 0),
+    "barrier": ("barrier", None),
+}
+# functional collective → (our name, the argument that holds the full buffer; None: the result)
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", None),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "broadcast": ("broadcast", 0),
+}
+MESSAGES = ("send", "receive")
+
+
+class Running:
+    """An operation that was issued; its times are marks of the recorder's clock."""
+
+    __slots__ = ("axis", "bytes", "done", "issued", "operation", "peer", "resumed", "returned", "waited")
+
+    def __init__(self, axis: str, operation: str, size: int, peer: int, issued: Any, returned: Any) -> None:
+        self.axis, self.operation, self.bytes, self.peer = axis, operation, size, peer
+        self.issued = issued
+        self.returned = self.waited = self.resumed = returned
+        self.done: Any = None
+
+
+class HostClock:
+    """Where the host itself computes: marks are seconds."""
+
+    mark = staticmethod(time.perf_counter)
+
+    def watch(self, running: Running, work: Any) -> None:
+        """Note when an asynchronous operation is complete."""
+        if isinstance(work, own.Work) or running.operation in MESSAGES:
+            return  # our handles know it; gloo's messages have no future
+
+        def note(_: Any) -> None:
+            running.done = time.perf_counter()
+
+        work.get_future().add_done_callback(note)
+
+    def seconds(self, mark: Any) -> float:
+        return UNKNOWN if mark is None else mark
+
+    def begin_step(self) -> None:
+        """Nothing to align."""
+
+
+class CommRecorder:
+    """Records the steps of a trainer between `with` and its end; `steps` are the last ones."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes=True)
+        self.clock: Any = HostClock()
+        if torch.device(trainer.parallel.mesh.device).type == "cuda":
+            from meshwright.training.device_clock import DeviceClock
+
+            self.clock = DeviceClock()
+        self.steps: deque[RecordedStep] = deque(maxlen=KEPT_STEPS)
+        self.events: list[Running] = []
+        self.waiting: dict[int, tuple[Any, Running]] = {}  # by handle: it is kept, so that its id stays unique
+        self.gradients = UNKNOWN
+        self.inside = False  # a method of a group may call another one
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> CommRecorder:
+        for group in (distributed.ProcessGroup, MeshwrightGroup):
+            for name, (operation, which) in METHODS.items():
+                if name in vars(group):
+                    self._replace(group, name, self._recorded(vars(group)[name], operation, which))
+            if "_end_coalescing" in vars(group):
+                self._replace(group, "_end_coalescing", self._joined(vars(group)["_end_coalescing"]))
+        for handle in (distributed.Work, own.Work, own.Deferred):
+            self._replace(handle, "wait", self._timed(vars(handle)["wait"]))
+        operators = torch.ops._c10d_functional
+        for name, (operation, which) in FUNCTIONAL.items():
+            self._replace(operators, name, FunctionalCall(self, getattr(operators, name), operation, which))
+        self._replace(operators, "wait_tensor", FunctionalWait(self, operators.wait_tensor))
+        self.trainer.after_gradients.insert(0, self._gradients_complete)
+        self.trainer.after_step.insert(0, self._step_complete)
+        self.clock.begin_step()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.trainer.after_gradients.remove(self._gradients_complete)
+        self.trainer.after_step.remove(self._step_complete)
+
+    def _replace(self, owner: Any, name: str, new: Any) -> None:
+        plain = vars(owner)[name]
+        setattr(owner, name, new)
+        self._undo.append(lambda: setattr(owner, name, plain))
+
+    def _recorded(self, plain: Callable, operation: str, which: int | None) -> Callable:
+        """A method of a process group that also records its call."""
+        mark = self.clock.mark
+        message = operation in MESSAGES
+
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return plain(group, *args, **kwargs)
+            self.inside = True
+            try:
+                issued = mark()
+                work = plain(group, *args, **kwargs)
+                returned = mark()
+            finally:
+                self.inside = False
+            peer = args[1] if message and len(args) > 1 and isinstance(args[1], int) else -1
+            size = 0 if which is None else bytes_of(args[which])
+            axis = self.axis_of.get(group.group_name, "")
+            running = Running(axis, operation, size, peer, issued, returned)
+            self.events.append(running)
+            if work is not None:
+                self.waiting[id(work)] = work, running
+                if message or getattr(args[-1] if args else None, "asyncOp", True):
+                    self.clock.watch(running, work)
+            return work
+
+        return call
+
+    def _joined(self, plain: Callable) -> Callable:
+        """The end of a batch of messages that NCCL sends together: its handle stands for the last of them."""
+
+        def end(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = plain(group, *args, **kwargs)
+            if work is not None and self.events:
+                self.waiting[id(work)] = work, self.events[-1]
+                self.clock.watch(self.events[-1], work)
+            return work
+
+        return end
+
+    def _timed(self, plain: Callable) -> Callable:
+        """A handle's `wait` that also records how long it blocked."""
+        mark, waiting = self.clock.mark, self.waiting
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            entry = waiting.pop(id(work), None)
+            if entry is None:
+                return plain(work, *args, **kwargs)
+            running = entry[1]
+            running.waited = mark()
+            try:
+                return plain(work, *args, **kwargs)
+            finally:
+                running.resumed = mark()
+                if isinstance(work, own.Work) and running.operation not in MESSAGES:
+                    running.done = work.finished_at
+
+        return wait
+
+    def _gradients_complete(self, step: int) -> None:
+        self.gradients = self.clock.mark()
+
+    def _step_complete(self, record: StepRecord) -> None:
+        ended = time.perf_counter()
+        seconds = self.clock.seconds
+        events = [
+            CommEvent(
+                e.axis, e.operation, e.bytes, e.peer,
+                *map(seconds, (e.issued, e.returned, e.waited, e.resumed, e.done)),
+            )
+            for e in self.events
+        ]  # fmt: skip
+        self.steps.append(RecordedStep(record.step, ended - record.seconds, seconds(self.gradients), ended, events))
+        self.events.clear()
+        self.waiting.clear()
+        self.clock.begin_step()
+
+
+class FunctionalCall:
+    """An operator of `torch.ops._c10d_functional` that also records its calls. The rank waits in `wait_tensor`."""
+
+    def __init__(self, recorder: CommRecorder, plain: Any, operation: str, which: int | None) -> None:
+        self.recorder, self.plain, self.operation, self.which = recorder, plain, operation, which
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = self.recorder
+        outer, recorder.inside = recorder.inside, True
+        issued = recorder.clock.mark()
+        try:
+            out = self.plain(*args, **kwargs)
+        finally:
+            recorder.inside = outer
+        axis = recorder.axis_of.get(kwargs.get("group_name", args[-1] if args else ""), "")
+        size = bytes_of(out if self.which is None else args[self.which])
+        running = Running(axis, self.operation, size, -1, issued, recorder.clock.mark())
+        recorder.events.append(running)
+        recorder.waiting[out.data_ptr()] = out, running
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+class FunctionalWait:
+    """`torch.ops._c10d_functional.wait_tensor`, which also records how long it blocked."""
+
+    def __init__(self, recorder: CommRecorder, plain: Any) -> None:
+        self.recorder, self.plain = recorder, plain
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        entry = self.recorder.waiting.pop(tensor.data_ptr(), None)
+        if entry is None:
+            return self.plain(tensor)
+        entry[1].waited = self.recorder.clock.mark()
+        out = self.plain(tensor)
+        entry[1].resumed = self.recorder.clock.mark()
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+
+def bytes_of(buffers: Any) -> int:
+    """Bytes of a tensor, or of all tensors of nested lists."""
+    if isinstance(buffers, torch.Tensor):
+        return buffers.nbytes
+    return sum(map(bytes_of, buffers))

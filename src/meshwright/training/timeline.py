@@ -1,0 +1,119 @@
+"""The traced step of all ranks as spans, in the streams, names and categories of the simulated step (`view.simulate`).
+
+    schedule    actions: forward, backward, input gradients, weight gradients of a stage and micro-batch
+    compute     the blocks of the model inside an action, and the optimizer
+    comm:AXIS   collectives and received messages, from when the rank issued them (a message: from when it was sent) until complete
+    host        what follows the update
+
+A simulated step counts three small sums (count-tokens, norm-and-loss, worst-load) in its optimizer; the measured one shows them. Times start
+with the step of the earliest rank. Ranks of one host share a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import isnan
+from typing import Any
+
+from meshwright.cost.estimate import estimate
+from meshwright.describe.config import Config
+from meshwright.programs.pipelines.program import Action
+from meshwright.training.communication import Others
+from meshwright.training.lowered_names import ONCE, Identified, LoweredNames
+from meshwright.training.records import CommEvent, Interval, RankReport, TracedStep
+from meshwright.view.simulate import CLOSING, spans
+from meshwright.view.timeline import as_json
+from meshwright.view.trace import Span
+
+PHASES = {"F": "F", "B": "IWR", "I": "IRSG", "W": "W", "": ONCE}  # of the step program, in an action
+
+
+def measured_spans(config: Config, reports: Sequence[RankReport]) -> list[Span]:
+    """The traced step of every rank; empty if none was traced."""
+    traced = {r.rank: r.traced for r in reports if r.traced is not None}
+    if not traced:
+        return []
+    names = LoweredNames(config)
+    others = Others(names, {rank: step.recorded for rank, step in traced.items()})
+    zero = min(step.recorded.began for step in traced.values())
+    found = [s for rank, step in traced.items() for s in rank_spans(names, others, rank, step)]
+    return [replace(s, start=s.start - zero) for s in found]
+
+
+def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> list[Span]:
+    out = []
+    for action in step.actions:
+        args = {"stage": action.stage, "micro-batch": action.microbatch}
+        name = str(Action(action.stage, action.name, action.microbatch))
+        out.append(Span(rank, "schedule", name, action.start, action.end - action.start, action.name, args))
+        inside = [b for b in step.blocks if action.start <= b.start < action.end]
+        out += [
+            Span(rank, "compute", f"{b.name} {number}", b.start, b.end - b.start, b.name)
+            for number, b in enumerate(inside)
+        ]
+    recorded = step.recorded
+    updated = recorded.gradients if isnan(step.updated) else step.updated
+    for part, start, end in (
+        ("optimizer", recorded.gradients, updated),
+        ("overhead", updated, recorded.ended),
+    ):
+        stream, name = CLOSING[part]
+        out.append(Span(rank, stream, name, start, end - start, part))
+    return out + list(communication_spans(names, others, rank, step))
+
+
+def communication_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> Iterable[Span]:
+    """Spans of a stream do not overlap: a collective that queues behind another one begins at its end."""
+    free: dict[str, float] = {}
+    keyed = zip(others.keys[rank], step.recorded.events, strict=True)
+    for key, event in sorted(keyed, key=lambda pair: pair[1].issued):
+        if event.operation == "send":
+            continue  # shown where it is received
+        known = names.of_event(rank, event, PHASES[kind_at(step.actions, event.issued)])
+        ready = others.start(key, event)
+        stream, name, category = labels(known)
+        begin = max(event.issued if event.operation != "receive" else ready, free.get(stream, 0.0))
+        end = max(begin, others.done(event, ready))
+        free[stream] = end
+        yield Span(rank, stream, name, begin, end - begin, category, arguments(event, ready))
+
+
+def labels(known: Identified) -> tuple[str, str, str]:
+    """Stream, name and category of a collective in a simulated step."""
+    stream = f"comm:{known.axis}"
+    if known.phase != ONCE or known.part == "optimizer":
+        return stream, known.name, known.collective
+    part = "dp" if known.axis == "dp" else "sums"
+    return stream, CLOSING[part][1], part
+
+
+def arguments(event: CommEvent, ready: float) -> dict[str, Any]:
+    """Facts that a viewer shows of a selected span."""
+    blocked = event.returned - event.issued + event.resumed - event.waited
+    return {
+        "operation": event.operation,
+        "bytes": event.bytes,
+        "exposed_s": blocked,
+        "waits_for_other_ranks_s": max(0.0, ready - event.issued),
+    }
+
+
+def kind_at(actions: Sequence[Interval], time: float) -> str:
+    """The kind of the action that runs at a time; "" between actions."""
+    return next((a.name for a in actions if a.start <= time <= a.end), "")
+
+
+def simulated_spans(config: Config) -> list[Span]:
+    """The step that `simulate --detail layers` draws for a configuration."""
+    found = estimate(config.model, config.cluster, config.plan, config.workload, config.stack)
+    return spans(found, found.walked, "layers")
+
+
+def both_steps(config: Config, reports: Sequence[RankReport]) -> dict[str, Any] | None:
+    """The content of `timeline.json`; None if no step was traced."""
+    measured = measured_spans(config, reports)
+    if not measured:
+        return None
+    step = next(r.traced.recorded.step for r in reports if r.traced is not None)
+    return as_json(step, measured, simulated_spans(config))
