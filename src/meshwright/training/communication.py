@@ -147,7 +147,7 @@ def parts_of_step(
     blocked: dict[str, list[Span]] = defaultdict(list)
     progress: dict[str, list[Span]] = defaultdict(list)
     for key, event in zip(others.keys[rank], step.events, strict=True):
-        part = names.of_event(rank, event).part
+        part = names.matches(rank, event)[0].part
         start = others.start(key, event)
         idles = names.spans_stages(event.axis, rank) and event.operation != "send"
         for begin, end in ((event.issued, event.returned), (event.waited, event.resumed)):

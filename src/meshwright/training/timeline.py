@@ -11,6 +11,7 @@ with the step of the earliest rank. Ranks of one host share a clock.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import isnan
@@ -20,13 +21,11 @@ from meshwright.cost.estimate import estimate
 from meshwright.describe.config import Config
 from meshwright.programs.pipelines.program import Action
 from meshwright.training.communication import Others
-from meshwright.training.lowered_names import ONCE, Identified, LoweredNames
+from meshwright.training.lowered_names import ONCE, Lowered, LoweredNames, narrowed
 from meshwright.training.records import CommEvent, Interval, RankReport, TracedStep
 from meshwright.view.simulate import CLOSING, spans
 from meshwright.view.timeline import as_json
 from meshwright.view.trace import Span
-
-PHASES = {"F": "F", "B": "IWR", "I": "IRSG", "W": "W", "": ONCE}  # of the step program, in an action
 
 
 def measured_spans(config: Config, reports: Sequence[RankReport]) -> list[Span]:
@@ -66,20 +65,25 @@ def rank_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep)
 def communication_spans(names: LoweredNames, others: Others, rank: int, step: TracedStep) -> Iterable[Span]:
     """Spans of a stream do not overlap: a collective that queues behind another one begins at its end."""
     free: dict[str, float] = {}
+    seen: dict[tuple, int] = defaultdict(int)
     keyed = zip(others.keys[rank], step.recorded.events, strict=True)
     for key, event in sorted(keyed, key=lambda pair: pair[1].issued):
         if event.operation == "send":
             continue  # shown where it is received
-        known = names.of_event(rank, event, PHASES[kind_at(step.actions, event.issued)])
+        action = consumer(step.actions, event) if event.axis == "pp" else at(step.actions, event.issued)
+        block = at(step.blocks, event.issued) if event.axis != "pp" else None
+        matches = narrowed(names.matches(rank, event), action.name if action else "", block.name if block else "")
+        number = seen[action, block, matches[0]]
+        seen[action, block, matches[0]] += 1
         ready = others.start(key, event)
-        stream, name, category = labels(known)
+        stream, name, category = labels(matches[number % len(matches)])
         begin = max(event.issued if event.operation != "receive" else ready, free.get(stream, 0.0))
         end = max(begin, others.done(event, ready))
         free[stream] = end
         yield Span(rank, stream, name, begin, end - begin, category, arguments(event, ready))
 
 
-def labels(known: Identified) -> tuple[str, str, str]:
+def labels(known: Lowered) -> tuple[str, str, str]:
     """Stream, name and category of a collective in a simulated step."""
     stream = f"comm:{known.axis}"
     if known.phase != ONCE or known.part == "optimizer":
@@ -99,9 +103,14 @@ def arguments(event: CommEvent, ready: float) -> dict[str, Any]:
     }
 
 
-def kind_at(actions: Sequence[Interval], time: float) -> str:
-    """The kind of the action that runs at a time; "" between actions."""
-    return next((a.name for a in actions if a.start <= time <= a.end), "")
+def at(intervals: Sequence[Interval], time: float) -> Interval | None:
+    """The action or block that runs at a time; None between them."""
+    return next((x for x in intervals if x.start <= time <= x.end), None)
+
+
+def consumer(actions: Sequence[Interval], event: CommEvent) -> Interval | None:
+    """The action that uses a message between stages: the first one after its arrival."""
+    return next((a for a in actions if a.start >= event.resumed), None)
 
 
 def simulated_spans(config: Config) -> list[Span]:

@@ -94,11 +94,11 @@ class StepTracer:
         self._replace(stage, "backward_weight_one_chunk", lambda i, *a, **k: traced("W", weights, i, *a, **k))
 
     def _trace_microbatches(self) -> None:
-        """Without a pipeline the step draws dropout, runs forward, computes the loss, and calls backward, in this order."""
+        """Without a pipeline the step enters the scope of a micro-batch, runs forward, computes the loss, and calls backward, in this order."""
         parallel = self.trainer.parallel
-        scope, loss, finish = parallel.dropout_scope, parallel.scaled_loss, parallel.finish_gradients
+        scope, loss, finish = parallel.microbatch_scope, parallel.scaled_loss, parallel.finish_gradients
 
-        def begin_forward(microbatch: int) -> AbstractContextManager[None]:
+        def begin_forward(microbatch: int) -> AbstractContextManager[Any]:
             self._end()
             self._begin("F", 0, microbatch)
             return scope(microbatch)
@@ -113,7 +113,7 @@ class StepTracer:
             self._end()
             finish()
 
-        self._replace(parallel, "dropout_scope", begin_forward)
+        self._replace(parallel, "microbatch_scope", begin_forward)
         self._replace(parallel, "scaled_loss", begin_backward)
         self._replace(parallel, "finish_gradients", end_backward)
 
@@ -140,7 +140,7 @@ class StepTracer:
     def _note_update(self, *_: Any) -> None:
         self._updated = self.clock.mark()
 
-    def _step_complete(self, _: StepRecord) -> None:
+    def _step_complete(self, record: StepRecord) -> None:
         seconds = self.clock.seconds
         self._end()
         self.actions = [Interval(k, s, m, seconds(a), seconds(b)) for k, s, m, a, b in self._actions]

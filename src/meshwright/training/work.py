@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 import torch
 
-from meshwright.cost.phase import AXIS_OF
 from meshwright.cost.step import TRAFFIC_AXIS
 from meshwright.describe.config import Config
 from meshwright.lower.op import sent
@@ -21,6 +20,7 @@ from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.data.corpus import Corpus
 from meshwright.training.loop import Trainer
+from meshwright.training.lowered_names import AXES
 from meshwright.training.machine import peak_resident_bytes
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
@@ -28,12 +28,7 @@ from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.training.trace_step import trace_step
 
-PREDICTED_AXIS = {
-    **AXIS_OF,
-    "shard": "dp",
-    "dp": "dp",
-    **TRAFFIC_AXIS,
-}  # observed axis → axis under which it is predicted
+PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:

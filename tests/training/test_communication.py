@@ -1,0 +1,227 @@
+"""Exposed and hidden communication of recorded steps: made-up events with known answers, and ranks whose waits are known."""
+
+import time
+from math import nan
+
+import pytest
+import torch
+
+import ranks
+from meshwright.describe.config import Config
+from meshwright.training.communication import Others, busiest, by_rank, common, length, parts_of_step, union
+from meshwright.training.lowered_names import LoweredNames
+from meshwright.training.records import CommEvent, RankReport, RecordedStep
+
+MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 32, "tied": False}
+EXPERTS = {**MODEL, "experts": 4, "top_k": 2, "expert_ffn": 16}
+WORKLOAD = {"batch": 4, "seq": 8, "precision": "fp32"}
+FP32 = {"param_dtype": "fp32", "master": False}
+
+
+def config(model=MODEL, **plan):
+    return Config.from_parts(model, "laptop", "gloo-cpu", WORKLOAD, {**FP32, **plan})
+
+
+def event(axis, operation, size, issued, returned, waited=None, resumed=None, done=nan, peer=-1):
+    waited = returned if waited is None else waited
+    return CommEvent(axis, operation, size, peer, issued, returned, waited, resumed or waited, done)
+
+
+def divided(made, *steps):
+    names = LoweredNames(made)
+    others = Others(names, dict(enumerate(steps)))
+    return [parts_of_step(names, others, rank, step) for rank, step in enumerate(steps)]
+
+
+def test_intervals():
+    assert union([(3, 4), (0, 2), (1, 2.5), (5, 5)]) == [(0, 2.5), (3, 4)]
+    assert common([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
+    assert length([(0, 2), (3, 4)]) == 3
+
+
+def test_a_reduction_is_hidden_from_its_last_arrival_to_its_wait():
+    """Rank 1 issues at 4 what rank 0 issued at 2; it is complete at 7; rank 0 waits from 6, rank 1 from 8."""
+    gradients = 12_345  # bytes of no other message
+    early = event("replicate", "all_reduce", gradients, 2, 2.1, 6, 7, done=7)
+    late = event("replicate", "all_reduce", gradients, 4, 4.1, 8, 8, done=7)
+    (first, hidden), (second, hidden_too) = divided(
+        config(replicate=2), RecordedStep(0, 0, 8.5, 10, [early]), RecordedStep(0, 0, 8.5, 10, [late])
+    )
+    assert first == pytest.approx({"compute": 7.4, "optimizer": 1.5, "dp": 1.1})
+    assert second == pytest.approx({"compute": 8.4, "optimizer": 1.5, "dp": 0.1})
+    assert hidden["dp"] == pytest.approx(2.0)  # from 4 to 6
+    assert hidden_too["dp"] == pytest.approx(2.9)  # from 4.1 to 7
+
+
+def test_the_sums_of_three_numbers_belong_to_the_optimizer_as_predicted():
+    tokens, norm = event("replicate", "all_reduce", 8, 0, 1), event("world", "all_reduce", 16, 8, 9)
+    step = RecordedStep(0, 0, 7, 10, [tokens, norm])
+    (exposed, hidden), _ = divided(config(replicate=2), step, step)
+    assert exposed == pytest.approx({"compute": 6, "optimizer": 4})
+    assert hidden == {}
+
+
+def test_waiting_for_another_stage_is_bubble_until_it_sends():
+    """Rank 1 waits from 1 to 5 for a message that rank 0 sends at 4; at the end rank 0 waits from 8 to 9.5 for rank 1, which comes at 9."""
+    size = 4 * 8 * 16
+    sent = event("pp", "send", size, 4, 4.1, peer=1)
+    received = event("pp", "receive", size, 0.5, 0.6, 1, 5, peer=0)
+    ends = [event("world", "all_reduce", 16, 8, 8, 8, 9.5), event("world", "all_reduce", 16, 9, 9, 9, 9.5)]
+    (first, _), (second, hidden) = divided(
+        config(pp=2), RecordedStep(0, 0, 8, 10, [sent, ends[0]]), RecordedStep(0, 0, 9, 10, [received, ends[1]])
+    )
+    assert first == pytest.approx({"compute": 7.9, "pp": 0.1, "bubble": 1.0, "optimizer": 1.0})
+    assert second == pytest.approx({"compute": 4.9, "pp": 1.0, "bubble": 3.1, "optimizer": 1.0})
+    assert hidden["pp"] == 0
+
+
+def test_a_message_that_arrived_unseen_takes_the_time_of_those_that_were_waited_for():
+    """The second message was there when its wait began, at 9: it counts 1 second, as the first one took from 2 to 3."""
+    size = 4 * 8 * 16
+    sends = [event("pp", "send", size, t, t, peer=1) for t in (2, 5)]
+    receives = [event("pp", "receive", size, 0, 0, *wait, peer=0) for wait in ((1, 3), (9, 9))]
+    _, (_, hidden) = divided(config(pp=2), RecordedStep(0, 0, 9, 9, sends), RecordedStep(0, 0, 9, 9, receives))
+    assert hidden["pp"] == pytest.approx(1.0)
+
+
+def test_the_mean_step_of_the_busiest_rank():
+    steps = [RecordedStep(i, 10 * i, 10 * i + 8, 10 * i + 9 + i, []) for i in range(3)]
+    reports = [RankReport(r, 0, 0, 0, {}, recorded=tuple(steps)) for r in range(2)]
+    found = by_rank(config(replicate=2), reports, warmup=1)
+    assert [r.exposed_s for r in found] == [{"compute": 8.0, "optimizer": 2.5}] * 2
+    assert busiest(found).step_s == 10.5
+    assert by_rank(config(replicate=2), reports, warmup=3) == []
+
+
+# Ranks
+
+
+def trainer_of(context, made):
+    from meshwright.parallel.apply import apply
+    from meshwright.training.data.random_tokens import RandomSamples
+    from meshwright.training.loop import Trainer
+
+    parallel = apply(made.model, made.plan, made.workload, context.rank)
+    return Trainer(parallel, RandomSamples(made.model, made.workload.seq, 0))
+
+
+def report_of(context, trainer, steps):
+    stage = trainer.parallel.mesh.coordinates["pp"]
+    return RankReport(context.rank, stage, 0, 0, {}, recorded=tuple(steps))
+
+
+def slow_rank(context, made, seconds):
+    """Rank 1 sleeps before each forward."""
+    from meshwright.training.record_comm import CommRecorder
+
+    trainer = trainer_of(context, made)
+    scope = trainer.parallel.microbatch_scope
+
+    def sleep_first(microbatch):
+        time.sleep(seconds * context.rank)
+        return scope(microbatch)
+
+    trainer.parallel.microbatch_scope = sleep_first
+    trainer.train(1)
+    with CommRecorder(trainer) as recorder:
+        trainer.train(2)
+    return report_of(context, trainer, recorder.steps)
+
+
+def test_a_rank_that_sleeps_shows_as_exposed_on_the_other():
+    made = config(replicate=2)
+    fast, slow = by_rank(made, ranks.run(2, slow_rank, made, 0.1))
+    microbatches = 2
+    assert fast.exposed_s["dp"] > 0.9 * microbatches * 0.1
+    assert slow.exposed_s["compute"] > microbatches * 0.1
+    assert slow.exposed_s["dp"] < fast.exposed_s["dp"]
+    assert busiest([fast, slow]).rank == 1
+
+
+def computing_meanwhile(context, made, backend):
+    """Every rank computes until its gradients are summed, and only then waits for them."""
+    from meshwright.training.record_comm import CommRecorder
+
+    trainer = trainer_of(context, made)
+    finish, (buckets,) = trainer.parallel.finish_gradients, trainer.parallel.reductions
+
+    def compute_first():
+        while not all(work.is_completed() for work in buckets._work):
+            time.sleep(1e-3)
+        time.sleep(0.01)
+        finish()
+
+    trainer.parallel.finish_gradients = compute_first
+    with CommRecorder(trainer) as recorder:
+        trainer.train(2)
+    return report_of(context, trainer, recorder.steps)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "meshwright"])
+def test_communication_behind_compute_shows_as_hidden(backend):
+    made = config(replicate=2)
+    reports = ranks.run(2, computing_meanwhile, made, backend, backend=backend)
+    reductions = [e for r in reports for step in r.recorded for e in step.events if e.bytes > 16]
+    assert len(reductions) == 4
+    assert all(e.issued < e.done < e.waited for e in reductions)
+    for found in by_rank(made, reports):
+        assert found.hidden_s["dp"] > 0
+        assert sum(found.exposed_s.values()) == pytest.approx(found.step_s)
+
+
+PLANS = [
+    (MODEL, {"replicate": 2}),
+    (MODEL, {"shard": 2, "zero": 3}),
+    (MODEL, {"tp": 2, "sp": True}),
+    (MODEL, {"pp": 2}),
+    (MODEL, {"cp": 2}),
+    (EXPERTS, {"replicate": 2, "ep": 2}),
+]
+
+
+def recorded_and_observed(context, cases):
+    """What recorder and observer count in the same step, for each plan."""
+    from meshwright.training.observe import Observer
+    from meshwright.training.record_comm import CommRecorder
+
+    out = []
+    for made in cases:
+        trainer = trainer_of(context, made)
+        trainer.train(1)
+        with CommRecorder(trainer) as recorder, Observer(trainer, separate_axes=True) as observer:
+            trainer.train(1)
+        seen: dict = {}
+        for e in recorder.steps[-1].events:
+            if e.operation != "receive":
+                count, size = seen.get((e.axis, e.operation), (0, 0))
+                seen[e.axis, e.operation] = count + 1, size + e.bytes
+        out.append((seen, observer.observed().collectives))
+    return out
+
+
+@pytest.mark.parametrize("backend", ["gloo", "meshwright"])
+def test_every_collective_that_the_dispatcher_sees_is_recorded(backend):
+    cases = [config(model, **plan) for model, plan in PLANS]
+    for found in ranks.run(2, recorded_and_observed, cases, backend=backend):
+        for recorded, observed in found:
+            assert recorded == observed != {}
+
+
+def functional(context):
+    """A DTensor that is gathered: torch issues a functional collective, and waits when the result is used."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from meshwright.training.record_comm import CommRecorder
+
+    trainer = trainer_of(context, config(replicate=2))
+    mesh = trainer.parallel.mesh.device_mesh
+    with CommRecorder(trainer) as recorder:
+        whole = DTensor.from_local(torch.ones(3), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        total = float(whole.to_local().sum())
+        (running,) = recorder.events
+    plain = DTensor.from_local(torch.ones(3), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    return total, float(plain.to_local().sum()), running.operation, running.bytes, running.resumed >= running.waited > 0
+
+
+def test_functional_collectives_are_recorded():
+    assert ranks.run(2, functional) == [(6.0, 6.0, "all_gather", 24, True)] * 2
