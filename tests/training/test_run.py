@@ -105,7 +105,7 @@ def test_expert_traffic_is_compared_for_the_copies_that_were_kept():
     assert training.as_dict()["difference"][-1]["what"] == row.what
 
     free = replace(m, kept_copies=None)
-    assert [d.what for d in free - p if "ep" in d.what.split()] == ["traffic ep"]
+    assert [d.what for d in free - p if "ep" in d.what.split()] == ["exposed ep", "traffic ep"]
     roomy = made.model.but(router=made.model.router.but(capacity=4.0))  # an expert has room for all tokens
     assert not any("upper bound" in words for words in predicted(replace(made, model=roomy)).assumed)
 

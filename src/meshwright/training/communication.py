@@ -10,8 +10,8 @@ Exposed parts sum exactly to the step. A prediction has compute in finer parts; 
 parts are those of the busiest rank, which has the most compute and optimizer time; all ranks are in `communication.json`.
 
 A collective is in progress from when its last rank has issued it. A message is in progress from when both its send and its receive
-were issued. gloo does not say when a message arrived that nobody waited for: such a message counts with the median time of
-messages of its size that were waited for, and at most until its `wait`.
+were issued. gloo does not report when a message arrived before its `wait`: it then counts with the median time of messages of
+its size that a rank waited for, and at most until its `wait`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A measured step beside the simulated step of the same plan: the file in a run folder, and one trace with both.
+"""The timelines of a run: a measured step and the simulated one, as a file of the run folder and as one trace.
 
 `timeline.json` in a run folder holds both steps:
 
