@@ -8,6 +8,7 @@ the formulas of the collectives do; what may differ at scale, an oversubscribed 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from meshwright.calibrate.levels import FoundLevel, find_levels
 from meshwright.calibrate.points import Bench
 from meshwright.calibrate.verdict import Verdict, call_seconds, verdicts
 from meshwright.describe import catalog
-from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Level, Link
+from meshwright.describe.cluster import MOST_MEASURED, Accelerator, Cluster, Collectives, Level, Link, MeasuredCall
 from meshwright.describe.config import load_cluster, table
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_rate, format_seconds
@@ -98,8 +99,9 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
     bare = cluster_of(levels, expected, main, name or "measured", backend, device)
     factors = fitted_factors(bare, benches, backend)
     series = series_of(point for bench in benches for point in bench.points)
+    calibrated = with_factors(bare, factors).but(measured=measured_calls(benches, backend))
     return Calibration(
-        with_factors(bare, factors),
+        calibrated,
         levels,
         factors,
         series,
@@ -109,6 +111,20 @@ def calibrate(benches: Sequence[Bench], expect: str = "", name: str = "") -> Cal
         verdicts(levels, expected, main),
         [*notes_of(main, levels, expected, backend), *about_device],
     )
+
+
+def measured_calls(benches: Sequence[Bench], backend: str) -> tuple[MeasuredCall, ...]:
+    """The library's calls by operation, ranks and size, for figures: evenly thinned out to `MOST_MEASURED`."""
+    points = [p for bench in benches for p in bench.points if p.backend == backend and len(p.ranks) > 1 and p.bytes > 0]
+    library = [p for p in points if not p.algorithm and p.concurrent == 1]
+    medians: dict[tuple[str, int, int], list[float]] = {}
+    for p in library:
+        medians.setdefault((p.operation, len(p.ranks), p.bytes), []).append(p.median_s)
+    calls = [
+        MeasuredCall(operation=operation, ranks=ranks, bytes=size, seconds=statistics.median(seconds))
+        for (operation, ranks, size), seconds in sorted(medians.items())
+    ]
+    return tuple(calls[:: -(-len(calls) // MOST_MEASURED) or 1])
 
 
 def library_backend(bench: Bench) -> str:

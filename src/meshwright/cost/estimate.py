@@ -15,6 +15,7 @@ import numpy as np
 from meshwright.cost import advice
 from meshwright.cost.collective import Network
 from meshwright.cost.critical import CriticalBatch, critical_batch
+from meshwright.cost.messages import Message, messages, scalar, step_calls
 from meshwright.cost.predict import COMMUNICATION, prediction
 from meshwright.cost.recompute import USABLE_MEMORY, resolve_recompute
 from meshwright.cost.roofline import Position, position
@@ -26,7 +27,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.op import StepProgram
 from meshwright.lower.step import step_program
 
 
@@ -82,6 +83,11 @@ class Estimate:
     @cached_property
     def roofline(self) -> Position:
         return roofline_position(self)
+
+    @cached_property
+    def messages(self) -> list[Message]:
+        """The collectives of the step, those that take longest first."""
+        return messages(self.program, self.cost, self.cluster)
 
     def as_dict(self) -> dict[str, Any]:
         roof = self.roofline
@@ -196,30 +202,14 @@ def level_bytes(e: Estimate) -> list[float]:
     """Bytes that one device of the slowest rank sends through each level in a step; the cards of a node share its outgoing traffic."""
     network = Network(e.cluster, e.program.batch)
     out = [0.0] * len(e.cluster.levels)
-    held = e.cost.stage_blocks[int(e.cost.slowest[0])]
-    rounds = max(1.0, float(e.program.batch.microbatches[0]))
-
-    def add(op: Op, times: float) -> None:
+    for op, times in step_calls(e.program, e.cost):
         if times and float(e.program.batch.size(op.axis)[0]) > 1:
             for level, size in network.bytes_by_level(op).items():
                 out[level] += times * size
-
-    for key, ops in e.program.blocks.items():
-        for op in ops:
-            if op.axis:
-                add(op, rounds * scalar(op.count) * scalar(held.times(*key)))
-    for op in e.cost.syncs:
-        if op.axis and op.axis != "ends":
-            add(op, scalar(op.count))
     sends = scalar(e.cost.traffic.get("pp", 0.0))
     if sends:
         out[network.level("pp")] += sends
     return out
-
-
-def scalar(value: Array) -> float:
-    """The value of a batch of one plan."""
-    return float(np.broadcast_to(value, 1)[0])
 
 
 def inference(model: Model, cluster: Cluster) -> tuple[Latency, ...]:

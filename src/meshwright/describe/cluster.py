@@ -30,6 +30,7 @@ DTYPE_BYTES = {
     "fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "int8": 1.0, "fp4": 0.5,
     "int4": 0.5,
 }  # fmt: skip
+MOST_MEASURED = 256  # measured calls that a cluster keeps
 
 
 def named(kind: str) -> BeforeValidator:
@@ -192,6 +193,15 @@ class Collectives(Described):
 AS_THE_FORMULA = Factors()
 
 
+class MeasuredCall(Described):
+    """One measured call of a collective: what a calibration was fitted to, kept to be drawn beside the model."""
+
+    operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
+    ranks: int = Field(ge=2)
+    bytes: float = Field(gt=0, description="n, the full buffer")
+    seconds: Seconds = Field(gt=0)
+
+
 class Path(NamedTuple):
     """The path of a message between two devices: α and the ports it passes."""
 
@@ -207,6 +217,9 @@ class Cluster(Described):
     levels: tuple[Level, ...] = Field(min_length=1)
     gpus: Devices = Field(default=0, description="devices in all; 0: one unit of level 0")
     collectives: Collectives = Collectives()
+    measured: tuple[MeasuredCall, ...] = Field(
+        default=(), max_length=MOST_MEASURED, description="bench points of a calibrated cluster, for figures"
+    )
     sharing: float = Field(
         default=1.0,
         ge=1,

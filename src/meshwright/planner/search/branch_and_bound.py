@@ -95,6 +95,10 @@ class Incumbents:
         """The lowest limit a plan keeps to; −1: none."""
         return (memory[:, None] <= self.limits).sum(axis=1) - 1
 
+    def groups(self, rows: Table) -> np.ndarray:
+        """The group of each row, a whole number from 0: the search opens rows near the best of their group first."""
+        return strategies.axes(rows)
+
     def promising(self, rows: Table, given_up: set[int]) -> np.ndarray:
         """Rows whose bounds allow a plan close to the best, on the front, or the best of a strategy whose search has not been given up."""
         axes = strategies.axes(rows)
@@ -213,11 +217,11 @@ class Search:
     # Down the layers
 
     def descend(self, depth: int, rows: Table) -> None:
-        """Open rows of a layer, those nearest to the best of their strategy first."""
-        axes = strategies.axes(rows)
-        nearest = np.full(16, np.inf)
-        np.minimum.at(nearest, axes, rows.time)
-        left = np.argsort(rows.time / nearest[axes], kind="stable")
+        """Open rows of a layer, those nearest to the best of their group first."""
+        groups = self.best.groups(rows)
+        nearest = np.full(int(groups.max()) + 1, np.inf)
+        np.minimum.at(nearest, groups, rows.time)
+        left = np.argsort(rows.time / nearest[groups], kind="stable")
         known = rows.only(*BOUNDED)
         for size in chain(SIZES[depth], repeat(SIZES[depth][-1])):
             if depth == 0 and self.progress:
@@ -300,19 +304,19 @@ class Search:
         """Any plan of the space that fits; where there is none, the one with the least memory."""
         return self.least_memory(bounds.of_frames(self.space, self.space.frames))
 
-    def seed(self, frames: Table) -> None:
-        """First incumbents: of each strategy the few plans that should have the least memory, and some ordinary ones all over it.
+    def seed(self, frames: Table, few: int = FEW) -> None:
+        """First incumbents: of each group the few plans that should have the least memory, and some ordinary ones all over it.
 
         Without them the first rows that are opened, those with the best bounds, are mostly too large, and nothing is there to stop at.
         """
-        axes = strategies.axes(frames)
-        by_memory, by_time = (np.lexsort((column, axes)) for column in (frames.memory, frames.time))
+        groups = self.best.groups(frames)
+        by_memory, by_time = (np.lexsort((column, groups)) for column in (frames.memory, frames.time))
         place, size = (
-            np.arange(len(axes)) - np.searchsorted(axes[by_time], axes[by_time]),
-            np.bincount(axes)[axes[by_time]],
+            np.arange(len(groups)) - np.searchsorted(groups[by_time], groups[by_time]),
+            np.bincount(groups)[groups[by_time]],
         )
-        spread = by_time[(place % np.maximum(1, size // (2 * FEW)) == 0) & (place < size / 2)]
-        self.best.offer(self.cost(self.tightest(frames.take(by_memory[place < FEW]))))
+        spread = by_time[(place % np.maximum(1, size // (2 * few)) == 0) & (place < size / 2)]
+        self.best.offer(self.cost(self.tightest(frames.take(by_memory[place < few]))))
         rows = self.ordinary(frames.take(spread))
         rows = rows.take(bounds.least_memory(self.space, rows) <= self.best.limit)
         for part in rows.chunks(bounds.CHUNK):

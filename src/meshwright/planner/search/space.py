@@ -109,11 +109,14 @@ class Space:
 
     @cached_property
     def least(self) -> Case:
+        """The simplest plan with the problem that it is checked against."""
+        return Case.of(self.simplest, self.model, self.workload, self.cluster, self.stack)
+
+    @cached_property
+    def simplest(self) -> Plan:
         """The base plan with the least demanding value of every searched field."""
         words = {"cp_kind": "all-gather", "schedule": "naive"}
-        searched = {name: Plan.model_fields[name].default for name in LEAST}
-        plan = self.base.but(**searched, **words)
-        return Case.of(plan, self.model, self.workload, self.cluster, self.stack)
+        return self.base.but(**{name: Plan.model_fields[name].default for name in LEAST}, **words)
 
     # Frames and shapes
 

@@ -1,0 +1,88 @@
+"""Every collective of a training step: its size, the program that the library runs, the level it crosses, its time and rate.
+
+`estimate` adds the seconds of these calls up; here they are listed one by one, for one plan. `traffic` lists the same operations by number
+and bytes alone, without a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.cost.collective import OPERATIONS, Network
+from meshwright.cost.phase import AXIS_OF
+from meshwright.cost.step import StepCost
+from meshwright.describe.cluster import Cluster
+from meshwright.lower.op import Array, Op, StepProgram
+from meshwright.lower.traffic import boundary_messages, boundary_ops
+
+
+@dataclass(frozen=True)
+class Message:
+    """One kind of collective of the slowest rank: how often a step calls it, and what one call moves and takes."""
+
+    name: str
+    axis: str  # under which its time is reported: tp, cp, ep, pp, dp
+    operation: str
+    algorithm: str
+    ranks: int
+    level: int  # the highest level that its groups use
+    count: float  # calls per step
+    size: float  # bytes of the full buffer
+    sent: float  # bytes that one device sends through that level
+    seconds: float  # of one call
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that a device sends through the level during the call."""
+        return self.sent / self.seconds
+
+
+def step_calls(program: StepProgram, cost: StepCost) -> Iterator[tuple[Op, float]]:
+    """Every collective of the slowest rank with the number of calls in a step; sends between stages are not among them."""
+    held = cost.stage_blocks[int(cost.slowest[0])]
+    rounds = max(1.0, float(program.batch.microbatches[0]))
+    for key, ops in program.blocks.items():
+        for op in ops:
+            if op.axis:
+                yield op, rounds * scalar(op.count) * scalar(held.times(*key))
+    for op in cost.syncs:
+        if op.axis and op.axis != "ends":
+            yield op, scalar(op.count)
+
+
+def messages(program: StepProgram, cost: StepCost, cluster: Cluster) -> list[Message]:
+    """All collectives and sends of one plan's step, those that take longest first. Equal calls of several blocks are one entry."""
+    network = Network(cluster, program.batch)
+    calls = [(op, times) for op, times in step_calls(program, cost) if times > 0]
+    rank = np.array([scalar(cost.stage_blocks[int(cost.slowest[0])].rank)])
+    rounds = max(1.0, float(program.batch.microbatches[0]))
+    sends = zip(boundary_ops(program), boundary_messages(program.batch, rank), strict=False)
+    calls += [(op, rounds * scalar(count)) for (_, op), count in sends if scalar(count) > 0]
+    found: dict[tuple[str, str, str, float], Message] = {}
+    for op, times in calls:
+        size = scalar(op.message_bytes)
+        ranks = int(scalar(program.batch.size(op.axis)))
+        if ranks < 2 or size <= 0:
+            continue
+        key = (op.name, op.axis, op.collective, size)
+        before = found[key].count if key in found else 0.0
+        found[key] = _message(network, op, ranks, before + times, size)
+    return sorted(found.values(), key=lambda m: -m.count * m.seconds)
+
+
+def _message(network: Network, op: Op, ranks: int, count: float, size: float) -> Message:
+    level = network.level(op.axis)
+    if op.collective == "send":
+        sent, algorithm = size, "direct"
+    else:
+        sent, algorithm = network.bytes_by_level(op).get(level, 0.0), network.algorithm(op)
+    name, axis = OPERATIONS[op.collective], AXIS_OF[op.axis]
+    return Message(op.name, axis, name, algorithm, ranks, level, count, size, sent, scalar(network.time(op)))
+
+
+def scalar(value: Array) -> float:
+    """The value of a batch of one plan."""
+    return float(np.broadcast_to(value, 1)[0])

@@ -1,0 +1,69 @@
+"""Efficiency against the batch: MFU of this plan for other batches, and the critical batch from which data-parallel communication is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.describe.legality import batch_unit
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_seconds
+from meshwright.view.page.subject import Subject
+
+FACTORS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+REACH = 8  # times the given batch
+FEW = 6  # batches of the provisional view
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """MFU, throughput and step time by batch."""
+    e = subject.estimate
+    unit = batch_unit(e.plan, e.stack)
+    critical = e.critical_batch
+    sizes = [unit * k for k in FACTORS if unit * k <= REACH * max(e.workload.batch, critical.sequences or 0)]
+    sizes = sorted({*thinned(sizes, FEW if subject.is_provisional else len(FACTORS)), e.workload.batch})
+    rows = [row for batch in sizes if (row := at_batch(e, batch)) is not None]
+    return {
+        "batch": e.workload.batch,
+        "unit": unit,
+        "seq": e.workload.seq,
+        "critical": critical.sequences,
+        "critical_reason": critical.reason,
+        "rows": rows,
+        "note": note(e, rows),
+    }
+
+
+def thinned(values: list[int], count: int) -> list[int]:
+    """At most `count` of the values, evenly, with the first and the last."""
+    if len(values) <= count:
+        return values
+    return [values[round(k * (len(values) - 1) / (count - 1))] for k in range(count)]
+
+
+def at_batch(e: Estimate, batch: int) -> dict[str, Any] | None:
+    """The plan with another batch; None where it is not legal."""
+    try:
+        other = estimate(e.model, e.cluster, e.plan, e.workload.but(batch=batch), e.stack)
+    except MeshwrightError:
+        return None
+    p, m = other.prediction, other.plan.microbatches(other.workload)
+    exposed = sum(p.exposed_s.get(part, 0.0) for part in ("dp", "bubble"))
+    return {
+        "batch": batch,
+        "microbatches": m,
+        "step_time_s": p.step_time_s,
+        "mfu": p.mfu,
+        "tokens_per_s": p.tokens_per_s,
+        "lost_share": exposed / p.step_time_s,
+        "formula": f"batch {batch:,} = micro-batch {other.plan.microbatch} × {m} × dp {other.plan.dp}: {format_seconds(p.step_time_s)} per step, "
+        f"MFU {p.mfu or 0:.1%}; {exposed / p.step_time_s:.1%} of the step is bubble and exposed gradient reduction",
+    }
+
+
+def note(e: Estimate, rows: list[dict[str, Any]]) -> str:
+    best = max(rows, key=lambda row: row["mfu"] or 0.0)
+    now = next((row for row in rows if row["batch"] == e.workload.batch), best)
+    gain = (best["mfu"] or 0.0) / (now["mfu"] or 1.0) - 1
+    words = f"Critical batch: {e.critical_batch.reason}."
+    return f"{words} A batch of {best['batch']:,} would raise MFU by {gain:.0%}." if gain > 0.01 else words

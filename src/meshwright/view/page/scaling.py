@@ -1,0 +1,134 @@
+"""Scaling over GPU counts: how much faster this plan trains with more data-parallel replicas, and where the network between nodes takes over.
+
+Strong scaling keeps the batch; weak scaling lets it grow with the GPUs. With a fixed batch the compute of a GPU shrinks as 1/GPUs while its gradient
+traffic stays, so beyond some count the transfer between nodes takes longer than the compute that could hide it: there inter-node bandwidth
+takes over. The complete view adds the best common plan of each size (`planner.search.common_plans`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.errors import MeshwrightError
+from meshwright.planner.advice.sensitivity import resized
+from meshwright.planner.search.common_plans import best_common_plan
+from meshwright.units import format_seconds
+from meshwright.view.page.subject import Subject
+
+SMALLER, LARGER = 3, 5  # halvings and doublings of the data-parallel ranks
+BEST = (-1, 0, 1, 2)  # doublings at which the best common plan is searched
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """Both curves of this plan, the best plans of some sizes, and the count at which the network between nodes takes over."""
+    e = subject.estimate
+    strong, weak = (curve(e, grows) for grows in (False, True))
+    takes_over = crossing(strong)
+    best = [] if subject.is_provisional else best_plans(subject)
+    return {
+        "gpus": e.plan.world,
+        "node_size": e.cluster.node_size,
+        "strong": strong,
+        "weak": weak,
+        "best": best,
+        "takes_over": takes_over,
+        "note": note(strong, takes_over),
+    }
+
+
+def curve(e: Estimate, grows: bool) -> list[dict[str, Any]]:
+    """This plan on fewer and more data-parallel ranks; `grows`: with a batch in proportion."""
+    out = []
+    counts = [e.plan.dp * 2**k if k >= 0 else e.plan.dp / 2**-k for k in range(-SMALLER, LARGER + 1)]
+    for dp in [int(n) for n in counts if n >= 1 and n == int(n)]:
+        found = at_size(e, dp, grows)
+        if found is not None:
+            out.append(point(found))
+    reference = next((row for row in out if row["fits"]), out[0] if out else None)
+    for row in out:
+        assert reference is not None
+        per_gpu, first = row["tokens_per_s"] / row["gpus"], reference["tokens_per_s"] / reference["gpus"]
+        row["efficiency"] = per_gpu / first
+        row["formula"] = (
+            f"{row['gpus']:,} GPUs, batch {row['batch']:,}: {row['tokens_per_s']:,.0f} tokens/s / {row['gpus']:,} = {per_gpu:,.0f} per GPU; "
+            f"{per_gpu:,.0f} / {first:,.0f} on {reference['gpus']:,} GPUs = {row['efficiency']:.0%}"
+        )
+    return out
+
+
+def at_size(e: Estimate, dp: int, grows: bool) -> Estimate | None:
+    """The plan on `dp` data-parallel ranks; None where it is not legal."""
+    plan = resized(e.plan, dp)
+    batch = e.workload.batch * dp / e.plan.dp if grows else e.workload.batch
+    if plan is None or batch != int(batch):
+        return None
+    try:
+        cluster = e.cluster.with_gpus(plan.world) if plan.world != e.cluster.world else e.cluster
+        return estimate(e.model, cluster, plan, e.workload.but(batch=int(batch)), e.stack)
+    except MeshwrightError:
+        return None
+
+
+def point(e: Estimate) -> dict[str, Any]:
+    """Throughput of one size, and the seconds of compute and of transfers inside and between nodes."""
+    outer = [c for k, c in enumerate(e.roofline.ceilings) if k > 0]
+    return {
+        "gpus": e.plan.world,
+        "batch": e.workload.batch,
+        "step_time_s": e.prediction.step_time_s,
+        "tokens_per_s": e.prediction.tokens_per_s,
+        "mfu": e.prediction.mfu,
+        "fits": e.prediction.fits,
+        "compute_s": e.prediction.busy_s.get("compute", 0.0),
+        "inside_s": e.roofline.ceilings[0].seconds,
+        "between_s": sum(c.seconds for c in outer),
+        "bound_by": e.prediction.bound_by,
+        "title": e.plan.title(),
+    }
+
+
+def best_plans(subject: Subject) -> list[dict[str, Any]]:
+    """The best common plan of the plan's size, its half, double and fourfold."""
+    out = []
+    space = subject.shared.space
+    for k in BEST:
+        gpus = space.cluster.world * 2**k if k >= 0 else space.cluster.world // 2**-k
+        if gpus < 1 or (k > 0 and len(space.cluster.levels) == 1):
+            continue
+        try:
+            other = subject.shared.asked.space(space.cluster.with_gpus(gpus))
+            best, _ = best_common_plan(other, subject.shared.asked.headroom)
+        except MeshwrightError:
+            continue
+        if best is not None:
+            tokens = space.workload.tokens_per_step if space.model.kind == "transformer" else space.workload.batch
+            words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{format_seconds(best.time)} per step = {tokens / best.time:,.0f} tokens/s"
+            row = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": tokens / best.time, "title": best.plan.title()}
+            out.append(row | {"plan": best.plan.as_dict(), "formula": words})
+    return out
+
+
+def crossing(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """GPUs at which transfers between nodes take as long as the compute, on straight lines through the logarithms of neighbouring sizes."""
+    known = [row for row in rows if row["between_s"] > 0 and row["compute_s"] > 0]
+    ratios = [math.log(row["between_s"] / row["compute_s"]) for row in known]
+    for k in range(1, len(known)):
+        if ratios[k - 1] < 0 <= ratios[k]:
+            share = -ratios[k - 1] / (ratios[k] - ratios[k - 1])
+            low, high = (math.log(known[j]["gpus"]) for j in (k - 1, k))
+            gpus = math.exp(low + share * (high - low))
+            return {"gpus": gpus, "formula": f"transfers between nodes take as long as compute at about {gpus:,.0f} GPUs: inter-node bandwidth takes over"}
+    return None
+
+
+def note(rows: list[dict[str, Any]], takes_over: dict[str, Any] | None) -> str:
+    if len(rows) < 2:
+        return "This plan is legal on one size only with this batch."
+    last = rows[-1]
+    words = f"With the same batch, {last['gpus']:,} GPUs keep {last['efficiency']:.0%} of the throughput per GPU"
+    if takes_over:
+        return f"{words}; from about {takes_over['gpus']:,.0f} GPUs on, transfers between nodes take longer than compute."
+    across = any(row["between_s"] > 0 for row in rows)
+    return f"{words}; transfers between nodes stay shorter than compute." if across else f"{words}; nothing crosses nodes."

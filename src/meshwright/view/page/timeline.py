@@ -1,0 +1,168 @@
+"""The pipeline timeline: this plan's schedule, and others beside it at the same time scale, with one card for each stage.
+
+Every schedule is built and walked with the times of the plan's own stages (`cost.walked`), as `meshwright simulate` does. A start is a whole
+number of ticks, a millionth of the schedule: the page zooms until an action fills the screen, and the text stays small. All actions of one kind
+and stage take the same time, so their durations stand in one table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.messages import scalar
+from meshwright.describe.plan import Plan
+from meshwright.describe.schedules import RULES
+from meshwright.errors import MeshwrightError
+from meshwright.lower.footprint import elements
+from meshwright.lower.stages import stage_blocks
+from meshwright.programs.pipelines import KINDS
+from meshwright.programs.pipelines.program import KIND_NAMES
+from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.view.page.subject import Subject
+
+TICKS = 1_000_000
+BESIDE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")  # shown beside the plan's schedule if nothing is chosen
+MOST_SHOWN = 4
+MOST_ACTIONS = 20_000  # of the plan's schedule; above, others are shown only where they are chosen
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """The timelines of this plan's schedule and of the chosen ones, and the cards of its stages."""
+    e = subject.estimate
+    chosen = [str(name) for name in subject.option("schedules", [])][:MOST_SHOWN]
+    names = chosen or ([] if subject.is_provisional or len(e.walked.walk.program) > MOST_ACTIONS else list(BESIDE))
+    others = [other for name in names if name != e.plan.schedule and (other := with_schedule(e, name)) is not None]
+    return {
+        "pipeline": e.plan.pp > 1,
+        "kinds": {kind: KIND_NAMES[kind] for kind in KINDS},
+        "ticks": TICKS,
+        "panels": [panel(one) for one in [e, *others][:MOST_SHOWN]] if e.plan.pp > 1 else [panel(e)],
+        "stages": stage_cards(e),
+        "choices": choices(e),
+        "note": note(e),
+    }
+
+
+def with_schedule(e: Estimate, name: str) -> Estimate | None:
+    """The same plan with another schedule; None where it is not legal."""
+    plan = rescheduled(e.plan, name)
+    if plan is None or not plan.is_legal(e.model, e.workload, e.cluster, e.stack):
+        return None
+    return estimate(e.model, e.cluster, plan, e.workload, e.stack)
+
+
+def rescheduled(plan: Plan, name: str) -> Plan | None:
+    rule = RULES.get(name)
+    if rule is None or plan.pp == 1:
+        return None
+    virtual = min(max(plan.virtual, rule.least_virtual), rule.most_virtual)
+    try:
+        return plan.but(schedule=name, virtual=virtual, layers_per_stage=())
+    except MeshwrightError:
+        return None
+
+
+def choices(e: Estimate) -> list[dict[str, Any]]:
+    """Every schedule, and why this plan cannot run it."""
+    out = []
+    for name, rule in RULES.items():
+        plan, reason = rescheduled(e.plan, name), ""
+        try:
+            if plan is not None and name != e.plan.schedule:
+                plan.check(e.model, e.workload, e.cluster, e.stack)
+        except MeshwrightError as error:
+            reason = error.what
+        out.append({"name": name, "about": rule.about, "legal": plan is not None and not reason, "reason": reason})
+    return out
+
+
+def panel(e: Estimate) -> dict[str, Any]:
+    """One timeline: its numbers, its durations by kind and stage, and one lane per rank."""
+    walked = e.walked
+    walk, program = walked.walk, walked.walk.program
+    tick = TICKS / walk.makespan
+    lanes = []
+    for rank in range(program.ranks):
+        own = slice(int(program.first[rank]), int(program.first[rank + 1]))
+        lanes.append(
+            {
+                "kind": "".join(KINDS[k] for k in program.kind[own].tolist()),
+                "stage": program.stage[own].tolist() if program.virtual > 1 else [],
+                "microbatch": program.microbatch[own].tolist(),
+                "start": np.rint(walk.start[own] * tick).astype(int).tolist(),
+            }
+        )
+    durations = np.rint(walk.durations.table * tick).astype(int).tolist()
+    return {
+        "schedule": e.plan.schedule if e.plan.pp > 1 else "one stage",
+        "virtual": program.virtual,
+        "ranks": program.ranks,
+        "microbatches": program.microbatches,
+        "makespan_s": walk.makespan,
+        "step_time_s": walked.time,
+        "closing": [{"part": part, "seconds": seconds} for part, seconds in walked.closing.items() if seconds > 0],
+        "bubble_fraction": walk.bubble_fraction,
+        "in_flight": walk.peak_memory.tolist(),
+        "memory_bytes": float(e.cost.peak_memory[0]),
+        "fits": e.prediction.fits,
+        "durations": dict(zip(KINDS, durations, strict=True)),
+        "chunk_of": program.chunk_of.tolist(),
+        "lanes": lanes,
+        "formulas": formulas(e),
+    }
+
+
+def formulas(e: Estimate) -> dict[str, str]:
+    """The bubble and the step time with their numbers."""
+    walk = e.walked.walk
+    p, m, v = walk.program.ranks, walk.program.microbatches, walk.program.virtual
+    idle = float(walk.idle.mean())
+    bubble = f"bubble = mean idle time of a rank / schedule = {format_seconds(idle)} / {format_seconds(walk.makespan)} = {walk.bubble_fraction:.1%}"
+    if e.plan.schedule in ("1f1b", "gpipe", "interleaved"):
+        equal = (p - 1) / (v * m + p - 1)
+        bubble += f"\non equal stages (P − 1) / (V·M + P − 1) = {p - 1} / {v * m + p - 1} = {equal:.1%}"
+    closing = " + ".join(f"{part} {format_seconds(s)}" for part, s in e.walked.closing.items() if s > 0)
+    step = f"step = schedule {format_seconds(walk.makespan)}{' + ' + closing if closing else ''} = {format_seconds(e.walked.time)}"
+    return {"bubble_fraction": bubble, "step_time_s": step}
+
+
+def stage_cards(e: Estimate) -> list[dict[str, Any]]:
+    """Layers, parameters, times, memory and bytes per micro-batch of every stage."""
+    batch, walked = e.program.batch, e.walked
+    layers = e.plan.stage_layers(e.model.layers) if e.model.layers else [0]
+    sends = e.program.sync.get("boundary-F", [])
+    size = scalar(sends[0].message_bytes) if sends and e.plan.pp > 1 else 0.0
+    out = []
+    for stage, times in enumerate(walked.stages):
+        rank = int(walked.walk.program.rank_of[stage])
+        held = stage_blocks(batch, np.array([float(stage)]), np.array([float(rank)]))
+        ends = [name for name in ("embedding", "head") if scalar(held.counts.get(name, 0.0)) > 0]
+        f, i, w = (scalar(x) for x in (times.f, times.i, times.w))
+        memory = e.prediction.memory_by_stage[min(rank, len(e.prediction.memory_by_stage) - 1)]
+        out.append(
+            {
+                "stage": stage,
+                "rank": rank,
+                "layers": layers[stage],
+                "ends": ends,
+                "parameters": sum(scalar(x) for x in elements(e.program, held).values()),
+                "forward_s": f,
+                "backward_s": i + w,
+                "message_bytes": size,
+                "memory_gib": sum(memory.values()),
+                "in_flight": float(walked.walk.peak_memory[rank]),
+                "formula": f"stage {stage}: forward {format_seconds(f)}, backward {format_seconds(i)} inputs + {format_seconds(w)} weights; "
+                f"sends {format_decimal_bytes(size)} per micro-batch and direction",
+            }
+        )
+    return out
+
+
+def note(e: Estimate) -> str:
+    if e.plan.pp == 1:
+        return "This plan has no pipeline: one rank runs its micro-batches one after the other. Set pp to 2 or more to see stages."
+    p, m = e.plan.pp, e.plan.microbatches(e.workload)
+    return f"{e.plan.schedule}: {p} ranks, {m} micro-batches, {e.bubble_fraction:.1%} of the schedule is idle."
