@@ -29,6 +29,11 @@ def optimal_chunks(exposed: float, overhead: float) -> int:
     return max(1, round(math.sqrt(exposed / overhead))) if overhead > 0 else 1
 
 
+def chunked_time(chunks: int, exposed: float, overhead: float) -> float:
+    """T(k) = k·o + t/k: the seconds that k chunks leave exposed, and their overhead."""
+    return chunks * overhead + exposed / chunks
+
+
 def minimum_bucket(alpha: float, beta: float) -> float:
     """n* = α/β: a smaller bucket is bound by latency."""
     return alpha / beta

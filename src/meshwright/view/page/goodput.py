@@ -19,6 +19,7 @@ def data(subject: Subject) -> dict[str, Any]:
     curve = goodput.curve(rel.save, rel.restart, rel.mtbf, POINTS, REACH)
     mfu = subject.estimate.prediction.mfu or 0.0
     size = goodput.checkpoint_bytes(subject.model.total)
+    save, mtbf = format_seconds(rel.save), format_seconds(rel.mtbf)
     return {
         "gpus": subject.plan.world,
         "mtbf_s": rel.mtbf,
@@ -33,12 +34,13 @@ def data(subject: Subject) -> dict[str, Any]:
         "assumed": list(rel.assumed),
         "curve": [{"interval_s": t, "goodput": share, "formula": formula(t, rel)} for t, share in curve],
         "formulas": {
-            "daly_s": f"Daly τ* = √(2·δ·M)·(1 + …) − δ with δ = {format_seconds(rel.save)}, M = {format_seconds(rel.mtbf)}: {format_seconds(rel.interval)}",
-            "young_s": f"Young τ* = √(2·δ·M) = √(2 × {format_seconds(rel.save)} × {format_seconds(rel.mtbf)}) = {format_seconds(young)}",
+            "daly_s": f"Daly τ* = √(2·δ·M)·(1 + …) − δ = {format_seconds(rel.interval)} with δ = {save}, M = {mtbf}",
+            "young_s": f"Young τ* = √(2·δ·M) = √(2 × {save} × {mtbf}) = {format_seconds(young)}",
             "mtbf_s": f"one failure every {format_seconds(rel.mtbf)} on {subject.plan.world:,} GPUs",
             "checkpoint_bytes": f"{subject.model.total:,.0f} parameters × 14 bytes = {format_bytes(size)}",
         },
-        "note": f"Save every {format_seconds(rel.interval)}: {rel.goodput:.1%} of the time is useful training, MFU × goodput = {mfu * rel.goodput:.1%}.",
+        "note": f"Save every {format_seconds(rel.interval)}: {rel.goodput:.1%} of the time is useful training, "
+        f"MFU × goodput = {mfu * rel.goodput:.1%}.",
     }
 
 

@@ -57,7 +57,13 @@ def better(cell: Cell, other: Candidate | None) -> Cell:
 def as_dict(cell: Cell, best: Cell | None, tokens: float) -> dict[str, Any]:
     out: dict[str, Any] = {"tp": cell.tp, "pp": cell.pp, "fits": cell.fits, "label": label(cell), "reason": cell.reason}
     if cell.best is None:
-        return out | {"plan": None, "step_time_s": None, "memory_bytes": None, "tokens_per_s": None, "formula": cell.reason}
+        return out | {
+            "plan": None,
+            "step_time_s": None,
+            "memory_bytes": None,
+            "tokens_per_s": None,
+            "formula": cell.reason,
+        }
     one = cell.best
     head = f"tp {cell.tp} × pp {cell.pp}: {one.plan.title()}"
     if cell.fits and best is not None and best.best is not None:

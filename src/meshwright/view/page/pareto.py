@@ -27,15 +27,22 @@ def data(subject: Subject) -> dict[str, Any]:
     best: Candidate | None = None
     if subject.shared.feasible and not subject.is_provisional:
         ranking = subject.result.ranking
-        found, front, best = [*ranking.leaders, *ranking.strategies.values(), *ranking.front], ranking.front, ranking.best
+        found, front, best = (
+            [*ranking.leaders, *ranking.strategies.values(), *ranking.front],
+            ranking.front,
+            ranking.best,
+        )
     else:
         found = []
     cells = subject.shared.first_cells if subject.is_provisional else subject.shared.cells
     found += [cell.best for cell in cells if cell.best is not None]
+    winner, leading = best.plan if best else None, [one.plan for one in front]
     unique = list({one.plan: one for one in sorted(found, key=lambda c: -c.time)}.values())
     return {
         "limit_bytes": subject.cluster.accelerator.memory,
-        "points": [point(one, one == best, one in front, subject.cluster.accelerator.memory) for one in unique],
+        "points": [
+            point(one, one.plan == winner, one.plan in leading, subject.cluster.accelerator.memory) for one in unique
+        ],
         "front": [{"step_time_s": one.time, "memory_bytes": one.memory} for one in front],
         "mine": mine,
         "note": note(front, best),

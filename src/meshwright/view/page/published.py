@@ -60,7 +60,12 @@ def by_source(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         errors.setdefault(row["source"], []).append(row["ratio"] - 1)
     return [
-        {"source": source, "figures": len(found), "error": sum(map(abs, found)) / len(found), "bias": sum(found) / len(found)}
+        {
+            "source": source,
+            "figures": len(found),
+            "error": sum(map(abs, found)) / len(found),
+            "bias": sum(found) / len(found),
+        }
         for source, found in errors.items()
     ]
 

@@ -44,6 +44,21 @@ VIEWS: dict[str, View] = dict(
         _view("memory", "Memory per GPU"),
         _view("leaders", "The best plans", SEARCH),
         _view("waterfall", "Where the step's time goes"),
+        _view("timeline", "Pipeline timeline", SEARCH),
+        _view("stages", "Between stages", SEARCH),
+        _view("roofline", "Communication roofline"),
+        _view("ranks", "Grid of ranks"),
+        _view("goodput", "Goodput"),
+        _view("heatmap", "tp × pp heat map", SEARCH),
+        _view("pareto", "Time against memory", SEARCH),
+        _view("scaling", "Scaling", SEARCH),
+        _view("batch", "Efficiency against batch", SEARCH),
+        _view("sensitivity", "Sensitivity", SEARCH),
+        _view("published", "Published runs", SEARCH),
+        _view("collectives", "Collectives", SEARCH),
+        _view("strategies", "Strategies"),
+        _view("zero", "ZeRO and the memory wall", SEARCH),
+        _view("overlap", "Buckets and prefetching", SEARCH),
     ]
 )
 

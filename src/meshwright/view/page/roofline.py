@@ -1,7 +1,7 @@
 """The communication roofline: what one device can send through each level of links, and what this plan's collectives reach of it.
 
-A call that sends s bytes through a level in t seconds reaches s/t. The ceiling of a level is the bandwidth of one device there; for small messages the
-latency is the limit: s/(α + s·β) is half the ceiling at s* = α/β. Each collective stands against the level that its group really crosses.
+A call that sends s bytes through a level in t seconds reaches s/t. The ceiling of a level is the bandwidth of one device there; for small messages
+the latency is the limit: s/(α + s·β) is half the ceiling at s* = α/β. Each collective stands against the level that its group really crosses.
 The second figure is the roofline of the whole step (`cost.roofline`): FLOPs per byte sent through a level, and the share of the peak it allows.
 """
 
@@ -105,8 +105,8 @@ def ceiling(c: dict[str, Any], e: Estimate) -> dict[str, Any]:
         return {**c, "formula": f"{c['level']}: no traffic"}
     return {
         **c,
-        "formula": f"{c['level']}: CCR = FLOPs per device / bytes sent = {c['ccr']:,.0f}; ridge = {format_flops(peak)} / {format_rate(c['bandwidth'])} = "
-        f"{c['ridge']:,.0f}; allows min(1, {c['ccr']:,.0f} / {c['ridge']:,.0f}) = {c['efficiency']:.0%} of the peak",
+        "formula": f"{c['level']}: CCR = FLOPs per device / bytes sent = {c['ccr']:,.0f}; ridge = {format_flops(peak)} / "
+        f"{format_rate(c['bandwidth'])} = {c['ridge']:,.0f}; allows min(1, {c['ccr']:,.0f} / {c['ridge']:,.0f}) = {c['efficiency']:.0%} of the peak",
     }
 
 

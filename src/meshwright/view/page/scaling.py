@@ -104,8 +104,14 @@ def best_plans(subject: Subject) -> list[dict[str, Any]]:
             continue
         if best is not None:
             tokens = space.workload.tokens_per_step if space.model.kind == "transformer" else space.workload.batch
-            words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{format_seconds(best.time)} per step = {tokens / best.time:,.0f} tokens/s"
-            row = {"gpus": gpus, "step_time_s": best.time, "tokens_per_s": tokens / best.time, "title": best.plan.title()}
+            rate = f"{format_seconds(best.time)} per step = {tokens / best.time:,.0f} tokens/s"
+            words = f"best common plan on {gpus:,} GPUs: {best.plan.title()}\n{rate}"
+            row = {
+                "gpus": gpus,
+                "step_time_s": best.time,
+                "tokens_per_s": tokens / best.time,
+                "title": best.plan.title(),
+            }
             out.append(row | {"plan": best.plan.as_dict(), "formula": words})
     return out
 
@@ -119,7 +125,10 @@ def crossing(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
             share = -ratios[k - 1] / (ratios[k] - ratios[k - 1])
             low, high = (math.log(known[j]["gpus"]) for j in (k - 1, k))
             gpus = math.exp(low + share * (high - low))
-            return {"gpus": gpus, "formula": f"transfers between nodes take as long as compute at about {gpus:,.0f} GPUs: inter-node bandwidth takes over"}
+            return {
+                "gpus": gpus,
+                "formula": f"transfers between nodes take as long as compute at about {gpus:,.0f} GPUs: inter-node bandwidth takes over",
+            }
     return None
 
 
@@ -129,6 +138,10 @@ def note(rows: list[dict[str, Any]], takes_over: dict[str, Any] | None) -> str:
     last = rows[-1]
     words = f"With the same batch, {last['gpus']:,} GPUs keep {last['efficiency']:.0%} of the throughput per GPU"
     if takes_over:
-        return f"{words}; from about {takes_over['gpus']:,.0f} GPUs on, transfers between nodes take longer than compute."
+        return (
+            f"{words}; from about {takes_over['gpus']:,.0f} GPUs on, transfers between nodes take longer than compute."
+        )
     across = any(row["between_s"] > 0 for row in rows)
-    return f"{words}; transfers between nodes stay shorter than compute." if across else f"{words}; nothing crosses nodes."
+    return (
+        f"{words}; transfers between nodes stay shorter than compute." if across else f"{words}; nothing crosses nodes."
+    )

@@ -25,9 +25,19 @@ def data(subject: Subject) -> dict[str, Any]:
 
 
 def row_of(row: Sensitivity) -> dict[str, Any]:
-    changes = [f"{word} {SHARE:.0%}: {value:+.1%}" for word, value in (("less", row.less), ("more", row.more)) if value is not None]
+    changes = [
+        f"{word} {SHARE:.0%}: {value:+.1%}"
+        for word, value in (("less", row.less), ("more", row.more))
+        if value is not None
+    ]
     words = f"{row.what}, {', '.join(changes) or 'cannot change'} throughput"
-    return {"what": row.what, "less": row.less, "more": row.more, "note": row.note, "formula": f"{words}{'; ' + row.note if row.note else ''}"}
+    return {
+        "what": row.what,
+        "less": row.less,
+        "more": row.more,
+        "note": row.note,
+        "formula": f"{words}{'; ' + row.note if row.note else ''}",
+    }
 
 
 def note(rows: list[Sensitivity]) -> str:

@@ -10,7 +10,7 @@ the page draws them until the complete search is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,14 +25,22 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError, kind_of, shown
 from meshwright.planner import api as planner
+from meshwright.planner.question import Question, base_plan, read
 from meshwright.planner.result import Result
+from meshwright.planner.search.cells import Cell, cells
+from meshwright.planner.search.space import Space
+from meshwright.planner.sizing import OPTIONS
 
 
 class Shared:
     """Results that all views of one configuration share."""
 
-    def __init__(self, config: Config, question: Mapping[str, Any], result: Result | None = None) -> None:
+    def __init__(
+        self, config: Config, question: Mapping[str, Any], result: Result | None = None, first: Shared | None = None
+    ) -> None:
         self.config, self.question = config, dict(question)
+        # Of a second plan: what a search of the same question has found already.
+        self.first = first if first is not None and base_plan(first.config) == base_plan(config) else None
         if result is not None:
             self.__dict__["result"] = result
 
@@ -43,12 +51,48 @@ class Shared:
 
     @cached_property
     def result(self) -> Result:
-        return planner.plan(self.config, **self.question)
+        return self.first.result if self.first else planner.plan(self.config, **self.question)
+
+    @cached_property
+    def asked(self) -> Question:
+        """The question that `result` answers."""
+        words = {name: value for name, value in self.question.items() if name not in OPTIONS}
+        return read(self.config, **words)
+
+    @cached_property
+    def space(self) -> Space:
+        """The legal plans of the question."""
+        return self.asked.space()
+
+    @cached_property
+    def _cells(self) -> Iterator[list[Cell]]:
+        return cells(self.space, self.asked.headroom)
+
+    @cached_property
+    def first_cells(self) -> list[Cell]:
+        """The first map of tp × pp, within a second: a few plans of every cell."""
+        return self.first.first_cells if self.first else next(self._cells)
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """The complete map of tp × pp (`planner.search.cells`)."""
+        if self.first:
+            return self.first.cells
+        found = self.first_cells
+        return next(self._cells, found)
+
+    @cached_property
+    def feasible(self) -> bool:
+        """Whether some plan fits: only then is there a `result`."""
+        try:
+            return self.result is not None
+        except MeshwrightError:
+            return False
 
     @cached_property
     def common(self) -> Result:
         """The result of a search of the common plans only (`planner.search.common_plans`)."""
-        return planner.plan(self.config, common=True, **self.question)
+        return self.first.common if self.first else planner.plan(self.config, common=True, **self.question)
 
 
 @dataclass(frozen=True)
@@ -88,7 +132,9 @@ class Subject:
 
     def with_plan(self, plan: Plan) -> Subject:
         """The same model, cluster, stack and workload with another plan: the second plan of a comparison."""
-        return Subject(replace(self.config, plan=plan), self.question, self.options)
+        config = replace(self.config, plan=plan)
+        shared = Shared(config, self.question, first=self.shared)
+        return Subject(config, self.question, self.options, shared=shared)
 
     @property
     def model(self) -> Model:

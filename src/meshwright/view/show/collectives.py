@@ -87,14 +87,14 @@ def show(request: Request) -> None:
     return None
 
 
-def prepared(request: Request) -> Shown:
-    """Build, check and, with a size or a cluster, simulate the collective of a request."""
-    timed = bool(request.size or request.cluster)
+def prepared(request: Request, on_cluster: Cluster | None = None) -> Shown:
+    """Build, check and, with a size or a cluster (a name, or `on_cluster`), simulate the collective of a request."""
+    timed = bool(request.size or request.cluster or on_cluster)
     size = parse_bytes(request.size or DEFAULT_SIZE)
-    algorithm, choice = choose_algorithm(request, size if timed else 0.0)
+    algorithm, choice = choose_algorithm(request, size if timed else 0.0, on_cluster)
     builder(request.operation, algorithm)  # raises for an unknown algorithm
     ranks = request.ranks or (8 if choice or "groups" in accepts(request.operation, algorithm) else 4)
-    cluster = cluster_of(request.cluster or DEFAULT_CLUSTER, ranks) if timed else None
+    cluster = cluster_of(on_cluster or request.cluster or DEFAULT_CLUSTER, ranks) if timed else None
     elements = int(size // ELEMENT_BYTES) if timed and not request.values else ranks
     elements = request.elements if request.elements >= 0 else elements
     program = check(
@@ -109,13 +109,13 @@ def prepared(request: Request) -> Shown:
     return Shown(program, walked, on, charge, lecture_inputs(program) if elements <= MOST_VALUES else None)
 
 
-def choose_algorithm(request: Request, size: float) -> tuple[str, Choice | None]:
+def choose_algorithm(request: Request, size: float, on_cluster: Cluster | None = None) -> tuple[str, Choice | None]:
     """Return the algorithm to show: the named one; with a cluster, the library's choice and its price; else the default."""
     usual = USUAL.get(request.operation) or ("ring" if "ring" in ALGORITHMS[request.operation] else "binomial")
     ranks = request.ranks or 8
     if request.algorithm or not size or request.operation not in PRICED or ranks < 2:
         return request.algorithm or usual, None
-    cluster = cluster_of(request.cluster or DEFAULT_CLUSTER, ranks)
+    cluster = cluster_of(on_cluster or request.cluster or DEFAULT_CLUSTER, ranks)
     choice = choose(cluster, request.operation, size, ranks)
     one_node = ranks <= cluster.node_size
     return "ring" if choice.algorithm == "multi-ring" and one_node else choice.algorithm, choice
@@ -184,9 +184,9 @@ def compared(request: Request) -> Comparison:
     return compare(request.operation, cluster, ranks, sizes, names, element_bytes=ELEMENT_BYTES)
 
 
-def cluster_of(name: str, ranks: int) -> Cluster:
-    """Return a cluster from the catalog or from [cluster] of a file, enlarged to the number of ranks if needed."""
-    cluster = load_cluster(name)
+def cluster_of(name: str | Cluster, ranks: int) -> Cluster:
+    """Return a cluster (of the catalog, of [cluster] of a file, or given), enlarged to the number of ranks if needed."""
+    cluster = name if isinstance(name, Cluster) else load_cluster(name)
     return cluster if cluster.world >= ranks else cluster.with_gpus(ranks)
 
 

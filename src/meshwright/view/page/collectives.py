@@ -1,0 +1,109 @@
+"""The explorer of collectives: one program step by step, its time, the times of all algorithms by size, duals and the family of operations.
+
+The program, its walk and its price are those of `meshwright show OPERATION --json`; the comparison is that of `--compare`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.describe.cluster import Cluster
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS, Program
+from meshwright.programs.collectives.comparison import SIZES, Comparison, compare, runs_on
+from meshwright.programs.collectives.contract import DUAL
+from meshwright.programs.collectives.formulas import text as formula
+from meshwright.units import format_bytes, format_seconds, parse_bytes
+from meshwright.view.collectives import MOST_DRAWN, as_dict
+from meshwright.view.page.subject import Subject
+from meshwright.view.show.collectives import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
+
+RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+MESSAGE_SIZES = tuple(2.0**k for k in range(10, 34, 2))  # 1 KiB to 8 GiB
+# How operations are composed of others (`programs.collectives.contract`).
+FAMILY = (
+    ("all-reduce", ("reduce-scatter", "all-gather")),
+    ("all-reduce", ("reduce", "broadcast")),
+    ("all-gather", ("gather", "broadcast")),
+    ("reduce-scatter", ("reduce", "scatter")),
+)
+USED_BY = {
+    "all-reduce": "DDP gradients, tensor parallelism", "all-gather": "FSDP weights, sequence parallelism", "reduce-scatter": "ZeRO gradients",
+    "all-to-all": "expert dispatch, Ulysses attention", "point-to-point": "pipeline stages, ring attention",
+    "broadcast": "first weights, data", "reduce": "metrics", "gather": "checkpoints", "scatter": "data", "barrier": "start and end of a run",
+}  # fmt: skip
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """The program of the chosen operation, and the comparison of its algorithms on this cluster."""
+    operation = subject.option("operation", "all-reduce", list(OPERATIONS))
+    ranks = subject.option("ranks", 8, RANKS)
+    size = subject.option("size", "64MiB")
+    cluster = cluster_of(subject.cluster, ranks)
+    usable = [name for name in ALGORITHMS[operation] if runs_on(cluster, name)]
+    algorithm = subject.option("algorithm", "", ["", *usable])
+    request = Request(operation, algorithm=algorithm, ranks=ranks, size=size)
+    found = prepared(request, cluster)
+    step_by_step = prepared(request._replace(size="", algorithm=found.program.algorithm))
+    compared = (
+        None if subject.is_provisional else compare(operation, cluster, ranks, SIZES, element_bytes=ELEMENT_BYTES)
+    )
+    return {
+        "operation": operation,
+        "algorithm": found.program.algorithm,
+        "chosen": bool(algorithm),
+        "ranks": ranks,
+        "size_bytes": parse_bytes(size),
+        "cluster": cluster.name,
+        "operations": [
+            {"name": name, "about": about, "dual": DUAL.get(name, ""), "used": USED_BY[name]}
+            for name, about in OPERATIONS.items()
+        ],
+        "algorithms": [
+            {"name": name, "formula": formula(operation, name), "runs": name in usable}
+            for name in ALGORITHMS[operation]
+        ],
+        "rank_choices": list(RANKS),
+        "size_choices": [{"bytes": n, "text": format_bytes(n).replace(" ", "")} for n in MESSAGE_SIZES],
+        "family": [{"whole": whole, "parts": list(parts)} for whole, parts in FAMILY],
+        "program": program_data(step_by_step.program),
+        "time_s": found.charge.seconds if found.charge else found.walked.makespan if found.walked else 0.0,
+        "timeline": timeline(found.program, found.walked),
+        "comparison": compared.as_dict() if compared else None,
+        "formulas": formulas(found, compared, cluster),
+    }
+
+
+def program_data(program: Program) -> dict[str, Any] | None:
+    """The moves of a program, small enough to play: what `show --json` prints, without a walk."""
+    if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 4:
+        return None
+    return as_dict(program)
+
+
+def timeline(program: Program, walked: Any) -> list[dict[str, Any]]:
+    """The end of every step in seconds."""
+    if walked is None:
+        return []
+    ends = np.asarray(walked.step_end).tolist()
+    return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
+
+
+def formulas(found: Shown, compared: Comparison | None, cluster: Cluster) -> dict[str, str]:
+    program = found.program
+    text = f"{program.algorithm} {program.operation}: t = {formula(program.operation, program.algorithm)}"
+    if found.charge:
+        extra = format_seconds(found.charge.seconds - found.charge.walked)
+        text += (
+            f"\n= {format_seconds(found.charge.walked)} on the links of {cluster.name} at the rates of {found.charge.library} + {extra} for the call "
+            f"and its chunks = {format_seconds(found.charge.seconds)}"
+        )
+    elif found.walked is not None:
+        text += f"\n= {format_seconds(found.walked.makespan)} {found.on}"
+    words = (
+        [f"from {format_bytes(c.size)} on, {c.after} is faster than {c.before}" for c in compared.crossovers]
+        if compared
+        else []
+    )
+    return {"time_s": text, "crossovers": "; ".join(words) or "one algorithm is the fastest at every size"}

@@ -1,0 +1,129 @@
+"""Bucket and prefetch timelines: how DDP hides the reduction of gradients behind backward, and FSDP the gathering of weights behind compute.
+
+The layers, their times and their bytes are those of this plan; both ways are drawn over its data-parallel ranks, whichever the plan uses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost.collective import Network
+from meshwright.cost.estimate import Estimate, estimate
+from meshwright.cost.messages import scalar
+from meshwright.cost.overlap import Layer, Span, bucket_timeline, prefetch_timeline
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.lower.op import Op
+from meshwright.units import format_decimal_bytes, format_seconds
+from meshwright.view.page.subject import Subject
+
+LAYERS = 8
+BUCKETS = (25e6, 50e6, 100e6, 200e6, 400e6, 800e6)
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """Two timelines of each: without and with overlap."""
+    e = subject.estimate
+    if e.plan.dp * e.plan.cp == 1:
+        return {
+            "ranks": 1,
+            "ddp": None,
+            "fsdp": None,
+            "note": "One data-parallel rank: there are no gradients to reduce and no weights to gather.",
+        }
+    given = min(BUCKETS, key=lambda size: abs(size - e.plan.bucket))
+    bucket = float(subject.option("bucket", given, BUCKETS))
+    count = min(LAYERS, max(1, e.model.layers // e.plan.stages)) if e.model.layers else 1
+    ranks = e.plan.dp * e.plan.cp
+    ddp = ddp_timelines(e, bucket, count)
+    fsdp = fsdp_timelines(e, count)
+    return {
+        "ranks": ranks,
+        "layers": count,
+        "bucket_bytes": bucket,
+        "bucket_choices": [{"bytes": size, "text": format_decimal_bytes(size)} for size in BUCKETS],
+        "ddp": ddp,
+        "fsdp": fsdp,
+        "note": f"The last {count} layers of backward and the first {count} of forward, over {ranks} data-parallel ranks.",
+    }
+
+
+def variant(e: Estimate, **changes: Any) -> Estimate | None:
+    try:
+        plan: Plan = e.plan.but(**changes)
+        return estimate(e.model, e.cluster, plan, e.workload, e.stack)
+    except MeshwrightError:
+        return None
+
+
+def layer_seconds(e: Estimate, phases: str) -> float:
+    """Seconds of one dense layer in some phases: compute and exposed tensor- or context-parallel communication, without data parallelism."""
+    block = "dense" if ("dense", "F") in e.cost.times else next(iter(e.cost.times))[0]
+    out = 0.0
+    for phase in phases:
+        if (block, phase) in e.cost.times:
+            t = e.cost.times[block, phase]
+            out += scalar(t.busy) - scalar(t.parts.get("dp", 0.0))
+    return out
+
+
+def ddp_timelines(e: Estimate, bucket: float, count: int) -> dict[str, Any] | None:
+    """Backward with gradients reduced after it, and behind it."""
+    found = variant(e, zero=0, replicate=e.plan.dp, shard=1, reduce="auto", reshard=True)
+    if found is None:
+        return None
+    batch = found.program.batch
+    block = "dense" if "dense" in found.program.loads else next(iter(found.program.loads))
+    size = scalar(found.program.loads[block]["dense"].held) * scalar(batch.grad_bytes)
+    seconds = layer_seconds(found, "IWR" if found.plan.recompute == "full" else "IW")
+    network = Network(found.cluster, batch)
+
+    def time_of(n: float) -> float:
+        op = Op(
+            "reduce", "dense", "collective", 1.0, collective="all_reduce", axis="dp_cp", message_bytes=np.array([n])
+        )
+        return scalar(network.time(op))
+
+    layers = [Layer(f"layer {found.model.layers - 1 - k}", seconds, size) for k in range(count)]
+    ways = [bucket_timeline(layers, bucket, time_of, overlap) for overlap in (False, True)]
+    each = f"{format_decimal_bytes(bucket)} in {format_seconds(time_of(bucket))}"
+    words = f"a layer's backward takes {format_seconds(seconds)} and leaves {format_decimal_bytes(size)} of gradients; one bucket of {each}"
+    return pair(ways, ("reduce after backward", "buckets behind backward"), words)
+
+
+def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
+    """Forward with weights gathered just in time, and one layer ahead."""
+    found = variant(e, zero=3, replicate=1, shard=e.plan.dp, reshard=True, reduce="auto")
+    if found is None:
+        return None
+    network = Network(found.cluster, found.program.batch)
+    block = "dense" if ("dense", "F") in found.program.blocks else next(iter(found.program.blocks))[0]
+    gathers = [op for op in found.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
+    if not gathers:
+        return None
+    gather = sum(scalar(op.count) * scalar(network.time(op)) for op in gathers)
+    size = sum(scalar(op.count) * scalar(op.message_bytes) for op in gathers)
+    compute = layer_seconds(found, "F")
+    names = [f"layer {k}" for k in range(count)]
+    ways = [prefetch_timeline(names, compute, gather, ahead) for ahead in (False, True)]
+    words = f"a layer's forward takes {format_seconds(compute)}, gathering its {format_decimal_bytes(size)} of weights {format_seconds(gather)}"
+    return pair(ways, ("gather, then compute", "prefetch the next layer"), words)
+
+
+def pair(ways: list[list[Span]], names: tuple[str, str], words: str) -> dict[str, Any]:
+    """Two timelines at one scale, with the time that overlap saves."""
+    ends = [max(span.end for span in spans) for spans in ways]
+    compute = sum(span.seconds for span in ways[0] if span.stream == "compute")
+    saved = 1 - ends[1] / ends[0]
+    return {
+        "ways": [
+            {"name": name, "end_s": end, "spans": [span._asdict() for span in spans]}
+            for name, end, spans in zip(names, ends, ways, strict=True)
+        ],
+        "compute_s": compute,
+        "saved": saved,
+        "formula": f"{words}\n{names[0]}: {format_seconds(ends[0])}; {names[1]}: {format_seconds(ends[1])}, {saved:.0%} less; "
+        f"compute alone {format_seconds(compute)}",
+    }

@@ -1,0 +1,105 @@
+"""Between the stages: the bandwidth that a pipeline needs, the best number of chunks of the gradient reduction, and the achieved step time.
+
+bandwidth   activation bytes sent forward and backward per micro-batch / compute time of a stage       (`cost.advice`)
+chunks      T(k) = k·o + t/k is smallest at k* = √(t/o): o one more call, t the reduction of all gradients
+step        without overlap, as planned, and if all communication were hidden
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.cost import advice
+from meshwright.cost.estimate import Estimate, communication, estimate
+from meshwright.cost.messages import scalar
+from meshwright.units import format_decimal_bytes, format_rate, format_seconds
+from meshwright.view.page.subject import Subject
+
+REDUCTIONS = ("reduce-gradients",)
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def data(subject: Subject) -> dict[str, Any]:
+    """Needed and available bandwidth by stage, the curve of chunk counts, and three step times."""
+    e = subject.estimate
+    return {"bandwidth": bandwidth(e), "chunks": chunks(e), "step": step(e), "note": note(e)}
+
+
+def bandwidth(e: Estimate) -> dict[str, Any] | None:
+    """What each stage needs of the link to its neighbour; None without a pipeline."""
+    sends = e.program.sync.get("boundary-F", [])
+    if e.plan.pp == 1 or not sends:
+        return None
+    size = scalar(sends[0].message_bytes)
+    place = next((m for m in e.messages if m.axis == "pp" and m.operation == "point-to-point"), None)
+    level = place.level if place else len(e.cluster.levels) - 1
+    available = e.cluster.device_bandwidth(level)
+    rows = []
+    for stage, times in enumerate(e.walked.stages):
+        seconds = scalar(times.total)
+        needed = advice.minimum_stage_bandwidth(size, seconds)
+        words = f"stage {stage}: 2 × {format_decimal_bytes(size)} / {format_seconds(seconds)} = {format_rate(needed)} ({needed * 8 / 1e9:.2f} Gb/s)"
+        rows.append({"stage": stage, "compute_s": seconds, "needed": needed, "formula": words})
+    return {
+        "message_bytes": size,
+        "level": e.cluster.levels[level].name,
+        "available": available,
+        "rows": rows,
+        "most_needed": max(row["needed"] for row in rows),
+    }
+
+
+def chunks(e: Estimate) -> dict[str, Any] | None:
+    """The curve T(k) of the gradient reduction in k messages, and the number of messages of this plan; None without one."""
+    reductions = [m for m in e.messages if m.axis == "dp" and m.name in REDUCTIONS]
+    if not reductions:
+        return None
+    one = reductions[0]
+    total = sum(m.count * m.size for m in reductions)
+    start = e.cluster.collectives.call_across if one.level > 0 else e.cluster.collectives.call
+    overhead = start + e.cluster.levels[one.level].link.library_hop
+    exposed = max(sum(m.count * (m.seconds - overhead) for m in reductions), 0.0)
+    best = advice.optimal_chunks(exposed, overhead)
+    now = max(1, round(sum(m.count for m in reductions)))
+    counts = sorted({*(k for k in COUNTS if k <= max(4 * best, 4 * now)), best, now})
+    return {
+        "total_bytes": total,
+        "transfer_s": exposed,
+        "overhead_s": overhead,
+        "best": best,
+        "now": now,
+        "bucket_bytes": e.plan.bucket,
+        "curve": [[k, advice.chunked_time(k, exposed, overhead)] for k in counts],
+        "formula": f"k* = √(t/o) = √({format_seconds(exposed)} / {format_seconds(overhead)}) ≈ {best}: {best} messages of "
+        f"{format_decimal_bytes(total / best)}; this plan sends {now} of {format_decimal_bytes(total / now)}",
+    }
+
+
+def step(e: Estimate) -> list[dict[str, Any]]:
+    """The step without overlap, as planned, and if all communication were hidden."""
+    total, exposed = communication(e.cost)
+    plain = estimate(e.model, e.cluster, e.plan.but(overlap=()), e.workload, e.stack).prediction.step_time_s
+    now = e.prediction.step_time_s
+    hidden = now - exposed
+    return [
+        {"name": "no overlap", "step_time_s": plain, "formula": f"all communication waits: {format_seconds(plain)}"},
+        {
+            "name": "this plan",
+            "step_time_s": now,
+            "formula": f"{format_seconds(total)} of communication, {format_seconds(exposed)} of it exposed: {format_seconds(now)}",
+        },
+        {
+            "name": "all hidden",
+            "step_time_s": hidden,
+            "formula": f"{format_seconds(now)} − {format_seconds(exposed)} exposed communication = {format_seconds(hidden)}",
+        },
+    ]
+
+
+def note(e: Estimate) -> str:
+    found = bandwidth(e)
+    if found is None:
+        return "This plan has no pipeline, so no stage waits for another."
+    needed, available = found["most_needed"], found["available"]
+    words = "enough" if available >= needed else "too little"
+    return f"The busiest boundary needs {needed * 8 / 1e9:.1f} Gb/s; {found['level']} links give a device {available * 8 / 1e9:.0f} Gb/s: {words}."

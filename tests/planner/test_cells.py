@@ -1,0 +1,63 @@
+"""The map of tp × pp: every cell is the best common plan of its degrees, or has a true reason."""
+
+import numpy as np
+import pytest
+
+from meshwright.planner.question import read
+from meshwright.planner.search.branch_and_bound import Search
+from meshwright.planner.search.cells import CLOSE, MEMORY, cells
+from meshwright.planner.search.common_plans import HEADROOM, common_choices
+from meshwright.planner.search.space import Space
+
+
+@pytest.fixture(scope="module", params=[("llama3-8b", "dgx-h100", 16, 32), ("llama2-13b", "dgx-a100", 16, 16)])
+def found(request):
+    model, cluster, gpus, batch = request.param
+    space = read(model, cluster, gpus=gpus, batch=batch).space()
+    return space, *cells(space)
+
+
+def test_each_cell_is_as_fast_as_every_common_plan(found):
+    space, _, last = found
+    few = Space(
+        space.model, space.cluster, space.workload, space.stack, common_choices(space.choices, space), space.base
+    )
+    limit = space.cluster.accelerator.memory * (1 - HEADROOM)
+    search, best = Search(few, limit), {}
+    for rows in few.plans(4096):
+        costed = search.cost(rows)
+        for k in np.flatnonzero(costed.memory <= limit):
+            pair = int(costed.tp[k]), int(costed.pp[k])
+            best[pair] = min(best.get(pair, np.inf), float(costed.estimate[k]))
+    assert {(c.tp, c.pp) for c in last if c.fits} == set(best)
+    for cell in last:
+        if cell.fits and cell.pp == 1:  # without a pipeline the simulated time is the costed one
+            assert cell.best.time <= best[cell.tp, cell.pp] * (1 + 2 * CLOSE)
+
+
+def test_the_first_map_has_the_same_cells_and_is_never_faster(found):
+    _, first, last = found
+    assert [(c.tp, c.pp) for c in first] == [(c.tp, c.pp) for c in last]
+    for a, b in zip(first, last, strict=True):
+        if a.fits and a.pp == 1:
+            assert b.best.time <= a.best.time * (1 + 1e-9)
+
+
+def test_cells_without_a_plan_have_a_reason(found):
+    space, _, last = found
+    for cell in last:
+        assert cell.fits != bool(cell.reason)
+        if cell.code == MEMORY:
+            assert cell.best.memory > space.cluster.accelerator.memory * (1 - HEADROOM)
+        if cell.best is not None:
+            cell.best.plan.check(space.model, space.workload, space.cluster, space.stack)
+    by_pair = {(c.tp, c.pp): c for c in last}
+    assert by_pair[16, 16].reason == f"tp 16 × pp 16 = 256 does not divide {space.cluster.world} GPUs"
+
+
+def test_heads_that_do_not_divide_are_the_reason():
+    space = read("gpt3-175b", "dgx-a100", gpus=64, batch=64).space()
+    first = next(cells(space))
+    (cell,) = [c for c in first if (c.tp, c.pp) == (64, 1)]
+    assert cell.code == "MW-PLAN-004"
+    assert "96 attention heads" in cell.reason

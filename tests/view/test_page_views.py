@@ -1,0 +1,221 @@
+"""The data of the page's views: plain JSON, with the numbers that the commands print."""
+
+import json
+
+import numpy as np
+import pytest
+
+import meshwright as mw
+from meshwright.describe.layout import Layout
+from meshwright.planner.cases import studies
+from meshwright.view.page.registry import VIEWS
+from meshwright.view.page.subject import Subject
+
+PLANS = {
+    "dense": ("llama3-8b", "dgx-h100", 16, ["plan.tp=4", "plan.sp=true", "plan.shard=4", "plan.zero=1"]),
+    "moe": ("tiny-moe", "dgx-h100", 8, ["plan.tp=2", "plan.sp=true", "plan.ep=4", "plan.shard=4", "plan.zero=1"]),
+    "pipeline": ("gpt3-6.7b", "dgx-a100", 8, ["plan.pp=4", "plan.replicate=2"]),
+    "single": ("gpt3-1.3b", "dgx-h100", 1, []),
+}
+
+
+@pytest.fixture(scope="module")
+def subjects():
+    made = {}
+    for name, (model, cluster, gpus, settings) in PLANS.items():
+        made[name] = Subject(mw.load(model, cluster=cluster, gpus=gpus, set=["workload.batch=32", *settings]))
+    return made
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", VIEWS)
+def test_data_is_plain_json(subjects, plan, name):
+    for subject in (subjects[plan].provisional(), subjects[plan]):
+        found = VIEWS[name].data(subject)
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_timeline_is_what_simulate_prints(subjects):
+    subject = subjects["pipeline"]
+    found, printed = VIEWS["timeline"].data(subject), mw.simulate(subject.config).as_dict()
+    own = found["panels"][0]
+    assert own["step_time_s"] == printed["step_time_s"]
+    assert own["bubble_fraction"] == printed["bubble_fraction"]
+    assert own["in_flight"] == printed["in_flight"]
+    assert [p["schedule"] for p in found["panels"]] == ["1f1b", "gpipe", "interleaved", "zb-h1"]
+    walk, lane = subject.walked.walk, own["lanes"][1]
+    first = int(walk.program.first[1])
+    starts = np.array(lane["start"]) / found["ticks"] * walk.makespan
+    assert np.allclose(starts, walk.start[first : first + len(starts)], atol=walk.makespan / found["ticks"])
+    assert sum(stage["layers"] for stage in found["stages"]) == subject.model.layers
+    assert found["stages"][0]["ends"] == ["embedding"]
+
+
+def test_timeline_has_the_chosen_schedules(subjects):
+    found = VIEWS["timeline"].data(subjects["pipeline"].with_options({"schedules": ["zbv", "naive", "no such"]}))
+    assert [p["schedule"] for p in found["panels"]] == ["1f1b", "zbv", "naive"]
+
+
+def test_roofline_is_what_estimate_prints(subjects):
+    for subject in subjects.values():
+        found, printed = VIEWS["roofline"].data(subject), subject.estimate.as_dict()["roofline"]
+        ours = [{key: value for key, value in one.items() if key != "formula"} for one in found["step"]["ceilings"]]
+        assert ours == printed["ceilings"]
+        busy: dict[str, float] = {}
+        for point in found["points"]:
+            busy[point["axis"]] = busy.get(point["axis"], 0.0) + point["step_seconds"]
+        streams = subject.estimate.prediction.busy_s
+        if subject.plan.tp > 1:  # `sum-partial` runs once per step and is not among the streams of the layers
+            assert busy["tp"] == pytest.approx(streams["comm:tp"], rel=2e-3)
+        assert all(0 < point["share"] <= 1 for point in found["points"])
+
+
+def test_roofline_draws_the_points_of_a_calibration(subjects):
+    config = subjects["dense"].config
+    call = {"operation": "all-reduce", "ranks": 8, "bytes": 1e6, "seconds": 1e-5}
+    changed = mw.load(config, set=[f"cluster.measured={[call]}".replace("'", '"').replace('": ', '" = ')])
+    (point,) = VIEWS["roofline"].data(Subject(changed))["measured"]
+    assert point["sent_bytes"] == 2 * 7 / 8 * 1e6
+    assert point["rate"] == point["sent_bytes"] / 1e-5
+    assert point["level"] == 0
+
+
+def test_search_views_show_what_plan_prints(subjects):
+    subject = subjects["dense"]
+    printed = subject.result.as_dict()
+    found = VIEWS["heatmap"].data(subject)
+    times = {(cell["tp"], cell["pp"]): cell["step_time_s"] for cell in found["cells"] if cell["fits"]}
+    assert min(times.values()) == printed["fastest"]["step_time_s"]
+    assert (found["best"]["tp"], found["best"]["pp"]) == min(times, key=lambda pair: times[pair])
+    pareto = VIEWS["pareto"].data(subject)
+    assert [(p["step_time_s"], p["memory_bytes"] / 2**30) for p in pareto["front"]] == [
+        (p["step_time_s"], p["memory_gib"]) for p in printed["front"]
+    ]
+    assert sum(point["best"] for point in pareto["points"]) == 1
+
+
+def test_every_cell_of_the_map_has_a_plan_or_a_reason(subjects):
+    for subject in subjects.values():
+        for cell in VIEWS["heatmap"].data(subject)["cells"]:
+            assert cell["fits"] == (not cell["reason"])
+            assert cell["fits"] == (not cell["label"])
+
+
+def test_sensitivity_of_the_winner_is_what_plan_prints(subjects):
+    subject = subjects["dense"]
+    winner = Subject(subject.result.config)
+    rows = VIEWS["sensitivity"].data(winner.provisional())["rows"]
+    for row, printed in zip(rows, subject.result.as_dict()["explanation"]["sensitivities"], strict=True):
+        assert row["what"] == printed["what"]
+        for way in (
+            "less",
+            "more",
+        ):  # the search simulates long pipelines at two lengths: times differ in the fourth digit
+            assert (row[way] is None) == (printed[way] is None)
+            assert row[way] is None or row[way] == pytest.approx(printed[way], abs=2e-3)
+
+
+def test_scaling_and_batch_contain_the_estimate(subjects):
+    for name in ("dense", "pipeline", "moe"):
+        subject = subjects[name]
+        p = subject.estimate.prediction
+        scaling, batch = VIEWS["scaling"].data(subject.provisional()), VIEWS["batch"].data(subject)
+        for rows in (scaling["strong"], scaling["weak"]):
+            (here,) = [row for row in rows if row["gpus"] == subject.plan.world]
+            assert here["step_time_s"] == p.step_time_s
+        (here,) = [row for row in batch["rows"] if row["batch"] == 32]
+        assert here["mfu"] == p.mfu
+        assert batch["critical"] == subject.estimate.as_dict()["critical_batch"]
+
+
+def test_scaling_names_where_the_network_takes_over():
+    from meshwright.view.page.scaling import crossing
+
+    rows = [{"gpus": 8 * 2**k, "compute_s": 1.0 / 2**k, "between_s": 0.2} for k in range(5)]
+    assert crossing(rows)["gpus"] == pytest.approx(40)
+    assert crossing(rows[:2]) is None
+
+
+def test_goodput_is_what_plan_prints(subjects):
+    subject = subjects["single"]
+    options = {"mtbf": "3h", "checkpoint": "60s", "restart": "5min"}
+    found = VIEWS["goodput"].data(subject.with_options(options))
+    result = mw.plan(subject.config, **options)
+    printed = result.as_dict()["goodput"]
+    assert (found["goodput"], found["daly_s"], found["young_s"]) == (
+        printed["goodput"],
+        printed["save_every_s"],
+        printed["young_s"],
+    )
+    assert max(share for share in (row["goodput"] for row in found["curve"])) <= found["goodput"] * (1 + 1e-3)
+
+
+def test_collectives_are_what_show_prints(subjects, capsys):
+    from meshwright.view.show.collectives import Request, show
+
+    subject = subjects["dense"].with_options(
+        {"operation": "all-gather", "algorithm": "bruck", "ranks": 6, "size": "1MiB"}
+    )
+    found = VIEWS["collectives"].data(subject)
+    show(Request("all-gather", "bruck", 6, as_json=True))
+    assert found["program"] == json.loads(capsys.readouterr().out)
+    show(Request("all-gather", "", 6, size="1MiB", cluster="dgx-h100", as_json=True))
+    free = VIEWS["collectives"].data(subject.with_options({"operation": "all-gather", "ranks": 6, "size": "1MiB"}))
+    assert free["time_s"] == json.loads(capsys.readouterr().out)["time_s"]
+    show(Request("all-gather", "", 6, compare=True, cluster="dgx-h100", as_json=True))
+    assert found["comparison"] == json.loads(capsys.readouterr().out)
+
+
+def test_strategies_are_what_show_prints(subjects, capsys):
+    from meshwright.view.show.strategies import show
+
+    found = VIEWS["strategies"].data(subjects["moe"])
+    show(as_json=True)
+    assert [{k: v for k, v in row.items() if k != "used"} for row in found["rows"]] == json.loads(
+        capsys.readouterr().out
+    )
+    used = {row["name"] for row in found["rows"] if row["used"]}
+    assert used == {"ZeRO-1", "tensor parallel", "+ sequence parallel", "expert parallel"}
+
+
+def test_groups_of_the_grid_are_those_of_the_layout(subjects):
+    for subject in subjects.values():
+        layout = Layout(subject.plan, tuple(subject.stack.order))
+        for axis in VIEWS["ranks"].data(subject)["axes"]:
+            number = axis["group_of"]
+            for rank in (0, subject.plan.world - 1):
+                assert [r for r, n in enumerate(number) if n == number[rank]] == sorted(
+                    layout.group_of(axis["axis"], rank)
+                )
+
+
+def test_zero_corrects_the_figure_of_seven_billion_parameters(subjects):
+    found = VIEWS["zero"].data(subjects["dense"])
+    assert [row["right_gb"] for row in found["seed"]] == [112, 38.5, 26.25, 14]
+    now = next(row for row in found["plan"] if row["now"])
+    assert now["name"] == "ZeRO-1"
+    assert now["bytes"] == subjects["dense"].estimate.prediction.memory_gib * 2**30
+
+
+def test_published_rows_are_those_of_the_cases(subjects):
+    found = VIEWS["published"].data(subjects["dense"])
+    case = studies.evaluate("llama3-405b")
+    ours = [(row["what"], row["ours"]) for row in found["rows"] if row["case"] == "llama3-405b"]
+    assert set(ours) <= {(row.what, row.ours) for row in case.rows}
+    assert ours
+
+
+def test_between_stages_needs_two_messages_per_micro_batch(subjects):
+    subject = subjects["pipeline"]
+    found = VIEWS["stages"].data(subject)["bandwidth"]
+    times = subject.walked.stages[1]
+    assert found["rows"][1]["needed"] == 2 * found["message_bytes"] / float((times.f + times.i + times.w)[0])
+    assert VIEWS["stages"].data(subjects["single"])["bandwidth"] is None
+
+
+def test_a_second_plan_shares_the_search(subjects):
+    subject = subjects["dense"]
+    second = subject.with_plan(subject.plan.but(tp=2, shard=8))
+    assert second.result is subject.result
+    assert second.estimate.plan.tp == 2
+    assert VIEWS["heatmap"].data(second)["mine"]["tp"] == 2
