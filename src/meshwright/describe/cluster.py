@@ -194,7 +194,7 @@ AS_THE_FORMULA = Factors()
 
 
 class MeasuredCall(Described):
-    """One measured call of a collective: what a calibration was fitted to, kept to be drawn beside the model."""
+    """One measured call of a collective: what a calibration was fitted to, kept to draw it together with the model."""
 
     operation: str = Field(description="all-reduce, all-gather, …, or point-to-point")
     ranks: int = Field(ge=2)

@@ -1,4 +1,4 @@
-"""The pipeline timeline: this plan's schedule, and others beside it at the same time scale, with one card for each stage.
+"""The pipeline timeline: this plan's schedule, and other schedules at the same time scale, with one card for each stage.
 
 Every schedule is built and walked with the times of the plan's own stages (`cost.walked`), as `meshwright simulate` does. A start is a whole
 number of ticks, a millionth of the schedule: the page zooms until an action fills the screen, and the text stays small. All actions of one kind
@@ -24,7 +24,7 @@ from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
 
 TICKS = 1_000_000
-BESIDE = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")  # shown beside the plan's schedule if nothing is chosen
+COMPARED = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")  # shown with the plan's schedule if nothing is chosen
 MOST_SHOWN = 4
 MOST_ACTIONS = 20_000  # of the plan's schedule; above, others are shown only where they are chosen
 
@@ -33,7 +33,7 @@ def data(subject: Subject) -> dict[str, Any]:
     """The timelines of this plan's schedule and of the chosen ones, and the cards of its stages."""
     e = subject.estimate
     chosen = [str(name) for name in subject.option("schedules", [])][:MOST_SHOWN]
-    names = chosen or ([] if subject.is_provisional or len(e.walked.walk.program) > MOST_ACTIONS else list(BESIDE))
+    names = chosen or ([] if subject.is_provisional or len(e.walked.walk.program) > MOST_ACTIONS else list(COMPARED))
     others = [other for name in names if name != e.plan.schedule and (other := with_schedule(e, name)) is not None]
     return {
         "pipeline": e.plan.pp > 1,

@@ -2,7 +2,7 @@
 
     DDP 2N + 2N + 12N      ZeRO-1 2N + 2N + 12N/P      ZeRO-2 2N + 14N/P      ZeRO-3 16N/P
 
-The textbook's bytes are those of `cost.memory.zero_state_bytes`; beside them stands the whole memory of this plan with each stage, as estimated.
+The textbook's bytes are those of `cost.memory.zero_state_bytes`; the view adds the whole memory of this plan with each stage, as estimated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SENT = (
 )  # elements per step with one micro-batch (docs/figures.md)
 WALL = [1e8 * 10 ** (k / 8) for k in range(41)]  # parameters of the wall's curves: 0.1B to 10T
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-# The seeds' figure of a 7B model on 8 GPUs, which does not add up, and the right values (docs/figures.md).
+# A printed figure of a 7B model on 8 GPUs, which does not add up, and the right values (docs/figures.md).
 SEED = {"parameters": 7e9, "ranks": 8, "printed_gb": (140.0, 42.0, 30.0, 18.0)}
 
 
