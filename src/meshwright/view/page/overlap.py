@@ -1,6 +1,7 @@
 """Bucket and prefetch timelines: how DDP hides the reduction of gradients behind backward, and FSDP the gathering of weights behind compute.
 
-The layers, their times and their bytes are those of this plan; both ways are drawn over its data-parallel ranks, even if the plan uses only one of them.
+The layers, their times and their bytes are those of this plan. Both ways are drawn over its data-parallel ranks,
+even if the plan uses only one of them.
 """
 
 from __future__ import annotations
