@@ -34,7 +34,7 @@ def bandwidth(e: Estimate) -> dict[str, Any] | None:
     place = next((m for m in e.messages if m.axis == "pp" and m.operation == "point-to-point"), None)
     level = place.level if place else len(e.cluster.levels) - 1
     available = e.cluster.device_bandwidth(level)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for stage, times in enumerate(e.walked.stages):
         seconds = scalar(times.total)
         needed = advice.minimum_stage_bandwidth(size, seconds)
