@@ -32,10 +32,12 @@ def work(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float
     for mib in sizes:
         tensor = torch.ones(int(mib * 2**20 / 4))
         ring = build("all-reduce", "ring", context.world, tensor.numel())
+        direct = build("all-reduce", "direct", context.world, tensor.numel())
         ways = {
             "gloo": lambda tensor=tensor: distributed.all_reduce(tensor),
             "ring, point-to-point": lambda tensor=tensor, ring=ring: far.run(ring, tensor),
             "ring, shared memory": lambda tensor=tensor, ring=ring: near.run(ring, tensor),
+            "direct, shared memory": lambda tensor=tensor, direct=direct: near.run(direct, tensor),
             "backend": lambda tensor=tensor: distributed.all_reduce(tensor, group=ours),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -7,29 +7,29 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
-from meshwright.comm.transport.base import apply
+from meshwright.comm.transport.base import Several, apply
 
 
 class Threads:
     """Messages of one rank through queues. Sends are delivered late, to show a schedule that overwrites what it still sends."""
 
-    posts_early = True
-
-    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.Queue]) -> None:
+    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.Queue], arrays: bool) -> None:
         self.rank, self.size, self.queues = rank, size, queues
+        self.posts_early, self.arrays = not arrays, arrays
 
     def begin(self, begin):
-        self.combine = begin.combine
+        self.combine, self.store = begin.combine, begin.store
         self.largest = begin.largest
         self.sizes: list[int] = []
 
-    def send(self, peer, pieces, place):
-        return Sending(self, peer, pieces)
+    def send(self, peers, pieces, place):
+        return Several([Sending(self, peer, pieces) for peer in peers])
 
     def receive(self, peer, pieces, place, direct):
-        if direct:  # from here on the target may be overwritten: make a wrong `direct` visible
+        if direct and self.posts_early:  # from here on the target may be overwritten: make a wrong `direct` visible
             for piece in pieces:
                 piece.into.fill_(99)
         return Receiving(self, peer, pieces)
@@ -50,8 +50,10 @@ class Sending:
     def data(self):
         with self.lock:
             if not self.sent:
-                self.copy = [piece.clone() for piece in self.pieces]
+                self.copy = [piece.copy() if self.transport.arrays else piece.clone() for piece in self.pieces]
                 self.sent = True
+        if self.transport.arrays:
+            return np.concatenate(self.copy) if self.copy else np.empty(0)
         return torch.cat(self.copy) if self.copy else torch.empty(0)
 
     def wait(self):
@@ -64,21 +66,21 @@ class Receiving:
 
     def wait(self):
         data = self.transport.queues[self.peer, self.transport.rank].get(timeout=20).data()
-        elements = sum(piece.into.numel() for piece in self.pieces)
-        assert data.numel() == elements
+        elements = sum(len(piece.into) for piece in self.pieces)
+        assert len(data) == elements
         if self.transport.largest >= 0 and elements:
-            assert elements * self.pieces[0].into.element_size() <= self.transport.largest
-        apply(data, self.pieces, self.transport.combine)
+            assert elements * self.pieces[0].into.itemsize <= self.transport.largest
+        apply(data, self.pieces, self.transport.combine, self.transport.store)
 
 
-def run(ranks: int, work: Callable[[Threads], Any]) -> list[Any]:
-    """Call work(transport) on every rank, each in a thread, and return the results."""
+def run(ranks: int, work: Callable[[Threads], Any], arrays: bool = False) -> list[Any]:
+    """Call work(transport) on every rank, each in a thread, and return the results; with `arrays` in the order of shared memory."""
     queues = {(a, b): queue.Queue() for a in range(ranks) for b in range(ranks)}
     results: list[Any] = [None] * ranks
 
     def rank_main(rank: int) -> None:
         try:
-            results[rank] = work(Threads(rank, ranks, queues))
+            results[rank] = work(Threads(rank, ranks, queues, arrays))
         except BaseException as error:
             results[rank] = error
 

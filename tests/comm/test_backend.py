@@ -330,6 +330,37 @@ def test_mismatched_sizes_raise_on_every_rank(case):
         assert "rank" in text
 
 
+def rejected(context):
+    """Rank 1 passes a wrong size; then all ranks call again, correctly, on a second group."""
+    from datetime import timedelta
+
+    from torch import distributed as d
+
+    import meshwright.comm.backend  # noqa: F401
+
+    ours, other = (d.new_group(backend="meshwright", timeout=timedelta(seconds=2)) for _ in range(2))
+    found = []
+    try:
+        d.all_gather_into_tensor(torch.empty(3 if context.rank == 1 else 4 * context.world), torch.ones(4), group=ours)
+    except MeshwrightError as error:
+        found.append(str(error))
+    for elements in (5, 4):
+        try:
+            d.all_gather_into_tensor(torch.empty(elements * context.world), torch.ones(4), group=other)
+        except MeshwrightError as error:
+            found.append(str(error))
+    return found
+
+
+def test_an_argument_that_one_rank_rejects_is_reported_by_its_peers_and_a_group_survives_what_all_reject():
+    for rank, texts in enumerate(ranks.run(WORLD, rejected)):
+        assert len(texts) == 2, texts
+        assert texts[0].startswith("MW-COMM-001" if rank == 1 else "MW-COMM-004: rank"), texts
+        assert rank == 1 or "rank 1 did not answer in time" in texts[0]
+        assert rank == 1 or "it rejected a call: MW-COMM-001: all_gather" in texts[0]
+        assert texts[1].startswith("MW-COMM-001")
+
+
 def choices(context):
     """The log lines and programs of a group with two ranks a host."""
     import logging

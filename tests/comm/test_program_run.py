@@ -11,8 +11,8 @@ import torch
 import ranks
 from comm import in_threads
 from meshwright.comm.call import Call
-from meshwright.comm.reductions import combiner, divide
-from meshwright.comm.run import execute
+from meshwright.comm.reductions import array_of, combiner, divide
+from meshwright.comm.run import execute, prepare
 from meshwright.comm.schedule import largest_message, schedule
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, build
@@ -40,17 +40,17 @@ def outputs_of(program, rank, dtype):
     return torch.full((size,), 77).to(dtype)
 
 
-def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum"):
+def run_in_threads(program, inputs, lanes=1, in_place=False, reduction="sum", arrays=False):
     def work(transport):
         plan = schedule(program, transport.rank, lanes)
         source = inputs[transport.rank].clone()
         result = source if in_place else outputs_of(program, transport.rank, source.dtype)
         call = Call(1, program.operation, program.algorithm, "int64", reduction, program.root, program.elements)
-        execute(plan, source, result, transport, call, largest_message(program))
+        execute(prepare(plan, transport, source.dtype, call, largest_message(program)), source, result, call)
         assert in_place or torch.equal(source, inputs[transport.rank])
         return result
 
-    return in_threads.run(program.ranks, work)
+    return in_threads.run(program.ranks, work, arrays)
 
 
 def programs(operation, name, elements):
@@ -66,9 +66,10 @@ def test_every_program_computes_what_numpy_computes(operation, name):
         for program in programs(operation, name, elements):
             inputs = inputs_of(program)
             expected = run_on_arrays(program, [x.numpy() for x in inputs])
-            found = run_in_threads(program, inputs, lanes)
-            for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
-                assert a.tolist() == b.tolist(), (program, rank, lanes)
+            for arrays in (False, True):
+                found = run_in_threads(program, inputs, lanes, arrays=arrays)
+                for rank, (a, b) in enumerate(zip(found, expected, strict=True)):
+                    assert a.tolist() == b.tolist(), (program, rank, lanes, arrays)
 
 
 @pytest.mark.parametrize("name", [name for op, name in PAIRS if op == "all-reduce"])
@@ -76,8 +77,9 @@ def test_an_all_reduce_in_place(name):
     for size in (2, 3, 6):
         program = build("all-reduce", name, size, 23)
         inputs = inputs_of(program)
-        for found in run_in_threads(program, inputs, lanes=2, in_place=True):
-            assert torch.equal(found, sum(inputs))
+        for arrays in (False, True):
+            for found in run_in_threads(program, inputs, lanes=2, in_place=True, arrays=arrays):
+                assert torch.equal(found, sum(inputs))
 
 
 @pytest.mark.parametrize("name", SWITCHED)
@@ -94,6 +96,9 @@ def test_reductions_of_every_dtype(dtype):
         out = torch.empty_like(a)
         combiner(reduction, dtype)(a, b, out)
         assert out.tolist() == torch.tensor(values).to(dtype).tolist(), reduction
+        arrays = [array_of(x) for x in (a, b, torch.empty_like(a))]
+        combiner(reduction, dtype, arrays=True)(*arrays)
+        assert torch.from_numpy(arrays[2]).view(dtype).tolist() == out.tolist(), reduction
     if dtype in INTEGERS:
         for reduction, values in {"band": [1, 0, 3, 0], "bor": [3, 3, 3, 1], "bxor": [2, 3, 0, 1]}.items():
             out = torch.empty_like(a)
@@ -120,18 +125,19 @@ def test_a_reduction_that_a_dtype_lacks(reduction, dtype):
 def communicator_of(context, transport):
     """A communicator over gloo alone, over shared memory alone, or with two ranks a host."""
     from meshwright.comm.communicator import Communicator
-    from meshwright.comm.transport import handshake, shared_memory
+    from meshwright.comm.transport import area, handshake
     from meshwright.comm.transport.mixed import Mixed
+    from meshwright.comm.transport.point_to_point import PointToPoint
+    from meshwright.comm.transport.shared_memory import SharedMemory
 
-    handshake.SLOT = shared_memory.SLOT = 8192  # so that messages of a test need more than the slots of a pair hold
-    shared_memory.INLINE = 256
+    area.SLOT, area.SLOTS = 4096, 5  # so that messages of a test need more than the slots of an area hold
 
     if transport == "mixed":
         handshake.network_namespace = lambda: context.rank // 2
     found = Communicator.of_group(shared_memory=transport != "gloo")
-    assert isinstance(found.transport, Mixed) == (transport != "gloo")
+    assert type(found.transport) is {"gloo": PointToPoint, "mixed": Mixed, "shared memory": SharedMemory}[transport]
     if transport != "gloo":
-        near = found.transport.near.links
+        near = (found.transport.near if transport == "mixed" else found.transport).links
         assert sorted(near) == [
             r
             for r in range(context.world)
@@ -149,6 +155,7 @@ def every_program(context, size, transport):
     def compare(program, dtype, reduction, lanes):
         inputs = inputs_of(program, dtype)
         communicator.lanes = lambda program, width: lanes
+        communicator.prepared.cache_clear()
         output = outputs_of(program, context.rank, dtype)
         communicator.run(program, inputs[context.rank], output, reduction=reduction)
         arrays = [x.double().numpy() for x in inputs]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import ALGORITHMS, OPERATIONS
@@ -54,6 +55,13 @@ class Call:
             index(REDUCTIONS, self.reduction),
         )
 
+    def numbered(self, sequence: int) -> Call:
+        """The same call with another number; a quick copy, because every collective needs one."""
+        found = Call.__new__(Call)
+        number = struct.pack("<I", sequence & 0xFFFFFFFF)
+        found.__dict__.update(self.__dict__, sequence=sequence, packed=number + self.packed[len(number) :])
+        return found
+
     @classmethod
     def unpack(cls, data: bytes) -> Call:
         sequence, _, elements, root, algorithm, operation, dtype, reduction = LAYOUT.unpack(data)
@@ -70,8 +78,7 @@ class Call:
         return " ".join(filter(None, parts)) + (f" root {self.root}" if self.root else "")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is in a collective: for errors, and to compare with the sender's place."""
 
     rank: int
@@ -103,6 +110,9 @@ def disagreement(place: Place, peer: int, what: str) -> MeshwrightError:
     )
 
 
-def lost(place: Place, peer: int, what: str) -> MeshwrightError:
+class Lost(MeshwrightError):
     """The error for a peer that ended or does not answer."""
-    return MeshwrightError("MW-COMM-004", f"{place}: rank {peer} {what}", exit_code=70)
+
+    def __init__(self, place: Place, peer: int, what: str) -> None:
+        super().__init__("MW-COMM-004", f"{place}: rank {peer} {what}", exit_code=70)
+        self.place, self.peer, self.cause = place, peer, what

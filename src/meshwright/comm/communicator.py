@@ -26,9 +26,9 @@ from torch.distributed import distributed_c10d
 from meshwright.comm.call import Call
 from meshwright.comm.failure import Failure
 from meshwright.comm.reductions import name_of
-from meshwright.comm.run import execute
-from meshwright.comm.schedule import Schedule, largest_message, schedule
-from meshwright.comm.transport import handshake
+from meshwright.comm.run import Prepared, execute, prepare
+from meshwright.comm.schedule import largest_message, schedule
+from meshwright.comm.transport import area, handshake
 from meshwright.comm.transport.base import Transport
 from meshwright.comm.transport.mixed import Mixed
 from meshwright.comm.transport.point_to_point import PointToPoint
@@ -41,6 +41,7 @@ from meshwright.programs.collectives.program import Program
 REDUCING = {"all-reduce", "reduce", "reduce-scatter"}
 LANE_BYTES = 2**23  # a lane's part of a chunk, about
 MOST_LANES = 32
+MOST_SHARED_LANES = 256  # over shared memory, where a lane's part of a chunk fits a slot
 TIMEOUT = timedelta(minutes=30)  # torch.distributed's default
 NUMBERS = itertools.count()  # of the communicators of this process; all ranks create them in the same order
 
@@ -51,13 +52,14 @@ class Communicator:
     def __init__(self, transport: Transport, failure: Failure, timeout: timedelta) -> None:
         self.transport, self.failure, self.timeout = transport, failure, timeout
         self.rank, self.size = transport.rank, transport.size
+        self.far: PointToPoint | None = None  # connections to close after a failure besides those of the transport
         self.group: Any = None  # the gloo group, where this communicator created it
         self.sequence = 0
         self.lock = threading.Lock()  # held while a thread executes a collective
         self.tasks: queue.SimpleQueue[tuple[Callable[[], None], Work] | None] = queue.SimpleQueue()
         self.waiting = 0  # tasks in the queue or being executed by the thread
         self.thread: threading.Thread | None = None
-        self.scheduled = lru_cache(maxsize=128)(self._scheduled)
+        self.prepared = lru_cache(maxsize=256)(self._prepared)
 
     @classmethod
     def create(cls, store: Any, rank: int, size: int, timeout: timedelta, shared_memory: bool = True) -> Communicator:
@@ -89,11 +91,13 @@ class Communicator:
         """Point-to-point messages of `group`, and shared memory where ranks are on one host."""
         failure = Failure(store, rank)
         far = PointToPoint(group, rank, size, timeout)
-        connections = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
+        connections, all_near = handshake.connect(store, rank, size, timeout.total_seconds(), shared_memory)
         if not connections:
             return cls(far, failure, timeout)
-        near = SharedMemory(rank, size, connections, timeout.total_seconds(), failure.check)
-        return cls(Mixed(near, far), failure, timeout)
+        near = SharedMemory(rank, size, connections, timeout.total_seconds(), failure.check, arrays=all_near)
+        found = cls(near if all_near else Mixed(near, far), failure, timeout)
+        found.far = far
+        return found
 
     def run(
         self,
@@ -121,45 +125,32 @@ class Communicator:
                 "MW-COMM-001", f"{program!r} was built for {program.ranks} ranks, and the group has {self.size}"
             )
         output = tensor if output is None else output
-        plan, largest = self.scheduled(program, self.lanes(program, tensor.element_size()))
-        reduction = reduction if program.operation in REDUCING else ""
+        prepared = self.prepared(program, tensor.dtype, reduction if program.operation in REDUCING else "", splits)
 
         def task() -> None:
-            self.execute(plan, -1 if splits else largest, program, tensor, output, reduction, splits)
+            self.execute(prepared, tensor, output)
             if after is not None:
                 after()
 
         return self.submit(task, [output] if result is None else result, async_op, background)
 
-    def execute(
-        self,
-        plan: Schedule,
-        largest: int,
-        program: Program,
-        tensor: torch.Tensor,
-        output: torch.Tensor,
-        reduction: str,
-        splits: bool,
-    ) -> None:
+    def execute(self, prepared: Prepared, tensor: torch.Tensor, output: torch.Tensor) -> None:
         self.sequence += 1
-        elements = 0 if splits else program.elements
-        call = Call(
-            self.sequence,
-            program.operation,
-            program.algorithm,
-            name_of(tensor.dtype),
-            reduction,
-            program.root,
-            elements,
-        )
-        source, result = flat(tensor), flat(output)
+        plan, call = prepared.schedule, prepared.begin.call.numbered(self.sequence)
+        source = flat(tensor)
+        result = source if output is tensor else flat(output)
         if plan.inputs == 0:
             source = result[:0]
         if plan.outputs == 0:
             result = source[:0]
-        elif overlap(source, result):
+        elif result is not source and overlap(source, result):
             source = source.clone()
-        execute(plan, source, result, self.transport, call, largest)
+        try:
+            execute(prepared, source, result, call)
+        except MeshwrightError as error:
+            if error.code == "MW-COMM-001":  # nothing was sent
+                self.sequence -= 1
+            raise
         if plan.outputs and result.data_ptr() != output.data_ptr():
             output.copy_(result.view(output.shape))
 
@@ -197,7 +188,10 @@ class Communicator:
             try:
                 task()
             except MeshwrightError as found:
-                error = self.fail(found) if found.code in ("MW-COMM-003", "MW-COMM-004") else found
+                breaks = found.code in ("MW-COMM-003", "MW-COMM-004")
+                error = self.fail(found) if breaks else found
+                if not breaks:
+                    self.failure.refuse(found)
             except Exception as found:
                 error = found
         work.finish(error)
@@ -206,6 +200,8 @@ class Communicator:
         """Break the group: publish the error, close all connections, and return the first error of any rank."""
         first = self.failure.publish(error)
         self.transport.close()
+        if self.far is not None and self.far is not self.transport:
+            self.far.close()
         return first
 
     def close(self) -> None:
@@ -216,14 +212,21 @@ class Communicator:
             self.thread = None
 
     def lanes(self, program: Program, element_bytes: int) -> int:
-        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES. Shared memory slices messages itself."""
+        """How many lanes to run: enough that a lane's part of a chunk is about LANE_BYTES, or fits a slot of shared memory."""
+        largest = int(program.sizes.max(initial=0)) * element_bytes
+        if self.transport.arrays:
+            return max(1, min(MOST_SHARED_LANES, -(-largest // area.SLOT)))
         if not self.transport.posts_early:
             return 1
-        largest = int(program.sizes.max(initial=0)) * element_bytes
         return max(1, min(MOST_LANES, largest // LANE_BYTES))
 
-    def _scheduled(self, program: Program, lanes: int) -> tuple[Schedule, int]:
-        return schedule(program, self.rank, lanes), largest_message(program)
+    def _prepared(self, program: Program, dtype: torch.dtype, reduction: str, splits: bool) -> Prepared:
+        # With splits ranks know only their own sizes, and all ranks must use the same number of lanes.
+        lanes = 1 if splits else self.lanes(program, dtype.itemsize)
+        elements = 0 if splits else program.elements
+        call = Call(0, program.operation, program.algorithm, name_of(dtype), reduction, program.root, elements)
+        largest = -1 if splits else largest_message(program)
+        return prepare(schedule(program, self.rank, lanes), self.transport, dtype, call, largest)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,59 +1,82 @@
 """The interpreter: execute one rank's schedule of a collective program on tensors, through a transport.
 
-All (step, lane) pairs are executed in one order, step by step and lane by lane within a step, which is the same on all
-ranks. So the messages between two ranks are sent and expected in the same order, and need no tags.
+All (step, lane) pairs are executed in one order, which is the same on all ranks. So the messages between two ranks are
+sent and expected in the same order, and need no tags.
 
     begin (step, lane)    wait for sends that a receive would overwrite, post the sends
     finish (step, lane)   wait for the receives and apply them: store or reduce
 
 `finish (t, lane)` is followed by `begin (t + 1, lane)`: while one lane's data is reduced, the data of the following lanes
-is in transfer. Receives are posted up to WINDOW pairs early, because a receive that is posted after the send has
-reached the receiver costs gloo one more trip over the network.
+is in transfer. The order differs by transport:
+
+    over a network     step by step, and lane by lane within a step: as much as possible is in transfer. Receives are posted up to
+                       WINDOW pairs early, because a receive that is posted after the send has reached the receiver costs
+                       gloo one more trip over the network
+    shared memory      lane by lane: lane t begins step 0, lane t − 1 finishes it and begins step 1, lane t − 2 finishes step 1, …
+                       Only a few slices are in transit, and they stay in the caches
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from meshwright.comm.call import Call, Place
-from meshwright.comm.reductions import Combine, combiner, divide, name_of
-from meshwright.comm.schedule import Schedule, Span
-from meshwright.comm.transport.base import Begin, Destination, Pending, Transport
+from meshwright.comm.reductions import array_of, combiner, divide, name_of
+from meshwright.comm.schedule import Receive, Schedule, Span, Step
+from meshwright.comm.transport.base import Begin, Destination, Pending, Piece, Transport
 from meshwright.errors import MeshwrightError
 
 WINDOW = 4  # (step, lane) pairs whose receives are posted early
 STAGED = 64 * 1024  # a receive up to this size goes through a staging buffer if its target is not free yet
 
 
-def execute(
-    schedule: Schedule,
-    source: torch.Tensor,
-    result: torch.Tensor,
-    transport: Transport,
-    call: Call,
-    largest: int = -1,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Run a collective: `source` and `result` are contiguous, one-dimensional, of one dtype, and may be the same tensor.
+class Prepared(NamedTuple):
+    """A schedule for one dtype, reduction and transport: everything that does not change from call to call."""
 
-    `largest` is the number of elements of the largest message of any rank; −1 if ranks cannot know it.
-    """
-    check_sizes(schedule, source, result, call)
-    combine = combiner(call.reduction, source.dtype) if call.reduction else None
-    if scratch is None:
-        scratch = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
-    size = source.element_size()
+    schedule: Schedule
+    transport: Transport
+    dtype: torch.dtype
+    reduction: str
+    begin: Begin  # with the call of the first execution
+    order: list[tuple[bool, int, int]]  # empty over a network
+
+
+def prepare(schedule: Schedule, transport: Transport, dtype: torch.dtype, call: Call, largest: int = -1) -> Prepared:
+    """Prepare the executions of a schedule. `largest` is the number of elements of the largest message of any rank; −1 if ranks
+    cannot know it."""
+    arrays, size = transport.arrays, dtype.itemsize
+    combine = combiner(call.reduction, dtype, arrays) if call.reduction else None
     sent, received = ({peer: n * size for peer, n in table.items()} for table in (schedule.sent, schedule.received))
-    transport.begin(Begin(call, combine, sent, received, largest * size))
-    Run(schedule, (source, result, scratch), transport, call, combine).run()
+    begin = Begin(call, combine, np.copyto if arrays else torch.Tensor.copy_, sent, received, largest * size)
+    return Prepared(
+        schedule, transport, dtype, call.reduction, begin, [] if transport.posts_early else schedule.lane_order
+    )
+
+
+def execute(prepared: Prepared, source: torch.Tensor, result: torch.Tensor, call: Call) -> None:
+    """Run a collective: `source` and `result` are contiguous, one-dimensional, of one dtype, and may be the same tensor."""
+    schedule, transport = prepared.schedule, prepared.transport
+    check_sizes(schedule, source, result, call)
+    begin = prepared.begin._replace(call=call)
+    transport.begin(begin)
+    if transport.arrays:
+        mine = array_of(source)
+        scratch = np.empty(schedule.scratch, dtype=mine.dtype)
+        buffers: tuple[Any, ...] = (mine, mine if result is source else array_of(result), scratch)
+        with np.errstate(all="ignore"):  # sums that overflow are the caller's, as in torch
+            Run(prepared, buffers, begin).run()
+    else:
+        room = torch.empty(schedule.scratch, dtype=source.dtype, device=source.device)
+        Run(prepared, (source, result, room), begin).run()
     transport.end()
-    for at, to in schedule.unmoved:
-        from_, into = source[at.start : at.stop], result[to.start : to.stop]
-        if from_.data_ptr() != into.data_ptr():
-            into.copy_(from_)
-    if call.reduction == "avg" and schedule.outputs:
+    if source is not result:
+        for at, to in schedule.unmoved:
+            result[to.start : to.stop].copy_(source[at.start : at.stop])
+    if prepared.reduction == "avg" and schedule.outputs:
         divide(result, transport.size)
 
 
@@ -74,36 +97,41 @@ def check_sizes(schedule: Schedule, source: torch.Tensor, result: torch.Tensor, 
 class Run:
     """One execution: the position of each lane, and what is posted and not complete."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        transport: Transport,
-        call: Call,
-        combine: Combine | None,
-    ) -> None:
-        self.lanes, self.buffers, self.transport, self.call = schedule.lanes, buffers, transport, call
-        self.combine = combine
+    def __init__(self, prepared: Prepared, buffers: tuple[Any, ...], begin: Begin) -> None:
+        schedule = prepared.schedule
+        self.lanes, self.order, self.buffers = schedule.lanes, prepared.order, buffers
+        self.transport, self.begun_with = prepared.transport, begin
         self.steps = len(schedule.lanes[0]) if schedule.lanes else 0
         self.begun = [-1] * len(self.lanes)  # the step that each lane has begun
         self.sends: dict[tuple[int, int], list[Pending]] = {}  # (step, lane) → sends that may not be complete
         self.posted: dict[tuple[int, int, int], Pending] = {}  # (step, lane, number of the receive) → receive
 
     def run(self) -> None:
+        if self.transport.posts_early:
+            self.run_by_steps()
+        else:
+            self.run_by_lanes()
+        for key in list(self.sends):
+            self.wait_for_sends(*key)
+
+    def run_by_steps(self) -> None:
         count = len(self.lanes)
-        pairs = self.steps * count if self.steps else 0
         for lane in range(count if self.steps else 0):
             self.begin(0, lane)
-        for pair in range(pairs):
-            if self.transport.posts_early:
-                for ahead in range(pair + 1, min(pair + WINDOW + 1, pairs)):
-                    self.post_receives(*divmod(ahead, count))
+        for pair in range(self.steps * count):
+            for ahead in range(pair + 1, min(pair + WINDOW + 1, self.steps * count)):
+                self.post_receives(*divmod(ahead, count))
             step, lane = divmod(pair, count)
             self.finish(step, lane)
             if step + 1 < self.steps:
                 self.begin(step + 1, lane)
-        for key in list(self.sends):
-            self.wait_for_sends(*key)
+
+    def run_by_lanes(self) -> None:
+        for is_begin, step, lane in self.order:
+            if is_begin:
+                self.begin(step, lane)
+            else:
+                self.finish(step, lane)
 
     def begin(self, step: int, lane: int) -> None:
         """Post the receives and the sends of a step."""
@@ -112,24 +140,40 @@ class Run:
             self.post_receives(step, lane)
         now = self.lanes[lane][step]
         if now.sends:
-            place = Place(self.transport.rank, self.call, now.number, lane)
-            self.sends[step, lane] = [self.transport.send(s.peer, self.views(s.spans), place) for s in now.sends]
+            place = Place(self.transport.rank, self.begun_with.call, now.number, lane)
+            posted = [self.transport.send(send.peers, self.views(send.spans), place) for send in now.sends]
+            pending = [send for send in posted if send is not None]
+            if pending:
+                self.sends[step, lane] = pending
 
     def finish(self, step: int, lane: int) -> None:
         """Apply the receives of a step, and the local copies."""
         now = self.lanes[lane][step]
-        self.wait_for_sends(step - 1, lane)
-        self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
-        if now.copies or any(receive.after_sends for receive in now.receives):
+        if self.sends:
+            self.wait_for_sends(step - 1, lane)
+        if self.transport.posts_early:
+            self.post_receives(step, lane)  # all of them now: a peer's send completes only when its receive is posted
+        if self.sends and (now.copies or any(receive.after_sends for receive in now.receives)):
             self.wait_for_sends(step, lane)
+        combine, store = self.begun_with.combine, self.begun_with.store
         for source, (into, base) in now.copies:
             if base is None:
-                self.view(into).copy_(self.view(source))
+                store(self.view(into), self.view(source))
             else:
-                assert self.combine is not None
-                self.combine(self.view(base), self.view(source), self.view(into))
-        for k in range(len(now.receives)):
-            self.posted.pop((step, lane, k)).wait()
+                assert combine is not None
+                combine(self.view(base), self.view(source), self.view(into))
+        for k, receive in enumerate(now.receives):
+            posted = (
+                self.posted.pop((step, lane, k)) if self.transport.posts_early else self.post(receive, now, lane, True)
+            )
+            posted.wait()
+
+    def post(self, receive: Receive, now: Step, lane: int, direct: bool) -> Pending:
+        targets = [
+            Destination(self.view(into), None if base is None else self.view(base)) for into, base in receive.targets
+        ]
+        place = Place(self.transport.rank, self.begun_with.call, now.number, lane)
+        return self.transport.receive(receive.peer, targets, place, direct)
 
     def post_receives(self, step: int, lane: int) -> None:
         """Post the receives of a step that are not posted yet and can be."""
@@ -138,14 +182,9 @@ class Run:
             if (step, lane, k) in self.posted:
                 continue
             direct = receive.stores and self.is_free(receive.direct_from, step, lane)
-            if receive.stores and not direct and receive.elements * self.buffers[0].element_size() > STAGED:
+            if receive.stores and not direct and receive.elements * self.buffers[0].itemsize > STAGED:
                 continue
-            targets = [
-                Destination(self.view(into), None if base is None else self.view(base))
-                for into, base in receive.targets
-            ]
-            place = Place(self.transport.rank, self.call, now.number, lane)
-            self.posted[step, lane, k] = self.transport.receive(receive.peer, targets, place, direct)
+            self.posted[step, lane, k] = self.post(receive, now, lane, direct)
 
     def is_free(self, direct_from: int, step: int, lane: int) -> bool:
         """Whether nothing that this rank has begun still uses the target of a receive that stores.
@@ -159,8 +198,8 @@ class Run:
         for pending in self.sends.pop((step, lane), ()):
             pending.wait()
 
-    def views(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+    def views(self, spans: Sequence[Span]) -> list[Piece]:
         return [self.view(span) for span in spans]
 
-    def view(self, span: Span) -> torch.Tensor:
+    def view(self, span: Span) -> Piece:
         return self.buffers[span.buffer][span.start : span.stop]

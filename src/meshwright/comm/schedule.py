@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -52,7 +53,9 @@ class Target(NamedTuple):
 
 
 class Send(NamedTuple):
-    peer: int
+    """One message, to one rank or the same data to several."""
+
+    peers: tuple[int, ...]
     spans: tuple[Span, ...]
 
 
@@ -86,6 +89,20 @@ class Schedule:
     sent: dict[int, int] = field(default_factory=dict)  # elements sent to each peer
     received: dict[int, int] = field(default_factory=dict)
 
+    @cached_property
+    def lane_order(self) -> list[tuple[bool, int, int]]:
+        """Begin and finish of every step in the order of shared memory: (is it the begin, step index, lane).
+
+        At time t lane t begins step 0, and lane t − 1 − s finishes step s and begins step s + 1. Time counts the
+        program's steps, which are common to all ranks: so messages are sent in the order in which they are expected.
+        """
+        events = []
+        for lane, steps in enumerate(self.lanes):
+            for index, step in enumerate(steps):
+                now = lane + step.number
+                events += [((now, step.number, True), index, lane), ((now + 1, step.number + 1, False), index, lane)]
+        return [(key[2], index, lane) for key, index, lane in sorted(events)]
+
     @property
     def peers(self) -> list[int]:
         return sorted(set(self.sent) | set(self.received))
@@ -105,7 +122,8 @@ def schedule(program: Program, rank: int, lanes: int = 1) -> Schedule:
     received: dict[int, int] = {}
     for step in (step for lane in found for step in lane.steps):
         for send in step.sends:
-            sent[send.peer] = sent.get(send.peer, 0) + length(send.spans)
+            for peer in send.peers:
+                sent[peer] = sent.get(peer, 0) + length(send.spans)
         for receive in step.receives:
             received[receive.peer] = received.get(receive.peer, 0) + length(t.into for t in receive.targets)
     first = found[0]
@@ -172,10 +190,11 @@ class Lane:
         """Add one step. Its sends read the values before the step, so they are translated first."""
         index, rank = len(self.steps), self.rank
         outgoing = [row for row in rows if row[1] == rank and row[2] != rank]
-        sends = []
+        sends: dict[tuple[Span, ...], list[int]] = {}
         for peer, group in groupby(outgoing, key=lambda row: row[2]):
             chunks = [chunk for row in group for chunk in range(row[3], row[3] + row[4])]
-            sends.append(Send(peer, tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))))
+            spans = tuple(joined(self.cut(self.located(chunk)) for chunk in chunks))
+            sends.setdefault(spans, []).append(peer)
             self.last_send |= dict.fromkeys(chunks, index)
         copies = []
         for _, _, _, chunk, width, adds, into in (row for row in rows if row[1] == row[2] == rank):
@@ -186,7 +205,8 @@ class Lane:
         receives = []
         for peer, group in groupby(incoming, key=lambda row: row[1]):
             receives.append(self.receive(peer, list(group), index))
-        self.steps.append(Step(number, tuple(sends), tuple(receives), tuple(copies)))
+        messages = tuple(Send(tuple(peers), spans) for spans, peers in sends.items())
+        self.steps.append(Step(number, messages, tuple(receives), tuple(copies)))
 
     def receive(self, peer: int, rows: list[tuple], index: int) -> Receive:
         targets, direct, after_sends = [], 0, False

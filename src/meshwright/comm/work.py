@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import Work as TorchWork
 
 from meshwright.errors import MeshwrightError
 
+LOCK = threading.Lock()  # of all handles: it is held for a few instructions
+
 
 class Work(TorchWork):
     """`wait` returns True when the collective is complete on this rank, and raises its error if it failed."""
@@ -21,17 +23,18 @@ class Work(TorchWork):
         super().__init__()
         self.value = result
         self.error: BaseException | None = None
-        self.done = threading.Event()
         self.finished_at = float("nan")  # of time.perf_counter
+        self.completed = False
+        self.event: threading.Event | None = None  # only for a thread that waits: most collectives complete before
         self.future: torch.futures.Future | None = None
-        self.lock = threading.Lock()
 
     def finish(self, error: BaseException | None = None) -> Work:
         """Mark the collective as complete or failed."""
-        with self.lock:
-            self.error, self.finished_at = error, time.perf_counter()
-            self.done.set()
-            future = self.future
+        with LOCK:
+            self.error, self.completed, self.finished_at = error, True, time.perf_counter()
+            future, event = self.future, self.event
+        if event is not None:
+            event.set()
         if future is not None:
             self.resolve(future)
         return self
@@ -43,20 +46,25 @@ class Work(TorchWork):
             future.set_exception(self.error if isinstance(self.error, Exception) else RuntimeError(str(self.error)))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        limit = timeout.total_seconds() or None
-        if not self.done.wait(limit):
-            raise MeshwrightError(
-                "MW-COMM-004", f"the collective did not complete within {limit:g} s (Timed out waiting)"
-            )
+        if not self.completed:
+            with LOCK:
+                self.event = self.event or threading.Event()
+                if self.completed:
+                    self.event.set()
+            limit = timeout.total_seconds() or None
+            if not self.event.wait(limit):
+                raise MeshwrightError(
+                    "MW-COMM-004", f"the collective did not complete within {limit:g} s (Timed out waiting)"
+                )
         if self.error is not None:
             raise self.error
         return True
 
     def is_completed(self) -> bool:
-        return self.done.is_set()
+        return self.completed
 
     def is_success(self) -> bool:
-        return self.done.is_set() and self.error is None
+        return self.completed and self.error is None
 
     def exception(self) -> BaseException | None:
         return self.error
@@ -69,12 +77,13 @@ class Work(TorchWork):
         return self.value
 
     def get_future(self) -> torch.futures.Future:
-        with self.lock:
-            if self.future is None:
-                self.future = torch.futures.Future()
-                if self.done.is_set():
-                    self.resolve(self.future)
-            return self.future
+        with LOCK:
+            new = self.future is None
+            future = self.future = self.future or torch.futures.Future()
+            resolve = new and self.completed
+        if resolve:
+            self.resolve(future)
+        return future
 
 
 class Deferred(Work):
@@ -89,7 +98,7 @@ class Deferred(Work):
         return self.source
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.done.is_set():
+        if not self.completed:
             try:
                 self.complete()
             except BaseException as error:

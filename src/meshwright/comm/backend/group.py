@@ -7,6 +7,7 @@ tensors into the form of a program (one flat input, one flat output) and submits
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -319,6 +320,31 @@ class MeshwrightGroup(TorchGroup):
             after=after,
             result=result,
         )
+
+
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "_allgather_base", "allgather", "_reduce_scatter_base", "reduce_scatter",
+    "alltoall_base", "alltoall", "gather", "scatter",
+)  # fmt: skip
+
+
+def reporting(method: Callable[..., Work]) -> Callable[..., Work]:
+    """The method, which also publishes why it rejects its arguments: peers that wait for this rank report it at their timeout."""
+
+    @functools.wraps(method)
+    def call(self: MeshwrightGroup, *args: Any, **options: Any) -> Work:
+        try:
+            return method(self, *args, **options)
+        except MeshwrightError as error:
+            if error.code in ("MW-COMM-001", "MW-COMM-002"):
+                self.communicator.failure.refuse(error)
+            raise
+
+    return call
+
+
+for collective in COLLECTIVES:
+    setattr(MeshwrightGroup, collective, reporting(getattr(MeshwrightGroup, collective)))
 
 
 def one(items: Sequence, name: str) -> Sequence:

@@ -2,8 +2,8 @@
 
 Two ranks may share memory only if they are on the same host (kernel boot id), in the same network namespace (an emulated
 node must use its emulated network) and of the same user. Each rank publishes these three and the address of its socket to
-the group's store. Then each pair of such ranks opens one Unix socket and exchanges two anonymous memory files through it,
-one for each direction.
+the group's store. Then each pair of such ranks opens one Unix socket and exchanges anonymous memory files through it: each
+rank gives the file of its area (`area`) to all others. The socket stays open: it closes with its process, which peers notice.
 
 **Nothing to clean up.** The sockets have names in the kernel's abstract namespace, which belongs to the network namespace and
 is empty after the process ends. The memory files (`memfd_create`) have no name at all: they are not in /dev/shm, no other
@@ -29,19 +29,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WINDOW = 4  # slots of one direction
-SLOT = 2**20  # bytes; smaller slots cost more headers than they gain in overlap
+from meshwright.comm.transport import area
+
 HELLO = struct.Struct("<I16s")  # rank, token of the listening rank
 
 log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer: the socket for headers, and the memory of both directions."""
+    """A connected peer: the socket that tells whether it lives, and the areas of this rank and of the peer.
+
+    `member` and `me` are the places of the peer and of this rank among the ranks of the host.
+    """
 
     socket: socket.socket
     outgoing: mmap.mmap
     incoming: mmap.mmap
+    member: int
+    me: int
 
 
 class Identity(NamedTuple):
@@ -58,7 +63,7 @@ class Identity(NamedTuple):
 
 
 def supported() -> bool:
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+    return sys.platform == "linux" and hasattr(os, "memfd_create") and area.load() is not None
 
 
 def host_id() -> str:
@@ -74,15 +79,19 @@ def network_namespace() -> int:
     return 0
 
 
-def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = True) -> dict[int, Connection]:
-    """Connect to all ranks of the group on this host. All ranks of the group must call it; one that does not want shared
-    memory only publishes where it is."""
+def connect(
+    store: Any, rank: int, size: int, timeout: float, wanted: bool = True
+) -> tuple[dict[int, Connection], bool]:
+    """Connect to all ranks of the group on this host; return the connections, and whether all ranks are connected to all.
+
+    All ranks of the group must call it; one that does not want shared memory only publishes where it is.
+    """
     found: dict[int, Connection] = {}
     listener: socket.socket | None = None
     address, token = "", secrets.token_bytes(16)
     if supported() and wanted:
         try:
-            os.close(new_memory())  # a rank without memory must not be waited for
+            os.close(new_memory(1))  # a rank without memory must not be waited for
             listener, address = listen(size)
         except OSError as error:
             log.warning("rank %d: no shared memory (%s); its messages on this host use gloo", rank, error)
@@ -98,10 +107,11 @@ def connect(store: Any, rank: int, size: int, timeout: float, wanted: bool = Tru
         finally:
             listener.close()
     store.set(f"connected/{rank}", json.dumps(sorted(found)))
+    connected = {peer: json.loads(store.get(f"connected/{peer}")) for peer in found}
     for peer in list(found):
-        if rank not in json.loads(store.get(f"connected/{peer}")):
+        if rank not in connected[peer]:
             found.pop(peer).socket.close()
-    return found
+    return found, all(len(peers) == size - 1 for peers in [found, *connected.values()])
 
 
 def hosts(store: Any, size: int) -> list[tuple[int, ...]]:
@@ -131,43 +141,47 @@ def connect_peers(
 ) -> dict[int, Connection]:
     """Connect to the lower ranks, accept the higher ones, and exchange memory with each."""
     links: dict[int, socket.socket] = {}
-    outgoing: dict[int, mmap.mmap] = {}
     incoming: dict[int, mmap.mmap] = {}
     left = partial(time_left, deadline)
+    members = sorted([*near, rank])
+    file, outgoing = new_area(len(members))
     try:
         for peer in (p for p in near if p < rank):
             links[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             links[peer].settimeout(left())
             links[peer].connect(f"\0{everyone[peer].address}")
-            outgoing[peer] = offer_memory(links[peer], HELLO.pack(rank, bytes.fromhex(everyone[peer].token)))
+            socket.send_fds(links[peer], [HELLO.pack(rank, bytes.fromhex(everyone[peer].token))], [file])
         while len(links) < len(near):
             listener.settimeout(left())
-            peer, link, memory = accept(listener, bytes.fromhex(everyone[rank].token), left())
+            peer, link, memory = accept(listener, bytes.fromhex(everyone[rank].token), len(members), left())
             links[peer], incoming[peer] = link, memory
-            outgoing[peer] = offer_memory(link, HELLO.pack(rank, bytes(16)))
+            socket.send_fds(link, [HELLO.pack(rank, bytes(16))], [file])
         for peer in (p for p in near if p < rank):
             links[peer].settimeout(left())
-            _, incoming[peer] = receive_memory(links[peer])
+            _, incoming[peer] = receive_memory(links[peer], len(members))
     except OSError:
         for link in links.values():
             link.close()
         raise
+    finally:
+        os.close(file)
     for link in links.values():
         link.setblocking(False)
-    return {peer: Connection(links[peer], outgoing[peer], incoming[peer]) for peer in near}
+    me = members.index(rank)
+    return {p: Connection(links[p], outgoing, incoming[p], members.index(p), me) for p in near}
 
 
 def time_left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
 
 
-def accept(listener: socket.socket, token: bytes, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
+def accept(listener: socket.socket, token: bytes, members: int, timeout: float) -> tuple[int, socket.socket, mmap.mmap]:
     """The next rank of this group that connects; a process of another user, or one without the token, is turned away."""
     while True:
         link, _ = listener.accept()
         link.settimeout(timeout)
         try:
-            hello, memory = receive_memory(link)
+            hello, memory = receive_memory(link, members)
         except OSError:
             link.close()
             continue
@@ -177,31 +191,30 @@ def accept(listener: socket.socket, token: bytes, timeout: float) -> tuple[int, 
         link.close()
 
 
-def new_memory() -> int:
-    """An anonymous memory file for one direction; only its owner may open it through /proc."""
+def new_memory(members: int) -> int:
+    """An anonymous memory file for one area; only its owner may open it through /proc."""
     file = os.memfd_create("meshwright", os.MFD_CLOEXEC)
     os.fchmod(file, 0o600)
-    os.ftruncate(file, WINDOW * SLOT)
+    os.ftruncate(file, area.area_bytes(members))
     return file
 
 
-def offer_memory(link: socket.socket, hello: bytes) -> mmap.mmap:
-    """Create the memory of one direction and send it to the peer."""
-    file = new_memory()
-    try:
-        socket.send_fds(link, [hello], [file])
-        return mmap.mmap(file, WINDOW * SLOT)
-    finally:
-        os.close(file)
+def new_area(members: int) -> tuple[int, mmap.mmap]:
+    """The file of a new area, and its memory."""
+    file = new_memory(members)
+    memory = mmap.mmap(file, area.area_bytes(members))
+    area.prepare(memory, members)
+    return file, memory
 
 
-def receive_memory(link: socket.socket) -> tuple[bytes, mmap.mmap]:
+def receive_memory(link: socket.socket, members: int) -> tuple[bytes, mmap.mmap]:
     """Receive a greeting and the memory that comes with it."""
     hello, files, _, _ = socket.recv_fds(link, HELLO.size, 1)
     try:
-        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != WINDOW * SLOT:
+        size = area.area_bytes(members)
+        if len(hello) != HELLO.size or len(files) != 1 or os.fstat(files[0]).st_size != size:
             raise OSError("a rank sent no memory")
-        return hello, mmap.mmap(files[0], WINDOW * SLOT)
+        return hello, mmap.mmap(files[0], size)
     finally:
         for file in files:
             os.close(file)

@@ -1,4 +1,4 @@
-"""Shared memory to the ranks of this host, point-to-point messages to all others."""
+"""Shared memory to the ranks of this host, point-to-point messages to all others, in a group on several hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.comm.call import Place
-from meshwright.comm.transport.base import Begin, Destination, Pending, Transport
+from meshwright.comm.transport.base import Begin, Destination, Pending, Several, Transport
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -18,7 +18,7 @@ class Mixed:
     def __init__(self, near: SharedMemory, far: PointToPoint) -> None:
         self.near, self.far = near, far
         self.rank, self.size = far.rank, far.size
-        self.posts_early = len(near.links) < far.size - 1
+        self.posts_early, self.arrays = True, False
         far.before_wait = near.drain
 
     def by_peer(self, peer: int) -> Transport:
@@ -26,23 +26,25 @@ class Mixed:
 
     def begin(self, begin: Begin) -> None:
         self.near.begin(begin)
-        if not self.posts_early:
-            return
         sent, received = (
             {peer: size for peer, size in table.items() if peer not in self.near.links}
             for table in (begin.sent, begin.received)
         )
         self.far.begin(begin._replace(sent=sent, received=received))
 
-    def send(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending:
-        return self.by_peer(peer).send(peer, pieces, place)
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
+        near = [peer for peer in peers if peer in self.near.links]
+        if len(near) == len(peers):
+            return self.near.send(peers, pieces, place)
+        far = self.far.send([peer for peer in peers if peer not in near], pieces, place)
+        both = (self.near.send(near, pieces, place) if near else None, far)
+        return Several([pending for pending in both if pending is not None])
 
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
         return self.by_peer(peer).receive(peer, pieces, place, direct)
 
     def end(self) -> None:
-        if self.posts_early:
-            self.far.end()
+        self.far.end()
 
     def close(self) -> None:
         self.near.close()

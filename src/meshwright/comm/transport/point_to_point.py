@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.comm.call import LAYOUT, Place, check_bytes, check_header, lost
+from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
 from meshwright.comm.reductions import Combine
-from meshwright.comm.transport.base import Begin, Destination, Pending, apply, bytes_of
+from meshwright.comm.transport.base import Begin, Destination, Pending, Several, apply, bytes_of
 from meshwright.comm.transport.pool import Pool
 
 ENVELOPE = 4096
@@ -45,6 +45,8 @@ FITS = ENVELOPE - HEADER
 
 class PointToPoint:
     """A transport over a process group (or one of its backends) that has `send` and `recv`."""
+
+    arrays = False
 
     def __init__(
         self, group: Any, rank: int, size: int, timeout: timedelta, *, check: bool = True, device: str = "cpu"
@@ -73,13 +75,18 @@ class PointToPoint:
             sizes = SIZES.pack(begin.sent.get(peer, 0), begin.received.get(peer, 0))
             self.send_envelope(peer, sizes, (), place)
 
-    def send(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending:
+    def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
+        sends = [self.send_to(peer, pieces, place) for peer in peers]
+        pending = [send for send in sends if send is not None]
+        return pending[0] if len(pending) == 1 else Several(pending) if pending else None
+
+    def send_to(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
         size = sum(piece.numel() * piece.element_size() for piece in pieces)
         if self.small:
             self.send_envelope(peer, SIZES.pack(size, 0), pieces, place)
-            return DONE
+            return None
         if not size:
-            return DONE
+            return None
         tag = data_tag(place, size)
         if len(pieces) == 1:
             return Sent(self, self.start_send(peer, bytes_of(pieces[0]), tag, place), None, peer, place)
@@ -154,20 +161,20 @@ class PointToPoint:
         try:
             return self.group.send([data], peer, tag)
         except RuntimeError as error:
-            raise lost(place, peer, reason(error)) from error
+            raise Lost(place, peer, reason(error)) from error
 
     def post(self, peer: int, data: torch.Tensor, tag: int, place: Place) -> Any:
         try:
             return self.group.recv([data], peer, tag)
         except RuntimeError as error:
-            raise lost(place, peer, reason(error)) from error
+            raise Lost(place, peer, reason(error)) from error
 
     def wait(self, work: Any, peer: int, place: Place) -> None:
         self.before_wait(place)
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
-            raise lost(place, peer, reason(error)) from error
+            raise Lost(place, peer, reason(error)) from error
 
 
 def data_tag(place: Place, size: int) -> int:
@@ -225,7 +232,7 @@ class Received(NamedTuple):
         self.transport.compare(self.peer, self.place)
         self.transport.wait(self.work, self.peer, self.place)
         if self.staged is not None:
-            apply(self.staged.view(self.pieces[0].into.dtype), self.pieces, self.combine)
+            apply(self.staged.view(self.pieces[0].into.dtype), self.pieces, self.combine, torch.Tensor.copy_)
             self.transport.pool.give(self.staged)
 
 
@@ -246,5 +253,5 @@ class Enveloped(NamedTuple):
         check_bytes(self.place, self.peer, SIZES.unpack(data[LAYOUT.size :])[0], self.expected)
         if self.expected:
             payload = self.box[HEADER : HEADER + self.expected]
-            apply(payload.view(self.pieces[0].into.dtype), self.pieces, self.combine)
+            apply(payload.view(self.pieces[0].into.dtype), self.pieces, self.combine, torch.Tensor.copy_)
         self.transport.pool.give(self.box)

@@ -1,216 +1,163 @@
-"""Messages between ranks of one host through shared memory, with headers over Unix sockets.
+"""Messages between ranks of one host through shared memory.
 
-Each direction of a pair has WINDOW slots of SLOT bytes in memory that both ranks have mapped. To send, a rank copies a
-slice of the message into a free slot and sends a header over the socket. The receiver reads the slice where it is: a
-reduction reads the slot and its own buffer and writes its buffer, so the data is copied once on its way. Then it returns
-the slot. Messages up to INLINE bytes travel in the header's packet.
+To send, a rank copies a slice of the message into a free slot of its area (`area`), writes an entry (call, sizes, slot) for
+each receiver, and posts the receivers' semaphores. A receiver reads the slice where it is: a reduction reads the slot and
+its own buffer and writes its buffer. Then it returns the slot. The data is copied once on its way, also if it is for
+several ranks.
 
-    sender     copy slice 0 → slot 0, header │ copy slice 1 → slot 1, header │ …
-    receiver                                 │ reduce slot 0 → buffer        │ reduce slot 1 → buffer, return slots
-
-Sockets and not flags in the memory, for three reasons. A rank that waits sleeps in the kernel and leaves its core to the
-others (ranks may outnumber cores). A packet orders the memory accesses before it, also on processors with a weak memory
-model. And a rank that ends closes its sockets, which its peers see at once.
+    sender     copy slice 0 → slot 0, post │ copy slice 1 → slot 1, post   │ …
+    receiver                               │ reduce slot 0 → buffer, return │ reduce slot 1 → buffer, return
 
 A rank never blocks in a send: slices wait in a queue until slots are free, and are copied while the rank waits for
-something else.
+something else. Slots are used in turn. Messages are sent and received in one order that is common to all ranks
+(`run`), so the oldest message that waits for a slot always gets one: nothing can deadlock.
+
+A rank that waits tries some microseconds, giving its core to others in between, then it sleeps. It wakes regularly to look
+whether its peer has ended (its socket is closed) or another rank has published an error.
 """
 
 from __future__ import annotations
 
-import select
+import os
 import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from meshwright.comm.call import LAYOUT, Place, check_bytes, check_header, lost
-from meshwright.comm.reductions import Combine
-from meshwright.comm.transport.base import Begin, Destination, Pending, apply, bytes_of
-from meshwright.comm.transport.handshake import SLOT, WINDOW, Connection
+from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
+from meshwright.comm.transport import area
+from meshwright.comm.transport.area import Block
+from meshwright.comm.transport.base import Begin, Destination, Pending, apply
+from meshwright.comm.transport.handshake import Connection
 
-PACKET = struct.Struct("<BxHIQI")  # kind, slot, step, bytes of the message, bytes of the slice
-DATA, INLINE_DATA, RETURN = 1, 2, 3
-INLINE = 8 * 1024
-HEADER = PACKET.size + LAYOUT.size
+TRIES = 100  # before a rank that waits sleeps; one takes about a microsecond if the core is not shared
+SLEEP_S = 0.02  # a sleeping rank looks this often whether its peer has ended
+SHORT_SLEEP_S = 2e-4  # or, if messages wait for slots, whether slots were returned
 LOOK_S = 0.5  # a waiting rank looks this often whether another rank has failed
-EMPTY = torch.empty(0, dtype=torch.uint8)
+SIZES, WHOLE = struct.Struct("<II"), struct.Struct("<QII")
+TOTAL = struct.Struct("<Q")
+NOTHING = Destination(np.empty(0, np.uint8), None)
 
 
 class Outgoing:
-    """A message on its way: its pieces as bytes, and how much of it has been copied."""
+    """A message in the queue: its pieces as bytes, and how much of it has been copied."""
 
-    def __init__(self, link: Link, pieces: Sequence[torch.Tensor], place: Place) -> None:
-        self.link, self.place = link, place
-        self.pieces = [bytes_of(piece) for piece in pieces]
-        self.total = sum(piece.numel() for piece in self.pieces)
+    def __init__(self, memory: SharedMemory, links: list[Link], pieces: list[Any], place: Place) -> None:
+        self.memory, self.links, self.pieces, self.place = memory, links, pieces, place
+        self.total = sum(map(len, pieces))
+        self.head = place.call.packed + TOTAL.pack(self.total)
         self.at = 0  # bytes copied
         self.done = False
 
     def wait(self) -> None:
         """Wait until the message is copied, so that its tensors may be overwritten."""
-        self.link.memory.wait_until(lambda: self.done, self.link, self.place)
+        self.memory.drain(self.place, self)
 
-    def inline_packet(self) -> bytes:
-        """The whole message in one packet."""
-        self.at = self.total
-        head = PACKET.pack(INLINE_DATA, 0, self.place.step, self.total, self.total) + self.place.call.packed
-        return head + b"".join(piece.numpy().tobytes() for piece in self.pieces)
-
-    def copy_slice(self, into: torch.Tensor) -> int:
+    def copy_slice(self, slot: Any, store: Callable[[Any, Any], Any]) -> int:
         """Copy the next bytes into a slot, as many as fit."""
-        room, filled, at = into.numel(), 0, 0
+        room, filled, at = len(slot), 0, 0
+        if self.total <= room and len(self.pieces) == 1:
+            store(slot[: self.total], self.pieces[0])
+            self.at = self.total
+            return self.total
         for piece in self.pieces:
             skip = max(0, self.at - at)
-            size = min(piece.numel() - skip, room - filled)
+            size = min(len(piece) - skip, room - filled)
             if size > 0:
-                into[filled : filled + size].copy_(piece[skip : skip + size])
+                store(slot[filled : filled + size], piece[skip : skip + size])
                 filled += size
-            at += piece.numel()
+            at += len(piece)
             if filled == room:
                 break
         self.at += filled
         return filled
 
 
-class Incoming:
-    """A message that a rank expects, applied slice by slice as it arrives."""
+class Incoming(NamedTuple):
+    """A message that a rank expects; it is applied slice by slice when it is waited for."""
 
-    def __init__(self, link: Link, pieces: Sequence[Destination], combine: Combine | None, place: Place) -> None:
-        self.link, self.pieces, self.combine, self.place = link, pieces, combine, place
-        self.total = sum(piece.into.numel() * piece.into.element_size() for piece in pieces)
+    memory: SharedMemory
+    link: Link
+    pieces: Sequence[Destination]
+    place: Place
 
     def wait(self) -> None:
-        at, first = 0, True
-        while first or at < self.total:
-            self.link.memory.wait_until(lambda: bool(self.link.arrived), self.link, self.place)
-            packet = self.link.arrived.popleft()
-            check_header(self.place, self.link.peer, packet.call)
-            check_bytes(self.place, self.link.peer, packet.total, self.total)
-            data = packet.data
-            if data.numel():
-                into = self.pieces[0].into
-                apply(data.view(into.dtype), self.pieces, self.combine, at // into.element_size())
-            if packet.in_slot:
-                self.link.give_back()
-            at += data.numel()
-            first = False
-
-
-@dataclass
-class Packet:
-    """A slice that has arrived. `in_slot`: its slot has not been returned yet."""
-
-    call: bytes
-    total: int  # bytes of the message
-    data: torch.Tensor
-    in_slot: bool = True
+        memory, link, pieces, place = self
+        begin = memory.begun
+        assert begin is not None
+        into, base = pieces[0] if pieces else NOTHING
+        total = into.nbytes if len(pieces) == 1 else sum(piece.into.nbytes for piece in pieces)
+        expected = place.call.packed + TOTAL.pack(total)
+        at = 0
+        while True:
+            entry, data, in_slot = link.next_slice(place)
+            if not entry.startswith(expected):
+                check_header(place, link.peer, entry[: LAYOUT.size])
+                check_bytes(place, link.peer, TOTAL.unpack_from(entry, LAYOUT.size)[0], total)
+            size = len(data)
+            if size == total and len(pieces) == 1:
+                received = data.view(into.dtype)
+                begin.store(into, received) if base is None else begin.combine(base, received, into)  # type: ignore[misc]
+            elif size:
+                apply(data.view(into.dtype), pieces, begin.combine, begin.store, at // into.itemsize)
+            if in_slot:
+                memory.post(link.reading.returned)
+            at += size
+            if at >= total:
+                return
 
 
 class Link:
-    """One peer: what is queued for it, what has arrived from it, and the state of the slots of both directions."""
+    """One peer: the blocks of both areas, and the counts of messages."""
 
     def __init__(self, memory: SharedMemory, peer: int, connection: Connection) -> None:
         self.memory, self.peer, self.socket = memory, peer, connection.socket
-        outgoing, incoming = (
-            torch.frombuffer(m, dtype=torch.uint8) for m in (connection.outgoing, connection.incoming)
-        )
-        self.outgoing = [outgoing[k * SLOT : (k + 1) * SLOT] for k in range(WINDOW)]
-        self.incoming = [incoming[k * SLOT : (k + 1) * SLOT] for k in range(WINDOW)]
-        self.queue: deque[Outgoing] = deque()
-        self.arrived: deque[Packet] = deque()
-        self.unsent = b""  # a packet for which the socket had no room
-        self.next_slot, self.free = 0, WINDOW
-        self.to_return = 0
+        self.writing = Block.of(connection.outgoing, connection.member)
+        self.reading = Block.of(connection.incoming, connection.me)
+        self.slots = memory.slots_of(connection.incoming)
+        self.sent = self.returned = self.received = 0
+        self.kept: deque[tuple[bytes, Any]] = deque()  # slices that were copied out of their slots early
         self.closed = False
 
-    def push(self) -> None:
-        """Send what is queued, as far as slots are free and the socket has room."""
-        while self.unsent or self.queue:
-            if not self.unsent:
-                message = self.queue[0]
-                inline = message.total <= INLINE
-                if not inline and not self.free:
-                    return
-                self.unsent = message.inline_packet() if inline else self.fill_slot(message)
-            if not self.write(self.unsent):
-                return
-            self.unsent = b""
-            if self.queue[0].at == self.queue[0].total:
-                self.queue.popleft().done = True
+    def next_slice(self, place: Place) -> tuple[bytes, Any, bool]:
+        """The entry and the data of the next slice, and whether it is still in its slot."""
+        if self.kept:
+            return *self.kept.popleft(), False
+        if self.memory.try_wait(self.reading.data):
+            self.memory.wait_for_data(self, place)
+        return *self.read(), True
 
-    def fill_slot(self, message: Outgoing) -> bytes:
-        """Copy the next slice into the next slot; slots are used in turn, so that they return in turn."""
-        slot = self.next_slot
-        size = message.copy_slice(self.outgoing[slot])
-        self.next_slot, self.free = (slot + 1) % WINDOW, self.free - 1
-        return PACKET.pack(DATA, slot, message.place.step, message.total, size) + message.place.call.packed
+    def read(self) -> tuple[bytes, Any]:
+        """The entry and the data of a slice that has arrived."""
+        at = self.reading.entry(self.received)
+        self.received += 1
+        entry = self.reading.memory[at : at + area.HEADER.size]
+        size, slot = SIZES.unpack_from(entry, LAYOUT.size + TOTAL.size)
+        return entry, self.slots[slot][:size]
 
-    def write(self, packet: bytes) -> bool:
-        """Send one packet; if the socket is full, continue when it has room (`SharedMemory.read`)."""
-        try:
-            self.socket.send(packet)
-        except BlockingIOError:
-            self.memory.poll.modify(self.socket, select.POLLIN | select.POLLOUT)
-            return False
-        except OSError:
-            self.closed = True
-            return False
-        return True
+    def keep_arrived(self) -> None:
+        """Copy what has arrived out of its slots, and return them."""
+        while self.memory.try_wait(self.reading.data) == 0:
+            entry, data = self.read()
+            self.kept.append((entry, data.clone() if isinstance(data, torch.Tensor) else data.copy()))
+            self.memory.post(self.reading.returned)
 
-    def continue_writing(self) -> None:
-        """The socket has room again."""
-        self.memory.poll.modify(self.socket, select.POLLIN)
-        self.return_slots()
-        self.push()
-
-    def read(self) -> None:
-        """Take all packets that have arrived."""
-        while not self.closed:
-            try:
-                packet = self.socket.recv(HEADER + INLINE)
-            except BlockingIOError:
-                return
-            except OSError:
-                packet = b""
-            if not packet:
-                self.closed = True
-                self.memory.poll.unregister(self.socket)
-                return
-            kind, slot, _, total, size = PACKET.unpack_from(packet)
-            if kind == RETURN:
-                self.free += slot
-                self.push()
-            elif kind == INLINE_DATA:
-                data = torch.frombuffer(bytearray(packet[HEADER:]), dtype=torch.uint8) if size else EMPTY
-                self.arrived.append(Packet(packet[PACKET.size : HEADER], total, data, in_slot=False))
-            else:
-                self.arrived.append(Packet(packet[PACKET.size : HEADER], total, self.incoming[slot][:size]))
-
-    def empty_slots(self) -> None:
-        """Copy what has arrived out of its slots and return them."""
-        for packet in self.arrived:
-            if packet.in_slot:
-                packet.data, packet.in_slot = packet.data.clone(), False
-                self.give_back()
-
-    def give_back(self) -> None:
-        """Return a slot; half a window is returned at a time, to wake the sender less often."""
-        self.to_return += 1
-        if self.to_return >= WINDOW // 2:
-            self.return_slots()
-
-    def return_slots(self) -> None:
-        if self.to_return and not self.closed and self.write(PACKET.pack(RETURN, self.to_return, 0, 0, 0)):
-            self.to_return = 0
+    def count_returned(self) -> int:
+        """How many slices the peer has returned."""
+        while self.memory.try_wait(self.writing.returned) == 0:
+            self.returned += 1
+        return self.returned
 
 
 class SharedMemory:
-    """The transport to the ranks of one host. `check_failure` raises if another rank has published an error."""
+    """The transport to the ranks of one host. `check_failure` raises if another rank has published an error.
+
+    `arrays`: the pieces of messages are numpy arrays, else tensors.
+    """
 
     posts_early = False
 
@@ -221,27 +168,53 @@ class SharedMemory:
         connections: dict[int, Connection],
         timeout: float,
         check_failure: Callable[[], None] = lambda: None,
+        arrays: bool = True,
     ) -> None:
         self.rank, self.size, self.timeout, self.check_failure = rank, size, timeout, check_failure
+        self.arrays, self.byte = arrays, np.uint8 if arrays else torch.uint8
+        functions = area.load()
+        assert functions is not None
+        self.functions, self.post, self.try_wait = functions, functions.post, functions.try_wait
+        self.members = len(connections) + 1
+        self.slots = self.slots_of(next(iter(connections.values())).outgoing)
         self.links = {peer: Link(self, peer, connection) for peer, connection in connections.items()}
-        self.by_file = {link.socket.fileno(): link for link in self.links.values()}
-        self.poll = select.poll()
-        for link in self.links.values():
-            self.poll.register(link.socket, select.POLLIN)
-        self.combine: Combine | None = None
+        self.unused = list(range(area.SLOTS))  # slots that were never used
+        self.in_use: deque[tuple[int, list[tuple[Link, int]]]] = (
+            deque()
+        )  # slot, and its readers: link, number of the slice
+        self.queue: deque[Outgoing] = deque()
+        self.begun: Begin | None = None
+
+    def slots_of(self, memory: Any) -> list[Any]:
+        """The slots of an area, as bytes."""
+        whole: Any = np.frombuffer(memory, dtype=np.uint8)[area.first_slot(self.members) :]
+        if not self.arrays:
+            whole = torch.from_numpy(whole)
+        return [whole[k * area.SLOT : (k + 1) * area.SLOT] for k in range(area.SLOTS)]
 
     def begin(self, begin: Begin) -> None:
-        self.combine = begin.combine
+        self.begun = begin
 
-    def send(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending:
-        link = self.links[peer]
-        message = Outgoing(link, pieces, place)
-        link.queue.append(message)
-        link.push()
+    def send(self, peers: Sequence[int], pieces: Sequence[Any], place: Place) -> Pending | None:
+        if not self.queue and len(pieces) == 1 and pieces[0].nbytes <= area.SLOT:
+            slot = self.free_slot()
+            if slot >= 0:  # the usual case: one piece, and a free slot that holds it
+                size = pieces[0].nbytes
+                self.begun.store(self.slots[slot][:size], pieces[0].view(self.byte))  # type: ignore[union-attr]
+                head = place.call.packed + WHOLE.pack(size, size, slot)
+                self.deliver(slot, head, [self.links[peer] for peer in peers])
+                return None
+        links = [self.links[peer] for peer in peers]
+        message = Outgoing(self, links, [piece.view(self.byte) for piece in pieces], place)
+        if not self.queue:
+            self.copy(message)
+        if message.done:
+            return None
+        self.queue.append(message)
         return message
 
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
-        return Incoming(self.links[peer], pieces, self.combine, place)
+        return Incoming(self, self.links[peer], pieces, place)
 
     def end(self) -> None:
         """All sends were waited for, so nothing is queued."""
@@ -252,41 +225,121 @@ class SharedMemory:
             link.closed = True
             link.socket.close()
 
-    def wait_until(self, ready: Callable[[], bool], link: Link, place: Place) -> None:
-        """Read packets until a condition holds; raise if the link's peer has ended, or at the timeout."""
-        deadline = 0.0
-        while not ready():
-            if link.closed:
-                raise lost(place, link.peer, "has ended or left the group (Connection closed by peer)")
-            if not self.read(LOOK_S):
-                self.check_failure()
-                now = time.monotonic()
-                deadline = deadline or now - LOOK_S + self.timeout
-                if now >= deadline:
-                    raise lost(place, link.peer, "did not answer in time (Timed out waiting for a message)")
+    # Sending
 
-    def read(self, seconds: float) -> bool:
-        """Read all packets that arrive within some seconds; return whether there were any."""
-        events = self.poll.poll(seconds * 1000)
-        for file, what in events:
-            link = self.by_file[file]
-            if what & select.POLLOUT:
-                link.continue_writing()
-            if what & ~select.POLLOUT:
-                link.read()
-        return bool(events)
+    def copy(self, message: Outgoing) -> None:
+        """Copy a message into slots, as far as there are free ones, and tell the receivers."""
+        assert self.begun is not None
+        while not message.done:
+            slot = self.free_slot()
+            if slot < 0:
+                return
+            size = message.copy_slice(self.slots[slot], self.begun.store)
+            self.deliver(slot, message.head + SIZES.pack(size, slot), message.links)
+            message.done = message.at == message.total
 
-    def drain(self, place: Place) -> None:
-        """Send everything that is queued, before this rank blocks in another transport.
+    def deliver(self, slot: int, entry: bytes, links: list[Link]) -> None:
+        """Tell the receivers of a slot."""
+        readers = []
+        for link in links:
+            sent, block = link.sent, link.writing
+            at = block.entries + sent % area.SLOTS * area.ENTRY
+            block.memory[at : at + len(entry)] = entry
+            readers.append((link, sent))
+            link.sent = sent + 1
+            self.post(block.data)
+        self.in_use.append((slot, readers))
 
-        While it waits for free slots it copies what has arrived out of its own slots: the peer may be draining too.
+    def free_slot(self) -> int:
+        """A free slot, or −1. The slot that was used first is used again if it was returned: it is still in the cache."""
+        if self.in_use and self.blocking_reader() is None:
+            return self.in_use.popleft()[0]
+        return self.unused.pop() if self.unused else -1
+
+    def blocking_reader(self) -> Link | None:
+        """The peer that still reads the slot that was used first; None if all have returned it."""
+        for link, number in self.in_use[0][1]:
+            if link.returned <= number and link.count_returned() <= number:
+                return link
+        return None
+
+    def try_queue(self) -> bool:
+        """Copy queued messages into free slots; return whether the queue is empty."""
+        while self.queue:
+            self.copy(self.queue[0])
+            if not self.queue[0].done:
+                return False
+            self.queue.popleft()
+        return True
+
+    def drain(self, place: Place, last: Outgoing | None = None) -> None:
+        """Send everything that is queued, or all up to one message; sleep until slots are returned.
+
+        Meanwhile it copies what has arrived out of the peers' slots: a peer may be waiting for free slots too.
         """
-        for link in self.links.values():
-            while link.queue:
-                for other in self.links.values():
-                    other.empty_slots()
-                self.wait_until(partial(self.progressed, link, len(link.queue)), link, place)
+        watch = Watch(self, place)
+        while not (self.try_queue() or (last is not None and last.done)):
+            for link in self.links.values():
+                link.keep_arrived()
+            reader = self.blocking_reader() if self.in_use else None
+            if reader is None:
+                continue
+            if area.sleep_until_posted(self.functions, reader.writing.returned, SLEEP_S):
+                reader.returned += 1
+                watch = Watch(self, place)
+            elif self.blocking_reader() is reader:
+                watch.check(reader)
 
-    def progressed(self, link: Link, left: int) -> bool:
-        """Whether a queued message left, or something arrived that may occupy slots."""
-        return len(link.queue) < left or any(p.in_slot for other in self.links.values() for p in other.arrived)
+    # Waiting
+
+    def wait_for_data(self, link: Link, place: Place) -> None:
+        """Wait for the next slice of a peer, and send what is queued meanwhile."""
+        semaphore = link.reading.data
+        for _ in range(TRIES):
+            if self.queue:
+                self.try_queue()
+            os.sched_yield()
+            if not self.try_wait(semaphore):
+                return
+        watch = Watch(self, place)
+        while not area.sleep_until_posted(self.functions, semaphore, SHORT_SLEEP_S if self.queue else SLEEP_S):
+            if self.queue and not self.try_queue():
+                for other in self.links.values():
+                    if other is not link:
+                        other.keep_arrived()
+            if self.is_closed(link) and self.try_wait(semaphore) == 0:  # posted before the peer ended
+                return
+            watch.check(link)
+
+    def is_closed(self, link: Link) -> bool:
+        """Whether a peer has closed its socket; nothing is ever sent over it."""
+        if not link.closed:
+            try:
+                link.closed = not link.socket.recv(1)
+            except BlockingIOError:
+                return False
+            except OSError:
+                link.closed = True
+        return link.closed
+
+
+class Watch:
+    """The time that a rank has waited for a peer."""
+
+    def __init__(self, memory: SharedMemory, place: Place) -> None:
+        self.memory, self.place = memory, place
+        self.start = self.looked = time.monotonic()
+
+    def check(self, link: Link) -> None:
+        """Raise if the peer has ended, another rank has failed, or the timeout is over."""
+        if self.memory.is_closed(link):
+            raise Lost(self.place, link.peer, "has ended or left the group (Connection closed by peer)")
+        now = time.monotonic()
+        if now >= self.looked + LOOK_S:
+            self.looked = now
+            self.memory.check_failure()
+        if now >= self.start + self.memory.timeout:
+            raise Lost(self.place, link.peer, "did not answer in time (Timed out waiting for a message)")
+
+
+__all__ = ["SharedMemory"]

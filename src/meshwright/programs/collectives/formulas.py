@@ -13,10 +13,12 @@ formulas differ by a factor P.) L = ⌈log₂P⌉.
                              binomial            L             (P−1)/P
     all-gather,              ring                P−1           (P−1)/P               minimal b
     reduce-scatter           recursive, Bruck    L             (P−1)/P               recursive: P a power of two
+                             pairwise            P−1           (P−1)/P               reduce-scatter
     all-reduce               naive               2(P−1)        2(P−1)
                              tree                2L            2L
                              ring                2(P−1)        2(P−1)/P              minimal b
                              halving-doubling    2L            2(P−1)/P              P a power of two, else +2 and +2
+                             direct              P             2(P−1)/P
     all-to-all               direct              1             (P−1)/P               one step
                              pairwise            P−1           (P−1)/P
                              Bruck               L             about L/2
@@ -294,12 +296,15 @@ FORMULAS: dict[tuple[str, str], Formula] = {
     ("reduce-scatter", "ring"): ("(P−1)α + (P−1)/P·n(β+γ)", with_additions(_shard_per_step)),
     ("reduce-scatter", "bruck"): ("⌈log₂P⌉α + (P−1)/P·n(β+γ)", with_additions(_shard_per_round)),
     ("reduce-scatter", "recursive-halving"): ("log₂P·α + (P−1)/P·n(β+γ)", with_additions(_recursive)),
+    ("reduce-scatter", "pairwise"): ("(P−1)α + (P−1)/P·n(β+γ)", with_additions(_shard_per_step)),
     ("reduce-scatter", "tree"): ("2⌈log₂P⌉α + (⌈log₂P⌉ + (P−1)/P)nβ + ⌈log₂P⌉nγ", lambda s: with_additions(_tree)(s) + _shard_per_round(s)),
     ("reduce-scatter", "multi-ring"): ("(P−1)·max(α + (g−1)/(gP)·nβ, α' + 1/(gP)·nβ')", _multi_ring),
     ("reduce-scatter", "two-level"): ("(g−1)α + (g−1)/g·n(β+γ) + (N−1)α' + (N−1)/P·n(β'+γ)", with_additions(_two_level)),
     ("all-reduce", "naive"): ("2(P−1)(α + nβ) + (P−1)nγ", dual_then_self(_naive)),
     ("all-reduce", "tree"): ("2⌈log₂P⌉(α + nβ) + ⌈log₂P⌉nγ", dual_then_self(_tree)),
     ("all-reduce", "ring"): ("2(P−1)α + 2(P−1)/P·nβ + (P−1)/P·nγ", dual_then_self(_shard_per_step)),
+    ("all-reduce", "direct"): (
+        "Pα + 2(P−1)/P·nβ + (P−1)/P·nγ", lambda s: with_additions(_shard_per_step)(s) + Terms(1, s.share)),
     ("all-reduce", "halving-doubling"): ("2log₂P·α + 2(P−1)/P·nβ + (P−1)/P·nγ", _halving_doubling),
     ("all-reduce", "double-tree"): ("≤ 2(F+2k−2)(α + nβ/2k) + (F+2k−2)nγ/2k", dual_then_self(_double_tree)),
     ("all-reduce", "hierarchical"): (
