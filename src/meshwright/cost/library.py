@@ -40,7 +40,16 @@ LIBRARIES: dict[str, dict[str, tuple[str, ...]]] = {
     "RCCL": {"all-reduce": ("multi-ring", "rail-tree"), **RINGS},
     "gloo": {"all-reduce": ("multi-ring",), **RINGS},
     "meshwright": {  # `comm.backend`; barriers, gathers and scatters have one program each
-        "all-reduce": ("direct", "ring", "halving-doubling", "tree", "multi-ring", "two-level", "hierarchical", "rail-tree"),
+        "all-reduce": (
+            "direct",
+            "ring",
+            "halving-doubling",
+            "tree",
+            "multi-ring",
+            "two-level",
+            "hierarchical",
+            "rail-tree",
+        ),
         "all-gather": ("ring", "bruck", "recursive-doubling", "multi-ring", "two-level"),
         "reduce-scatter": ("pairwise", "ring", "bruck", "recursive-halving", "multi-ring", "two-level"),
         "all-to-all": ("direct", "pairwise", "bruck", "two-level"),
