@@ -17,4 +17,25 @@ PRESETS: list[dict[str, Any]] = [
             "plan": {"tp": 8, "sp": True, "pp": 4, "shard": 32, "zero": 1},
         },
     },
+    {
+        "name": "modeler",
+        "title": "Bandwidth and efficiency modeler",
+        "about": "a published tool's example: 4 stages × 8 micro-batches of 64 MB, with its numbers and the corrected ones",
+        "state": {
+            "model": {
+                "name": "modeler",
+                "layers": 80,
+                "hidden": 8192,
+                "heads": 64,
+                "ffn": 32768,
+                "activation": "gelu",
+                "vocab": 32000,
+            },
+            "cluster": {"extends": "dgx-h100", "gpus": 32},
+            "stack": "default",
+            "workload": {"batch": 8, "seq": 4096},
+            "plan": {"tp": 8, "pp": 4},
+        },
+        "page": {"view": "modeler"},
+    },
 ]

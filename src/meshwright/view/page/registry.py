@@ -59,6 +59,8 @@ VIEWS: dict[str, View] = dict(
         _view("strategies", "Strategies"),
         _view("zero", "ZeRO and the memory wall", SEARCH),
         _view("overlap", "Buckets and prefetching", SEARCH),
+        _view("learn", "Lessons"),
+        _view("modeler", "Bandwidth and efficiency modeler"),
     ]
 )
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from meshwright.cost.advice import microbatches_for, stages_for
 from meshwright.cost.estimate import Estimate
+from meshwright.describe.legality import Case, legal
+from meshwright.describe.legality.fixes import completed
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
@@ -88,9 +90,18 @@ def pipeline_verdict(e: Estimate) -> dict[str, Any]:
         out["raise_to"] = {"microbatches": more, "batch": batch}
     if fewer < plan.pp:
         words.append(f"cut stages from {plan.pp} to {fewer}")
-        out["cut_to"] = {"stages": fewer}
+        out["cut_to"] = {"stages": fewer, "set": stage_changes(e, fewer)}
     out["advice"] = f"pipeline efficiency is {efficiency:.1%}, below 80%: {' or '.join(words)}" if words else ""
     return out
+
+
+def stage_changes(e: Estimate, stages: int) -> dict[str, Any]:
+    """The changes of plan fields for another number of stages, with what must follow; {}: no such plan is legal."""
+    case = Case.of(e.plan, e.model, e.workload, e.cluster, e.stack)
+    changes = completed(
+        case, {"plan.pp": stages} | ({"plan.virtual": 1, "plan.schedule": "1f1b"} if stages == 1 else {})
+    )
+    return changes if legal(case.but(changes)) else {}
 
 
 def training(e: Estimate) -> dict[str, Any] | None:

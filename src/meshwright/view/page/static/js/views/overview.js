@@ -41,7 +41,8 @@ export function changes(element, verdict, advice, context) {
   clear(element).append(h("h3", null, "The best next changes"), list.children.length ? list : h("p", null, "No change of one field is known to help: “Find the best” searches all plans."));
 }
 
-function about(verdict) {
+/** What the numbers are of. Shared with the verdict view. */
+export function about(verdict) {
   const t = verdict.training;
   return panel("What this is", null,
     h("dl", { class: "reasons" },

@@ -1,0 +1,60 @@
+// The published bandwidth and efficiency modeler with its own numbers and the corrected ones side by side.
+
+import { axis, band, choice, figure, format, h, label, linear, panel, rect, slider, table } from "meshwright/draw.js";
+
+const KINDS = { F: ["forward", "forward"], B: ["backward", "backward"], I: ["backward", "backward of inputs"], W: ["weight", "backward of weights"] };
+const TEXT = { share: (v) => format.percent(v), s: (v) => format.seconds(v, 4), "bit/s": (v) => `${(v / 1e9).toFixed(2)} Gb/s`, MiB: (v) => `${format.number(v / 2 ** 20, 4)} MiB`, GiB: (v) => `${format.number(v / 2 ** 30, 4)} GiB` };
+
+export const view = {
+  name: "modeler",
+  title: "Bandwidth and efficiency modeler",
+  short: "Modeler",
+  group: "learn",
+  sentence: "A pipeline by its few numbers. A published tool shows the same inputs; its values stand next to the corrected ones.",
+  draw(element, data, context) {
+    const i = data.inputs, set = (key) => (value) => context.setOptions({ [key]: value });
+    const powers = (from, to) => Array.from({ length: to - from + 1 }, (_, k) => 2 ** (k + from));
+    const inputs = h("div", { class: "controls grid" },
+      slider("Stages", { min: 1, max: 64, value: i.stages, text: format.whole, oninput: set("stages") }),
+      slider("Micro-batches", { values: [...new Set([...powers(0, 9), 6, 12, 24, 48, 96, i.microbatches])].sort((a, b) => a - b), value: i.microbatches, text: format.whole, oninput: set("microbatches") }),
+      slider("Layers per stage", { min: 1, max: 100, value: i.layers, text: format.whole, oninput: set("layers") }),
+      slider("Tokens per micro-batch", { values: powers(8, 17), value: i.tokens, text: format.whole, oninput: set("tokens") }),
+      slider("Hidden size", { values: powers(9, 14), value: i.hidden, text: format.whole, oninput: set("hidden") }),
+      slider("Compute: ms per layer and micro-batch", { values: [0.128, 0.256, 0.512, 1, 2, 5, 10, 20, 50, 100], value: i.layer_ms, text: (v) => `${format.number(v)} ms`, oninput: set("layer_ms") }),
+      choice("Schedule", data.schedules, i.schedule, set("schedule")));
+    element.append(context.live ? inputs : "");
+    if (data.advice.low) element.append(warning(data, context));
+    element.append(panel("As published, and corrected", "Where the two differ, the last column says why.", table([
+      { title: "", key: "name" },
+      { title: "published tool", key: "tool", text: (v, row) => (v === null ? "not shown" : TEXT[row.unit](v)), align: "right" },
+      { title: "here", key: "ours", text: (v, row) => h("b", { class: row.same ? "" : "tone-warn" }, TEXT[row.unit](v)), align: "right", formula: (row) => `${row.name}\n${row.formula}` },
+      { title: "formula", key: "formula" },
+      { title: "difference", key: "why", text: (v) => v || "none" },
+    ], data.rows, { caption: "Numbers of the pipeline" })));
+    const line = panel("The schedule, walked", `${i.stages} stages × ${i.microbatches} micro-batches = ${i.stages * i.microbatches} forwards and as many backwards. White is the bubble.`);
+    element.append(line);
+    if (data.timeline) schedule(line, data.timeline);
+    else line.append(h("p", { class: "empty" }, "Too many actions to draw here: the timeline view has them all."));
+    element.append(panel("Stages", "Activations flow forward, gradients backward.", h("ol", { class: "cards" }, data.cards.map((c) => h("li", null, h("b", null, `Stage ${c.stage}`), h("span", null, `${c.layers} layers`), h("span", null, `${format.number(c.message_bytes / 2 ** 20, 4)} MiB per micro-batch`), h("span", null, `holds ${c.held} micro-batches`))))));
+    element.append(panel("What this compute rate means", null, h("p", null, `A transformer layer of width ${format.whole(i.hidden)} takes ${format.flops(data.rate.flops)} for forward and backward of ${format.whole(i.tokens)} tokens; in ${format.number(i.layer_ms)} ms that is ${format.flops(data.rate.flops_per_s)}/s. ${data.rate.flops_per_s > 2.5e15 ? "No single GPU does this: the stated rate stands for a group of them, or for much thinner layers." : "A fast GPU, or a few of them, can do this."}`)));
+  },
+};
+
+function warning(data, context) {
+  const { tool, ours } = data.advice, use = (words, options) => (context.live ? h("button", { type: "button", class: "small", onclick: () => context.setOptions(options) }, words) : words);
+  return h("div", { class: "notice" }, h("p", null, h("b", null, "Low efficiency. "), `Pipeline efficiency is ${format.percent(data.advice.efficiency_share)}, below 80%. Raise micro-batches from ${data.inputs.microbatches} to ${ours.microbatches}, or cut stages from ${data.inputs.stages} to ${ours.stages}.`),
+    h("p", null, ours.microbatches ? use(`${ours.microbatches} micro-batches`, { microbatches: ours.microbatches }) : "", " ", use(`${ours.stages} stages`, { stages: ours.stages }), ` The published tool says ${tool.microbatches} micro-batches or ${tool.stages} stages: it doubles, or removes one.`));
+}
+
+function schedule(element, timeline) {
+  const height = Math.max(10, Math.min(26, 300 / timeline.ranks));
+  const chart = figure(element, { height: 44 + height * timeline.ranks, left: 62, right: 12, bottom: 38, label: `Timeline of ${timeline.ranks} stages over ${format.seconds(timeline.makespan_s)}` });
+  const x = linear([0, timeline.makespan_s], [0, chart.width]), y = band(Array.from({ length: timeline.ranks }, (_, r) => `stage ${r + 1}`), [0, chart.height], { gap: 0.12 });
+  axis(chart, x, "bottom", { label: "time within the step, ms", format: (v) => format.number(v * 1e3), grid: false });
+  axis(chart, y, "left");
+  for (const [rank, kind, microbatch, start, end] of timeline.actions) {
+    const [colour, name] = KINDS[kind], width = x(end) - x(start);
+    rect(chart, x(start) + 0.5, y(`stage ${rank + 1}`), width - 1, y.width, { fill: colour, focus: false, round: 1, formula: `${name} of micro-batch ${microbatch}, stage ${rank + 1}\n${format.seconds(start)} to ${format.seconds(end)}` });
+    if (width > 16 && y.width > 11) label(chart, microbatch + 1, x(start) + width / 2, y(`stage ${rank + 1}`) + y.width / 2, { anchor: "middle", middle: true, size: 10, colour: "on-fill" }).style.pointerEvents = "none";
+  }
+}

@@ -1,0 +1,98 @@
+"""Lessons and modeler: answers are those of our functions, and the published tool's numbers stand next to the corrected ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshwright.describe.config import load
+from meshwright.view.page import learn, memory, modeler, verdict, waterfall
+from meshwright.view.page.subject import Subject
+from web.browser import shows
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(load("examples/llama3-70b-64xh100.toml"))
+
+
+def test_the_modeler_has_the_published_numbers_and_the_corrected_ones(subject: Subject) -> None:
+    found = {row["name"]: row for row in modeler.data(subject)["rows"]}
+    assert found["Pipeline efficiency"]["ours"] == pytest.approx(8 / 11)
+    assert found["Compute per step"]["ours"] == pytest.approx(81.92e-3)
+    speed, memory_row = found["Inter-stage speed needed"], found["Peak activations of a stage"]
+    assert (speed["tool"] / 1e9, speed["ours"] / 1e9) == (
+        pytest.approx(97.66, abs=5e-3),
+        pytest.approx(104.86, abs=5e-3),
+    )
+    assert (memory_row["tool"], memory_row["ours"]) == (512 * 2**20, 256 * 2**20)
+    advice = modeler.data(subject)["advice"]
+    assert advice["low"]
+    assert advice["tool"] == {"microbatches": 16, "stages": 3}
+    assert advice["ours"] == {"microbatches": 12, "stages": 3}
+
+
+def test_twelve_lessons_whose_answers_are_computed(subject: Subject) -> None:
+    lessons = learn.data(subject)["lessons"]
+    assert len(lessons) == 12
+    answers = {q["ask"]: q["answer"] for lesson in lessons for q in lesson["questions"]}
+    known = {
+        "7 billion": 112,
+        "ZeRO-1": 38.5,
+        "10 GB with a ring": 17.5,
+        "bubble, in percent of the step": 300 / 11,
+        "first of 4 stages": 256,
+    }
+    for words, value in known.items():
+        assert [a for ask, a in answers.items() if words in ask] == [pytest.approx(value)], words
+    equal = next(
+        q for lesson in lessons for q in lesson["questions"] if q["ask"].startswith("Which has the larger bubble")
+    )
+    assert equal["options"][equal["answer"]] == "they are equal"
+
+
+def test_parts_sum_to_the_step_and_to_the_peak(subject: Subject) -> None:
+    step, room = waterfall.data(subject), memory.data(subject)
+    assert sum(p["s"] for p in step["parts"]) == pytest.approx(subject.estimate.prediction.step_time_s)
+    for stage in room["stages"]:
+        assert sum(p["gib"] for p in stage["parts"]) == pytest.approx(stage["total_gib"])
+    assert max(gib for _, gib in room["timeline"]["points"]) == pytest.approx(room["activations_gib"])
+    rows = {row["name"]: row["step_time_s"] for row in step["overlap"]["rows"]}
+    assert rows["no overlap"] >= rows["this plan"] >= rows["double buffering"]
+
+
+def test_a_low_pipeline_efficiency_has_advice_that_reaches_the_target(subject: Subject) -> None:
+    config = load("examples/llama3-70b-64xh100.toml", ["workload.batch=16", "plan.pp=8", "plan.shard=1", "plan.zero=0"])
+    found = verdict.data(Subject(config))["pipeline"]
+    assert found["efficiency_share"] < 0.8
+    assert found["advice"]
+    raised = load(
+        "examples/llama3-70b-64xh100.toml",
+        [f"workload.batch={found['raise_to']['batch']}", "plan.pp=8", "plan.shard=1", "plan.zero=0"],
+    )
+    assert verdict.data(Subject(raised))["pipeline"]["efficiency_share"] == pytest.approx(0.8, abs=0.02)
+
+
+def test_a_question_checks_itself(server: str, open_page: Open) -> None:
+    page = open_page(server + "/#view=learn")
+    field = page.get_by_role("spinbutton", name="How many GB of weights")
+    field.fill("90")
+    page.get_by_role("button", name="Check").first.click()
+    shows(page, "Not yet", ".questions")
+    field.fill("112")
+    page.keyboard.press("Enter")
+    shows(page, "Right. 112 GB", ".questions")
+
+
+def test_the_modeler_shows_both_values_and_applies_its_advice(server: str, open_page: Open) -> None:
+    page = open_page(server + "/")
+    page.get_by_label("Start from").select_option(label="Bandwidth and efficiency modeler")
+    shows(page, "104.86 Gb/s", "#view table")
+    shows(page, "97.66 Gb/s", "#view table")
+    page.get_by_role("button", name="12 micro-batches").click()
+    shows(page, "80.0%", "#view table")
+    assert "modeler.microbatches" in page.url or "microbatches" in page.url
