@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 from meshwright.cost.advice import microbatches_for, stages_for
-from meshwright.cost.estimate import Estimate
+from meshwright.cost.estimate import Estimate, estimate
 from meshwright.describe.legality import Case, legal
 from meshwright.describe.legality.fixes import completed
+from meshwright.programs import pipelines
+from meshwright.programs.pipelines.formulas import bubble_fraction
 from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
 PIPELINE_TARGET = 0.80
+MOST_ACTIONS = 20_000  # forwards of a schedule that is walked for advice
 GOOD_MFU, FAIR_MFU = 0.40, 0.25
 
 
@@ -68,8 +72,8 @@ def sentence(e: Estimate, pipeline: dict[str, Any] | None) -> str:
 
 
 def pipeline_verdict(e: Estimate) -> dict[str, Any]:
-    """Pipeline efficiency as walked; below the target, the micro-batches or stages that reach it on equal stages, and the changes of
-    inputs that apply each."""
+    """Pipeline efficiency as walked; below the target, the micro-batches or stages that reach it, and the changes of inputs that
+    apply each."""
     efficiency = 1.0 - e.bubble_fraction
     m, plan = e.plan.microbatches(e.workload), e.plan
     out: dict[str, Any] = {
@@ -81,18 +85,58 @@ def pipeline_verdict(e: Estimate) -> dict[str, Any]:
     out |= {"advice": "", "raise_to": None, "cut_to": None}
     if efficiency >= PIPELINE_TARGET:
         return out
-    more = microbatches_for(plan.schedule, plan.pp, plan.virtual, PIPELINE_TARGET)
-    fewer = stages_for(plan.schedule, plan.pp, m, plan.virtual, PIPELINE_TARGET)
+    more, fewer = enough_microbatches(e), fewer_stages(e)
     words = []
-    if more and more > m:
+    if more:
         batch = more * plan.microbatch * plan.dp
         words.append(f"raise micro-batches from {m} to {more} (batch {batch:,})")
         out["raise_to"] = {"microbatches": more, "batch": batch}
-    if fewer < plan.pp:
-        words.append(f"cut stages from {plan.pp} to {fewer}")
-        out["cut_to"] = {"stages": fewer, "set": stage_changes(e, fewer)}
+    if fewer:
+        words.append(f"cut stages from {plan.pp} to {fewer['stages']}")
+        out["cut_to"] = fewer
     out["advice"] = f"pipeline efficiency is {efficiency:.1%}, below 80%: {' or '.join(words)}" if words else ""
     return out
+
+
+def enough_microbatches(e: Estimate) -> int | None:
+    """The smallest number of micro-batches at which the schedule, walked with the times of these stages, reaches the target; None: stages
+    are too unequal, or it would take too many. The search starts at what equal stages need."""
+    plan, walked = e.plan, e.walked.walk
+    least = microbatches_for(plan.schedule, plan.pp, plan.virtual, PIPELINE_TARGET) or 1
+    unit = plan.pp if e.stack.interleaved_rounds and plan.virtual > 1 else 1
+    p2p, overlaps = float(e.cost.boundary[0]), not e.stack.blocking_p2p
+
+    def reached(count: int) -> bool:
+        if plan.schedule == "auto":
+            return bool(1 - bubble_fraction("zb-h2", plan.pp, count) >= PIPELINE_TARGET)
+        program = pipelines.build(plan.schedule, plan.pp, count, virtual=plan.virtual)
+        return (
+            pipelines.walk(program, walked.durations, p2p=p2p, overlap=overlaps).bubble_fraction
+            <= 1 - PIPELINE_TARGET + 1e-9
+        )
+
+    low = -(-max(least, plan.microbatches(e.workload) + 1) // unit)
+    high = low
+    while not reached(high * unit):
+        high *= 2
+        if high * unit * plan.stages > MOST_ACTIONS:
+            return None
+    found = bisect_left(range(high + 1), True, lo=max(low, high // 2), key=lambda n: reached(n * unit))
+    return found * unit
+
+
+def fewer_stages(e: Estimate) -> dict[str, Any] | None:
+    """The largest smaller number of stages with which the estimate reaches the target, and the changes of plan fields that apply it."""
+    m = e.plan.microbatches(e.workload)
+    most = min(e.plan.pp - 1, stages_for(e.plan.schedule, e.plan.pp, m, e.plan.virtual, PIPELINE_TARGET))
+    for stages in range(most, 0, -1):
+        changes = stage_changes(e, stages)
+        if changes:
+            plan = e.plan.but(**{path.removeprefix("plan."): value for path, value in changes.items()})
+            other = estimate(e.model, e.cluster, plan, e.workload, e.stack)
+            if 1 - other.bubble_fraction >= PIPELINE_TARGET:
+                return {"stages": stages, "set": changes}
+    return None
 
 
 def stage_changes(e: Estimate, stages: int) -> dict[str, Any]:
