@@ -47,7 +47,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "bucket_choices": [{"bytes": size, "text": format_decimal_bytes(size)} for size in BUCKETS],
         "ddp": ddp,
         "fsdp": fsdp,
-        "note": f"The last {count} layers of backward and the first {count} of forward, over {ranks} data-parallel ranks.",
+        "note": f"The last {count} layers in backward and the first {count} in forward of one micro-batch, over {ranks} data-parallel ranks.",
     }
 
 
@@ -104,8 +104,10 @@ def fsdp_timelines(e: Estimate, count: int) -> dict[str, Any] | None:
     gathers = [op for op in found.program.blocks[block, "F"] if op.collective == "all_gather" and op.part == "dense"]
     if not gathers:
         return None
-    gather = sum(scalar(op.count) * scalar(network.time(op)) for op in gathers)
-    size = sum(scalar(op.count) * scalar(op.message_bytes) for op in gathers)
+    # The stages of a pipeline gather once per step; a layer of a larger unit counts its share of it.
+    times = found.plan.microbatches(found.workload) if found.plan.pp > 1 else 1
+    gather = sum(min(1.0, times * scalar(op.count)) * scalar(network.time(op)) for op in gathers)
+    size = sum(min(1.0, times * scalar(op.count)) * scalar(op.message_bytes) for op in gathers)
     compute = layer_seconds(found, "F")
     names = [f"layer {k}" for k in range(count)]
     ways = [prefetch_timeline(names, compute, gather, ahead) for ahead in (False, True)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from meshwright.describe.layout import Layout
 from meshwright.view.page.subject import Subject
 
@@ -44,9 +46,19 @@ def data(subject: Subject) -> dict[str, Any]:
         "node_size": cluster.node_size,
         "order": list(layout.axes),
         "sizes": {axis: getattr(plan, axis) for axis in layout.axes},
+        "coordinates": {axis: place.tolist() for axis, place in coordinates(layout, drawn).items()},
         "axes": out,
         "note": note(plan.world, drawn, out),
     }
+
+
+def coordinates(layout: Layout, drawn: int) -> dict[str, np.ndarray]:
+    """Where the first ranks sit on tp, cp, pp and dp."""
+    sizes = [getattr(layout.plan, axis) for axis in layout.axes]
+    places = np.unravel_index(np.arange(drawn), sizes[::-1])[::-1]  # the first axis is the fastest
+    found = dict(zip(layout.axes, places, strict=True))
+    dp = found.pop("replicate") * layout.plan.shard + found.pop("shard")
+    return {**found, "dp": dp}
 
 
 def note(world: int, drawn: int, axes: list[dict[str, Any]]) -> str:

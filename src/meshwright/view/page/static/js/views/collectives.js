@@ -1,0 +1,163 @@
+// The explorer of collectives: play a program step by step, compare the algorithms by message size, see duals and the family of operations.
+
+import { activate, axis, choice, clear, figure, format, formula, h, label, legend, line, log, panel, scatter, stat, svg, table } from "meshwright/draw.js";
+
+const COLOURS = ["compute", "tp", "optimizer", "ep", "cp", "pp", "dp", "quiet", "bad", "host"], DASHES = [null, "7 4", "2 3", "9 3 2 3"];
+let playing = null; // the timer of the player
+
+export const view = {
+  name: "collectives",
+  title: "Collectives, step by step",
+  short: "Collectives",
+  group: "learn",
+  sentence: "A collective is a program: in each step ranks send chunks of their buffers. Play it, then see which algorithm is the fastest for which message.",
+  leave: () => clearInterval(playing),
+  draw(element, data, context) {
+    clearInterval(playing);
+    const set = (options) => context.setOptions({ operation: data.operation, ranks: data.ranks, ...options });
+    if (context.live) element.append(h("div", { class: "controls" },
+      choice("Operation", data.operations.map((o) => [o.name, o.name]), data.operation, (operation) => context.setOptions({ operation, algorithm: "" })),
+      choice("Algorithm", [["", `the library’s choice (${data.chosen ? "automatic" : data.algorithm})`], ...data.algorithms.filter((a) => a.runs).map((a) => [a.name, a.name])], data.chosen ? data.algorithm : "", (algorithm) => set({ algorithm })),
+      choice("Ranks", data.rank_choices.map((n) => [n, String(n)]), data.ranks, (ranks) => set({ ranks })),
+      choice("Message", data.size_choices.map((s) => [s.text, s.text]), data.size_choices.reduce((a, b) => (Math.abs(b.bytes - data.size_bytes) < Math.abs(a.bytes - data.size_bytes) ? b : a)).text, (size) => set({ size }))));
+    const about = data.operations.find((o) => o.name === data.operation);
+    element.append(h("div", { class: "stats" },
+      stat("Time", format.seconds(data.time_s), { detail: `${format.bytes(data.size_bytes)} on ${data.cluster}`, formula: data.formulas.time_s }),
+      stat("Steps", data.program ? format.whole(data.program.steps) : format.whole(data.timeline.length), { detail: data.algorithm }),
+      stat("Dual", about.dual || "itself", { detail: about.dual ? "the same moves backward" : "reversed it is the same" }),
+      stat("Used for", about.used.split(",")[0], { detail: about.used.split(",").slice(1).join(",") })));
+    const play = panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`);
+    element.append(play);
+    data.program ? player(play, data.program) : play.append(h("p", { class: "empty" }, "Too many moves to draw: choose fewer ranks."));
+    if (data.comparison) {
+      const box = panel("Which algorithm for which size", data.formulas.crossovers);
+      element.append(box);
+      sizes(box, data);
+    }
+    const tree = panel("The family of collectives", "Solid: an operation composed of two others. Dashed: duals, each the other one played backward. Choose one to explore it.");
+    element.append(tree);
+    family(tree, data, context);
+  },
+};
+
+/** What every slot (rank, chunk) holds before each step: the set of ranks whose data is in it. */
+function states(program) {
+  const chunks = program.chunk_sizes.length, ends = program.ranks + program.switches.length;
+  let now = Array.from({ length: ends }, () => Array(chunks).fill(null));
+  program.starts.forEach((list, rank) => list.forEach((c) => { now[rank][c] = new Set([rank]); }));
+  const out = [{ slots: now, changed: new Map() }];
+  for (let step = 0, i = 0; step < program.steps; step++) {
+    const next = now.map((row) => [...row]), changed = new Map();
+    for (; i < program.moves.length && program.moves[i].step === step; i++) {
+      const m = program.moves[i];
+      for (let c = m.chunk; c < m.chunk + m.width; c++) {
+        const sent = now[m.source][c] ?? new Set([m.source]);
+        next[m.target][c] = m.reduce ? new Set([...(next[m.target][c] ?? []), ...sent]) : new Set(sent);
+        changed.set(`${m.target}/${c}`, m.reduce);
+      }
+    }
+    now = next;
+    out.push({ slots: now, changed });
+  }
+  return out;
+}
+
+function player(element, program) {
+  const frames = states(program), chunks = program.chunk_sizes.length;
+  let step = 0;
+  const output = h("output", null), input = h("input", { type: "range", min: 0, max: program.steps, step: 1, value: 0, "aria-label": "Step", oninput: () => go(Number(input.value)) });
+  const button = h("button", { type: "button", class: "primary", onclick: () => {
+    if (playing) return stop();
+    if (step === program.steps) go(0);
+    button.textContent = "❚❚ Pause";
+    playing = setInterval(() => (step >= program.steps ? stop() : go(step + 1)), 900);
+  } }, "▶ Play");
+  const stop = () => { clearInterval(playing); playing = null; button.textContent = "▶ Play"; };
+  const wide = element.clientWidth > 720, box = h("div", { style: { display: "grid", "grid-template-columns": wide ? "19rem minmax(0, 1fr)" : "minmax(0, 1fr)", gap: ".6rem", "align-items": "center" } }), ring = h("div"), matrix = h("div");
+  box.append(ring, matrix);
+  element.append(h("div", { class: "controls" }, button, h("button", { type: "button", "aria-label": "Previous step", onclick: () => (stop(), go(Math.max(0, step - 1))) }, "◀"), h("button", { type: "button", "aria-label": "Next step", onclick: () => (stop(), go(Math.min(program.steps, step + 1))) }, "▶"), h("label", { class: "control", style: { flex: "1 1 12rem" } }, output, input)), box);
+  element.append(legend([{ label: "holds one rank’s data", colour: "pp" }, { label: "sum of more ranks: darker", colour: "compute" }, { label: "received in this step", colour: "focus" }, { label: "empty", colour: "grid" }]));
+  const go = (k) => {
+    step = k;
+    input.value = k;
+    output.textContent = k === 0 ? `start, before step 0 of ${program.steps}` : `after step ${k - 1} of ${program.steps}`;
+    input.setAttribute("aria-valuetext", output.textContent);
+    circle(clear(ring), program, k);
+    slots(clear(matrix), program, frames[k], chunks, wide ? element.clientWidth - 340 : element.clientWidth - 24);
+  };
+  go(0);
+}
+
+function circle(element, program, step) {
+  const n = program.ranks, size = 280, middle = size / 2, radius = 108, moves = step ? program.moves.filter((m) => m.step === step - 1) : [];
+  const c = figure(element, { width: size, height: size, left: 0, right: 0, top: 0, bottom: 0, label: step ? `Step ${step - 1}: ${moves.slice(0, 16).map((m) => `rank ${m.source} sends to ${m.target}`).join(", ")}` : `${n} ranks before the first step` });
+  const at = (r) => (r < n ? [middle + radius * Math.sin((2 * Math.PI * r) / n), middle - radius * Math.cos((2 * Math.PI * r) / n)] : [middle + 16 * (r - n), middle]);
+  const pairs = new Map();
+  for (const m of moves) pairs.set(`${m.source}>${m.target}`, { ...m, chunks: [...(pairs.get(`${m.source}>${m.target}`)?.chunks ?? []), ...Array.from({ length: m.width }, (_, i) => m.chunk + i)] });
+  c.root.prepend(svg("defs", null, svg("marker", { id: "arrow-head", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 5, markerHeight: 5, orient: "auto" }, svg("path", { d: "M0,0L8,4L0,8Z", fill: "tp" }))));
+  for (const m of pairs.values()) {
+    const [x1, y1] = at(m.source), [x2, y2] = at(m.target), length = Math.hypot(x2 - x1, y2 - y1) || 1, bend = 0.12 * length, mx = (x1 + x2) / 2 + (bend * (y2 - y1)) / length, my = (y1 + y2) / 2 - (bend * (x2 - x1)) / length;
+    const cut = (x, y) => { const d = Math.hypot(mx - x, my - y) || 1; return [x + ((mx - x) * 17) / d, y + ((my - y) * 17) / d]; }, [a, b] = cut(x1, y1), [p, q] = cut(x2, y2);
+    const path = svg("path", { d: `M${a},${b}Q${mx},${my} ${p},${q}`, fill: "none", stroke: "tp", "stroke-width": 2, "marker-end": "url(#arrow-head)" });
+    formula(path, `rank ${m.source} → ${m.target < n ? `rank ${m.target}` : "switch"}: chunk ${m.chunks.slice(0, 12).join(", ")}${m.reduce ? ", which is added" : ", which is stored"}`, { focus: false });
+    c.plot.append(path);
+  }
+  for (let r = 0; r < n + program.switches.length; r++) {
+    const [x, y] = at(r);
+    c.plot.append(svg("circle", { cx: x, cy: y, r: 14, fill: r < n ? "surface" : "grid", stroke: "compute", "stroke-width": 2 }));
+    label(c, r < n ? r : "sw", x, y, { anchor: "middle", middle: true, size: 12, weight: 600 });
+  }
+}
+
+function slots(element, program, frame, chunks, width) {
+  const n = program.ranks, left = 48, side = Math.max(3, Math.min(34, (Math.min(width, 900) - left - 8) / chunks)), high = Math.max(14, Math.min(30, 300 / n));
+  const c = figure(element, { width: left + 8 + side * chunks, height: 30 + high * n, left, right: 4, top: 22, bottom: 4, label: `What each of ${n} ranks holds of ${chunks} chunks` });
+  const every = Math.ceil(18 / side);
+  for (let k = 0; k < chunks; k += every) label(c, k, (k + 0.5) * side, -6, { anchor: "middle", size: 10, colour: "quiet" });
+  label(c, "chunk", -6, -6, { anchor: "end", size: 10, colour: "quiet" });
+  for (let r = 0; r < n; r++) {
+    label(c, `rank ${r}`, -6, r * high + high / 2, { anchor: "end", middle: true, size: 10.5, colour: "quiet" });
+    for (let k = 0; k < chunks; k++) {
+      const held = frame.slots[r][k], fresh = frame.changed.has(`${r}/${k}`);
+      const node = svg("rect", { x: k * side + 0.5, y: r * high + 1, width: Math.max(1, side - 1.5), height: high - 2, rx: side > 8 ? 2 : 0, fill: held ? `color-mix(in oklab, var(--compute) ${Math.round((100 * held.size) / n)}%, var(--pp))` : "grid", stroke: fresh ? "focus" : "none", "stroke-width": 2 });
+      if (held && side > 10) formula(node, `rank ${r}, chunk ${k}: data of ${held.size === n ? `all ${n} ranks` : `rank ${[...held].sort((a, b) => a - b).join(" + ")}`}`, { focus: false });
+      c.plot.append(node);
+      if (held && side >= 20 && high >= 16) label(c, held.size === 1 ? [...held][0] : `Σ${held.size}`, k * side + side / 2, r * high + high / 2, { anchor: "middle", middle: true, size: 9.5, colour: held.size > n * 0.6 ? "heat-ink-high" : "black" }).style.pointerEvents = "none";
+    }
+  }
+}
+
+function sizes(element, data) {
+  const d = data.comparison, names = Object.keys(d.time_s), values = names.flatMap((n) => d.time_s[n]);
+  const c = figure(element, { height: 320, left: 66, right: 18, bottom: 42, label: `Times by size; ${data.formulas.crossovers}` });
+  const x = log([d.size_bytes[0], d.size_bytes.at(-1)], [0, c.width]), y = log([Math.min(...values) * 0.8, Math.max(...values) * 1.25], [c.height, 0]);
+  axis(c, x, "bottom", { label: "bytes of the full buffer", format: (v) => format.bytes(v), ticks: 6 });
+  axis(c, y, "left", { label: "simulated time", format: (v) => format.seconds(v), ticks: 6 });
+  names.forEach((name, i) => line(c, d.size_bytes.map((n, k) => ({ x: n, y: d.time_s[name][k] })), { x, y, colour: COLOURS[i % 10], dash: DASHES[Math.floor(i / 3) % 4], width: name === data.algorithm ? 3.2 : 1.8, formula: `${name}: t = ${data.algorithms.find((a) => a.name === name)?.formula ?? ""}` }));
+  for (const cross of d.crossovers) {
+    c.plot.append(svg("line", { x1: x(cross.size_bytes), x2: x(cross.size_bytes), y1: 0, y2: c.height, stroke: "quiet", "stroke-dasharray": "3 4" }));
+    label(c, cross.after, x(cross.size_bytes) + 4, 10, { size: 10, colour: "quiet", halo: true });
+  }
+  if (data.size_bytes >= x.domain[0] && data.size_bytes <= x.domain[1]) scatter(c, [{ x: data.size_bytes, y: data.time_s, shape: "diamond", colour: "focus", formula: data.formulas.time_s }], { x, y: (v) => Math.max(0, Math.min(c.height, y(v))), radius: 6 });
+  element.append(legend([...names.map((n, i) => ({ label: n, colour: COLOURS[i % 10], shape: "line", dash: DASHES[Math.floor(i / 3) % 4] })), { label: "the chosen call, as priced", colour: "focus" }]));
+  element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs)));
+}
+
+const PLACES = { broadcast: [0, 0], reduce: [0, 1], scatter: [0, 2], gather: [0, 3], "all-gather": [1, 0.5], "reduce-scatter": [1, 2], "all-reduce": [2, 1.2], "all-to-all": [2, 2.4], "point-to-point": [1, 3], barrier: [2, 3.3] };
+
+function family(element, data, context) {
+  const c = figure(element, { height: 250, left: 4, right: 4, top: 4, bottom: 4, label: data.family.map((f) => `${f.whole} = ${f.parts.join(" + ")}`).join("; ") });
+  c.root.setAttribute("role", "group");
+  const w = Math.min(132, c.width / 3 - 12), at = (name) => [PLACES[name][0] * ((c.width - w) / 2), PLACES[name][1] * 62 + 2];
+  const edge = (a, b, attributes) => { const [x1, y1] = at(a), [x2, y2] = at(b); c.plot.append(svg("path", { d: PLACES[a][0] === PLACES[b][0] ? `M${x1 + w / 2},${y1 + 15}L${x2 + w / 2},${y2 + 15}` : `M${x1 + w},${y1 + 15}C${(x1 + w + x2) / 2},${y1 + 15} ${(x1 + w + x2) / 2},${y2 + 15} ${x2},${y2 + 15}`, fill: "none", "stroke-width": 1.8, ...attributes })); };
+  for (const f of data.family) for (const part of f.parts) edge(part, f.whole, { stroke: "compute" });
+  for (const o of data.operations) if (o.dual && o.name < o.dual) edge(...(PLACES[o.name][0] <= PLACES[o.dual][0] ? [o.name, o.dual] : [o.dual, o.name]), { stroke: "tp", "stroke-dasharray": "5 4" });
+  for (const o of data.operations) {
+    const [x, y] = at(o.name), chosen = o.name === data.operation;
+    const box = svg("rect", { x, y, width: w, height: 30, rx: 6, fill: chosen ? "accent" : "raised", stroke: "line" });
+    formula(box, `${o.name}: ${o.about}\nused for ${o.used}${o.dual ? `; dual: ${o.dual}` : ""}`, { focus: false });
+    c.plot.append(box);
+    if (context.live) { const choose = () => context.setOptions({ operation: o.name, algorithm: "" }); box.addEventListener("click", choose); activate(box, choose); box.setAttribute("aria-label", `Explore ${o.name}`); }
+    label(c, o.name, x + w / 2, y + 15, { anchor: "middle", middle: true, size: w < 110 ? 10.5 : 12, colour: chosen ? "accent-ink" : "ink" }).style.pointerEvents = "none";
+  }
+}

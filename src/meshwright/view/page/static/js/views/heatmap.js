@@ -1,0 +1,41 @@
+// The tp × pp heat map: the fastest plan of every pair of degrees; pairs without a plan are labelled with the reason.
+
+import { axis, band, figure, format, h, heatmap, panel, table } from "meshwright/draw.js";
+
+export const view = {
+  name: "heatmap",
+  title: "Tensor × pipeline parallelism",
+  short: "tp × pp map",
+  group: "all plans",
+  sentence: "Darker is faster: tokens per second of the fastest plan with these degrees; all other fields are searched. Grey pairs have no plan, for the reason in the cell. Choose a cell to use its plan.",
+  draw(element, data, context) {
+    const box = panel("Fastest plan of each pair", context.refreshing ? `${data.note} First plans; the search goes on.` : data.note);
+    element.append(box);
+    chart(box, data, context);
+    if (data.reasons.length) box.append(h("p", { class: "sentence" }, `Grey: ${data.reasons.map((r) => ({ memory: "memory – the leanest plan needs more than a GPU has", GPUs: "GPUs – tp × pp does not divide the GPUs", heads: "heads – tp does not divide the attention heads", layers: "layers – more stages than layers", batch: "batch – the batch cannot be divided" }[r] ?? r)).join("; ")}.`));
+    const best = data.cells.filter((c) => c.fits).sort((a, b) => a.step_time_s - b.step_time_s).slice(0, 8);
+    if (best.length) box.append(table([
+      { title: "tp", key: "tp", align: "right" }, { title: "pp", key: "pp", align: "right" },
+      { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right", formula: (c) => c.formula },
+      { title: "tokens/s", key: "tokens_per_s", text: (v) => format.count(v), align: "right" },
+      { title: "memory", key: "memory_bytes", text: (v) => format.gib(v / 2 ** 30), align: "right" },
+      { title: "plan", value: (c) => c.formula.split("\n")[0].split(": ").slice(1).join(": ") },
+    ], best, { caption: "The fastest pairs", onrow: context.live ? (cell) => context.set("plan", cell.plan) : null, rowLabel: (cell) => `Use the plan with tp ${cell.tp} and pp ${cell.pp}`, chosen: (c) => c.tp === data.mine.tp && c.pp === data.mine.pp }));
+  },
+};
+
+function chart(element, data, context) {
+  const side = Math.min(58, Math.max(30, Math.floor((Math.min(element.clientWidth, 760) - 60) / data.tp.length)));
+  const c = figure(element, { width: 70 + side * data.tp.length, height: 56 + Math.min(side, 40) * data.pp.length, left: 54, right: 8, top: 8, bottom: 44, label: data.note });
+  const x = band(data.tp.map(String), [0, c.width], { gap: 0.07 }), y = band([...data.pp].reverse().map(String), [0, c.height], { gap: 0.09 });
+  axis(c, x, "bottom", { label: "tensor-parallel degree (tp)" });
+  axis(c, y, "left", { label: "pipeline stages (pp)" });
+  const rates = data.cells.filter((cell) => cell.fits).map((cell) => cell.tokens_per_s), low = Math.min(...rates), high = Math.max(...rates);
+  heatmap(c, data.cells.map((cell) => ({
+    x: String(cell.tp), y: String(cell.pp), share: cell.fits ? (high > low ? (cell.tokens_per_s - low) / (high - low) : 1) : null,
+    text: side > 36 ? format.count(cell.tokens_per_s, side > 46 ? 3 : 2) : "", reason: side > 34 ? cell.label : "", formula: cell.formula || cell.reason,
+    chosen: cell.tp === data.mine.tp && cell.pp === data.mine.pp,
+    onclick: cell.fits && context.live ? () => context.set("plan", cell.plan) : null,
+  })), { x, y });
+  element.append(h("p", { class: "sentence" }, `Numbers: tokens per second, ${format.count(low)} to ${format.count(high)}. Outlined: this plan, tp ${data.mine.tp} × pp ${data.mine.pp}${context.compare ? `; plan 2 has tp ${context.compare.mine.tp} × pp ${context.compare.mine.pp}` : ""}.`));
+}
