@@ -12,10 +12,10 @@ export const view = {
     const box = panel(data.matches ? `Runs of ${data.model}, then others` : "Published training runs", data.note);
     element.append(box);
     const rows = data.rows.map((r, i) => ({ ...r, key: `${i}`, text: `${r.title} · ${r.unit}` })), small = box.clientWidth < 560;
-    const c = figure(box, { height: 62 + 22 * rows.length, left: small ? 128 : 300, right: 46, bottom: 42, label: data.note });
+    const c = figure(box, { height: 62 + 22 * rows.length, left: small ? 136 : 300, right: 46, bottom: 42, label: data.note });
     const x = log([0.5, 2], [0, c.width]), y = band(rows.map((r) => r.key), [0, c.height], { gap: 0.3 });
     axis(c, x, "bottom", { label: "predicted / published", ticks: small ? [0.5, 1, 2] : [0.5, 0.67, 0.8, 1, 1.25, 1.5, 2], format: (v) => `${v}×` });
-    axis(c, y, "left", { format: (key) => { const t = rows[Number(key)].text; return small && t.length > 21 ? `${t.slice(0, 20)}…` : t.length > 50 ? `${t.slice(0, 49)}…` : t; } });
+    axis(c, y, "left", { format: (key) => { const t = rows[Number(key)].text; return small && t.length > 19 ? `${t.slice(0, 18)}…` : t.length > 50 ? `${t.slice(0, 49)}…` : t; } });
     c.plot.append(svg("line", { x1: x(1), x2: x(1), y1: 0, y2: c.height, stroke: "quiet", "stroke-width": 1.5 }));
     const clamp = (v) => Math.max(0.5, Math.min(2, v));
     for (const r of rows) {

@@ -46,12 +46,13 @@ function needs(element, b, compare) {
 
 function chunks(element, d) {
   const c = figure(element, { height: 230, left: 66, right: 16, bottom: 42, label: d.formula });
-  const x = log([1, Math.max(...d.curve.map(([k]) => k), 2)], [6, c.width - 6], { base: 2 }), y = log([Math.min(...d.curve.map(([, t]) => t)) * 0.75, Math.max(...d.curve.map(([, t]) => t)) * 1.3], [c.height, 0]);
+  const x = log([1, Math.max(...d.curve.map(([k]) => k), 2)], [6, c.width - 6], { base: 2 }), y = log([Math.min(...d.curve.map(([, t]) => t)) * 0.45, Math.max(...d.curve.map(([, t]) => t)) * 1.3], [c.height, 0]);
   axis(c, x, "bottom", { label: "chunks k", format: (v) => format.count(v) });
   axis(c, y, "left", { label: "exposed and overhead", format: (v) => format.seconds(v), ticks: 4 });
   line(c, d.curve.map(([k, t]) => ({ x: k, y: t })), { x, y });
   const at = (k) => d.curve.find(([n]) => n === k)?.[1];
-  scatter(c, [{ x: d.best, y: at(d.best), colour: "optimizer", formula: d.formula, label: `best ${d.best}` }, { x: d.now, y: at(d.now), colour: "tp", shape: "diamond", formula: d.formula, label: `this plan ${d.now}` }], { x, y, radius: 6 });
+  scatter(c, [{ x: d.best, y: at(d.best), colour: "optimizer", formula: d.formula }, { x: d.now, y: at(d.now), colour: "tp", shape: "diamond", formula: d.formula }], { x, y, radius: 6 });
+  for (const [k, words, up] of [[d.best, `best ${d.best}`, 16], [d.now, `this plan ${d.now}`, -12]]) label(c, words, x(k), y(at(k)) + up, { anchor: x(k) > c.width * 0.75 ? "end" : x(k) < c.width * 0.2 ? "start" : "middle", size: 11, halo: true });
   element.append(h("p", { class: "sentence" }, d.formula));
 }
 

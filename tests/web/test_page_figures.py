@@ -1,0 +1,118 @@
+"""The figures of plans, links, collectives and ZeRO in a real browser: each draws its data, reacts to pointer and keys, and fits a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshwright.describe.config import configure
+from meshwright.view.page.registry import VIEWS
+from meshwright.view.page.subject import Subject
+from web.browser import fragment, settled, until
+
+Open = Callable[..., Any]
+PLAN = {"tp": 2, "pp": 2, "shard": 2, "zero": 1}
+STATE = {
+    "model": "tiny",
+    "cluster": {"extends": "dgx-h100", "gpus": 8},
+    "workload__batch": 64,
+    "workload__seq": 1024,
+    "plan": PLAN,
+}
+# What each view must draw: a selector and the number of elements at least.
+DRAWN = {
+    "timeline": ("canvas", 1), "stages": (".figure rect", 3), "roofline": (".figure .point", 5), "ranks": (".figure rect", 16),
+    "goodput": (".figure .point", 10), "heatmap": (".figure rect", 16), "pareto": (".figure .point", 3), "scaling": (".figure .point", 6),
+    "batch": (".figure .point", 6), "sensitivity": (".figure rect", 8), "published": (".figure .point", 15), "collectives": (".figure circle", 8),
+    "strategies": ("tbody tr", 20), "zero": (".figure rect", 10), "overlap": (".figure rect", 20),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    """The same configuration in Python."""
+    config = configure("tiny", "dgx-h100", plan=PLAN, stack="megatron-core", gpus=8, batch=64, seq=1024)
+    return Subject(config)
+
+
+def visit(page: Any, name: str) -> None:
+    """Show another view of the same state, and wait until its search is complete."""
+    page.evaluate("async (name) => (await import('meshwright/state.js')).set('page.view', name)", name)
+    until(
+        page,
+        f"location.hash.includes('view={name}') && document.querySelector('#view[aria-busy=false] .body > *') !== null",
+    )
+
+
+@pytest.mark.parametrize(("phone", "dark"), [(True, True), pytest.param(False, False, marks=pytest.mark.slow)])
+def test_every_figure_is_drawn_with_an_accessible_name(server: str, open_page: Open, phone: bool, dark: bool) -> None:
+    page = open_page(f"{server}/{fragment(view='strategies', **STATE)}", phone=phone, dark=dark)
+    for name, (selector, least) in DRAWN.items():
+        visit(page, name)
+        assert page.locator(f"#view .body {selector}").count() >= least, name
+        unnamed = "[...document.querySelectorAll('#view svg.figure, #view canvas')].filter((f) => !f.getAttribute('aria-label')).length"
+        assert page.evaluate(unnamed) == 0, name
+        too_wide = """[...document.querySelectorAll('#view *')].filter((e) => e.getBoundingClientRect().right > innerWidth + 1
+                      && !e.closest('.table')).map((e) => e.outerHTML.slice(0, 200))"""
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, page.evaluate(too_wide))
+
+
+def test_figures_say_what_python_says(server: str, open_page: Open, subject: Subject) -> None:
+    page = open_page(f"{server}/{fragment(view='ranks', **STATE)}")
+    for name in ("ranks", "timeline", "stages", "roofline", "goodput", "zero", "batch", "heatmap"):
+        visit(page, name)
+        assert VIEWS[name].data(subject)["note"] in page.locator("#view").inner_text(), name
+
+
+def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
+    settled(page)
+    page.evaluate("window.pixels = () => document.querySelector('#view canvas').toDataURL()")
+    page.evaluate("window.whole = pixels()")
+    page.locator("#view canvas").focus()
+    page.keyboard.press("+")
+    until(page, "pixels() !== whole")
+    page.evaluate("window.zoomed = pixels()")
+    page.keyboard.press("ArrowRight")
+    until(page, "pixels() !== zoomed")
+    page.keyboard.press("0")
+    until(page, "pixels() === whole")
+
+
+def test_schedules_are_chosen_and_remembered_in_the_address(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
+    settled(page)
+    page.get_by_role("button", name="zbv", exact=True).click()
+    until(page, "[...document.querySelectorAll('#view tbody th')].some((row) => row.textContent.startsWith('zbv'))")
+    assert "zbv" in page.url
+
+
+def test_a_rank_is_chosen_with_keys(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='ranks', **STATE)}")
+    page.get_by_role("slider", name="Chosen rank").focus()
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelector('#view [role=slider]').getAttribute('aria-valuenow') === '1'")
+    assert "group of rank 1" in page.locator("#view").inner_text()
+
+
+def test_a_cell_of_the_map_becomes_the_plan(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='heatmap', **STATE)}")
+    settled(page)
+    page.locator("#view tbody tr", has_not=page.locator(".chosen")).first.get_by_role("button").click()
+    until(page, "document.querySelector('#view tbody tr.chosen th') !== null")
+    settled(page)
+    tp = page.locator("#view tbody tr").first.locator("th").inner_text()
+    assert f"plan.tp={tp}" in page.url or tp == "1"
+
+
+def test_a_collective_plays_step_by_step(server: str, open_page: Open) -> None:
+    options = {"operation": "all-reduce", "algorithm": "ring", "ranks": 4}
+    page = open_page(f"{server}/{fragment(view='collectives', options__collectives=options, **STATE)}")
+    page.get_by_role("button", name="Next step").click()
+    assert "after step 0 of 6" in page.locator("#view").inner_text()
+    name = page.locator("#view svg[aria-label^='Step 0']").get_attribute("aria-label")
+    assert name == "Step 0: rank 0 sends to 1, rank 1 sends to 2, rank 2 sends to 3, rank 3 sends to 0"
+    page.get_by_role("slider", name="Step").fill("6")
+    assert page.locator("#view text", has_text="Σ4").count() == 16
