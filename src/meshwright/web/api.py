@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError, kind_of
 from meshwright.view.page.registry import SEARCH, view
+from meshwright.view.page.runs import RunFolders
 from meshwright.web.bodies import MOST_BYTES, check_keys, parse
 from meshwright.web.cache import Cache
 from meshwright.web.jobs import Pool, Refused
@@ -68,8 +69,8 @@ async def disconnected(receive: Receive) -> None:
 class Api:
     """The handlers, with the worker processes and the answers given before."""
 
-    def __init__(self, pools: dict[str, Pool], cache: Cache) -> None:
-        self.pools, self.cache = pools, cache
+    def __init__(self, pools: dict[str, Pool], cache: Cache, runs: RunFolders) -> None:
+        self.pools, self.cache, self.run_folders = pools, cache, runs
 
     def task(self, name: str) -> Callable[[Request], Awaitable[Answer]]:
         """The handler of a route that answers with one JSON value."""
@@ -81,6 +82,31 @@ class Api:
 
     async def catalog(self, request: Request) -> Answer:
         return Answer(self.one("catalog", {}))
+
+    async def runs(self, request: Request) -> Answer:
+        return Answer(self.read(self.run_folders.listing))
+
+    async def run(self, request: Request) -> Answer:
+        """One run folder; `?seen=` of the last answer leaves out what it had."""
+        name, seen = request.path_params["name"], request.query_params.get("seen", "")
+        return Answer(self.read(lambda: self.run_folders.run(name, seen)))
+
+    def read(self, function: Callable[[], dict[str, Any]]) -> Sender:
+        """Send what a function reads from files, in a thread."""
+
+        async def sender(send: Send) -> None:
+            try:
+                line = await asyncio.to_thread(lambda: to_line(function()))
+            except MeshwrightError as error:
+                await answer_error(send, 404 if error.code == "MW-REP-001" else 400, error)
+            except OSError as error:
+                await answer_error(
+                    send, 404, MeshwrightError("MW-REP-001", "the run folder cannot be read", why=error.strerror or "")
+                )
+            else:
+                await send_json(send, line)
+
+        return sender
 
     async def views(self, request: Request) -> Answer:
         """The handler of /api/views."""
@@ -116,13 +142,7 @@ class Api:
                     await answer_error(send, refused.status, refused.error)
                     return
                 self.cache.put(key, line)
-            headers = [
-                (b"content-type", JSON),
-                (b"content-length", str(len(line)).encode("ascii")),
-                (b"cache-control", b"no-store"),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": line})
+            await send_json(send, line)
 
         return sender
 
@@ -186,6 +206,14 @@ class Api:
                 raise
             for name in sorted(missing):
                 yield to_line({"view": name, "data": None, "compare_data": None, "final": True, "error": refused.error})
+
+
+async def send_json(send: Send, line: bytes) -> None:
+    """Send one JSON value as the whole answer."""
+    size = str(len(line)).encode("ascii")
+    headers = [(b"content-type", JSON), (b"content-length", size), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": line})
 
 
 async def merged(streams: list[AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:

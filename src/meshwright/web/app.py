@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
+from meshwright.view.page.runs import RunFolders
 from meshwright.web.api import QUICK, SEARCHED, Api
 from meshwright.web.cache import Cache
 from meshwright.web.jobs import Pool
@@ -32,7 +33,7 @@ def create(port: Callable[[], int], runs: Path | None = None) -> Guard:
     html, digest = live_page()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     pools: dict[str, Pool] = {}
-    api = Api(pools, Cache(CACHE_BYTES))
+    api = Api(pools, Cache(CACHE_BYTES), RunFolders(runs))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -54,6 +55,8 @@ def create(port: Callable[[], int], runs: Path | None = None) -> Guard:
         Route("/static/{path:path}", static),
         Route("/api/views", api.views, methods=["POST"]),
         Route("/api/catalog", api.catalog, methods=["GET"]),
+        Route("/api/runs", api.runs, methods=["GET"]),
+        Route("/api/runs/{name}", api.run, methods=["GET"]),
         *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})

@@ -1,0 +1,101 @@
+"""Run folders: listed, read while they grow, and never outside of the folder given at start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.view.page.runs import MOST_ROWS, RunFolders
+from web.running import CLIENT
+
+PLAN = 'model = "tiny-gpt"\n[cluster]\nextends = "dgx-h100"\n[plan]\nshard = 2\nzero = 1\n'
+
+
+def make_run(folder: Path, steps: int = 3) -> Path:
+    """The files that `train` writes before its end."""
+    folder.mkdir(parents=True)
+    (folder / "plan.toml").write_text(PLAN)
+    (folder / "prediction.json").write_text('{"step_time_s": 0.5}')
+    add_steps(folder, range(steps), header=True)
+    return folder
+
+
+def add_steps(folder: Path, steps: range, header: bool = False) -> None:
+    with (folder / "steps.csv").open("a") as file:
+        file.write("step,loss,seconds,updated\n" * header)
+        file.writelines(f"{i},{4 - 0.1 * i if i != 1 else float('nan')},0.5,True\n" for i in steps)
+
+
+def test_a_run_is_watched_while_it_grows(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "first")
+    runs = RunFolders(tmp_path)
+    assert [(run["name"], run["state"], run["title"]) for run in runs.listing()["runs"]] == [
+        ("first", "running", "dp 2 (ZeRO-1) · micro-batch 1")
+    ]
+    found = runs.run("first")
+    assert found["columns"] == ["step", "loss", "seconds", "updated"]
+    assert found["rows"] == [[0, 4.0, 0.5, True], [1, None, 0.5, True], [2, 3.8, 0.5, True]]
+    assert found["parts"] == {"prediction": {"step_time_s": 0.5}}
+    nothing_new = runs.run("first", found["seen"])
+    assert (nothing_new["rows"], nothing_new["parts"]) == ([], {})
+    add_steps(folder, range(3, 5))
+    with (folder / "steps.csv").open("a") as file:
+        file.write("5,3.5")  # a row that is being written
+    (folder / "measurement.json").write_text('{"step_time_s": NaN}')
+    later = runs.run("first", found["seen"])
+    assert [row[0] for row in later["rows"]] == [3, 4]
+    assert later["parts"] == {"measurement": {"step_time_s": None}}
+    assert (later["state"], later["steps"]) == ("done", 5)
+
+
+def test_a_folder_that_is_a_run_itself_and_one_that_stopped(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "one")
+    for name in ("steps.csv", "plan.toml"):
+        os.utime(folder / name, (1.0, 1.0))
+    assert [(run["name"], run["state"]) for run in RunFolders(folder).listing()["runs"]] == [("one", "stopped")]
+    assert RunFolders(None).listing()["runs"] == RunFolders(tmp_path / "missing").listing()["runs"] == []
+
+
+def test_many_steps_are_thinned(tmp_path: Path) -> None:
+    make_run(tmp_path / "long", steps=3 * MOST_ROWS + 1)
+    found = RunFolders(tmp_path).run("long")
+    assert len(found["rows"]) <= MOST_ROWS
+    assert found["rows"][-1][0] == 3 * MOST_ROWS
+    assert found["steps"] == 3 * MOST_ROWS + 1
+
+
+def test_links_and_paths_lead_nowhere(tmp_path: Path) -> None:
+    inside = tmp_path / "runs"
+    outside = make_run(tmp_path / "outside")
+    make_run(inside / "good")
+    (inside / "link").symlink_to(outside)
+    (inside / "good" / "measurement.json").symlink_to(outside / "prediction.json")
+    runs = RunFolders(inside)
+    assert [run["name"] for run in runs.listing()["runs"]] == ["good"]
+    assert set(runs.run("good")["parts"]) == {"prediction"}
+    for name in ("link", "../outside", "..", "good/../../outside", str(outside)):
+        with pytest.raises(MeshwrightError) as caught:
+            runs.run(name)
+        assert caught.value.code == "MW-REP-001"
+
+
+def test_broken_files_are_reported(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "broken")
+    (folder / "difference.json").write_text("{")
+    with pytest.raises(MeshwrightError) as caught:
+        RunFolders(tmp_path).run("broken")
+    assert caught.value.code == "MW-REP-002"
+
+
+def test_over_http(server: str, run_folders: Path) -> None:
+    make_run(run_folders / "second")
+    assert "second" in [run["name"] for run in CLIENT.get(server + "/api/runs").json()["runs"]]
+    found = CLIENT.get(f"{server}/api/runs/second").json()
+    assert found["steps"] == 3
+    assert found["parts"]["prediction"] == {"step_time_s": 0.5}
+    assert CLIENT.get(f"{server}/api/runs/second?seen={found['seen']}").json()["rows"] == []
+    for path in ("..%2F..", "%2e%2e", "none", "%00"):
+        assert CLIENT.get(f"{server}/api/runs/{path}").status_code == 404
