@@ -156,12 +156,16 @@ class Api:
 
         async def sender(send: Send) -> None:
             started = False
+
+            async def begin() -> None:
+                headers = [(b"content-type", NDJSON), (b"cache-control", b"no-store")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+
             try:
                 async with aclosing(self.view_lines(body)) as lines:
                     async for line in lines:
                         if not started:
-                            headers = [(b"content-type", NDJSON), (b"cache-control", b"no-store")]
-                            await send({"type": "http.response.start", "status": 200, "headers": headers})
+                            await begin()
                             started = True
                         await send({"type": "http.response.body", "body": line, "more_body": True})
             except Refused as refused:
@@ -169,6 +173,8 @@ class Api:
                     await answer_error(send, refused.status, refused.error)
                     return
                 await send({"type": "http.response.body", "body": to_line({"error": refused.error}), "more_body": True})
+            if not started:  # no view was asked for
+                await begin()
             await send({"type": "http.response.body", "body": b""})
 
         return sender

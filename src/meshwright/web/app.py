@@ -16,11 +16,12 @@ from starlette.routing import Route
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.frame import TYPES, live_page, static_file, static_names
 from meshwright.view.page.runs import RunFolders
+from meshwright.web import schema
 from meshwright.web.api import QUICK, SEARCHED, Api
 from meshwright.web.cache import Cache
 from meshwright.web.jobs import Pool
 from meshwright.web.safety import Guard
-from meshwright.web.worker import to_line
+from meshwright.web.worker import failure, to_line
 
 QUICK_LIMIT_S, SEARCH_LIMIT_S = 20.0, 180.0
 QUICK_WAITING, SEARCH_WAITING = 400, 16
@@ -55,12 +56,19 @@ def create(port: Callable[[], int], runs: Path | None = None) -> Guard:
         Route("/static/{path:path}", static),
         Route("/api/views", api.views, methods=["POST"]),
         Route("/api/catalog", api.catalog, methods=["GET"]),
+        Route("/api/openapi.json", openapi, methods=["GET"]),
         Route("/api/runs", api.runs, methods=["GET"]),
         Route("/api/runs/{name}", api.run, methods=["GET"]),
         *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found})
+    app = Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found, 500: internal_error}
+    )
     return Guard(app, port, digest)
+
+
+async def openapi(request: Request) -> Response:
+    return Response(to_line(schema.document()), media_type="application/json")
 
 
 async def static(request: Request) -> Response:
@@ -74,6 +82,11 @@ async def static(request: Request) -> Response:
     if request.headers.get("if-none-match") == etag:
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+async def internal_error(request: Request, error: Exception) -> Response:
+    """A bug of the server, in the one shape of errors; the traceback is in the log."""
+    return Response(to_line({"error": failure(error)["error"]}), 500, media_type="application/json")
 
 
 async def not_found(request: Request, error: Exception | None) -> Response:

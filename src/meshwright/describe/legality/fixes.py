@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from meshwright.describe.legality.case import Case, Flag
 
@@ -104,7 +107,13 @@ def _quoted(word: str) -> str:
 
 def divisors(n: int) -> list[int]:
     """All divisors in order, by trial division up to √n; a number beyond 2⁴⁴ has only 1, which bounds the time."""
+    return list(_divisors(n))
+
+
+@lru_cache(maxsize=4096)
+def _divisors(n: int) -> tuple[int, ...]:
     if n > 2**44:
-        return [1]
-    small = [d for d in range(1, min(int(n**0.5), 1 << 20) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+        return (1,)
+    tried = np.arange(1, min(math.isqrt(max(n, 0)), 1 << 20) + 1)
+    small = tried[n % tried == 0].tolist()
+    return tuple(sorted({*small, *(n // d for d in small)}))
