@@ -214,3 +214,17 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
             await pool.close()
 
     asyncio.run(scenario())
+
+
+def test_one_broken_view_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def data(self: View, subject: Any) -> dict[str, Any]:
+        return {"good": True} if self.name == "memory" else {"bad": 1 / 0}
+
+    monkeypatch.setattr(View, "data", data)
+    lines = list(tasks.views({"config": PLAN_FILE, "views": ["verdict", "memory"]}))
+    assert [(line["view"], line["error"] and line["error"]["code"]) for line in lines] == [
+        ("verdict", "MW-WEB-009"),
+        ("memory", None),
+    ]
+    illegal = {**PLAN_FILE, "plan": {"tp": 3}}
+    assert next(tasks.views({"config": illegal, "views": ["verdict"]}))["error"]["code"] == "MW-PLAN-005"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,42 +28,42 @@ CACHE_BYTES = 64 * 2**20
 TASKS = ("estimate", "plan", "simulate", "show", "choices", "text", "model", "cluster")
 
 
-def create(port: Callable[[], int], runs: Path | None = None) -> Guard:
-    """The application for a server on `port()` of this machine; run folders are shown below `runs`."""
-    html, digest = live_page()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
-    pools: dict[str, Pool] = {}
-    api = Api(pools, Cache(CACHE_BYTES), RunFolders(runs))
+class Site:
+    """The application of a server on `port` of this machine, and the worker processes behind it; run folders are shown below `runs`."""
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        pools[QUICK] = Pool(QUICK, max(2, min(cores, 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
-        pools[SEARCHED] = Pool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
-        for pool in pools.values():
+    def __init__(self, port: int, runs: Path | None = None) -> None:
+        self.html, digest = live_page()
+        self.pools: dict[str, Pool] = {}
+        self.app = Guard(Starlette(routes=self.routes(runs), exception_handlers=HANDLERS), port, digest)
+
+    def routes(self, runs: Path | None) -> list[Route]:
+        api = Api(self.pools, Cache(CACHE_BYTES), RunFolders(runs))
+        return [
+            Route("/", self.index),
+            Route("/static/{path:path}", static),
+            Route("/api/views", api.views, methods=["POST"]),
+            *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
+            Route("/api/catalog", api.catalog, methods=["GET"]),
+            Route("/api/openapi.json", openapi, methods=["GET"]),
+            Route("/api/runs", api.runs, methods=["GET"]),
+            Route("/api/runs/{name}", api.run, methods=["GET"]),
+        ]
+
+    async def index(self, request: Request) -> Response:
+        return Response(self.html, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
+
+    async def start(self) -> None:
+        """Start the worker processes."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+        self.pools[QUICK] = Pool(QUICK, max(2, min(cores, 4)), QUICK_WAITING, QUICK_LIMIT_S, finish=True)
+        self.pools[SEARCHED] = Pool(SEARCHED, 2, SEARCH_WAITING, SEARCH_LIMIT_S, finish=False)
+        for pool in self.pools.values():
             await pool.start()
-        try:
-            yield
-        finally:
-            for pool in pools.values():
-                await pool.close()
 
-    async def index(request: Request) -> Response:
-        return Response(html, media_type="text/html; charset=utf-8", headers={"cache-control": "no-cache"})
-
-    routes = [
-        Route("/", index),
-        Route("/static/{path:path}", static),
-        Route("/api/views", api.views, methods=["POST"]),
-        Route("/api/catalog", api.catalog, methods=["GET"]),
-        Route("/api/openapi.json", openapi, methods=["GET"]),
-        Route("/api/runs", api.runs, methods=["GET"]),
-        Route("/api/runs/{name}", api.run, methods=["GET"]),
-        *(Route(f"/api/{name}", api.task(name), methods=["POST"]) for name in TASKS),
-    ]
-    app = Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers={404: not_found, 405: not_found, 500: internal_error}
-    )
-    return Guard(app, port, digest)
+    async def stop(self) -> None:
+        """End the worker processes and what they compute."""
+        for pool in self.pools.values():
+            await pool.close()
 
 
 async def openapi(request: Request) -> Response:
@@ -96,3 +95,6 @@ async def not_found(request: Request, error: Exception | None) -> Response:
     found = MeshwrightError("MW-WEB-005", what, fix="GET /api/openapi.json lists the addresses")
     headers = getattr(error, "headers", None) or {}
     return Response(to_line({"error": found.as_dict()}), status, headers=headers, media_type="application/json")
+
+
+HANDLERS: Any = {404: not_found, 405: not_found, 500: internal_error}

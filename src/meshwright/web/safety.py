@@ -9,7 +9,6 @@ policy    The page runs the modules of this server and the one import map whose 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,7 +31,7 @@ def policy(import_map_hash: str) -> str:
 class Guard:
     """Refuses requests of other hosts and origins and adds the headers of safety to every answer."""
 
-    def __init__(self, app: ASGIApp, port: Callable[[], int], import_map_hash: str) -> None:
+    def __init__(self, app: ASGIApp, port: int, import_map_hash: str) -> None:
         self.app, self.port = app, port
         self.headers = [
             (b"content-security-policy", policy(import_map_hash).encode("ascii")),
@@ -76,8 +75,7 @@ class Guard:
         return None
 
     def allowed(self) -> list[str]:
-        port = self.port()
-        return [f"{name}:{port}" for name in NAMES] + (list(NAMES) if port == 80 else [])
+        return [f"{name}:{self.port}" for name in NAMES] + (list(NAMES) if self.port == 80 else [])
 
     def with_headers(self, send: Send) -> Send:
         async def wrapped(message: Message) -> None:

@@ -17,7 +17,7 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
     try:
         import uvicorn
 
-        from meshwright.web.app import create
+        from meshwright.web.app import Site
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("starlette", "uvicorn"):
             raise
@@ -29,16 +29,27 @@ def serve(port: int, runs: Path | None, ready: Callable[[str], None]) -> None:
         ) from None
     listening = listen(port)
     number = listening.getsockname()[1]
-    app = create(lambda: number, runs)
+    site = Site(number, runs)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await site.start()
             await super().startup(sockets)
             if self.started:
                 ready(f"http://{HOST}:{number}")
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().shutdown(sockets)
+            await site.stop()
+
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=2, ws="none"
+        site.app,
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+        ws="none",
     )
     try:
         Server(config).run(sockets=[listening])

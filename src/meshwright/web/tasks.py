@@ -6,6 +6,8 @@ The functions run in worker processes. Each calls what the command of the same n
 from __future__ import annotations
 
 import json
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -114,7 +116,37 @@ def line(
             found["compare_data"] = view(name).data(second.with_options(options))
     except MeshwrightError as error:
         found["error"] = error.as_dict()
+    except Exception as error:
+        # A view may fail on a plan that is illegal here: that is then the error to show. The other views are computed all the same.
+        found["error"] = (problem_of(subject) or internal_error(error)).as_dict()
     return found
+
+
+def problem_of(subject: Subject) -> MeshwrightError | None:
+    """The first rule that the plan breaks here; None where it is legal."""
+    try:
+        subject.config.check()
+    except MeshwrightError as error:
+        return error
+    return None
+
+
+def internal_error(error: Exception) -> MeshwrightError:
+    """The error of a bug in Meshwright, or of a request that needs more memory than a worker may use."""
+    if isinstance(error, MemoryError):
+        return MeshwrightError(
+            "MW-WEB-006",
+            "this request needs more memory than a worker of the server may use",
+            fix="fewer stages, micro-batches or GPUs; or the command line, which has no such limit",
+        )
+    if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    return MeshwrightError(
+        "MW-WEB-009",
+        f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
+        why="Your input is not the cause",
+        fix="start the server with MESHWRIGHT_TRACEBACK=1 to print the traceback",
+    )
 
 
 TASKS: dict[str, Callable[[dict[str, Any]], Lines]] = {

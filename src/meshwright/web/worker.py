@@ -58,28 +58,9 @@ def answer(pipe: Connection, task: str, body: Any) -> None:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """The status and the error of a request that raised: the input is wrong, or it is too large, or Meshwright has a bug."""
-    if isinstance(error, MeshwrightError):
-        return {"status": 400, "error": error.as_dict()}
-    if isinstance(error, MemoryError | RecursionError | OverflowError):
-        found = MeshwrightError(
-            "MW-WEB-006",
-            "this request needs more memory than a worker of the server has",
-            why=f"A worker has {MEMORY_BYTES // 2**30} GiB",
-            fix="fewer stages, micro-batches or GPUs; or the command line, which has no such limit",
-        )
-        return {"status": 400, "error": found.as_dict()}
-    if os.environ.get("MESHWRIGHT_TRACEBACK") == "1":
-        import traceback
-
-        traceback.print_exception(error)
-    found = MeshwrightError(
-        "MW-WEB-009",
-        f"internal error in Meshwright: {type(error).__name__}: {error}"[:500],
-        why="Your input is not the cause",
-        fix="start the server with MESHWRIGHT_TRACEBACK=1 to print the traceback",
-    )
-    return {"status": 500, "error": found.as_dict()}
+    """The status and the error of a request that raised: the input is wrong, it is too large, or Meshwright has a bug."""
+    found = error if isinstance(error, MeshwrightError) else tasks.internal_error(error)
+    return {"status": 500 if found.code == "MW-WEB-009" else 400, "error": found.as_dict()}
 
 
 def to_line(value: Any) -> bytes:

@@ -38,7 +38,6 @@ def _view(name: str, title: str, kind: Literal["cheap", "search"] = CHEAP, modul
 
 VIEWS: dict[str, View] = dict(
     [
-        _view("summary", "Summary"),
         _view("verdict", "The verdict"),
         _view("advice", "The best next changes", SEARCH),
         _view("memory", "Memory per GPU"),
