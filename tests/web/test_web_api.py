@@ -15,7 +15,7 @@ from meshwright.describe.config import Config, load
 from meshwright.view.page.registry import CHEAP, SEARCH, VIEWS, View
 from meshwright.web import tasks
 from meshwright.web.jobs import Pool, Refused
-from web.running import CLIENT
+from web.running import CLIENT, run_async
 
 PLAN_FILE: dict[str, Any] = {
     "model": "llama3-8b",
@@ -159,7 +159,7 @@ def test_200_estimates_at_once(server: str) -> None:
             bodies = [{**small, "workload": {"batch": 1 + i, "seq": 128}} for i in range(200)]
             return await asyncio.gather(*(client.post(server + "/api/estimate", json=body) for body in bodies))
 
-    answers = asyncio.run(all_of_them())
+    answers = run_async(all_of_them())
     assert [answer.status_code for answer in answers] == [200] * 200
 
 
@@ -190,7 +190,7 @@ def test_an_abandoned_search_is_stopped_and_a_full_queue_refused() -> None:
         finally:
             await pool.close()
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
@@ -213,7 +213,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
         finally:
             await pool.close()
 
-    asyncio.run(scenario())
+    run_async(scenario())
 
 
 def test_one_broken_view_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
