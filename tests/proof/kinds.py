@@ -3,11 +3,12 @@
 A layout's *features* are what its plan and model turn on, one value for each family: `{"data": "zero3", "tensor": "sp",
 "model": "gpt"}`. Its *kinds* are each feature, and each axis combined with each other axis: ZeRO-3 with tensor parallelism, sp with data
 parallelism. Two layouts of the same kinds prove the same thing twice. `covering` repeatedly takes the layout with the most new
-kinds for its cost.
+kinds for its cost, then drops the layouts all of whose kinds were covered by later ones.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,4 +81,9 @@ def covering(layouts: Sequence[Any], kinds_of: Callable[[Any], set[tuple[Any, ..
         best = max(layouts, key=lambda layout: len(shown[layout] & missing) / COST[layout.plan.world])
         chosen.add(best)
         missing -= shown[best]
+    times = Counter(kind for layout in chosen for kind in shown[layout])
+    for layout in sorted(layouts, key=lambda layout: -COST[layout.plan.world]):
+        if layout in chosen and all(times[kind] > 1 for kind in shown[layout]):
+            chosen.remove(layout)
+            times.subtract(shown[layout])
     return [layout for layout in layouts if layout in chosen]

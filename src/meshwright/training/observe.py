@@ -16,7 +16,6 @@ compressors) are added first.
 from __future__ import annotations
 
 import weakref
-from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +62,7 @@ class Observer(TorchDispatchMode):
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes)
         self.seen: dict[tuple[str, str], list[int]] = {}
         self.unknown: set[str] = set()
+        self.names: dict[int, str] = {}  # by the id of an operator, whose hash is slow; torch keeps operators until it ends
         self.in_operator = False  # an operator that communicates is counted; the call it makes to its group is not
         self.memory = LiveBytes(trainer.parallel.mesh.device)
         masters = trainer.masters.pieces if trainer.masters is not None else []
@@ -92,18 +92,28 @@ class Observer(TorchDispatchMode):
         collectives = {key: (count, size) for key, (count, size) in self.seen.items()}
         return Observed(collectives, self.memory.peak, sorted(self.unknown))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would wrap `__torch_dispatch__` to guard it against compilation, for a third of the time of an observed step."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by every operator of a step, thousands of times: the path of an operator that does not communicate is short."""
         if DTensor in types:
             return NotImplemented  # first decompose into operators on local tensors, which include the collectives
-        name = distributed_operator(func)
-        self.in_operator = bool(name)
-        out = func(*args, **(kwargs or {}))
-        self.in_operator = False
+        name = self.names.get(id(func))
+        if name is None:
+            name = self.names[id(func)] = distributed_operator(func)
         if name:
+            self.in_operator = True
+            out = func(*args, **(kwargs or {}))
+            self.in_operator = False
             if name in COLLECTIVES:
                 self._count(name, args, out)
             elif name not in NOT_COUNTED:
                 self.unknown.add(name)
+        else:
+            out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor):  # most operators
             self.memory.add(out)
         elif out is not None:
@@ -133,7 +143,6 @@ class Observer(TorchDispatchMode):
             self.unknown.add(operation)
 
 
-@cache
 def distributed_operator(func: Any) -> str:
     """The name of an operator that communicates, or nothing."""
     name = func.name().partition(".")[0]
@@ -184,16 +193,18 @@ class LiveBytes:
         if tensor.device.type != self.device:
             return
         storage = local_tensor(tensor).untyped_storage()
-        key = id(storage)
-        if key not in self._sizes:
-            self._sizes[key] = 0
+        key, size = id(storage), storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
             self._freed[key] = weakref.ref(storage, lambda _: self._free(key))
-        self._set(key, storage.nbytes())
+        if known != size:
+            self._set(key, size)
 
     def _set(self, key: int, size: int) -> None:
-        self.now += size - self._sizes[key]
+        self.now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak = self.now
 
     def _free(self, key: int) -> None:
         self.now -= self._sizes.pop(key)

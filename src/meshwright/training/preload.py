@@ -9,6 +9,7 @@ import signal
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
+import numpy.ma  # the first call of np.unique loads it
 import torch
 import torch._dynamo
 import torch.distributed
@@ -21,4 +22,4 @@ import meshwright.training.rank
 
 torch.set_num_threads(1)
 
-__all__ = ["meshwright", "torch"]
+__all__ = ["meshwright", "numpy", "torch"]
