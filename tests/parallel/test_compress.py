@@ -213,12 +213,13 @@ Z = {"replicate": 1, "shard": 2}
 PROVED = [
     {"compression": "threshold", "compression_threshold": 1.5},
     {"comm_dtype": "fp8", "tp": 2, "sp": True},
-    {"compression": "powersgd", "compression_rank": 2, **Z, "zero": 3, "tp": 2},
+    {"compression": "powersgd", "compression_rank": 2, **Z, "zero": 3},
 ]
 PROVED_IN_SOAK = [
     {"compression": "int4"},
     {"compression": "int8", "tp": 2},
     {"compression": "powersgd", "compression_rank": 2, "tp": 2},
+    {"compression": "powersgd", "compression_rank": 2, **Z, "zero": 3, "tp": 2},
     {"compression": "int8", "pp": 2, "schedule": "zbv", "virtual": 2},
     {"compression": "int4", **Z, "zero": 1},
     {"compression": "threshold", **Z, "zero": 2},

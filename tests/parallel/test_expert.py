@@ -67,17 +67,22 @@ ROUTERS = {
 }
 ROUTED = [
     ("capacity", {"replicate": 2, "ep": 2, "microbatch": 4}),
-    ("capacity", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}),
     ("capacity", {"cp": 2, "ep": 2, "microbatch": 8}),
     ("losses", {"replicate": 2, "tp": 2, "sp": True, "ep": 2, "microbatch": 4}),
-    ("expert choice", {"shard": 2, "zero": 3, "ep": 2, "microbatch": 4}),
     ("expert choice", {"tp": 2, "sp": True, "microbatch": 8}),
+]
+ROUTED_IN_SOAK = [
+    ("capacity", {"replicate": 2, "tp": 2, "ep": 2, "microbatch": 4}),
+    ("expert choice", {"shard": 2, "zero": 3, "ep": 2, "microbatch": 4}),
 ]
 LOWERED = [
     ("qwen", {"replicate": 2, "ep": 2, "microbatch": 2}),
+    ("deepseek", {"replicate": 2, "ep": 2, "recompute": "full"}),
+    ("deepseek", {"pp": 2, "layers_per_stage": (1, 2)}),
+]
+LOWERED_IN_SOAK = [
     ("deepseek", {"replicate": 2, "tp": 2, "ep": 2, "sp": True, "recompute": "full"}),
     ("deepseek", {"shard": 4, "zero": 3, "ep": 2}),
-    ("deepseek", {"pp": 2, "layers_per_stage": (1, 2)}),
 ]
 
 
@@ -111,7 +116,7 @@ def test_a_layout_trains_what_one_device_trains(case):
     agree(one_device(case[0]), many(*case))
 
 
-@pytest.mark.parametrize("case", ROUTED, ids=title)
+@pytest.mark.parametrize("case", [*ROUTED, *ranks.soak([(case,) for case in ROUTED_IN_SOAK])], ids=title)
 def test_statistics_are_of_all_tokens_whoever_holds_them(case):
     router, fields = case
     agree(one_device("mixtral", router), many("mixtral", fields, router))
@@ -195,11 +200,15 @@ def bias_added_by_every_rank():
 @pytest.mark.parametrize(
     ("bug", "name", "fields", "router"),
     [
-        (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
         (gradients_not_summed, "mixtral", {"tp": 2, "expert_tp": 1}, ""),
         (statistics_of_one_rank, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, "losses"),
         (answers_in_another_order, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
-        (bias_added_by_every_rank, "qwen", {"tp": 2}, ""),
+        *ranks.soak(  # in the corpus of bugs
+            [
+                (gradients_over_dp, "mixtral", {"replicate": 2, "ep": 2, "microbatch": 4}, ""),
+                (bias_added_by_every_rank, "qwen", {"tp": 2}, ""),
+            ]
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -270,7 +279,7 @@ def test_shared_experts_run_while_tokens_travel():
         assert log[:3] == ["send", "wait", "shared"]
 
 
-@pytest.mark.parametrize("case", LOWERED, ids=title)
+@pytest.mark.parametrize("case", [*LOWERED, *ranks.soak([(case,) for case in LOWERED_IN_SOAK])], ids=title)
 def test_what_is_sent_was_lowered_or_is_explained(case):
     name, fields = case
     plan = Plan(**fields, param_dtype="fp32", master=False)

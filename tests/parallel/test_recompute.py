@@ -184,13 +184,14 @@ SPLIT = {"pp": 2, "schedule": "zbv", "virtual": 2}
     ("plan", "model"),
     [
         ({"tp": 2, "sp": True, "recompute": "full"}, {"norms_per_layer": 4}),
-        ({"tp": 2, "sp": True, "recompute": "full", "recompute_every": 3, **SPLIT}, {"layers": 9}),
+        ({"recompute": "full", "recompute_every": 3, **SPLIT}, {"layers": 9}),
         ({"replicate": 2, "ep": 2, "recompute": "full", "recompute_every": 2}, {"experts": 4, "top_k": 2}),
         *ranks.soak(
             [
                 ({"tp": 2, "recompute": "full"}, {}),
                 ({"tp": 2, "sp": True, "recompute": "selective"}, {}),
                 ({"tp": 2, "sp": True, "recompute": "full", **SPLIT}, {}),
+                ({"tp": 2, "sp": True, "recompute": "full", "recompute_every": 3, **SPLIT}, {"layers": 9}),
                 ({"shard": 2, "zero": 3, "recompute": "full"}, {}),
                 ({"tp": 2, "recompute": "full"}, {"kind": "mlp"}),
             ]

@@ -72,7 +72,7 @@ def drawn(i):
 
 def test_every_legal_plan_folds():
     seen = Counter()
-    for i in range(300):
+    for i in range(120):
         config = drawn(i)
         config.plan.check(config.model, config.workload)
         try:
@@ -83,7 +83,7 @@ def test_every_legal_plan_folds():
             if error.code not in (TOO_MANY, NOT_RUN):
                 pytest.fail(f"draw {i} of seed {SEED}, {config.plan.title()}: {error}")
             seen[error.code] += 1
-    assert seen["folded"] > 150, seen
+    assert seen["folded"] > 60, seen
 
 
 @pytest.mark.slow
