@@ -62,7 +62,7 @@ class Observer(TorchDispatchMode):
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes)
         self.seen: dict[tuple[str, str], list[int]] = {}
         self.unknown: set[str] = set()
-        self.names: dict[int, str] = {}  # by the id of an operator, whose hash is slow; torch keeps operators until it ends
+        self.names: dict[int, str] = {}  # of operators that communicate, by id: the hash of an operator is slow
         self.in_operator = False  # an operator that communicates is counted; the call it makes to its group is not
         self.memory = LiveBytes(trainer.parallel.mesh.device)
         masters = trainer.masters.pieces if trainer.masters is not None else []
