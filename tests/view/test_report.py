@@ -52,6 +52,15 @@ def test_a_diverged_run_is_drawn_up_to_its_last_finite_loss(tmp_path):
     assert "nan" not in text
 
 
+def test_the_validation_loss_is_drawn(tmp_path):
+    measurement = {"loss": [5.0, 4.0, 3.5], "validation_loss": [[1, 4.25], [2, None]]}
+    text = page([read_run(folder(tmp_path / "a", measurement=measurement))])
+    assert "loss over 3 steps; validation 4.250 (points)" in text
+    assert text.count("<circle") == 1
+    with pytest.raises(MeshwrightError, match="MW-REP-002"):
+        read_run(folder(tmp_path / "b", measurement={**measurement, "validation_loss": [["x", 1]]}))
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [

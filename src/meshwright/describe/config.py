@@ -1,4 +1,4 @@
-"""A configuration: model, cluster, stack, workload and plan, merged from names, files and overrides.
+"""A configuration: model, cluster, stack, workload, plan and data, merged from names, files and overrides.
 
     extends = "base.toml"                    # a file, relative to this one: read first, then changed by this one
     model = "llama3-70b"                     # a catalog name, or the path of a Hugging Face config.json
@@ -11,6 +11,8 @@
     batch = 1024
     [plan]
     tp = 8
+    [data]                                   # what a run trains on; only `train` reads it
+    path = "tokens"
 
 Later values win, key by key: catalog entry, then `extends` files from the first base on, then the file, then each `--set a.b=c`.
 A section that names an entry (a string, or a table with `extends`) replaces what was there; a table without `extends` changes
@@ -28,6 +30,7 @@ from typing import Any, Self
 from meshwright.describe import catalog, legality
 from meshwright.describe.base import SECTIONS, Described
 from meshwright.describe.cluster import Accelerator, Cluster, Link
+from meshwright.describe.data import Data
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
@@ -42,6 +45,7 @@ CLASSES: dict[str, type[Described]] = {
     "stack": Stack,
     "workload": Workload,
     "plan": Plan,
+    "data": Data,
 }
 PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
 Part = str | dict[str, Any] | Described
@@ -49,7 +53,7 @@ Part = str | dict[str, Any] | Described
 
 @dataclass(frozen=True)
 class Config:
-    """The five objects, and the origin of every value that is not a default (by dotted path)."""
+    """The described objects, and the origin of every value that is not a default (by dotted path)."""
 
     model: Model
     cluster: Cluster
@@ -57,6 +61,7 @@ class Config:
     workload: Workload
     plan: Plan
     origins: dict[str, str] = field(default_factory=dict, compare=False)
+    data: Data = field(default_factory=Data)
 
     @classmethod
     def from_parts(
@@ -66,11 +71,19 @@ class Config:
         stack: Part = "default",
         workload: Part | None = None,
         plan: Part | None = None,
+        data: Part | None = None,
         overrides: Iterable[str] = (),
     ) -> Self:
         """Merge names, tables or objects, one for each section."""
         draft = Draft()
-        given = {"model": model, "cluster": cluster, "stack": stack, "workload": workload, "plan": plan}
+        given = {
+            "model": model,
+            "cluster": cluster,
+            "stack": stack,
+            "workload": workload,
+            "plan": plan,
+            "data": data,
+        }
         for section, part in given.items():
             if part:
                 draft.merge(section, part.as_dict() if isinstance(part, Described) else part, "given", HERE)
@@ -107,7 +120,7 @@ class Config:
                     valid=catalog.names(NAMED[section]),
                     fix=f"--set {section}=NAME",
                 )
-        for section in ("workload", "plan"):
+        for section in ("workload", "plan", "data"):
             draft.tables.setdefault(section, {})
         parts: dict[str, Any] = {name: CLASSES[name](**draft.resolved(name)) for name in SECTIONS}
         config = cls(**parts, origins=draft.origins)
@@ -120,7 +133,7 @@ class Config:
         if self.cluster.gpus or not any(path.startswith("plan.") for path in self.origins) or not reaches:
             return self
         origins = {**self.origins, "cluster.gpus": "the plan's world size"}
-        return type(self)(self.model, self.cluster.with_gpus(world), self.stack, self.workload, self.plan, origins)
+        return replace(self, cluster=self.cluster.with_gpus(world), origins=origins)
 
     def check(self) -> Self:
         """Raise the first rule of `describe.legality` that the plan breaks here; return the configuration otherwise."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.describe import catalog, hf
 from meshwright.describe.base import SECTIONS
+from meshwright.describe.data import paths_in
 from meshwright.describe.files import DEPTH, parse_toml, read_text
 from meshwright.errors import MeshwrightError, nearest, shown, unknown
 
@@ -83,6 +84,8 @@ class Draft:
         if not isinstance(given, str | dict):
             raise MeshwrightError("MW-CONF-009", f"in {origin}: [{section}] is neither a name nor a table")
         given = {"extends": given} if isinstance(given, str) else dict(given)
+        if section == "data":
+            given = paths_in(given, folder)
         source = Source(origin, lines or {})
         if "extends" in given:
             self.clear(section)

@@ -80,11 +80,15 @@ class Measurement(Result):
     warmup: int = 0
     spread: float = 0.0
     loss: list[float] = field(default_factory=list)
+    validation_loss: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) of each evaluation
     kept_copies: float | None = None  # share of token copies that the routers' capacity kept; None if it drops none
 
     def as_dict(self) -> dict[str, Any]:
         """All fields; a loss that is NaN or infinite becomes null, because JSON cannot represent it."""
-        return super().as_dict() | {"loss": [loss if isfinite(loss) else None for loss in self.loss]}
+        return super().as_dict() | {
+            "loss": [loss if isfinite(loss) else None for loss in self.loss],
+            "validation_loss": [[step, loss if isfinite(loss) else None] for step, loss in self.validation_loss],
+        }
 
     def __sub__(self, prediction: Prediction) -> list[Difference]:
         """Predicted and measured values of every quantity that both results have."""

@@ -102,6 +102,29 @@ class Parallel:
             total += loss.detach()
         return total
 
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: torch.Tensor, targets: torch.Tensor, documents_BS: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """This rank's part of the loss, summed over valid tokens: forward only, without dropout. Zero where the loss is computed
+        on another pipeline stage."""
+        self.documents_BS = documents_BS
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for module in self.stages.values():
+            module.eval()
+        if self.pipeline is not None:
+            part = self.pipeline.evaluate(inputs, targets, self.loss)
+            total = total if part is None else total + part
+        else:
+            (module,) = self.stages.values()
+            size = self.plan.microbatch
+            for i, (x, y) in enumerate(zip(inputs.split(size), targets.split(size), strict=True)):
+                with self.microbatch_scope(i):
+                    total += self.loss(module(x), y)
+        for module in self.stages.values():
+            module.train()
+        return total
+
     def groups(self, axis: str) -> list[distributed.ProcessGroup]:
         """The groups over which to sum, one after the other, a number that all ranks of an axis need."""
         if self.local is not None:

@@ -121,6 +121,7 @@ class Stage(PipelineStage):
         )
         self.reduction = reduction
         self.scope: Scope = no_scope
+        self.shape_of_input = inputs  # a meta tensor
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.scope(fwd_chunk_id):
@@ -171,6 +172,7 @@ class Pipeline:
         for stage in stages:
             stage.scope = scope
         self.stages, self.microbatches = stages, program.microbatches
+        self.program, self.mesh, self.scope = program, mesh, scope
         self.first = any(stage.is_first for stage in stages)
         self.last = any(stage.is_last for stage in stages)
         self.runtime = schedules._PipelineScheduleRuntime(stages, program.microbatches, loss_fn=loss, scale_grads=False)
@@ -190,6 +192,35 @@ class Pipeline:
         arguments = (inputs,) if self.first else ()
         self.runtime.step(*arguments, target=targets if self.last else None, losses=losses, return_outputs=False)
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else None
+
+    @torch.no_grad()
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor, loss: Loss) -> torch.Tensor | None:
+        """The summed loss of all micro-batches, forward only, on the rank of the last stage.
+
+        Each rank runs its stages in the order (micro-batch, stage), receives the input of a stage from the rank before and sends
+        its output on. Sends do not wait, so ranks work on different micro-batches at the same time."""
+        group, rank_of, total = self.mesh.group("pp"), self.program.rank_of, None
+        messages: list[tuple[distributed.Work | None, torch.Tensor]] = []
+        for i, (x, target) in enumerate(
+            zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
+        ):
+            for stage in sorted(self.stages, key=lambda stage: stage.stage_index):
+                index = stage.stage_index
+                if index and rank_of[index - 1] != rank_of[index]:
+                    x = torch.empty_like(stage.shape_of_input, device=self.mesh.device, requires_grad=False)
+                    distributed.recv(x, group=group, group_src=rank_of[index - 1])
+                with self.scope(i):
+                    x = stage.submod(x)
+                if stage.is_last:
+                    part = loss(x, target).to(torch.float64)
+                    total = part if total is None else total + part
+                elif rank_of[index + 1] != rank_of[index]:
+                    x = x.contiguous()
+                    messages.append((distributed.isend(x, group=group, group_dst=rank_of[index + 1]), x))
+        for work, _ in messages:
+            if work is not None:
+                work.wait()
+        return total
 
 
 def actions_of(program: PipelineProgram) -> dict[int, list]:

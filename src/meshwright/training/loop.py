@@ -7,8 +7,8 @@
     5  norm       the global gradient norm and loss, in one small all-reduce
     6  update     clip, step, zero
 
-Hooks receive each finished step (metrics, progress, proofs). A hook in `after_gradients` runs when gradients are
-complete and not yet clipped.
+Hooks receive each finished step (metrics, progress, proofs) and may return its record with more in it (evaluation). A hook in
+`after_gradients` runs when gradients are complete and not yet clipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Trainer:
     settings: Settings = field(default_factory=Settings)
     ahead: int = 0  # steps whose batches a thread prepares in advance
     after_gradients: list[Callable[[int], None]] = field(default_factory=list)
-    after_step: list[Callable[[StepRecord], None]] = field(default_factory=list)
+    after_step: list[Callable[[StepRecord], StepRecord | None]] = field(default_factory=list)
     step: int = 0
     unfinished: bool = False  # a step began and has not ended: true at the next step if this one raised
 
@@ -93,7 +93,7 @@ class Trainer:
         record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated)
         self.step += 1
         for report in self.after_step:
-            report(record)
+            record = report(record) or record
         return record
 
     def update(self) -> None:

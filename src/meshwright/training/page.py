@@ -56,6 +56,7 @@ class ProgressDisplay:
     def __init__(self, steps: int, out: Console, progress: Progress | None) -> None:
         self.steps, self.out, self.progress = steps, out, progress
         self.losses: list[float] = []
+        self.validation = ""  # the last validation loss
         self.started = self.printed = time.monotonic()
         self.task: Any = progress.add_task("", total=steps, words="starting processes") if progress else None
         self.lock = threading.Lock()
@@ -65,6 +66,9 @@ class ProgressDisplay:
         self.losses.append(record.loss)
         rate = format_count(record.tokens / record.seconds)
         words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
+        if record.validation_loss is not None:
+            self.validation = f"  validation {record.validation_loss:.4f}"
+        words += self.validation
         words += f"  {expert_balance(record.router)}" if record.router else ""
         if self.progress is not None:
             # Rich would cut the bar before the words, so the words are cut here.
@@ -139,6 +143,10 @@ def page(training: Training, folder: str) -> RenderableType:
         (f"  ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)})", "dim"),
     )
     lines = [title, *(Text(f"not run: {part}", "yellow") for part in training.config.model.not_run), loss, step]
+    evaluated = [loss for _, loss in m.validation_loss]
+    if evaluated:
+        change = f"{evaluated[0]:.3f} → {evaluated[-1]:.3f}  "
+        lines.insert(-1, Text.assemble(("validation loss ", "dim"), change, (sparkline(evaluated), "cyan")))
     if training.diverged_at is not None:
         lines.append(Text(f"Loss is NaN or infinite from step {training.diverged_at} on", "bold red"))
     if training.interference is not None:

@@ -136,6 +136,7 @@ class CommRecorder:
         self._replace(operators, "wait_tensor", FunctionalWait(self, operators.wait_tensor))
         self.trainer.after_gradients.insert(0, self._gradients_complete)
         self.trainer.after_step.insert(0, self._step_complete)
+        self.trainer.after_step.append(self._hooks_complete)
         self.clock.begin_step()
         return self
 
@@ -144,6 +145,7 @@ class CommRecorder:
             self._undo.pop()()
         self.trainer.after_gradients.remove(self._gradients_complete)
         self.trainer.after_step.remove(self._step_complete)
+        self.trainer.after_step.remove(self._hooks_complete)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         plain = vars(owner)[name]
@@ -223,6 +225,10 @@ class CommRecorder:
             for e in self.events
         ]  # fmt: skip
         self.steps.append(RecordedStep(record.step, ended - record.seconds, seconds(self.gradients), ended, events))
+        self._hooks_complete(record)
+
+    def _hooks_complete(self, record: StepRecord) -> None:
+        """Drop what was issued since the step ended: a hook that communicates (evaluation) belongs to no step."""
         self.events.clear()
         self.waiting.clear()
         self.clock.begin_step()

@@ -19,6 +19,7 @@ class StepRecord:
     seconds: float
     router: dict[str, float] = field(default_factory=dict)  # balance of the experts in the layer that is worst balanced
     updated: bool = True  # False if gradients overflowed in fp16 and the update was skipped
+    validation_loss: float | None = None  # of the validation data after this step; None if they were not evaluated
 
     def row(self) -> dict[str, float]:
         """One number per column; a model with experts adds entropy, peak, idle and dropped shares of its router."""

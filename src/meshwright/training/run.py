@@ -33,6 +33,7 @@ from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training import communication, launch, timeline
 from meshwright.training.calibration import Interference, with_this_machine
+from meshwright.training.data.sources import check_data
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.units import format_flops, format_seconds
@@ -102,6 +103,7 @@ def run_training(
     """Train a plan for some steps on local processes. `listen` is called with the record of every finished step. With a
     calibration of this `machine` its constants replace those of the plan's cluster and stack."""
     check(config, steps)
+    config = replace(config, data=config.data.with_paths_in(Path.cwd()))  # the plan in the run folder must find them
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
     device, watch = resolve_device(device, config.plan.world), LoadWatch(config, machine)
@@ -156,6 +158,7 @@ def check(config: Config, steps: int) -> None:
     if steps < 1:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
     config.check_trainable()
+    check_data(config)
 
 
 def predicted(config: Config) -> Prediction:
@@ -264,6 +267,7 @@ def measure(
         warmup=warmup,
         spread=float((high - low) / middle),
         loss=[r.loss for r in records],
+        validation_loss=[(r.step, r.validation_loss) for r in records if r.validation_loss is not None],
         kept_copies=kept_in_busiest_stage(reports),
         assumed=assumed,
     )

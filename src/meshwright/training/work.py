@@ -18,7 +18,8 @@ from meshwright.lower.op import sent
 from meshwright.parallel.apply import apply
 from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
-from meshwright.training.data.corpus import Corpus
+from meshwright.training.data.samples import training_samples, validation_samples
+from meshwright.training.evaluation import Evaluation
 from meshwright.training.loop import Trainer
 from meshwright.training.lowered_names import AXES
 from meshwright.training.machine import peak_resident_bytes
@@ -29,6 +30,7 @@ from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.training.trace_step import trace_step
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
+AHEAD = 2  # steps whose batches are prepared in advance
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
@@ -42,7 +44,9 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
         seed=seed,
         order=config.plan.order or config.stack.order,
     )
-    trainer = Trainer(parallel, Corpus(config.model, config.workload.seq, seed), settings)
+    trainer = Trainer(parallel, training_samples(config, seed), settings, ahead=AHEAD)
+    if (validation := validation_samples(config)) is not None:
+        trainer.after_step.append(Evaluation(trainer, validation, config.data.eval_every))
 
     def report_step(record: StepRecord) -> None:
         if context.rank == 0:

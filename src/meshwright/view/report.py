@@ -112,7 +112,7 @@ def card(run: Run) -> str:
     )
     return (
         f'<div class="card"><h2>{html.escape(run.plan or run.name)} <span class="dim">{html.escape(run.name)}</span></h2>'
-        f'{proof_line(run.proof)}{notes}<div class="row">{comparison(run.difference)}{loss_curve(m.get("loss", []))}'
+        f'{proof_line(run.proof)}{notes}<div class="row">{comparison(run.difference)}{loss_curve(m.get("loss", []), m.get("validation_loss", []))}'
         f"{breakdown(run.prediction.get('exposed_s', {}))}</div></div>"
     )
 
@@ -164,21 +164,33 @@ def comparison(rows: list[dict[str, Any]]) -> str:
     return f"<table><tr><th></th><th>predicted</th><th>measured</th><th>error</th></tr>{body}</table>"
 
 
-def loss_curve(values: list[float | None], width: int = 300, height: int = 150) -> str:
-    """The loss by step as a line; steps whose loss is NaN or infinite are left out."""
+def loss_curve(
+    values: list[float | None], validation: list[list[Any]] | None = None, width: int = 300, height: int = 150
+) -> str:
+    """The loss by step as a line, and the validation loss as points; what is NaN or infinite is left out."""
     finite = {i: v for i, v in enumerate(values) if v is not None}
+    evaluated = {int(i): float(v) for i, v in validation or [] if v is not None and 0 <= i < len(values)}
     if len(finite) < 2:
         return ""
-    low, high = min(finite.values()), max(finite.values())
+    low, high = (pick([*finite.values(), *evaluated.values()]) for pick in (min, max))
     span = (high - low) or 1.0
-    points = " ".join(
-        f"{36 + (width - 44) * i / (len(values) - 1):.1f},{10 + (height - 34) * (high - v) / span:.1f}"
-        for i, v in finite.items()
+
+    def place(i: int, v: float) -> tuple[str, str]:
+        return f"{36 + (width - 44) * i / (len(values) - 1):.1f}", f"{10 + (height - 34) * (high - v) / span:.1f}"
+
+    points = " ".join(",".join(place(i, v)) for i, v in finite.items())
+    circles = "".join(
+        '<circle cx="{}" cy="{}" r="3" fill="var(--b)"><title>{}</title></circle>'.format(
+            *place(i, v), f"validation loss {v:.4f} after step {i}"
+        )
+        for i, v in evaluated.items()
     )
+    words = f"loss over {len(values)} steps"
+    words += f"; validation {list(evaluated.values())[-1]:.3f} (points)" if evaluated else ""
     return (
         f'<svg width="{width}" height="{height}" role="img" aria-label="loss by step"><polyline points="{points}" fill="none" stroke="var(--a)" '
-        f'stroke-width="2"/><text x="2" y="14">{high:.2f}</text><text x="2" y="{height - 22}">{low:.2f}</text>'
-        f'<text x="36" y="{height - 4}">loss over {len(values)} steps</text></svg>'
+        f'stroke-width="2"/>{circles}<text x="2" y="14">{high:.2f}</text><text x="2" y="{height - 22}">{low:.2f}</text>'
+        f'<text x="36" y="{height - 4}">{words}</text></svg>'
     )
 
 

@@ -1,0 +1,147 @@
+"""`meshwright data`: make token files from text, and show what is in them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+HELP = {"help_option_names": ["-h", "--help"]}
+LINE_S = 2.0  # seconds between lines of progress where there is no terminal
+command = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+    help="Make token files for [data] in a run file, and show what is in them.",
+)
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@command.command("prepare")
+def prepare_command(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(help="Text, JSON lines, Parquet or Arrow files, or folders such as a Hugging Face dataset."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write.")],
+    tokenizer: Annotated[
+        str, typer.Option("--tokenizer", help="A tokenizer.json, or bytes: each byte of the text is a token.")
+    ],
+    field: Annotated[str, typer.Option("--field", help="The field with the text, in JSON lines and tables.")] = "text",
+    document: Annotated[
+        str,
+        typer.Option("--document", help="What a document of a text file is: file, line or blank-line (separated by)."),
+    ] = "file",
+    format: Annotated[
+        str, typer.Option("--format", help="text, jsonl, parquet or arrow. Default: by the ending of each file.")
+    ] = "auto",
+    split: Annotated[
+        str, typer.Option("--split", help="The split of a dataset folder: train, validation or test.")
+    ] = "",
+    end_token: Annotated[
+        str,
+        typer.Option(
+            "--end-token", help="Token after each document, or none. Default: the tokenizer's end-of-text token."
+        ),
+    ] = "",
+    workers: Annotated[
+        int, typer.Option("--workers", help="Worker processes. Default: one per core.", min=0, max=4096)
+    ] = 0,
+    json: Json = False,
+) -> None:
+    """Tokenize text into a token file that [data] in a run file names.
+
+    The result does not depend on the number of workers. After an interruption the same command continues where it stopped;
+    a finished folder is never overwritten."""
+    from meshwright.training.data.page import contents, page
+    from meshwright.training.data.prepare.run import prepare
+    from meshwright.view.tables import show, show_json
+
+    with progress(kept=out / "partial") as listen:
+        prepare(
+            sources,
+            out,
+            tokenizer,
+            field=field,
+            document=document,
+            format=format,
+            split=split,
+            end_token=end_token,
+            workers=workers,
+            listen=listen,
+        )
+    found = contents(out)
+    if json:
+        show_json(found)
+    else:
+        show(page(found), f'[dim]written to {out}; use it with [/][bold]\\[data] path = "{out}"[/]')
+
+
+@command.command("show")
+def show_command(
+    path: Annotated[
+        Path, typer.Argument(help="A folder of `data prepare`, or the prefix of Megatron's .bin and .idx files.")
+    ],
+    samples: Annotated[int, typer.Option("--samples", help="Number of documents to show.", min=0, max=1000)] = 3,
+    tokenizer: Annotated[
+        str,
+        typer.Option("--tokenizer", help="Decode with this tokenizer.json, or bytes. Default: the copy in the folder."),
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all tokens and compare their hash with the header.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Show what is in a token file: counts, tokenizer, and the beginnings of some documents."""
+    from meshwright.training.data.page import contents, page
+    from meshwright.training.data.token_file import check_offsets, open_tokens, verify_hashes
+    from meshwright.view.tables import show, show_json
+
+    if verify:
+        file = open_tokens(path)
+        check_offsets(file)
+        if file.header is not None:
+            verify_hashes(path)
+    found = contents(path, samples, tokenizer)
+    show_json(found) if json else show(page(found))
+
+
+@contextmanager
+def progress(kept: Path) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr with rate and time left; lines where there is no terminal. If the work is interrupted, say what
+    was kept."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    err = Console(stderr=True)
+    columns = TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+    task = bar.add_task("", total=None)
+    started = printed = time.monotonic()
+    first: int | None = None  # bytes that an earlier run had done
+
+    def listen(done: int, total: int) -> None:
+        nonlocal printed, first
+        if first is None:
+            first = done
+            bar.reset(task, total=total, completed=done)
+        bar.update(task, completed=done, total=total)
+        now = time.monotonic()
+        if not err.is_terminal and now - printed > LINE_S:
+            printed = now
+            rate = (done - first) / (now - started)
+            left = f", {(total - done) / rate:.0f} s left" if rate else ""
+            print(f"tokenizing: {done / max(total, 1):.0%} of {total / 1e6:,.1f} MB{left}", file=sys.stderr, flush=True)
+
+    try:
+        with bar:
+            yield listen
+    except (KeyboardInterrupt, SystemExit):
+        if kept.is_dir():
+            print("Interrupted. Finished parts are kept: the same command continues.", file=sys.stderr)
+        raise

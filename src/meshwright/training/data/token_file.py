@@ -1,0 +1,189 @@
+"""Token files: what `meshwright data prepare` writes and `[data]` in a run file names.
+
+    tokens.bin       all tokens, one document after the other: a flat array of the smallest unsigned type that holds the
+                     vocabulary (8, 16 or 32 bits, little-endian)
+    documents.bin    document d is tokens[offsets[d] : offsets[d + 1]]: documents + 1 offsets of 64 bits
+    header.json      version, types, counts, vocabulary, tokenizer with its hash, and the hashes of the two arrays
+    tokenizer.json   a copy of the tokenizer, so that samples can be decoded; absent for bytes
+
+The arrays are memory-mapped: opening a file of any size takes milliseconds, ranks on one host share its pages, and only pages that
+batches need are read. The header is written last, so a folder with a header is complete.
+
+Megatron's `.bin` and `.idx` files are opened through the same function (`megatron`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.errors import MeshwrightError
+from meshwright.training.data import megatron
+
+FORMAT, VERSION = "meshwright tokens", 1
+HEADER, TOKENS, DOCUMENTS, TOKENIZER = "header.json", "tokens.bin", "documents.bin", "tokenizer.json"
+DTYPES = ("uint8", "uint16", "uint32")
+BLOCK = 1 << 24  # bytes, or offsets, read at a time
+HEADER_LIMIT = 50_000_000  # bytes
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a token file contains. `sources` are the names and sizes of the files it was made from."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    vocabulary: int
+    largest_token: int
+    end_token: int | None
+    tokenizer: str
+    tokenizer_hash: str
+    hashes: dict[str, str]
+    options: dict[str, Any] = field(default_factory=dict)
+    sources: list[list[Any]] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Tokens and document offsets in memory maps. `header` is None for Megatron's files, which do not store a vocabulary."""
+
+    name: str
+    tokens: np.ndarray
+    offsets: np.ndarray
+    header: Header | None = None
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token values of the tokenizer; 0 if the file does not store it."""
+        return self.header.vocabulary if self.header else 0
+
+
+def smallest_dtype(vocabulary: int) -> np.dtype:
+    """The smallest unsigned type that holds the tokens 0 … vocabulary − 1."""
+    return np.dtype(next(name for name in DTYPES if vocabulary <= np.iinfo(name).max + 1)).newbyteorder("<")
+
+
+def open_tokens(path: str | Path) -> TokenFile:
+    """Open a folder of `data prepare`, or Megatron's files PREFIX.bin and PREFIX.idx. Raises if it is missing, incomplete,
+    truncated, foreign or newer than this version."""
+    folder = Path(path)
+    if (folder / HEADER).is_file():
+        return _open_folder(folder)
+    prefix = folder.with_suffix("") if folder.suffix in (".bin", ".idx") else folder
+    if Path(f"{prefix}.idx").is_file():
+        return TokenFile(prefix.name, *megatron.open_pair(prefix))
+    if (folder / "partial").is_dir():
+        raise MeshwrightError(
+            "MW-DATA-003",
+            f"the preparation of '{folder}' is not finished",
+            why="It was interrupted, or it is still running",
+            fix="run the same `meshwright data prepare` command again: it continues where it stopped",
+        )
+    why = f"It has no {HEADER}" if folder.is_dir() else "It is neither a folder nor the prefix of .bin and .idx files"
+    raise MeshwrightError(
+        "MW-DATA-003",
+        f"'{folder}' is not a token file",
+        why=why,
+        fix=f"meshwright data prepare SOURCES --tokenizer bytes --out {folder}",
+    )
+
+
+def _open_folder(folder: Path) -> TokenFile:
+    header = read_header(folder)
+    tokens = _mapped(folder / TOKENS, np.dtype(header.dtype).newbyteorder("<"), header.tokens)
+    offsets = _mapped(folder / DOCUMENTS, np.dtype("<i8"), header.documents + 1)
+    if header.tokens == 0 or header.documents == 0:
+        raise damaged(folder, "It contains no tokens")
+    if offsets[0] != 0 or offsets[-1] != header.tokens:
+        raise damaged(folder, f"The offsets in {DOCUMENTS} do not cover the {header.tokens:,} tokens")
+    return TokenFile(folder.name, tokens, offsets, header)
+
+
+def read_header(folder: Path) -> Header:
+    """The header of a token file, checked field by field."""
+    path = folder / HEADER
+    try:
+        if path.stat().st_size > HEADER_LIMIT:
+            raise ValueError(f"it is larger than {HEADER_LIMIT // 10**6} MB")
+        document = json.loads(path.read_text("utf-8"))
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError("it is not the header of a token file")
+    except (OSError, ValueError) as error:
+        raise MeshwrightError("MW-DATA-003", f"cannot read '{path}'", why=str(error)[:200]) from None
+    version = document.get("version")
+    if version != VERSION:
+        raise MeshwrightError(
+            "MW-DATA-005",
+            f"'{folder}' has version {str(version)[:20]} of the format of token files",
+            why=f"This Meshwright reads version {VERSION}",
+            fix="prepare the tokens again, or update Meshwright",
+        )
+    try:
+        header = Header(**{key: value for key, value in document.items() if key not in ("format", "version")})
+        counts = (header.tokens, header.documents, header.vocabulary, header.largest_token)
+        if header.dtype not in DTYPES or not all(type(n) is int and 0 <= n < 2**62 for n in counts):
+            raise TypeError("a type or a count is not valid")
+        if not all(isinstance(text, str) for text in (header.tokenizer, header.tokenizer_hash)):
+            raise TypeError("the tokenizer is not named")
+        if type(header.end_token) not in (int, type(None)) or not isinstance(header.hashes, dict):
+            raise TypeError("end_token or hashes are not valid")
+    except TypeError as error:
+        raise damaged(folder, f"{HEADER}: {str(error)[:200]}") from None
+    return header
+
+
+def damaged(path: Path, why: str) -> MeshwrightError:
+    return MeshwrightError("MW-DATA-004", f"the token file '{path}' is damaged", why=why, fix="prepare it again")
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    """A memory map of exactly `count` values."""
+    try:
+        size = path.stat().st_size
+        if size != count * dtype.itemsize:
+            raise damaged(
+                path, f"It has {size:,} bytes; the header describes {count:,} values, {count * dtype.itemsize:,} bytes"
+            )
+        return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
+    except OSError as error:
+        raise MeshwrightError("MW-DATA-003", f"cannot read '{path}'", why=error.strerror or str(error)) from None
+
+
+def check_offsets(file: TokenFile) -> None:
+    """Raise if the offsets of a token file are not in ascending order; reads the whole index."""
+    for start in range(0, file.documents, BLOCK):
+        part = np.asarray(file.offsets[start : start + BLOCK + 1])
+        if (part[1:] < part[:-1]).any():
+            raise damaged(Path(file.name), "The document offsets are not in ascending order")
+
+
+def verify_hashes(folder: Path) -> None:
+    """Raise if the arrays are not those that `prepare` wrote; reads both in full."""
+    header = read_header(folder)
+    for name in (TOKENS, DOCUMENTS):
+        if file_hash(folder / name) != header.hashes.get(name):
+            raise damaged(folder / name, "Its content has changed since it was written: the hash differs")
+
+
+def file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+    except OSError as error:
+        raise MeshwrightError("MW-DATA-003", f"cannot read '{path}'", why=error.strerror or str(error)) from None
+    return digest.hexdigest()
