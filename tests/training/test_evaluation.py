@@ -38,6 +38,7 @@ def losses(context, made):
     from meshwright.training.data.samples import training_samples, validation_samples
     from meshwright.training.evaluation import Evaluation
     from meshwright.training.loop import Trainer
+    from meshwright.training.record_comm import CommRecorder
 
     out = []
     for config, evaluated in made:
@@ -45,7 +46,9 @@ def losses(context, made):
         trainer = Trainer(apply(*parts, dtype=torch.float64, seed=1), training_samples(config, 3), ahead=1)
         if evaluated:
             trainer.after_step.append(Evaluation(trainer, validation_samples(config), config.data.eval_every))
-        records = trainer.train(4)
+        with CommRecorder(trainer) as recorder:
+            records = trainer.train(4)
+        assert len({len(step.events) for step in list(recorder.steps)[1:]}) == 1  # evaluation belongs to no step
         out.append(([r.loss for r in records], [r.validation_loss for r in records], [r.router for r in records]))
         trainer.loader.close()
         distributed.barrier()
