@@ -123,6 +123,7 @@ class Parallel:
                     total += self.loss(module(x), y)
         for module in self.stages.values():
             module.train()
+        zero.reshard(self.stages.values())
         return total
 
     def groups(self, axis: str) -> list[distributed.ProcessGroup]:

@@ -9,7 +9,7 @@ A unit of `fully_shard` is `plan.wrap` layers, and one for each end of the model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -118,3 +118,11 @@ def compress_scatters(module: nn.Module, mesh: Mesh, plan: Plan, exact: set[nn.P
             out.append(CompressedScatter(compressor, parameters, axis, mesh.size(axis), exact))
             parts[0].set_custom_reduce_scatter(out[-1])
     return out
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Free gathered parameters, which torch keeps after a forward without a backward: the next step gathers them as always."""
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
