@@ -96,7 +96,7 @@ function draw() {
     if (!body.firstChild) body.append(h("p", { class: "empty" }, "Computing …"));
     return;
   }
-  if (found.every((a) => a.stale)) return;
+  if (found.length && found.every((a) => a.stale)) return;
   const data = view.needs ? Object.fromEntries(names.map((name, i) => [name, found[i].data])) : found[0].data;
   const height = body.offsetHeight, focused = focusPath(body);
   body.style.minHeight = `${height}px`; // the page does not jump while the view is drawn again

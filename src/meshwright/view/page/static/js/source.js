@@ -72,4 +72,5 @@ export const plan = (config, signal) => json("/api/plan", { body: config, signal
 export const model = (table) => json("/api/model", { body: table });
 export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
 export const runs = (signal) => json("/api/runs", { signal });
-export const run = (name, signal) => json(`/api/runs/${encodeURIComponent(name)}`, { signal });
+/** One run; `seen` of the last answer leaves out what was sent before. */
+export const run = (name, seen, signal) => json(`/api/runs/${encodeURIComponent(name)}${seen ? `?seen=${encodeURIComponent(seen)}` : ""}`, { signal });

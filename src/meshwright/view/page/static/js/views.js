@@ -19,6 +19,7 @@ import { view as sensitivity } from "meshwright/views/sensitivity.js";
 import { view as stages } from "meshwright/views/stages.js";
 import { view as strategies } from "meshwright/views/strategies.js";
 import { view as timeline } from "meshwright/views/timeline.js";
+import { view as runs } from "meshwright/views/runs.js";
 import { view as verdict } from "meshwright/views/verdict.js";
 import { view as waterfall } from "meshwright/views/waterfall.js";
 import { view as zero } from "meshwright/views/zero.js";
@@ -47,4 +48,5 @@ export const VIEWS = [
   strategies,
   zero,
   overlap,
+  runs,
 ];

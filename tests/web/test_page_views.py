@@ -1,0 +1,100 @@
+"""Every view appears, on a desktop and on a phone, without an error and without horizontal scrolling; axe-core finds no serious violation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from web.browser import DESKTOP, PHONE, fragment, settled, until
+
+Open = Callable[..., Any]
+SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
+                 plan={"tp": 2, "pp": 2, "shard": 2, "zero": 1})  # fmt: skip
+SERIOUS = ("serious", "critical")
+
+
+def names(page: Any) -> list[str]:
+    """The views of the navigation."""
+    found: list[str] = page.evaluate("import('meshwright/views.js').then((m) => m.VIEWS.map((v) => v.name))")
+    return found
+
+
+def violations(page: Any) -> list[str]:
+    """What axe-core finds: the rule, and the first element that breaks it."""
+    Axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{v['id']}: {v['help']} ({len(v['nodes'])}×, {v['nodes'][0]['html'][:160]})"
+        for v in found
+        if v["impact"] in SERIOUS
+    ]
+
+
+def go(page: Any, name: str) -> None:
+    """Open a view from its link and wait until it is drawn."""
+    page.evaluate("(name) => import('meshwright/state.js').then((s) => s.set('page.view', name))", name)
+    until(page, f"location.hash.includes('view={name}') || '{name}' === 'overview'")
+    settled(page)
+    page.locator("#view .body > *").first.wait_for()
+
+
+def wide(page: Any) -> bool:
+    """Whether the page scrolls horizontally."""
+    return bool(page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
+
+
+def test_every_view_appears_on_desktop_and_phone(server: str, open_page: Open) -> None:
+    page = open_page(server + "/" + SMALL)
+    for name in names(page):
+        go(page, name)
+        assert page.locator("#view .notice.error").count() == 0, f"{name}: {page.locator('#view').inner_text()[:400]}"
+        assert page.locator("#title").inner_text()
+        assert not wide(page), name
+        page.set_viewport_size(PHONE)
+        assert not wide(page), f"{name} on a phone"
+        page.set_viewport_size(DESKTOP)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_frame_is_accessible(server: str, open_page: Open, dark: bool) -> None:
+    page = open_page(server + "/" + SMALL, dark=dark)
+    until(page, "document.querySelectorAll('.chips input').length > 0")
+    assert violations(page) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phone", [False, True], ids=["desktop", "phone"])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_view_is_accessible(server: str, open_page: Open, dark: bool, phone: bool) -> None:
+    page = open_page(server + "/" + SMALL, dark=dark, phone=phone)
+    found = {}
+    for name in names(page):
+        go(page, name)
+        if wrong := violations(page):
+            found[name] = wrong
+    assert found == {}
+
+
+def test_a_written_file_opens_from_disk_without_a_server(open_page: Open, tmp_path: Path) -> None:
+    from meshwright.describe.config import load
+    from meshwright.view.page.bundle import document
+    from meshwright.view.page.subject import Subject
+
+    name = "</script><script>alert(1)</script>"
+    config = load("examples/llama3-70b-64xh100.toml", [f"model.name='{name}'"])
+    file = tmp_path / "plan.html"
+    file.write_text(document(Subject(config)), "utf-8")
+    page = open_page(f"file://{file}")
+    assert name in page.locator("#subject").inner_text()
+    for view in ("memory", "waterfall", "overview"):
+        link = page.get_by_role(
+            "link", name={"memory": "Memory", "waterfall": "Step time", "overview": "Overview"}[view], exact=True
+        )
+        if link.count():
+            link.click()
+            settled(page)
+            assert page.locator("#view .notice.error").count() == 0
+    assert "meshwright web" in page.locator("#inputs").inner_text()
