@@ -16,12 +16,12 @@ let answers = new Map(); // by view name: { data, compare, final, error } for th
 let asked = null; // the AbortController of the request that runs
 let shown = null; // { view, body }
 
-/** Names of the Python views whose data a view draws. */
-const needs = (view) => view.needs ?? [view.name];
-const current = () => VIEWS.find((view) => view.name === state.get().page.view) ?? VIEWS[0];
+/** Names of the Python views whose data a view draws; of its optional ones, those that there are. */
+const needs = (view) => (view.needs ?? [view.name]).filter((name) => source.has(name) || !view.optional?.includes(name));
 /** Whether the options of a view only change how it is drawn. */
 const isLocal = (name) => Boolean(VIEWS.find((view) => view.name === name)?.localOptions);
 const available = (view) => source.live || (!view.liveOnly && needs(view).every(source.has));
+const current = () => VIEWS.find((view) => view.name === state.get().page.view && available(view)) ?? VIEWS.find(available) ?? VIEWS[0];
 
 let links = []; // [view, link]
 

@@ -10,6 +10,7 @@ export const view = {
   group: "this plan",
   sentence: "The most important views of this plan together. Each heading leads to its view.",
   needs: ["verdict", "memory", "waterfall", "advice"],
+  optional: ["advice"],
   draw(element, data, context) {
     const { verdict, memory, waterfall, advice } = data, compare = context.compare;
     const link = (name, title) => h("button", { type: "button", class: "link", onclick: () => context.go(name) }, title);
@@ -34,7 +35,7 @@ export function changes(element, verdict, advice, context) {
   const apply = (words, set) => (context.live && Object.keys(set).length ? h("button", { type: "button", class: "small", onclick: () => context.update(set) }, words) : null);
   const p = verdict.pipeline;
   if (p?.advice) list.append(h("li", null, h("b", null, "Low pipeline efficiency. "), `${p.advice[0].toUpperCase()}${p.advice.slice(1)}. `, p.raise_to ? apply(`Raise to ${p.raise_to.microbatches} micro-batches`, { "workload.batch": p.raise_to.batch }) : null, " ", p.cut_to && p.cut_to.set ? apply(`Cut to ${p.cut_to.stages} stages`, p.cut_to.set) : null));
-  for (const f of advice.findings) {
+  for (const f of advice?.findings ?? []) {
     const saves = f.saves_s > 0 ? ` Saves ${format.seconds(f.saves_s)} (${format.percent(f.saves_s / advice.step_time_s)}).` : f.cost_s ? ` Costs ${format.seconds(f.cost_s)} (${format.percent(f.cost_s / advice.step_time_s)}).` : "";
     list.append(h("li", null, h("b", null, `${f.name[0].toUpperCase()}${f.name.slice(1)}. `), `${f.what}.${saves} `, f.fix ? h("code", null, f.fix) : null, " ", f.saves_s > 0 ? apply("Apply", f.set) : null));
   }

@@ -10,6 +10,7 @@ export const view = {
   group: "this plan",
   sentence: "Whether the plan fits, what bounds it, which targets it misses, and what to change next.",
   needs: ["verdict", "advice"],
+  optional: ["advice"],
   draw(element, { verdict, advice }, context) {
     element.append(h("div", { class: `notice ${verdict.fits ? "good" : "error"}` }, h("p", null, h("b", null, verdict.headline)), h("p", null, verdict.sentence)));
     const next = panel("The best next changes", null);
