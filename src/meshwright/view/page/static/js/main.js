@@ -64,7 +64,7 @@ function frame() {
   if (shown?.view === view) return shown;
   shown?.view.leave?.();
   const body = h("div", { class: "body" });
-  clear(parts.view).append(h("h2", { id: "title" }, view.title), h("p", { class: "sentence" }, view.sentence ?? ""), body);
+  clear(parts.view).append(h("h2", { id: "title" }, view.title), h("p", { class: "sentence" }, (view.sentence ?? "").split("`").map((text, i) => (i % 2 ? h("code", null, text) : text))), body);
   shown = { view, body };
   return shown;
 }

@@ -158,7 +158,7 @@ function steps(element, timeline) {
   drawn.node.addEventListener("pointerleave", hide);
   const axes = [...new Set(sides.flatMap(([, spans]) => spans.filter((s) => s.stream.startsWith("comm:")).map((s) => s.stream.slice(5))))];
   box.append(legend([{ label: "forward", colour: "forward" }, { label: "backward", colour: "backward" }, { label: "block of the model", colour: "recompute" }, ...axes.map((a) => ({ label: `${a} communication`, colour: a })), { label: "optimizer", colour: "optimizer" }, { label: "host", colour: "host" }]));
-  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: format.seconds, align: "right" }, { title: "simulated", key: "simulated", text: format.seconds, align: "right" }], totals(timeline), { caption: "Busy seconds of rank 0 by stream" }));
+  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: (v) => format.seconds(v), align: "right" }, { title: "simulated", key: "simulated", text: (v) => format.seconds(v), align: "right" }], totals(timeline), { caption: "Busy seconds of rank 0 by stream" }));
 }
 
 const STREAMS = ["schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host"];
