@@ -1,24 +1,54 @@
-"""All-reduce of the backend meshwright compared with gloo, on this machine.
+"""All-reduce of the backend meshwright compared with gloo's, on this machine and on an emulated cluster.
 
-    python benchmarks/collectives.py [--ranks 2 4] [--mib 0.001 1 16 64] [--repeats 15]
+    python benchmarks/collectives.py [--parts host emulated order] [--ranks 2 4] [--mib 0.001 1 16 64] [--repeats 15]
 
-Four ways to reduce the same tensor, one after the other in every round, so that all see the same machine: gloo's all-reduce,
-our ring over gloo's point-to-point messages, our ring through shared memory, and the backend with the program that it
-chooses. Prints the median milliseconds of rank 0 and the ratio to gloo's.
+    host       ranks of this machine: gloo's all-reduce, our ring over gloo's point-to-point messages, our direct all-reduce through shared
+               memory, and the backend with the program that it chooses
+    emulated   4 nodes × 2 ranks, 200 Mb/s between nodes (`meshwright emulate`, needs root): gloo and the backend, ranks placed in
+               blocks and round-robin, 1 to 64 MiB; and 1 KiB with a delay of 5 ms
+    order      the same nodes, ranks placed round-robin: our programs sorted by the time that `walk` predicts and by the time measured
+
+All ways reduce the same tensor, one after the other in every round, so that all see the same machine. Prints the median
+milliseconds of rank 0, the ratio to gloo's, and the aim.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from meshwright.training import launch
 
+NODES, PER_NODE, RATE = 4, 2, 200e6 / 8
+AIMS = {"host": "0.5 with shared memory from 1 MiB, ring over point-to-point 1.0 from 64 MiB", "blocks": "1.0", "round-robin": "0.55"}  # fmt: skip
+PROGRAMS = ("ring", "halving-doubling", "tree", "two-level", "hierarchical", "rail-tree")
 
-def work(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float]]:
-    """Median seconds of each way, by size; every result is compared with the sum."""
+
+def medians(ways: dict[str, Callable[[], Any]], tensor: Any, repeats: int) -> dict[str, float]:
+    """Median seconds of each way; every result is compared with the sum."""
+    from torch import distributed
+
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats + 2 if repeats > 3 else repeats + 1):
+        for name, call in ways.items():
+            tensor.fill_(1.0)
+            distributed.barrier()
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+            if not bool((tensor == distributed.get_world_size()).all()):
+                raise ValueError(f"{name} of {tensor.numel()} elements is wrong")
+    return {name: statistics.median(times[-repeats:]) for name, times in seconds.items()}
+
+
+def on_host(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float]]:
+    """Medians of each way, by size."""
     import torch
     from torch import distributed
 
@@ -31,40 +61,141 @@ def work(context: Any, sizes: list[float], repeats: int) -> list[dict[str, float
     found = []
     for mib in sizes:
         tensor = torch.ones(int(mib * 2**20 / 4))
-        ring = build("all-reduce", "ring", context.world, tensor.numel())
-        direct = build("all-reduce", "direct", context.world, tensor.numel())
+        ring, direct = (build("all-reduce", name, context.world, tensor.numel()) for name in ("ring", "direct"))
         ways = {
             "gloo": lambda tensor=tensor: distributed.all_reduce(tensor),
             "ring, point-to-point": lambda tensor=tensor, ring=ring: far.run(ring, tensor),
-            "ring, shared memory": lambda tensor=tensor, ring=ring: near.run(ring, tensor),
             "direct, shared memory": lambda tensor=tensor, direct=direct: near.run(direct, tensor),
             "backend": lambda tensor=tensor: distributed.all_reduce(tensor, group=ours),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(repeats + 2):
-            for name, call in ways.items():
-                tensor.fill_(1.0)
-                distributed.barrier()
-                start = time.perf_counter()
-                call()
-                seconds[name].append(time.perf_counter() - start)
-                if not bool((tensor == context.world).all()):
-                    raise ValueError(f"{name} of {mib} MiB is wrong")
-        found.append({name: statistics.median(times[2:]) for name, times in seconds.items()})
+        found.append(medians(ways, tensor, repeats))
     return found
+
+
+def show(label: str, times: dict[str, float]) -> None:
+    cells = [f"{name} {1e3 * s:.2f} ms ({s / times['gloo']:.2f}×)" for name, s in times.items()]
+    print(f"{label}: " + ", ".join(cells), flush=True)
+
+
+def run_host(chosen: argparse.Namespace) -> None:
+    print(f"one host; aim {AIMS['host']}")
+    for ranks in chosen.ranks:
+        results = launch.run("__main__:on_host", ranks, chosen.mib, chosen.repeats)[0]
+        for mib, times in zip(chosen.mib, results, strict=True):
+            show(f"{ranks} ranks, {mib:g} MiB", times)
+
+
+def cluster_of(delay: float) -> Any:
+    """The emulated cluster as the cost model describes it: the asked rate without frame headers, the asked delay."""
+    from meshwright.comm.backend.choice import BETWEEN, INSIDE
+    from meshwright.comm.emulate.topology import DATA_BYTES, FRAME_BYTES
+    from meshwright.describe import catalog
+    from meshwright.describe.cluster import Level
+
+    cluster = catalog.load("clusters", "laptop")
+    usual = catalog.load("links", BETWEEN)
+    link = usual.but(alpha=max(delay, usual.alpha), bandwidth=RATE * DATA_BYTES / FRAME_BYTES, efficiency=1.0, hop=0.0)
+    inside = cluster.levels[0].but(size=PER_NODE, link=catalog.load("links", INSIDE))
+    levels = (inside, Level(name="nodes", size=NODES, link=link, ports=1))
+    return cluster.but(levels=levels, gpus=NODES * PER_NODE)
+
+
+def as_rank(task: dict[str, Any]) -> None:
+    """What each rank of the emulated cluster runs; rank 0 prints one line of JSON for each size."""
+    from datetime import timedelta
+
+    import torch
+    from torch import distributed
+
+    from meshwright.comm.backend import register
+    from meshwright.comm.backend.choice import placement_of
+    from meshwright.comm.communicator import Communicator
+    from meshwright.programs.collectives import build
+    from meshwright.programs.collectives.comparison import compare, options_for
+
+    limit = timedelta(seconds=120)
+    cluster = cluster_of(task["delay"])
+    register(cluster)
+    distributed.init_process_group("gloo", timeout=limit)
+    ours = distributed.new_group(backend="meshwright", timeout=limit)
+    world, placement = distributed.get_world_size(), placement_of(ours.chooser.hosts)
+    programs = Communicator.of_group(timeout=limit)
+    for size in task["bytes"]:
+        tensor = torch.ones(int(size / 4))
+        ways: dict[str, Callable[[], Any]] = {"gloo": lambda tensor=tensor: distributed.all_reduce(tensor)}
+        predicted: dict[str, float] = {}
+        if task["order"]:
+            times = compare("all-reduce", cluster, world, (size,), PROGRAMS, placement).times
+            predicted = {name: times[name][0] for name in PROGRAMS}
+            for name in PROGRAMS:
+                options = options_for("all-reduce", name, cluster, world, size, placement)
+                program = build("all-reduce", name, world, tensor.numel(), **options)
+                ways[name] = lambda tensor=tensor, program=program: programs.run(program, tensor)
+        else:
+            ways["backend"] = lambda tensor=tensor: distributed.all_reduce(tensor, group=ours)
+        found = medians(ways, tensor, task["repeats"] if size < 2**25 else 2)
+        if distributed.get_rank() == 0:
+            chosen = ours.chooser.choose("all-reduce", int(size)).algorithm
+            print(json.dumps({"bytes": size, "times": found, "predicted": predicted, "chosen": chosen}), flush=True)
+    distributed.destroy_process_group()
+
+
+def emulated(delay: float, placements: list[str], sizes: list[float], repeats: int, order: bool) -> None:
+    """Make the emulated cluster, run the ranks in it, and show what they measured."""
+    from meshwright.comm.emulate.emulation import Emulation
+    from meshwright.comm.emulate.ranks import RunSettings
+    from meshwright.comm.emulate.topology import Topology
+
+    with Emulation(Topology(NODES, PER_NODE, RATE, delay), "benchcoll") as cluster:
+        for placement in placements:
+            task = {"delay": delay, "bytes": sizes, "repeats": repeats, "order": order}
+            command = [sys.executable, os.path.abspath(__file__), "--as-rank", json.dumps(task)]
+
+            def line(rank: int, text: str, is_error: bool, placement: str = placement) -> None:
+                if text.startswith("{"):
+                    (show_order if order else show_emulated)(placement, delay, json.loads(text))
+                elif is_error and "Warning" not in text:
+                    print(f"[rank {rank}] {text}", file=sys.stderr)
+
+            cluster.run(command, RunSettings(placement=placement, timeout_s=170.0, line=line))
+
+
+def show_emulated(placement: str, delay: float, found: dict[str, Any]) -> None:
+    aim = "0.35" if delay else AIMS[placement]
+    label = f"{NODES} nodes × {PER_NODE}, 200 Mb/s, {1e3 * delay:g} ms, {placement}, {found['bytes'] / 2**20:g} MiB"
+    show(f"{label} ({found['chosen']}; aim {aim})", found["times"])
+
+
+def show_order(placement: str, delay: float, found: dict[str, Any]) -> None:
+    measured, predicted = found["times"], found["predicted"]
+    print(f"{placement}, {1e3 * delay:g} ms, {found['bytes'] / 2**20:g} MiB; predicted → measured, ms:")
+    for name in sorted(predicted, key=predicted.__getitem__):
+        print(f"    {name:18} {1e3 * predicted[name]:9.1f} → {1e3 * measured[name]:9.1f}")
+    by_walk, by_clock = (sorted(predicted, key=table.__getitem__) for table in (predicted, measured))
+    print(f"    the order is {'the same' if by_walk == by_clock else 'another: ' + ', '.join(by_clock)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="All-reduce beside gloo's: medians of side-by-side runs.")
+    parser.add_argument("--parts", nargs="+", choices=["host", "emulated", "order"], default=["host"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=float, nargs="+", default=[0.001, 1, 16, 64])
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--as-rank", default="", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
-    for ranks in chosen.ranks:
-        results = launch.run("__main__:work", ranks, chosen.mib, chosen.repeats)[0]
-        for mib, times in zip(chosen.mib, results, strict=True):
-            cells = [f"{name} {1e3 * s:.2f} ms ({s / times['gloo']:.2f}×)" for name, s in times.items()]
-            print(f"{ranks} ranks, {mib:g} MiB: " + ", ".join(cells), flush=True)
+    if chosen.as_rank:
+        as_rank(json.loads(chosen.as_rank))
+        return
+    if "host" in chosen.parts:
+        run_host(chosen)
+    few = min(chosen.repeats, 5)
+    if "emulated" in chosen.parts:
+        sizes = [mib * 2**20 for mib in chosen.mib if mib >= 1]
+        emulated(0.0, ["round-robin", "blocks"], sizes, few, order=False)
+        emulated(5e-3, ["round-robin", "blocks"], [1024.0], few, order=False)
+    if "order" in chosen.parts:
+        emulated(0.0, ["round-robin"], [4.0 * 2**20], 3, order=True)
+        emulated(5e-3, ["round-robin"], [1024.0], few, order=True)
 
 
 if __name__ == "__main__":

@@ -318,3 +318,37 @@ def test_a_rank_that_does_not_answer_is_named_within_the_timeout():
     for rank in (0, 2):
         assert results[rank].startswith("MW-COMM-004: rank ")
         assert "rank 1 did not answer in time" in results[rank]
+
+
+def many(context, iterations, largest):
+    """All-reduces of random sizes and programs, over gloo, shared memory and both, one after the other; what is wrong."""
+    from meshwright.comm.communicator import Communicator
+    from meshwright.comm.transport import handshake
+
+    kinds = [Communicator.of_group(shared_memory=False), Communicator.of_group()]
+    if context.world == 4:
+        handshake.network_namespace = lambda: context.rank // 2
+        kinds.append(Communicator.of_group())
+    random = np.random.default_rng(context.world)
+    names = ("ring", "direct", "halving-doubling", "two-level")
+    wrong = []
+    for number in range(iterations):
+        elements = int(2 ** random.uniform(8, np.log2(largest / 4)))
+        program = build("all-reduce", names[random.integers(len(names))], context.world, elements)
+        kind = int(random.integers(len(kinds)))
+        tensor = torch.full((elements,), number + context.rank, dtype=torch.int32)
+        kinds[kind].run(program, tensor, async_op=bool(number % 3)).wait()
+        expected = context.world * number + sum(range(context.world))
+        if not bool((tensor == expected).all()):
+            wrong.append((number, repr(program), kind))
+        if number % 20 == 0:
+            context.send(number)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "iterations", "largest"),
+    [(3, 40, 2**18), *ranks.soak([(2, 400, 2**24), (3, 300, 2**24), (4, 300, 2**24)])],
+)
+def test_many_collectives_of_random_sizes(size, iterations, largest):
+    assert ranks.run(size, many, iterations, largest, listen=lambda rank, message: None) == [[]] * size

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from meshwright.comm.call import LAYOUT
 
-SLOT = 2**20  # bytes: smaller slots cost more Python code than they gain from the caches
-SLOTS = 16
+SLOT = 2**19  # bytes: larger slots leave the caches, smaller ones cost more Python code
+SLOTS = 32
 SEMAPHORE = 64  # bytes, one cache line; a sem_t has 32 or fewer
 ENTRY = 64
 HEADER = struct.Struct(f"<{LAYOUT.size}sQII")  # the call, bytes of the message, bytes in the slot, number of the slot

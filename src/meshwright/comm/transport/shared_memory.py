@@ -42,6 +42,8 @@ SIZES, WHOLE = struct.Struct("<II"), struct.Struct("<QII")
 TOTAL = struct.Struct("<Q")
 NOTHING = Destination(np.empty(0, np.uint8), None)
 
+Readers = list[tuple["Link", int]]  # who reads a slot: link, number of the slice
+
 
 class Outgoing:
     """A message in the queue: its pieces as bytes, and how much of it has been copied."""
@@ -179,9 +181,7 @@ class SharedMemory:
         self.slots = self.slots_of(next(iter(connections.values())).outgoing)
         self.links = {peer: Link(self, peer, connection) for peer, connection in connections.items()}
         self.unused = list(range(area.SLOTS))  # slots that were never used
-        self.in_use: deque[tuple[int, list[tuple[Link, int]]]] = (
-            deque()
-        )  # slot, and its readers: link, number of the slice
+        self.in_use: deque[tuple[int, Readers]] = deque()  # slots in the order of their use
         self.queue: deque[Outgoing] = deque()
         self.begun: Begin | None = None
 
@@ -240,7 +240,7 @@ class SharedMemory:
 
     def deliver(self, slot: int, entry: bytes, links: list[Link]) -> None:
         """Tell the receivers of a slot."""
-        readers = []
+        readers: Readers = []
         for link in links:
             sent, block = link.sent, link.writing
             at = block.entries + sent % area.SLOTS * area.ENTRY
