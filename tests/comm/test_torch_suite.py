@@ -7,9 +7,17 @@ import pytest
 from comm import torch_suite
 
 SAMPLE = [
-    "test_all_reduce_coalesced_full_group_sum", "test_all_gather_into_cat_tensor_cpu", "test_all_to_all_single_unequal_split", "test_barrier",
-    "test_broadcast_group", "test_gather", "test_reduce_scatter_tensor_cpu", "test_scatter", "test_send_recv_any_source", "test_DistributedDataParallelCPU",
-]  # fmt: skip
+    "test_all_reduce_coalesced_full_group_sum",
+    "test_all_gather_into_cat_tensor_cpu",
+    "test_all_to_all_single_unequal_split",
+    "test_barrier",
+    "test_broadcast_group",
+    "test_gather",
+    "test_reduce_scatter_tensor_cpu",
+    "test_scatter",
+    "test_send_recv_any_source",
+    "test_DistributedDataParallelCPU",
+]
 
 
 def run(names):
