@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+import meshwright as mw
 from meshwright import planner
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
@@ -241,6 +242,14 @@ def test_suggested_changes_are_tried_first():
     assert e.code == "MW-PLANNER-005"
     assert "drop --without cp" in [e.fix, *e.valid]
     assert planner.plan("llama3-8b", "dgx-h100", nodes=1, batch=8, seq=131072, without=["tp"]).plan.cp > 1
+
+
+def test_context_parallelism_of_unequal_stages_is_explained():
+    """The trial with one stage per rank drops the layers that the plan names for every stage."""
+    lengths = (5, 6, *(5,) * 13, 4)
+    plan = {"cp": 2, "pp": 8, "virtual": 2, "schedule": "dualpipev", "layers_per_stage": lengths}
+    e = mw.estimate("llama3-70b", "dgx-h100", gpus=16, batch=32, plan=plan)
+    assert "in its place dp 2" in reasons(e)["cp"]
 
 
 @pytest.mark.parametrize("text", ["110%", "-1%", "much", "1.0"])

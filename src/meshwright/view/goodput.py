@@ -93,7 +93,7 @@ def large(start: Estimate) -> Iterator[str]:
     yield ""
     yield "| GPUs | step | MFU | efficiency |"
     yield "| ---: | ---: | ---: | ---: |"
-    plain = start.plan.but(virtual=1, schedule="1f1b")
+    plain = start.plan.but(virtual=1, schedule="1f1b", layers_per_stage=())
     fixed_batch = estimate(start.model, start.cluster, plain, start.workload, start.stack)
     for r in sites.scale_out(fixed_batch, (1, 2, 4, 8), SAVE, RESTART, weak=False):
         yield f"| {r.gpus:,} | {format_seconds(r.step_s)} | {r.mfu:.1%} | {r.efficiency:.1%} |"

@@ -144,7 +144,7 @@ def context_parallel(e: Estimate, trial: Trial) -> str:
     if e.workload.seq >= LONG_CONTEXT:
         return words
     one_stage = (
-        plan.but(virtual=1, schedule="1f1b") if plan.virtual > 1 else plan
+        plan.but(virtual=1, schedule="1f1b", layers_per_stage=()) if plan.virtual > 1 else plan
     )  # a longer pipeline has fewer layers per stage
     replacements = {
         axis: trial.of(moved(plan, "cp", axis, plan.cp, e.workload, e.stack))

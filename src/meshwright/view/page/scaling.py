@@ -18,7 +18,7 @@ from meshwright.units import format_seconds
 from meshwright.view.page.subject import Subject
 
 SMALLER, LARGER = 3, 5  # halvings and doublings of the data-parallel ranks
-BEST = (-1, 0, 1, 2)  # doublings at which the best common plan is searched
+BEST = (-1, 0, 1)  # doublings at which the best common plan is searched
 
 
 def data(subject: Subject) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def point(e: Estimate) -> dict[str, Any]:
 
 
 def best_plans(subject: Subject) -> list[dict[str, Any]]:
-    """The best common plan of the plan's size, its half, double and fourfold."""
+    """The best common plan of the plan's size, its half and its double."""
     out = []
     space = subject.shared.space
     for k in BEST:

@@ -7,6 +7,7 @@ and stage take the same time, so their durations stand in one table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from meshwright.describe.schedules import RULES
 from meshwright.errors import MeshwrightError
 from meshwright.lower.footprint import elements
 from meshwright.lower.stages import stage_blocks
-from meshwright.programs.pipelines import KINDS
+from meshwright.programs.pipelines import KINDS, Walked
 from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.units import format_decimal_bytes, format_seconds
 from meshwright.view.page.subject import Subject
@@ -37,12 +38,30 @@ def data(subject: Subject) -> dict[str, Any]:
     others = [other for name in names if name != e.plan.schedule and (other := with_schedule(e, name)) is not None]
     return {
         "pipeline": e.plan.pp > 1,
+        "unit": "",
         "kinds": {kind: KIND_NAMES[kind] for kind in KINDS},
         "ticks": TICKS,
         "panels": [panel(one) for one in [e, *others][:MOST_SHOWN]] if e.plan.pp > 1 else [panel(e)],
         "stages": stage_cards(e),
         "choices": choices(e),
         "note": note(e),
+    }
+
+
+def schedules_data(several: Sequence[Walked], seconds: bool = False) -> dict[str, Any]:
+    """The same view of schedules that belong to no plan, as `show SCHEDULE --html` draws them; times are in units unless in `seconds`."""
+    first = several[0].program
+    about = RULES[first.schedule].about if len(several) == 1 and first.schedule in RULES else ""
+    words = f"{first.ranks} ranks, {first.microbatches} micro-batches, equal stages."
+    return {
+        "pipeline": True,
+        "unit": "" if seconds else "units",
+        "kinds": {kind: KIND_NAMES[kind] for kind in KINDS},
+        "ticks": TICKS,
+        "panels": [walk_panel(walked) for walked in several],
+        "stages": [],
+        "choices": [],
+        "note": f"{about.capitalize()}. {words}" if about else words,
     }
 
 
@@ -80,10 +99,22 @@ def choices(e: Estimate) -> list[dict[str, Any]]:
 
 
 def panel(e: Estimate) -> dict[str, Any]:
-    """One timeline: its numbers, its durations by kind and stage, and one lane per rank."""
+    """The timeline of a plan: its schedule, and what runs once per step after it."""
     walked = e.walked
-    walk, program = walked.walk, walked.walk.program
-    tick = TICKS / walk.makespan
+    return {
+        **walk_panel(walked.walk),
+        "schedule": e.plan.schedule if e.plan.pp > 1 else "one stage",
+        "step_time_s": walked.time,
+        "closing": [{"part": part, "seconds": seconds} for part, seconds in walked.closing.items() if seconds > 0],
+        "memory_bytes": float(e.cost.peak_memory[0]),
+        "fits": e.prediction.fits,
+        "formulas": formulas(e),
+    }
+
+
+def walk_panel(walk: Walked) -> dict[str, Any]:
+    """One simulated schedule: its numbers, its durations by kind and stage, and one lane per rank."""
+    program, tick = walk.program, TICKS / walk.makespan
     lanes = []
     for rank in range(program.ranks):
         own = slice(int(program.first[rank]), int(program.first[rank + 1]))
@@ -97,21 +128,24 @@ def panel(e: Estimate) -> dict[str, Any]:
         )
     durations = np.rint(walk.durations.table * tick).astype(int).tolist()
     return {
-        "schedule": e.plan.schedule if e.plan.pp > 1 else "one stage",
+        "schedule": program.schedule,
         "virtual": program.virtual,
         "ranks": program.ranks,
         "microbatches": program.microbatches,
         "makespan_s": walk.makespan,
-        "step_time_s": walked.time,
-        "closing": [{"part": part, "seconds": seconds} for part, seconds in walked.closing.items() if seconds > 0],
+        "step_time_s": walk.makespan,
+        "closing": [],
         "bubble_fraction": walk.bubble_fraction,
         "in_flight": walk.peak_memory.tolist(),
-        "memory_bytes": float(e.cost.peak_memory[0]),
-        "fits": e.prediction.fits,
+        "memory_bytes": None,
+        "fits": True,
         "durations": dict(zip(KINDS, durations, strict=True)),
         "chunk_of": program.chunk_of.tolist(),
         "lanes": lanes,
-        "formulas": formulas(e),
+        "formulas": {
+            "bubble_fraction": f"bubble = mean idle time of a rank / schedule = {walk.bubble_fraction:.1%}",
+            "step_time_s": f"makespan {walk.makespan:g}; without a barrier between steps one step every {walk.longest_span:g}",
+        },
     }
 
 

@@ -5,6 +5,7 @@ import { canvas, colourOf, format, h, hide, legend, panel, show, stat, table } f
 const COLOURS = { F: "forward", B: "backward", I: "pp", W: "weight" };
 const CLOSING = { dp: "dp", sums: "tp", optimizer: "ep", overhead: "host" };
 const HEAD = 24, GAP = 14, FOOT = 26, MOST_RECTANGLES = 2500;
+let time = format.seconds; // how times are written: seconds, or units of a schedule that belongs to no plan
 let place = null; // { from, to } seconds that are shown; kept while the same pipeline is drawn again
 
 export const view = {
@@ -15,21 +16,22 @@ export const view = {
   sentence: "One lane per pipeline rank, time to the right. Gaps are the bubble. All schedules have the same time scale; drag to pan, use the wheel or + and − to zoom.",
   draw(element, data, context) {
     const first = data.panels[0];
+    time = data.unit ? (value, digits) => `${format.number(value, digits)} ${data.unit}` : format.seconds;
     element.append(h("div", { class: "stats" },
-      stat("Step", format.seconds(first.step_time_s), { detail: `${first.schedule}, simulated`, formula: first.formulas.step_time_s }),
+      stat("Step", time(first.step_time_s), { detail: `${first.schedule}, simulated`, formula: first.formulas.step_time_s }),
       stat("Bubble", format.percent(first.bubble_fraction), { detail: "idle share of the schedule", formula: first.formulas.bubble_fraction, tone: first.bubble_fraction > 0.2 ? "warn" : "" }),
       stat("In flight, most", format.number(Math.max(...first.in_flight)), { detail: "micro-batches on one rank" }),
       stat("Micro-batches", format.whole(first.microbatches), { detail: `on ${first.ranks} ${first.ranks === 1 ? "rank" : "ranks"}` })));
     const shown = [...data.panels, ...(context.compare ? [{ ...context.compare.panels[0], schedule: `plan 2: ${context.compare.panels[0].schedule}` }] : [])];
     const box = panel("Schedules", data.note);
     element.append(box);
-    if (data.pipeline && context.live) box.append(choose(data, context));
+    if (data.choices.length && data.pipeline && context.live) box.append(choose(data, context));
     const stage = h("div");
     box.append(stage);
     lanes(stage, data, shown);
     box.append(legend([...kindsOf(shown).map((k) => ({ label: `${k} ${data.kinds[k]}`, colour: COLOURS[k] })), ...closingOf(shown).map((part) => ({ label: { dp: "reduce gradients", sums: "sum partial gradients" }[part] ?? part, colour: CLOSING[part] })), { label: "bubble", colour: "bubble", pattern: "hatch" }]));
     if (shown.length > 1) box.append(comparison(shown));
-    if (data.pipeline) element.append(cards(data));
+    if (data.stages.length > 1) element.append(cards(data));
   },
 };
 
@@ -83,7 +85,7 @@ function lanes(element, data, shown) {
       g.fillStyle = ink;
       g.fillText(`${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}`, left, p.top - 11);
       g.fillStyle = quiet;
-      g.fillText(`${format.seconds(p.step_time_s)} · bubble ${format.percent(p.bubble_fraction)}`, left + 8 + g.measureText(`${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}`).width, p.top - 11);
+      g.fillText(`${time(p.step_time_s)} · bubble ${format.percent(p.bubble_fraction)}`, left + 8 + g.measureText(`${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}`).width, p.top - 11);
       g.textAlign = "end";
       const every = Math.ceil(13 / p.lane);
       for (let r = 0; r < p.ranks; r += every) g.fillText(`rank ${r}`, left - 6, p.top + r * p.lane + p.lane / 2);
@@ -107,7 +109,7 @@ function lanes(element, data, shown) {
     }
     ruler(g, at, width, height, left, quiet, grid);
   };
-  const drawn = canvas(element, paint, { height: top + FOOT, label: `Timelines of ${panels.map((p) => `${p.schedule}: ${format.seconds(p.step_time_s)}, bubble ${format.percent(p.bubble_fraction)}`).join("; ")}. Arrow keys pan, + and − zoom, 0 shows all.` });
+  const drawn = canvas(element, paint, { height: top + FOOT, label: `Timelines of ${panels.map((p) => `${p.schedule}: ${time(p.step_time_s)}, bubble ${format.percent(p.bubble_fraction)}`).join("; ")}. Arrow keys pan, + and − zoom, 0 shows all.` });
   interact(drawn, { panels, total, left, lit: (value) => { if (value !== lit) { lit = value; drawn.repaint(); } }, data });
 }
 
@@ -120,12 +122,19 @@ function actions(g, p, at, scale, colours, surface, width) {
     let kind = "";
     for (let i = firstAfter(lane.end, place.from); i < n && lane.start[i] < place.to; i++) {
       const x = at(lane.start[i]), width = (lane.end[i] - lane.start[i]) * scale;
+      if (p.virtual > 1) { // later stages of a rank are lighter
+        g.fillStyle = surface;
+        g.fillRect(x, y, width > 4 ? width - 0.7 : width, p.lane - gap);
+        g.globalAlpha = 1 - (0.4 * p.chunk_of[lane.stage[i]]) / (p.virtual - 1);
+        kind = "";
+      }
       if (lane.kind[i] !== kind) g.fillStyle = colours[(kind = lane.kind[i])];
       g.fillRect(x, y, width > 4 ? width - 0.7 : width, p.lane - gap);
+      g.globalAlpha = 1;
       if (width > 15 && p.lane > 11) {
         const text = String(lane.microbatch[i]);
         if (width > 7 * text.length + 4) {
-          g.fillStyle = surface;
+          g.fillStyle = lane.kind[i] === "F" || lane.kind[i] === "B" ? surface : "#10161d";
           g.textAlign = "center";
           g.fillText(text, x + width / 2, y + p.lane / 2);
           g.textAlign = "start";
@@ -208,7 +217,7 @@ function ruler(g, at, width, height, left, quiet, grid) {
     g.fillStyle = grid;
     g.fillRect(at(t), height - FOOT, 1, 5);
     g.fillStyle = quiet;
-    g.fillText(format.seconds(Math.abs(t) < step / 1e6 ? 0 : t, 4), at(t), height - 12);
+    g.fillText(time(Math.abs(t) < step / 1e6 ? 0 : t, 4), at(t), height - 12);
   }
   g.textAlign = "start";
 }
@@ -239,7 +248,7 @@ function interact({ node, repaint }, { panels, total, left, lit, data }) {
     }
     const found = hit(panels, event.offsetX, event.offsetY, left, seconds);
     lit(found ? found.microbatch : null);
-    found ? show(node, `${found.kind} (${data.kinds[found.kind]}) of micro-batch ${found.microbatch}, stage ${found.stage}\nrank ${found.rank}: ${format.seconds(found.start, 4)} to ${format.seconds(found.end, 4)}, ${format.seconds(found.end - found.start)}`, event) : hide();
+    found ? show(node, `${found.kind} (${data.kinds[found.kind]}) of micro-batch ${found.microbatch}, stage ${found.stage}\nrank ${found.rank}: ${time(found.start, 4)} to ${time(found.end, 4)}, ${time(found.end - found.start)}`, event) : hide();
   });
   node.addEventListener("pointerleave", () => { lit(null); hide(); });
   node.addEventListener("wheel", (event) => {
@@ -269,11 +278,11 @@ function hit(panels, x, y, left, seconds) {
 function comparison(panels) {
   return table([
     { title: "schedule", value: (p) => `${p.schedule}${p.virtual > 1 ? ` × ${p.virtual}` : ""}` },
-    { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right", formula: (p) => p.formulas.step_time_s },
+    { title: "step", key: "step_time_s", text: (v) => time(v), align: "right", formula: (p) => p.formulas.step_time_s },
     { title: "bubble", key: "bubble_fraction", text: (v) => format.percent(v), align: "right", formula: (p) => p.formulas.bubble_fraction },
     { title: "in flight", value: (p) => Math.max(...p.in_flight), text: (v) => format.number(v), align: "right" },
-    { title: "memory", key: "memory_bytes", text: (v, p) => `${format.gib(v / 2 ** 30)}${p.fits ? "" : ", too much"}`, align: "right" },
-  ], panels, { caption: "The same plan with each schedule" });
+    ...(panels.every((p) => p.memory_bytes === null) ? [] : [{ title: "memory", key: "memory_bytes", text: (v, p) => `${format.gib(v / 2 ** 30)}${p.fits ? "" : ", too much"}`, align: "right" }]),
+  ], panels, { caption: "The same stages with each schedule" });
 }
 
 function cards(data) {
@@ -281,7 +290,7 @@ function cards(data) {
   const box = panel("Stages", `Activations flow forward, gradients backward: ${format.bytes(data.stages[0].message_bytes)} per micro-batch and direction at every boundary.`);
   const list = h("ol", { style: { display: "grid", "grid-template-columns": "repeat(auto-fill, minmax(10.5rem, 1fr))", gap: ".5rem" } }, data.stages.slice(0, 64).map((s) => {
     const bar = (value, colour) => h("span", { style: { display: "inline-block", height: "6px", width: `${(88 * value) / most}%`, background: `var(--${colour})` } });
-    return h("li", { class: "stat", title: s.formula }, h("span", { class: "name" }, `stage ${s.stage} · rank ${s.rank}`), h("b", null, `${s.layers} ${s.layers === 1 ? "layer" : "layers"}`), h("span", { class: "detail" }, [s.ends.length ? `+ ${s.ends.join(", ")} · ` : "", `${format.count(s.parameters)} parameters`]), h("span", { "aria-hidden": "true" }, bar(s.forward_s, "forward"), bar(s.backward_s, "backward")), h("span", { class: "detail" }, `F ${format.seconds(s.forward_s)} · B ${format.seconds(s.backward_s)}`), h("span", { class: "detail" }, `${format.gib(s.memory_gib)} · ${format.number(s.in_flight)} in flight`));
+    return h("li", { class: "stat", title: s.formula }, h("span", { class: "name" }, `stage ${s.stage} · rank ${s.rank}`), h("b", null, `${s.layers} ${s.layers === 1 ? "layer" : "layers"}`), h("span", { class: "detail" }, [s.ends.length ? `+ ${s.ends.join(", ")} · ` : "", `${format.count(s.parameters)} parameters`]), h("span", { "aria-hidden": "true" }, bar(s.forward_s, "forward"), bar(s.backward_s, "backward")), h("span", { class: "detail" }, `F ${time(s.forward_s)} · B ${time(s.backward_s)}`), h("span", { class: "detail" }, `${format.gib(s.memory_gib)} · ${format.number(s.in_flight)} in flight`));
   }));
   box.append(list);
   return box;
