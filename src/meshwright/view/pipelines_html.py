@@ -18,7 +18,7 @@ def pipelines_html(several: Sequence[Walked], heading: str = "", seconds: bool =
 
     title = heading or _heading(several)
     view = {"title": title, "data": schedules_data(several, seconds), "compare_data": None}
-    state = {"page": {"view": "timeline", "compare": None, "options": {}}}
+    state: dict[str, Any] = {"page": {"view": "timeline", "compare": None, "options": {}}}
     return offline_page(title, {"state": state, "views": {"timeline": view}, "catalog": None}, bare=True)
 
 
