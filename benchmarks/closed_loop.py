@@ -2,13 +2,14 @@
 
     python benchmarks/closed_loop.py                    products replaced by sleeps: isolates communication
     python benchmarks/closed_loop.py --compute real     real products; the cores are shared by all ranks
-    python benchmarks/closed_loop.py --folder loop --only dp8 zero3     keeps all results in a folder, and continues there
+    python benchmarks/closed_loop.py --folder loop --limit 120     keeps all results in a folder; run it again to continue there
 
 Four nodes of two ranks, 200 Mb/s and 1 ms between nodes (`meshwright emulate`; needs root, else nothing is run). Calibration comes first and
-uses operations of sizes fixed in this file and in `bench` only: `meshwright bench` and `calibrate` for the network; for the device one
-elementwise operation at two sizes, and one product, on all ranks at once, so that ranks that share cores are measured sharing them.
-No constant is fitted to the runs of the plans. Sleeps are defined by the cost model's compute (`training.sleeping`), so the first table
-compares communication, overlap, schedules and what the ranks' own Python costs; the second also compares computation.
+uses operations of sizes fixed beforehand only: `meshwright bench` and `calibrate` for the network, and the device part of the calibration of
+this machine (`comm.bench.device`) on all ranks at once. No constant is fitted to the runs of the plans.
+
+Sleeps are defined by the cost model's compute (`training.sleeping`), so the first table compares communication, overlap, schedules and
+what the ranks' own Python costs; the second also compares computation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from typing import Any
 
 SLEEPING_FLOPS = 16e9
 SEQ, BATCH, WARMUP = 128, 16, 1
-OPERATORS = 100  # forward and backward, in the device test
+RANKS, DEVICE_BUDGET_S = 8, 1.0
+NO_TIME = 1e15  # FLOP/s of products that take no time
+COMMUNICATION = ("dp", "tp", "cp", "pp", "ep")
 MODEL = {
     "name": "loop", "hidden": 256, "layers": 8, "heads": 8, "kv_heads": 8, "ffn": 256, "vocab": 256, "tied": True,
     "max_positions": 256,
@@ -93,50 +96,43 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     context = join_environment()
     if job["kind"] == "device":
-        found = device_test(context)
+        found = device_test(context, job["compute"])
         if context.rank == 0:
             print(json.dumps(found))
         return
+    start = time.monotonic()
     for name in job["plans"]:
+        spent = torch.tensor(time.monotonic() - start)
+        torch.distributed.all_reduce(spent, torch.distributed.ReduceOp.MAX)
+        if spent > job["limit"]:
+            return
         result = {"plan": name, **run_plan(name, context, job)}
         if context.rank == 0:
             print(json.dumps(result), flush=True)
 
 
-def device_test(context: Any) -> dict[str, float]:
-    """Seconds of one small operator with its share of autograd, of an elementwise operation on 4 KiB and on 1 MiB, and of a product, on
-    all ranks at once: medians over the ranks."""
+def device_test(context: Any, compute: str) -> dict[str, Any]:
+    """The operations of the machine's calibration, on all ranks at once; means over the ranks. Where products sleep, they sleep here too: the
+    clock counts seconds in which a rank computed."""
+    import contextlib
+
     import torch
     from torch import distributed
 
-    small, large, square = torch.zeros(1024), torch.zeros(262_144), torch.ones(256, 256)
-    leaf = torch.ones(1024, requires_grad=True)
+    from meshwright.comm.bench.device import measure_device
+    from meshwright.comm.bench.interference import usable_cores
+    from meshwright.comm.bench.timing import Synchronization
+    from meshwright.training.sleeping import SleepingDevice, device_of
 
-    def chain() -> None:
-        value = leaf
-        for _ in range(OPERATORS // 2):
-            value = value * 1.0
-        value.sum().backward()
+    def mean(values: Any) -> list[float]:
+        total = torch.tensor(list(values), dtype=torch.float64)
+        distributed.all_reduce(total)
+        return [float(x) for x in total / context.world]
 
-    tests = {
-        "chain_s": chain,
-        "small_s": lambda: torch.add(small, small),
-        "large_s": lambda: torch.add(large, large),
-        "product_s": lambda: torch.mm(square, square),
-    }
-    found = {}
-    for name, operation in tests.items():
-        distributed.barrier()
-        end, counts = time.perf_counter() + 3.0, 0
-        start = time.perf_counter()
-        while time.perf_counter() < end:
-            operation()
-            counts += 1
-        own = torch.tensor([(time.perf_counter() - start) / counts])
-        every = [torch.zeros(1) for _ in range(context.world)]
-        distributed.all_gather(every, own)
-        found[name] = statistics.median(float(t) for t in every)
-    return {**found, "operator_s": found.pop("chain_s") / OPERATORS}
+    ranks = Synchronization(barrier=distributed.barrier, agree=mean)
+    with SleepingDevice(device_of(SLEEPING_FLOPS)) if compute == "sleep" else contextlib.nullcontext():
+        points = measure_device("cpu", ranks, budget_s=DEVICE_BUDGET_S, rank=context.rank)
+    return {"ranks": context.world, "cores": usable_cores(), "operations": [p.as_dict() for p in points]}
 
 
 def run_plan(name: str, context: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -208,26 +204,41 @@ def run_bench(emulation: Any, file: Path, budget_s: float) -> None:
     emulation.run(command, RunSettings(timeout_s=4 * budget_s + 120, line=lambda *line: None))
 
 
-def device_from(test: dict[str, float], compute: str) -> Any:
-    """The device of a prediction: memory bandwidth as measured; products as slept, or as measured. The elementwise operation reads two
-    buffers and writes one."""
-    from meshwright.describe.cluster import Accelerator, Efficiency
+def predicted(config: Any, machine: Any, compute: str) -> tuple[float, dict[str, float]]:
+    """Seconds of a step and its exposed parts, on the network of `config` and the cores of this machine.
 
-    product = max(test["product_s"] - test["small_s"], 1e-9)
-    peak = SLEEPING_FLOPS if compute == "sleep" else 2 * 256**3 / product
-    bandwidth = 3 * (2**20 - 4096) / max(test["large_s"] - test["small_s"], 1e-9)
-    shares = Efficiency(
-        gemm=1,
-        gemm_traffic=0,
-        floor=test["operator_s"],
-        flash=1,
-        fused=1,
-        memory=1,
-        source="measured by this benchmark",
-    )
-    return Accelerator(
-        name="cpu", memory=2e9, memory_bandwidth=bandwidth, peak={"fp32": peak, "bf16": peak}, efficiency=shares
-    )
+    Real compute: eight ranks share the cores, as in a training on this machine. Sleeps take no core, so a rank that sleeps leaves its core to
+    another: computing takes what one rank needs with a core to itself, or what the cores need for all ranks, the longer of the two
+    and 26% more where both are equal (as host and device in `cost.phase`).
+    """
+    from meshwright.calibrate.machine import calibrated
+    from meshwright.cost.predict import predict
+
+    def found(machine: Any, peak: float) -> Any:
+        cluster, stack = calibrated(config.cluster, config.stack, machine)
+        if peak:
+            cluster = cluster.but(accelerator=sleeping_accelerator(cluster.accelerator, peak))
+            stack = stack.but(compute_slowdown=0.0)
+        return predict(config.model, cluster, config.plan, config.workload, stack)
+
+    if compute == "real":
+        whole = found(machine, 0.0)
+        return whole.step_time_s, whole.exposed_s
+    alone = machine.but(cores=float(machine.ranks))
+    whole, host = (found(alone, peak) for peak in (SLEEPING_FLOPS, NO_TIME))
+    busy = sum(s for part, s in host.exposed_s.items() if part not in (*COMMUNICATION, "bubble"))
+    own = sum(s for part, s in whole.exposed_s.items() if part not in COMMUNICATION)
+    waits = (own**3 + (machine.sharing * busy) ** 3) ** (1 / 3) - own
+    return whole.step_time_s + waits, {**whole.exposed_s, "shared cores": waits}
+
+
+def sleeping_accelerator(measured: Any, peak: float) -> Any:
+    """The measured device with products and attention that sleep."""
+    from meshwright.training.sleeping import device_of
+
+    update = measured.efficiency.update
+    shares = device_of(peak).efficiency.but(update=update, source=measured.efficiency.source)
+    return measured.but(peak={"fp32": peak, "bf16": peak}, efficiency=shares)
 
 
 def ranks_of(values: list[float]) -> list[int]:
@@ -241,25 +252,21 @@ def spearman(first: list[float], second: list[float]) -> float:
     return 1 - 6 * distance / (n * (n * n - 1)) if n > 1 else 1.0
 
 
-def compare(results: list[dict[str, Any]], cluster: Any, operator_s: float) -> list[dict[str, Any]]:
-    """Compare predictions with measurements. The host time of an operator is the measured one."""
-    from meshwright.cost.predict import predict
-
+def compare(results: list[dict[str, Any]], network: Any, machine: Any, compute: str) -> list[dict[str, Any]]:
+    """Compare predictions with measurements."""
     rows = []
     for result in results:
-        c = config_of(result["plan"], cluster)
-        found = predict(c.model, c.cluster, c.plan, c.workload, c.stack.but(launch=operator_s))
+        seconds, exposed = predicted(config_of(result["plan"], network), machine, compute)
         measured = statistics.median(result["seconds"])
-        spread = (max(result["seconds"]) - min(result["seconds"])) / measured
         rows.append(
             {
                 "plan": result["plan"],
-                "predicted_s": found.step_time_s,
+                "predicted_s": seconds,
                 "measured_s": measured,
-                "spread": spread,
-                "error": found.step_time_s / measured - 1,
+                "spread": (max(result["seconds"]) - min(result["seconds"])) / measured,
+                "error": seconds / measured - 1,
                 "slept_s": result["slept_s"],
-                "exposed_s": found.exposed_s,
+                "exposed_s": exposed,
             }
         )
     return rows
@@ -293,22 +300,23 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
-    """Fill the folder: bench.json, device.jsonl, and a line in COMPUTE.jsonl for each plan. What is there is kept."""
+    """Fill the folder: bench.json, device-COMPUTE.jsonl, and a line in COMPUTE.jsonl for each plan. What is there is kept."""
     from meshwright.comm.emulate.emulation import Emulation
     from meshwright.comm.emulate.topology import Topology, parse_between
 
     done = {result["plan"] for result in records(folder / f"{options.compute}.jsonl")}
     plans = [name for name in options.only if name not in done]
-    if not plans and (folder / "bench.json").exists() and (folder / "device.jsonl").exists():
+    device = folder / f"device-{options.compute}.jsonl"
+    if not plans and (folder / "bench.json").exists() and device.exists():
         return
     topology = Topology(4, 2, *parse_between(options.between))
     with Emulation(topology, f"loop{os.getpid() % 10**6}") as emulation:
         if not (folder / "bench.json").exists():
             run_bench(emulation, folder / "bench.json", options.budget)
-        if not (folder / "device.jsonl").exists():
-            in_ranks(emulation, {"kind": "device"}, folder / "device.jsonl", 120)
-        if plans:
-            job = {"kind": "plans", "plans": plans, "steps": options.steps, "compute": options.compute}
+        if not device.exists():
+            in_ranks(emulation, {"kind": "device", "compute": options.compute}, device, 120)
+        if plans and options.limit > 0:
+            job = {"kind": "plans", "plans": plans, **{k: getattr(options, k) for k in ("steps", "compute", "limit")}}
             in_ranks(emulation, job, folder / f"{options.compute}.jsonl", 3600)
 
 
@@ -318,6 +326,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(PLANS), help="plans of the table")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of bench")
+    parser.add_argument("--limit", type=float, default=3600.0, help="start no further plan after this many seconds")
     parser.add_argument("--between", default="200Mb/s,1ms")
     parser.add_argument("--folder", default="", help="keep all results here; default: a temporary folder")
     parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
@@ -327,6 +336,8 @@ def main() -> None:
         return
 
     from meshwright.calibrate.calibration import calibrate
+    from meshwright.calibrate.device_fit import fit_device
+    from meshwright.calibrate.machine import MachineMeasurement
     from meshwright.calibrate.points import Bench
     from meshwright.comm.emulate.system import check_rights
     from meshwright.errors import MeshwrightError
@@ -342,12 +353,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         measure(folder, options)
         network = calibrate([Bench.read(str(folder / "bench.json"))], "", "").cluster
-        test = records(folder / "device.jsonl")[0]
-        cluster = network.but(accelerator=device_from(test, options.compute), gpus=8)
-        rows = compare(records(folder / f"{options.compute}.jsonl"), cluster, test["operator_s"])
-        print(f"\ncompute: {options.compute}; device test: {test}")
+        machine = MachineMeasurement(**records(folder / f"device-{options.compute}.jsonl")[0])
+        cluster = network.but(gpus=RANKS)
+        rows = compare(records(folder / f"{options.compute}.jsonl"), cluster, machine, options.compute)
+        print(f"\ncompute: {options.compute}")
         summary = report(rows)
-        found = {"summary": summary, "device": test, "rows": rows, "cluster": cluster.as_dict()}
+        constants = fit_device(machine.operations)._asdict()
+        found = {"summary": summary, "constants": constants, "rows": rows, "cluster": cluster.as_dict()}
         (folder / f"{options.compute}-summary.json").write_text(json.dumps(found, indent=2), "utf-8")
 
 

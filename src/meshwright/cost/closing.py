@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.phase import AXIS_OF, HIDEABLE, RankTime
+from meshwright.cost.phase import AXIS_OF, HIDEABLE, RankTime, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
@@ -44,11 +44,13 @@ def closing_time(
             reduce = reduce + op.count * seconds
             last = np.maximum(last, np.where(op.count > 0, seconds, 0.0))
     rounds = np.where(b.reduce_each, np.maximum(b.microbatches, 1.0), 1.0)
-    window = HIDEABLE * (slow.i + slow.w) * b.overlap["dp"] * rounds
+    blocks = np.any(b.zero >= 1) and not unit_overlap(b.stack)
+    overlaps = b.overlap["dp"] * np.where(in_units(b, "dense"), 0.0, 1.0) if blocks else b.overlap["dp"]
+    window = HIDEABLE * (slow.i + slow.w) * overlaps * rounds
     hidden = np.minimum(reduce, window)
     tail = np.maximum(last - (reduce - hidden), 0.0)
     exposed = reduce - hidden + tail + b.stack.compute_slowdown * hidden
-    late = gather - np.minimum(gather, HIDEABLE * slow.f * b.overlap["dp"])
+    late = gather - np.minimum(gather, HIDEABLE * slow.f * overlaps)
     exposed = exposed + late + compress + hooks
     return {
         **after,

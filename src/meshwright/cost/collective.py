@@ -215,7 +215,11 @@ def rates_of(cluster: Cluster, operation: str, algorithm: str, group: Group) -> 
         inside = inside * library.small_group(cluster, group.per_node)
     factors = [cluster.collectives.factor(operation, across=k > 0) for k in (0, 1)]
     hops = [cluster.levels[min(k, len(cluster.levels) - 1)].link.library_hop * factors[k].latency for k in (0, 1)]
-    return Rates(hops[0], factors[0].bytes / inside, hops[1], factors[1].bytes / (group.outside * share[1]))
+    outside = group.outside
+    if operation == "point-to-point" and len(cluster.levels) > 1:
+        # Ranks send to their neighbours in the group: of several on one node only one sends to another node.
+        outside = np.minimum(outside * group.per_node, max(cluster.card_bandwidth, float(np.max(outside))))
+    return Rates(hops[0], factors[0].bytes / inside, hops[1], factors[1].bytes / (outside * share[1]))
 
 
 def curves(cluster: Cluster, operation: str, group: Group) -> list[Curve]:

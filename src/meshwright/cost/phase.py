@@ -107,7 +107,7 @@ def phase_time(
         if axis not in t.comm:
             continue
         seconds = t.comm[axis]
-        allowed = b.overlap[axis] * (b.prefetch if axis == "dp" else 1.0)
+        allowed = b.overlap[axis] * (b.prefetch * unit_overlap(stack) if axis == "dp" else 1.0)
         hidden = np.minimum(np.minimum(seconds, room[axis]), left) * allowed
         t.left = left = left - hidden
         slowed = stack.compute_slowdown * hidden
@@ -149,6 +149,12 @@ def together(stack: Stack, device: Array, host: Array) -> Array:
     if not stack.asynchronous:
         return device + host
     return np.cbrt(device * device * device + host * host * host)
+
+
+def unit_overlap(stack: Stack) -> float:
+    """Whether ZeRO units communicate behind compute. `fully_shard` overlaps by the streams of a device: where the host computes (CPU) there are
+    none, and each of its collectives blocks."""
+    return 1.0 if stack.asynchronous else 0.0
 
 
 def launch_time(stack: Stack, kind: str) -> float:

@@ -274,6 +274,11 @@ class Cluster(Described):
             rate = min(rate, self._uplink(k) / min(self.spans[k - 1], self.world))
         return rate
 
+    @property
+    def card_bandwidth(self) -> float:
+        """Achievable bytes/s in one direction of one device that sends to another node while the others of its node do not."""
+        return self.capacity(("nic-out", min(1, len(self.levels) - 1), 0, 0))
+
     def path(self, src: int, dst: int) -> Path:
         """α and the ports between two devices."""
         if src == dst:

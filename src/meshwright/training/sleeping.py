@@ -49,6 +49,7 @@ class SleepingDevice:
         self.device, self.dtype = device, dtype
         self.owed = 0.0  # seconds still to sleep
         self.slept = 0.0  # seconds of all products until now
+        self.known: dict[tuple[float, ...], float] = {}  # seconds by shape: computing them takes longer than an operator
         self.library: torch.library.Library | None = None
 
     def __enter__(self) -> SleepingDevice:
@@ -77,9 +78,14 @@ class SleepingDevice:
         n, count = second.shape[-1], products[0] if products else 1
         if min(m, n, k) < COMPUTED_BELOW:
             return torch.from_numpy(first.detach().numpy() @ second.detach().numpy())
-        op = Op("product", "", "gemm", flops=2.0 * count * m * n * k, shape=(count, m, n, k))
-        self.spend(float(gemm_time(self.device, self.dtype, op)))
+        self.spend(self.product_seconds(count, m, n, k))
         return first.new_zeros(*products, m, n)
+
+    def product_seconds(self, count: int, m: int, n: int, k: int) -> float:
+        if (count, m, n, k) not in self.known:
+            op = Op("product", "", "gemm", flops=2.0 * count * m * n * k, shape=(count, m, n, k))
+            self.known[count, m, n, k] = float(gemm_time(self.device, self.dtype, op))
+        return self.known[count, m, n, k]
 
     def added_product(
         self, bias: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
@@ -98,9 +104,12 @@ class SleepingDevice:
 
     def spend_attention(self, q: torch.Tensor, k: torch.Tensor, times: float) -> None:
         batch, heads, s_q, width = q.shape
-        flops = 4.0 * batch * heads * s_q * k.shape[2] * width * CAUSAL * times
-        op = Op("core", "", "attention", flops=flops, shape=(batch * heads, s_q, k.shape[2], width))
-        self.spend(float(attention_time(self.device, self.dtype, op, "flash")))
+        key = (*q.shape, k.shape[2], times)
+        if key not in self.known:
+            flops = 4.0 * batch * heads * s_q * k.shape[2] * width * CAUSAL * times
+            op = Op("core", "", "attention", flops=flops, shape=(batch * heads, s_q, k.shape[2], width))
+            self.known[key] = float(attention_time(self.device, self.dtype, op, "flash"))
+        self.spend(self.known[key])
 
     def spend(self, seconds: float) -> None:
         self.owed += seconds

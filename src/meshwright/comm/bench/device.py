@@ -323,7 +323,7 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
     for unit in units:
         fully_shard(unit, mesh=mesh)
     fully_shard(units, mesh=mesh)
-    x, start = torch.randn(1, 4, 16, dtype=dtype), torch.randn(1, 4, 16, dtype=dtype)
+    x, start = torch.randn(1, 16, 16, dtype=dtype), torch.randn(1, 16, 16, dtype=dtype)
     for kind, module in (("sharded-units", units), ("plain-units", plain)):
         yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
     shards = [p.detach() for p in units.parameters()]
