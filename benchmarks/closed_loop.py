@@ -96,7 +96,7 @@ def rank_main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     context = join_environment()
     if job["kind"] == "device":
-        found = device_test(context, job["compute"])
+        found = device_test(context)
         if context.rank == 0:
             print(json.dumps(found))
         return
@@ -111,18 +111,15 @@ def rank_main(job: dict[str, Any]) -> None:
             print(json.dumps(result), flush=True)
 
 
-def device_test(context: Any, compute: str) -> dict[str, Any]:
-    """The operations of the machine's calibration, on all ranks at once; means over the ranks. Where products sleep, they sleep here too: the
-    clock counts seconds in which a rank computed."""
-    import contextlib
-
+def device_test(context: Any) -> dict[str, Any]:
+    """The operations of the machine's calibration, on all ranks at once; means over the ranks. The clock counts seconds in which a rank
+    computed."""
     import torch
     from torch import distributed
 
     from meshwright.comm.bench.device import measure_device
     from meshwright.comm.bench.interference import usable_cores
     from meshwright.comm.bench.timing import Synchronization
-    from meshwright.training.sleeping import SleepingDevice, device_of
 
     def mean(values: Any) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -130,8 +127,7 @@ def device_test(context: Any, compute: str) -> dict[str, Any]:
         return [float(x) for x in total / context.world]
 
     ranks = Synchronization(barrier=distributed.barrier, agree=mean)
-    with SleepingDevice(device_of(SLEEPING_FLOPS)) if compute == "sleep" else contextlib.nullcontext():
-        points = measure_device("cpu", ranks, budget_s=DEVICE_BUDGET_S, rank=context.rank)
+    points = measure_device("cpu", ranks, budget_s=DEVICE_BUDGET_S, rank=context.rank)
     return {"ranks": context.world, "cores": usable_cores(), "operations": [p.as_dict() for p in points]}
 
 
@@ -300,13 +296,13 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
-    """Fill the folder: bench.json, device-COMPUTE.jsonl, and a line in COMPUTE.jsonl for each plan. What is there is kept."""
+    """Fill the folder: bench.json, device.jsonl, and a line in COMPUTE.jsonl for each plan. What is there is kept."""
     from meshwright.comm.emulate.emulation import Emulation
     from meshwright.comm.emulate.topology import Topology, parse_between
 
     done = {result["plan"] for result in records(folder / f"{options.compute}.jsonl")}
     plans = [name for name in options.only if name not in done]
-    device = folder / f"device-{options.compute}.jsonl"
+    device = folder / "device.jsonl"
     if not plans and (folder / "bench.json").exists() and device.exists():
         return
     topology = Topology(4, 2, *parse_between(options.between))
@@ -314,7 +310,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         if not (folder / "bench.json").exists():
             run_bench(emulation, folder / "bench.json", options.budget)
         if not device.exists():
-            in_ranks(emulation, {"kind": "device", "compute": options.compute}, device, 120)
+            in_ranks(emulation, {"kind": "device"}, device, 120)
         if plans and options.limit > 0:
             job = {"kind": "plans", "plans": plans, **{k: getattr(options, k) for k in ("steps", "compute", "limit")}}
             in_ranks(emulation, job, folder / f"{options.compute}.jsonl", 3600)
@@ -353,7 +349,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         measure(folder, options)
         network = calibrate([Bench.read(str(folder / "bench.json"))], "", "").cluster
-        machine = MachineMeasurement(**records(folder / f"device-{options.compute}.jsonl")[0])
+        machine = MachineMeasurement(**records(folder / "device.jsonl")[0])
         cluster = network.but(gpus=RANKS)
         rows = compare(records(folder / f"{options.compute}.jsonl"), cluster, machine, options.compute)
         print(f"\ncompute: {options.compute}")

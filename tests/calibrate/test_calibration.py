@@ -10,6 +10,7 @@ import pytest
 from calibrate import synthetic
 from meshwright.calibrate.calibration import best_match, calibrate
 from meshwright.calibrate.crossovers import additions, crossovers, series_of
+from meshwright.calibrate.factors import fit
 from meshwright.calibrate.fit import fit_line, robust_fit
 from meshwright.calibrate.levels import find_levels
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
@@ -166,6 +167,18 @@ def test_factors_differ_inside_a_node_and_between_nodes() -> None:
     assert added.factor("all-gather").bytes == pytest.approx(2.0, rel=12 * NOISE)
     assert added.factor("all-gather", across=True).bytes == pytest.approx(1.1, rel=12 * NOISE)
     assert all(f.residual <= 2 * NOISE for f in result.factors)
+
+
+def test_factors_between_nodes_are_found_where_links_inside_a_node_have_more_latency() -> None:
+    """At factors of 1 the links inside nodes are the slower ones, so that changing the factors between nodes changes nothing."""
+    truth = synthetic.cluster((2, 1e-3, 2e9), (4, 5e-4, 25e6), ports=1)
+    across = Factors(latency=9.0, bytes=3.0)
+    known = truth.but(collectives=truth.collectives.but(factors_across={"all-gather": across}))
+    bench = synthetic.bench(known, operations={"all-gather": "multi-ring"})
+    small = [p for p in bench.points if p.operation == "all-gather" and len(p.ranks) == 8 and p.bytes <= 65536]
+    found = fit(truth, "all-gather", small, across=True)
+    assert found.residual < 0.01
+    assert found.factors.latency == pytest.approx(9.0, rel=0.05)
 
 
 # Verdicts

@@ -135,3 +135,25 @@ def test_the_source_of_the_constants_is_told() -> None:
         Config.from_parts(config.model, config.cluster, config.stack, config.workload, config.plan).cluster
         == config.cluster
     )
+
+
+def test_units_of_zero_block_where_the_host_computes() -> None:
+    """`fully_shard` overlaps by the streams of a device; a CPU has none. Buckets of plain data parallelism still overlap."""
+    many = measurement(cores=16.0)
+    for zero in (1, 3):
+        c = calibrated(many.but(overlap_cost=0.0), replicate=1, tp=1, shard=4, zero=zero)
+        overlapped = replace(c, stack=c.stack.but(overlap=("dp",)))
+        serial = replace(c, stack=c.stack.but(overlap=()))
+        assert seconds(overlapped) == pytest.approx(seconds(serial), rel=1e-9)
+    c = calibrated(many.but(overlap_cost=0.0), replicate=4, tp=1)
+    buckets = replace(c, plan=c.plan.but(bucket=1e4))
+    assert seconds(buckets) < seconds(replace(buckets, stack=buckets.stack.but(overlap=())))
+
+
+def test_a_top_k_takes_the_time_of_its_selection() -> None:
+    selecting = [*synthetic(), point("top-k", {"elements": 1e6}, 1e-2)]
+    measured = measurement().but(operations=[p.as_dict() for p in selecting])
+    c = calibrated(measured, replicate=4, tp=1, compression="top-k")
+    elements = c.model.total
+    added = seconds(c) - seconds(calibrated(measurement(), replicate=4, tp=1, compression="top-k"))
+    assert added == pytest.approx(elements * 1e-8 * measured.sharing, rel=0.05)

@@ -212,3 +212,15 @@ def test_more_bandwidth_is_never_slower(kind, plan, n, level, times):
     before, after = network(**plan), network(faster(DGX, level, times), **plan)
     for axis in ("tp", "pp", "dp"):
         assert one(after.time(op(kind, axis, n))) <= one(before.time(op(kind, axis, n))) * (1 + 1e-12)
+
+
+def test_neighbours_of_a_ring_share_no_card():
+    """Two ranks of a node share its card. In a ring of both only one of them sends to another node, at the whole rate; where each is in
+    another ring, both send at once."""
+    level = DGX.levels[1].but(ports=1, oversubscription=1.0)
+    shared = DGX.but(levels=(DGX.levels[0].but(size=2), level), gpus=8)
+    n, rate = 1e10, level.link.bandwidth * level.link.efficiency
+    in_one_ring = network(shared, cp=8, tp=1).time(op("send", "cp", n))[0]
+    in_two_rings = network(shared, cp=4, tp=2).time(op("send", "cp", n))[0]
+    assert in_one_ring == pytest.approx(n / rate, rel=0.01)
+    assert in_two_rings == pytest.approx(2 * n / rate, rel=0.01)

@@ -11,6 +11,7 @@ The fits go part by part, each with the constants of the part before, weighted b
     linear layers                               → product_launch, rate of products
     attention                                   → attention_launch, rate of attention
     attention in tiles of torch operators       → tile_launch
+    top-k                                       → selection
     different operations in one chain           → factors on all of these: caches hold what other operations left
     optimizer, plain and sharded; ZeRO units    → update_launch, update_byte, sharded_launch, unit_launch
 
@@ -51,6 +52,7 @@ class DeviceFit(NamedTuple):
     attention_launch: float
     attention_flop: float
     tile_launch: float
+    selection: float
     update_launch: float
     update_byte: float
     sharded_launch: float
@@ -170,6 +172,7 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
     tile = launch
     if "tile" in by_kind:
         (tile,) = solve(("tile",), ("launches",), {"flops": flop, "bytes": byte, "exponentials": exponential})
+    selections = [p.median_s / p.shape["elements"] for p in by_kind.get("top-k", [])]
     update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
     sharded = update
     if "sharded-optimizer" in by_kind:
@@ -188,6 +191,7 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         attention * host,
         attention_flop * device,
         tile,
+        max(selections, default=0.0),
         update,
         update_byte,
         sharded,

@@ -25,6 +25,8 @@ from meshwright.describe.cluster import Cluster, Factors
 PULL = 1e-3  # weight of the pull towards 1, against one point
 LARGEST = np.log(300.0)
 ROUNDS, STEP = 25, 1e-4
+LEAST_SLOPE = 1e-3  # of a factor that changes the times at all
+GRID = (0.0, -1.0, 1.0, 2.0, 3.0)  # logarithms of factors; 1 first: of equal errors the formula's own counts
 PRICED = tuple(name for name in OPERATIONS.values() if name != "point-to-point")
 
 
@@ -82,19 +84,34 @@ def model_times(
     return np.array([choose(priced, operation, float(p.bytes), len(p.ranks)).seconds for p in points])
 
 
+def derivatives(
+    cluster: Cluster, operation: str, points: Sequence[Point], logs: np.ndarray, across: bool
+) -> np.ndarray:
+    """Derivatives of the logarithms of the modelled times, by point and factor."""
+    base = np.log(model_times(cluster, operation, points, logs, across))
+    moved = [np.log(model_times(cluster, operation, points, logs + STEP * unit, across)) for unit in np.eye(2)]
+    return np.stack([(times - base) / STEP for times in moved], axis=1)
+
+
+def start_of_fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool) -> np.ndarray:
+    """Factors (logarithms) from which steps lead to the best ones: 1, or those on a coarse grid with the smallest error. Where the links inside and
+    between nodes work at the same time, the slower of the two counts: at factors for which the other one is slower, a derivative is zero
+    and no step would lead away."""
+    if (np.abs(derivatives(cluster, operation, points, np.zeros(2), across)).max(axis=0) > LEAST_SLOPE).all():
+        return np.zeros(2)
+    measured = np.log([p.median_s for p in points])
+    grid = [np.array([latency, size]) for latency in GRID for size in GRID]
+    errors = [np.abs(np.log(model_times(cluster, operation, points, logs, across)) - measured).sum() for logs in grid]
+    return grid[int(np.argmin(np.round(errors, 9)))]
+
+
 def fit(cluster: Cluster, operation: str, points: Sequence[Point], across: bool = False) -> FittedFactors:
     """The factors of one operation, inside a node or between nodes."""
     measured = np.log([p.median_s for p in points])
-    logs = np.zeros(2)
+    logs = start_of_fit(cluster, operation, points, across)
     for _ in range(ROUNDS):
         base = np.log(model_times(cluster, operation, points, logs, across))
-        slopes = np.stack(
-            [
-                (np.log(model_times(cluster, operation, points, logs + STEP * unit, across)) - base) / STEP
-                for unit in np.eye(2)
-            ],
-            axis=1,
-        )
+        slopes = derivatives(cluster, operation, points, logs, across)
         error = base - measured
         bound = HUBER * max(MAD * float(np.median(np.abs(error))), LEAST_SCALE)
         weights = np.minimum(1.0, bound / np.maximum(np.abs(error), LEAST_SCALE))

@@ -91,6 +91,7 @@ def accelerator(fit: DeviceFit, sharing: float, source: str, dtypes: dict[str, f
         tile=1.0,
         sequence_half=0.0,
         exponential=fit.exponential * sharing,
+        selection=fit.selection * sharing,
         source=source,
     )
     peak = {dtype: rate / slower.get(dtype, 1.0) for dtype in plain.peak}

@@ -8,6 +8,7 @@ from meshwright.cost import compute
 from meshwright.cost.collective import Network
 from meshwright.cost.phase import AXIS_OF, HIDEABLE, RankTime, unit_overlap
 from meshwright.describe.cluster import Accelerator, Cluster
+from meshwright.describe.stack import Stack
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
@@ -35,7 +36,7 @@ def closing_time(
         elif op.part == "optimizer":
             update = update + op.count * _update_time(b, op, seconds if op.axis else compute.update_time(device, op))
         elif op.name in ("compress", "average-parameters"):  # never overlaps
-            compress = compress + op.count * seconds
+            compress = compress + op.count * (seconds + _compress_time(b.stack, device, op))
         elif op.part == "closing":
             after[AXIS_OF[op.axis]] = after[AXIS_OF[op.axis]] + op.count * seconds
         elif op.name == "gather-parameters":
@@ -71,6 +72,12 @@ def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
     host = op.launches * np.where(by_unit, stack.sharded_launch or plain, plain)
     launched = seconds if op.axis else np.maximum(seconds, host) if stack.asynchronous else seconds + host
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
+
+
+def _compress_time(stack: Stack, device: Accelerator, op: Op) -> Array:
+    """Seconds of compressing besides its memory traffic: selecting, and the host's launches where the host computes."""
+    host = 0.0 if stack.asynchronous or op.axis else op.launches * (stack.update_launch or stack.launch)
+    return host + op.selected_from * device.efficiency.selection
 
 
 def in_units(b: Batch, group: str) -> Array:

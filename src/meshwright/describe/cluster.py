@@ -67,6 +67,9 @@ class Efficiency(Described):
     update: float = Field(
         default=1.0, gt=0, description="rate of the optimizer's updates, which work in place, over that of `memory`"
     )
+    selection: Seconds = Field(
+        default=0.0, description="time of one element from which a top-k selects, where it is not bound by memory (CPU)"
+    )
     exponential: Seconds = Field(
         default=0.0,
         description="time of one exp, erf or tanh of an activation or a softmax, where it is not hidden (CPU)",

@@ -204,6 +204,17 @@ class Batch:
             return np.maximum(self.tp / self.model.kv_groups, 1.0)
         return axis_size(self, axis)
 
+    @property
+    def layer_tensors(self) -> float:
+        """Parameter tensors of a dense layer."""
+        block = self.model.blocks["dense"]
+        return float(len(block.linears) + len(block.vectors))
+
+    @property
+    def parameter_tensors(self) -> Any:
+        """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
+        return 160.0 if self.model.kind == "counts" else self.model.layers * self.layer_tensors / self.pp + 4
+
     def members(self, axis: str, unit: float) -> np.ndarray:
         """Members of one group of the axis inside one unit of `unit` consecutive devices."""
         key = (axis, unit)

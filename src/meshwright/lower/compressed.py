@@ -42,6 +42,15 @@ PASSES = {
     "threshold": 5.0,
     "powersgd": 4.0,
 }
+# Torch operators that compressing and expanding cost: of each message, and of each parameter.
+OPERATORS = {
+    "int8": (35.0, 0.0),
+    "int4": (35.0, 0.0),
+    "fp8": (35.0, 0.0),
+    "top-k": (23.0, 0.0),
+    "powersgd": (6.0, 25.0),
+}
+FEW_OPERATORS = (4.0, 0.0)  # of the other compressions
 Exchanges = list[tuple[str, Any]]  # collective, bytes of the full buffer
 
 

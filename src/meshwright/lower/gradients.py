@@ -31,7 +31,7 @@ import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
 from meshwright.lower.batch import Batch
-from meshwright.lower.compressed import LINEAR, PASSES, on_the_wire
+from meshwright.lower.compressed import FEW_OPERATORS, LINEAR, OPERATORS, PASSES, on_the_wire
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
 
@@ -109,6 +109,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
     in_units, rounds = scattered & b.units, {True: b.reduce_each, False: b.reduce_whole}
     total: dict[tuple[str, str, str], list[Array]] = {}
     extra: Array = 0.0
+    selected: Array = 0.0
 
     def add(e: Exchange, times: Array) -> None:
         count = times * e.count
@@ -125,6 +126,7 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 add(e, times)
             if b.compresses:
                 extra = extra + times * message.load.sent * _passes(b)
+                selected = selected + times * message.load.sent * _selects(b)
         if message.unit and active.any():
             updated, weights = message.load.held * b.param_bytes, gathered_weights(b, group, message.load)
             freed = np.where(b.reshard, m * (1.0 + message.regathered), 1.0)
@@ -135,8 +137,18 @@ def data_parallel_ops(b: Batch, group: str, messages: Sequence[Message], zero_3:
                 add(Exchange(name, shard, "all_gather", when & (n > 0), n), active * message.count * times)
     ops = [_op(name, group, *key, *amounts) for (name, *key), amounts in total.items() if present(amounts[0])]
     if present(extra):
-        ops.append(Op("compress", group, "memory", (np.asarray(extra) > 0) * 1.0, bytes=extra, launches=4.0))
+        ops.append(_compress(b, group, (np.asarray(extra) > 0) * 1.0, extra, selected, b.parameter_tensors))
     return ops
+
+
+def _compress(b: Batch, part: str, count: Array, passes: Array, selected: Array, tensors: Array) -> Op:
+    """Compressing and expanding gradients in device memory: bytes, torch operators, and elements that a top-k selects from. With PowerSGD
+    each parameter has products and a basis."""
+    launches: Array = 0.0
+    for code, wire in b.compressions:
+        message, parameter = OPERATORS.get(wire, FEW_OPERATORS)
+        launches = launches + (b.compression == code) * (message + parameter * tensors)
+    return Op("compress", part, "memory", count, bytes=passes, launches=launches, selected_from=selected)
 
 
 def gathered_weights(b: Batch, group: str, load: Load) -> Array:
@@ -168,6 +180,11 @@ def _passes(b: Batch) -> Array:
     return sum(PASSES[wire] * (b.compression == code) for code, wire in b.compressions) * b.comm_bytes
 
 
+def _selects(b: Batch) -> Array:
+    """1 where a plan keeps the largest gradients by a top-k."""
+    return sum(1.0 * (b.compression == code) for code, wire in b.compressions if wire == "top-k")
+
+
 def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[Op]]:
     """ZeRO-3 of one block in one micro-batch: gather its weights forward and backward, reduce its gradients. The block is a `share` of
     a unit, or several units like it."""
@@ -193,7 +210,8 @@ def unit_ops(b: Batch, group: str, load: Load, share: Array) -> dict[str, list[O
     scatter = [op(e, reduces) for e in reduce_once(b, group, unit, True)]
     if b.compresses:
         passes = unit.sent * _passes(b)
-        scatter.append(Op("compress", "optimizer", "memory", reduces * (passes > 0), bytes=passes, launches=4.0))
+        selected = unit.sent * _selects(b)
+        scatter.append(_compress(b, "optimizer", reduces * (passes > 0), passes, selected, b.layer_tensors))
     gather = Exchange("gather-weights", shard, "all_gather", 1.0, gathered_weights(b, group, unit))
     # Without resharding after forward, the weights are gathered once per step, not once per micro-batch.
     return {

@@ -49,7 +49,7 @@ def step_ops(
     ops = [
         *reductions,
         *small_sums(b, summed(program, held) if sums is None else sums),
-        *optimizer(b, owned, parameter_count(b)),
+        *optimizer(b, owned, b.parameter_tensors),
         *gathers,
     ]
     return [op for op in (*ops, *parameter_average(b, elements["dense"])) if present(op.count)]
@@ -141,12 +141,3 @@ def update_bytes(b: Batch, elements: Array) -> Array:
     masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
     touched = b.grad_bytes + 2 * b.workload.state_copies * b.state_bytes + masters + 2 * b.param_bytes
     return elements * touched * (1 if "optimizer" in b.stack.fused else 2.5)
-
-
-def parameter_count(b: Batch) -> Array:
-    """Parameter tensors on a rank: what an unfused optimizer launches kernels for."""
-    model = b.model
-    if model.kind == "counts":
-        return 160.0
-    per_layer = len(model.blocks["dense"].linears) + len(model.blocks["dense"].vectors)
-    return model.layers * per_layer / b.pp + 4

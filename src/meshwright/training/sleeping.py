@@ -49,7 +49,9 @@ class SleepingDevice:
         self.device, self.dtype = device, dtype
         self.owed = 0.0  # seconds still to sleep
         self.slept = 0.0  # seconds of all products until now
-        self.known: dict[tuple[float, ...], float] = {}  # seconds by shape: computing them takes longer than an operator
+        self.known: dict[
+            tuple[float, ...], float
+        ] = {}  # seconds by shape: computing them takes longer than an operator
         self.library: torch.library.Library | None = None
 
     def __enter__(self) -> SleepingDevice:

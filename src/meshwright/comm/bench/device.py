@@ -35,6 +35,7 @@ ATTENTIONS = ((1, 1, 8, 8), (2, 4, 64, 16), (1, 4, 256, 16), (1, 4, 128, 64))
 TILES = ((2, 2, 8, 8), (4, 4, 16, 16))
 MIXED = ((16, 32), (96, 96), (384, 128))  # tokens and width of chains of different operations
 UPDATES = ((16, 64), (16, 16384))
+SELECTED_FROM = 2**20  # elements, of which a top-k keeps one in a hundred
 GPU_PRODUCTS = ((1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (8192, 1024, 8192))
 GPU_ATTENTIONS = ((32, 16, 1024, 128), (2, 16, 4096, 128), (1, 16, 8192, 64))
 GPU_UPDATES = ((16, 2**16), (4, 2**26))
@@ -128,6 +129,9 @@ def cpu_cases(dtype: torch.dtype) -> Iterator[Case]:
         tile = tile_call(dtype, batch, heads, seq, width)
         sizes = {"batch": float(batch), "heads": float(heads), "seq": float(seq), "width": float(width)}
         yield Case("tile", {**sizes, "operators": count_operators(tile)}, 1, tile)
+    values = torch.randn(SELECTED_FROM, dtype=dtype)
+    kept = SELECTED_FROM // 100
+    yield Case("top-k", {"elements": SELECTED_FROM}, 1, lambda: values.abs().topk(kept, sorted=False))
     for tensors, elements in UPDATES:
         plain = [torch.randn(elements, dtype=dtype) for _ in range(tensors)]
         yield Case("optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(plain))
