@@ -140,7 +140,7 @@ function sizes(element, data) {
   }
   if (data.size_bytes >= x.domain[0] && data.size_bytes <= x.domain[1]) scatter(c, [{ x: data.size_bytes, y: data.time_s, shape: "diamond", colour: "focus", formula: data.formulas.time_s }], { x, y: (v) => Math.max(0, Math.min(c.height, y(v))), radius: 6 });
   element.append(legend([...names.map((n, i) => ({ label: n, colour: COLOURS[i % 10], shape: "line", dash: DASHES[Math.floor(i / 3) % 4] })), { label: "the chosen call, as priced", colour: "focus" }]));
-  element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs)));
+  element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs), { caption: "Formulas of the algorithms" }));
 }
 
 const PLACES = { broadcast: [0, 0], reduce: [0, 1], scatter: [0, 2], gather: [0, 3], "all-gather": [1, 0.5], "reduce-scatter": [1, 2], "all-reduce": [2, 1.2], "all-to-all": [2, 2.4], "point-to-point": [1, 3], barrier: [2, 3.3] };

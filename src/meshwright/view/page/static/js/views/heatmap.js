@@ -27,6 +27,7 @@ export const view = {
 function chart(element, data, context) {
   const side = Math.min(58, Math.max(30, Math.floor((Math.min(element.clientWidth, 760) - 60) / data.tp.length)));
   const c = figure(element, { width: 70 + side * data.tp.length, height: 56 + Math.min(side, 40) * data.pp.length, left: 54, right: 8, top: 8, bottom: 44, label: data.note });
+  c.root.setAttribute("role", "group"); // its cells are buttons
   const x = band(data.tp.map(String), [0, c.width], { gap: 0.07 }), y = band([...data.pp].reverse().map(String), [0, c.height], { gap: 0.09 });
   axis(c, x, "bottom", { label: "tensor-parallel degree (tp)" });
   axis(c, y, "left", { label: "pipeline stages (pp)" });

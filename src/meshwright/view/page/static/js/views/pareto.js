@@ -30,6 +30,7 @@ function chart(element, data, context, style) {
   const quick = Math.min(...all.map((p) => p.step_time_s)), slow = Math.min(Math.max(...all.map((p) => p.step_time_s)), Math.max(2.2 * quick, Math.min(4 * quick, data.mine.step_time_s * 1.05)));
   const shown = data.points.filter((p) => p.step_time_s <= slow && p.memory_bytes < 1.4 * data.limit_bytes);
   const c = figure(element, { height: 360, left: 62, right: 20, bottom: 42, label: `${data.points.length} plans; ${data.note}` });
+  c.root.setAttribute("role", "group"); // its points are buttons
   const x = linear([0, Math.max(data.limit_bytes * 1.08, ...shown.map((p) => p.memory_bytes), Math.min(data.mine.memory_bytes * 1.03, 1.6 * data.limit_bytes)) / GIB], [0, c.width]), unit = slow >= 1 ? ["s", 1] : ["ms", 1e3];
   const y = linear([quick * 0.94, slow * 1.03], [c.height, 0]);
   axis(c, x, "bottom", { label: "memory of the fullest GPU, GiB" });

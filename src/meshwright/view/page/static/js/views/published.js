@@ -28,6 +28,6 @@ export const view = {
     element.append(panel("Error of each source", "", table([
       { title: "source", key: "source" }, { title: "figures", key: "figures", align: "right" },
       { title: "mean error", key: "error", text: (v) => format.percent(v, 0), align: "right" }, { title: "bias", key: "bias", text: (v) => format.change(v), align: "right" },
-    ], data.sources)));
+    ], data.sources, { caption: "Mean error of the figures of a source" })));
   },
 };

@@ -25,7 +25,7 @@ export const view = {
     }
     element.append(panel("A printed figure, corrected", "An often copied figure of a 7B model on 8 GPUs does not add up; the formula gives:", table([
       { title: "stage", key: "name" }, { title: "printed", key: "printed_gb", text: (v) => `${format.number(v)} GB`, align: "right" }, { title: "right", key: "right_gb", text: (v) => `${format.number(v, 4)} GB`, align: "right" },
-    ], data.seed)));
+    ], data.seed, { caption: "State on one of 8 GPUs, 7B parameters" })));
   },
 };
 
