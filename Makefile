@@ -31,6 +31,8 @@ demo: setup
 	$(BIN)/meshwright simulate $(DEMO)/pp2-shard2/plan.toml --trace $(DEMO)/pp2-shard2/trace.json --html $(DEMO)/pp2-shard2/timeline.html
 	$(BIN)/meshwright report $(DEMO)/dp2-tp2 $(DEMO)/pp2-shard2 --html $(DEMO)/summary.html
 
+# Bytecode is kept even where the environment forbids it: tests start many processes that import the same files.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
@@ -39,12 +41,15 @@ lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Tests of drawn examples, of which the soak draws many more than the daily run.
+DRAWN := tests/describe/test_fuzz.py tests/describe/test_layout.py tests/cost/test_cost_step.py tests/test_units.py
+
 bench: setup
 	for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
-	$(BIN)/python -m pytest tests/describe/test_fuzz.py tests/test_units.py --hypothesis-profile soak --timeout 1800
+	$(BIN)/python -m pytest $(DRAWN) --hypothesis-profile soak --timeout 1800
 
 # Pages with computed figures, after the cost model changed; tests hold them to the code.
 pages: setup

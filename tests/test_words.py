@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,14 @@ def offences(text: str, banned: re.Pattern[str] = BANNED) -> list[str]:
     return [text[max(0, m.start() - 40) : m.end() + 40].replace("\n", " ") for m in banned.finditer(text)]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for path in sorted(SOURCE.rglob("*.py")):
-        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text("utf-8"))
+        yield str(path.relative_to(SOURCE)), parsed(path)
 
 
 def literals(node: ast.AST) -> Iterator[str]:
@@ -129,11 +135,10 @@ def python_files() -> list[Path]:
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings and comments of a file."""
-    source = path.read_text("utf-8")
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
@@ -163,7 +168,7 @@ def test_documents_and_data_are_in_plain_words() -> None:
 def test_variables_say_their_content() -> None:
     found = set()
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parsed(path)):
             name = node.id if isinstance(node, ast.Name) else node.arg if isinstance(node, ast.arg) else ""
             if name in VARIABLES:
                 found.add(f"{path.relative_to(ROOT)}: {name}")

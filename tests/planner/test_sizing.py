@@ -51,9 +51,10 @@ def test_the_curve_adds_up(in_ten_days):
 
 
 def test_a_budget_bounds_the_cost_and_both_limits_hold():
-    training = sized(budget="12k$").result.explanation.training
+    few = {"tp": 1, "cp": 1}  # limits hold in any space, and a small one is searched sooner
+    training = sized(budget="12k$", fix=few).result.explanation.training
     assert training.dollars <= 12_000
-    both = sized(budget="$20k", days=10)
+    both = sized(budget="$20k", days=10, fix=few)
     assert both.result.explanation.training.days <= 10
     assert both.result.explanation.training.dollars <= 20_000
     assert "the fewest within 10 days and $20,000" in both.answer
@@ -74,8 +75,8 @@ def test_constraints_hold_on_the_curve_too():
         ({"days": 30, "tokens": ""}, "MW-PLANNER-007", "number of tokens"),
         ({"days": 30, "nodes": 4}, "MW-PLANNER-007", "--nodes"),
         ({"budget": "2M$", "settings": ["cluster.price=0"]}, "MW-PLANNER-007", "price"),
-        ({"days": 0.001}, "MW-PLANNER-008", "within 0.001 days"),
-        ({"budget": 10}, "MW-PLANNER-008", "within $10"),
+        ({"days": 0.001, "fix": {"tp": 1, "cp": 1}}, "MW-PLANNER-008", "within 0.001 days"),
+        ({"budget": 10, "fix": {"tp": 1, "cp": 1}}, "MW-PLANNER-008", "within $10"),
     ],
 )
 def test_bad_questions_are_refused(limits, code, words):
