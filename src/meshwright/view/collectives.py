@@ -18,7 +18,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.errors import MeshwrightError
 from meshwright.programs.collectives import OPERATIONS, Program, Walk, check
 from meshwright.programs.collectives.arrays import Slots, loaded, states
 from meshwright.programs.collectives.comparison import Comparison
@@ -266,64 +265,6 @@ def as_dict(program: Program, walked: Walk | None = None, charge: Charge | None 
     return data
 
 
-def html(
-    program: Program,
-    walked: Walk | None = None,
-    on: str = "",
-    inputs: Sequence[Any] | None = None,
-    charge: Charge | None = None,
-) -> str:
-    """Return an animated figure as one self-contained HTML page: the moves step by step, and the simulated timeline."""
-    check(program)
-    if program.ranks > MOST_DRAWN or len(program.moves.step) > MOST_DRAWN**2 * 8:
-        raise MeshwrightError(
-            "MW-SHOW-002",
-            f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too large to read",
-            why=f"It draws up to {MOST_DRAWN} ranks",
-            fix="--ranks 8",
-        )
-    if program.switches:
-        raise MeshwrightError(
-            "MW-SHOW-002",
-            f"there is no figure of {program.name}",
-            why="Figures show ranks only, and this program has reducing switches",
-            fix="--algorithm ring",
-        )
-    page_data = as_dict(program, walked, charge) | {"about": OPERATIONS[program.operation], "facts": [], "values": None}
-    by_endpoint = np.bincount(program.moves.source, weights=program.moved, minlength=program.endpoints)
-    sent = by_endpoint[: program.ranks].max(initial=0.0)
-    page_data["facts"] = [
-        ("steps", str(program.steps)),
-        ("moves", f"{len(program.moves.step):,}"),
-        ("sent", f"{sent:,.0f} elements by the busiest rank"),
-    ]
-    if program.elements and sent:
-        page_data["facts"].append(("", f"{sent / program.elements:.4g} × the buffer"))
-    if walked:
-        took = format_seconds(walked.makespan)
-        page_data["walk"] |= {
-            "label": took,
-            "text": f"The same program simulated {on}: {took}. One row per rank, one bar per message sent.",
-        }
-        price = (
-            f"{format_seconds(charge.seconds)} {on}, as in `meshwright estimate`"
-            if charge
-            else f"{took} {on} (uncalibrated)"
-        )
-        page_data["facts"].append(("time", price))
-    if inputs is not None:
-        slots = loaded(program, inputs)
-        page_data["values"] = [
-            {c: data.tolist() for (r, c), data in slots.items() if r == rank} for rank in range(program.ranks)
-        ]
-    return filled_template("collective.html", page_data)
-
-
-def comparison_html(comparison: Comparison, note: str = NOTE) -> str:
-    """Return the comparison as a chart in one self-contained HTML page."""
-    return filled_template("comparison.html", comparison.as_dict() | {"note": note})
-
-
 def filled_template(name: str, data: Any) -> str:
     """Return a template with its data; `<` is escaped so that no text in the data can end the script."""
     template = files("meshwright.view").joinpath("templates", name).read_text("utf-8")
@@ -358,4 +299,4 @@ def shape(program: Program) -> str:
     return f"{counted(program.ranks, 'rank')}, {counted(program.elements, 'element')} in {counted(program.chunks, 'chunk')}"
 
 
-__all__ = ["as_dict", "comparison_html", "comparison_page", "html", "page", "values_page"]
+__all__ = ["as_dict", "comparison_page", "page", "values_page"]

@@ -5,17 +5,19 @@ The program, its walk and its price are those of `meshwright show OPERATION --js
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from meshwright.describe.cluster import Cluster
-from meshwright.programs.collectives import ALGORITHMS, OPERATIONS, Program
+from meshwright.errors import MeshwrightError
+from meshwright.programs.collectives import ALGORITHMS, OPERATIONS, Program, Walk
 from meshwright.programs.collectives.comparison import SIZES, Comparison, compare, runs_on
 from meshwright.programs.collectives.contract import DUAL
 from meshwright.programs.collectives.formulas import text as formula
 from meshwright.units import format_bytes, format_seconds, parse_bytes
 from meshwright.view.collectives import MOST_DRAWN, as_dict
+from meshwright.view.page.frame import offline_page
 from meshwright.view.page.subject import Subject
 from meshwright.view.show.collectives import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
 
@@ -50,15 +52,27 @@ def data(subject: Subject) -> dict[str, Any]:
         None if subject.is_provisional else compare(operation, cluster, ranks, SIZES, element_bytes=ELEMENT_BYTES)
     )
     return {
-        "operation": operation,
-        "algorithm": found.program.algorithm,
+        **about(operation, found.program.algorithm, usable),
         "chosen": bool(algorithm),
         "ranks": ranks,
         "size_bytes": parse_bytes(size),
         "cluster": cluster.name,
+        "program": program_data(step_by_step.program),
+        "time_s": found.charge.seconds if found.charge else found.walked.makespan,
+        "timeline": timeline(found.walked),
+        "comparison": compared.as_dict() if compared else None,
+        "formulas": formulas(found, compared),
+    }
+
+
+def about(operation: str, algorithm: str, usable: Sequence[str]) -> dict[str, Any]:
+    """The operation and its family, and the algorithms with their formulas."""
+    return {
+        "operation": operation,
+        "algorithm": algorithm,
         "operations": [
-            {"name": name, "about": about, "dual": DUAL.get(name, ""), "used": USED_BY[name]}
-            for name, about in OPERATIONS.items()
+            {"name": name, "about": words, "dual": DUAL.get(name, ""), "used": USED_BY[name]}
+            for name, words in OPERATIONS.items()
         ],
         "algorithms": [
             {"name": name, "formula": formula(operation, name), "runs": name in usable}
@@ -67,12 +81,56 @@ def data(subject: Subject) -> dict[str, Any]:
         "rank_choices": list(RANKS),
         "size_choices": [{"bytes": n, "text": format_bytes(n).replace(" ", "")} for n in MESSAGE_SIZES],
         "family": [{"whole": whole, "parts": list(parts)} for whole, parts in FAMILY],
-        "program": program_data(step_by_step.program),
-        "time_s": found.charge.seconds if found.charge else found.walked.makespan if found.walked else 0.0,
-        "timeline": timeline(found.program, found.walked),
-        "comparison": compared.as_dict() if compared else None,
-        "formulas": formulas(found, compared, cluster),
     }
+
+
+def program_html(found: Shown) -> str:
+    """One program as an HTML file that opens from disk, for `show OPERATION --html`."""
+    program = found.program
+    if program_data(program) is None:
+        raise MeshwrightError(
+            "MW-SHOW-002",
+            f"a figure of {program.ranks} ranks and {len(program.moves.step)} moves is too large to read",
+            why=f"It draws up to {MOST_DRAWN} ranks",
+            fix="--ranks 8",
+        )
+    timed = found.charge.seconds if found.charge else found.walked.makespan if found.walked else None
+    data = {
+        **about(program.operation, program.algorithm, list(ALGORITHMS[program.operation])),
+        "chosen": True,
+        "ranks": program.ranks,
+        "size_bytes": None,
+        "cluster": found.on,
+        "program": program_data(program),
+        "time_s": timed,
+        "timeline": timeline(found.walked),
+        "comparison": None,
+        "formulas": formulas(found, None),
+    }
+    return written(f"{program.algorithm} {program.operation}", data)
+
+
+def comparison_html(compared: Comparison) -> str:
+    """The times of the algorithms by size as an HTML file that opens from disk."""
+    data = {
+        **about(compared.operation, "", list(compared.times)),
+        "chosen": True,
+        "ranks": compared.ranks,
+        "size_bytes": None,
+        "cluster": compared.cluster,
+        "program": None,
+        "time_s": None,
+        "timeline": [],
+        "comparison": compared.as_dict(),
+        "formulas": {"time_s": "", "crossovers": crossovers(compared)},
+    }
+    return written(f"{compared.operation}: algorithms by message size", data)
+
+
+def written(title: str, data: dict[str, Any]) -> str:
+    state = {"page": {"view": "collectives", "compare": None, "options": {}}}
+    view = {"title": title, "data": data, "compare_data": None}
+    return offline_page(title, {"state": state, "views": {"collectives": view}, "catalog": None}, bare=True)
 
 
 def program_data(program: Program) -> dict[str, Any] | None:
@@ -82,7 +140,7 @@ def program_data(program: Program) -> dict[str, Any] | None:
     return as_dict(program)
 
 
-def timeline(program: Program, walked: Any) -> list[dict[str, Any]]:
+def timeline(walked: Walk | None) -> list[dict[str, Any]]:
     """The end of every step in seconds."""
     if walked is None:
         return []
@@ -90,20 +148,24 @@ def timeline(program: Program, walked: Any) -> list[dict[str, Any]]:
     return [{"step": k, "end_s": end} for k, end in enumerate(ends[:512])]
 
 
-def formulas(found: Shown, compared: Comparison | None, cluster: Cluster) -> dict[str, str]:
+def formulas(found: Shown, compared: Comparison | None) -> dict[str, str]:
+    """The formula of the program with its time, and where another algorithm becomes the fastest."""
     program = found.program
     text = f"{program.algorithm} {program.operation}: t = {formula(program.operation, program.algorithm)}"
     if found.charge:
         extra = format_seconds(found.charge.seconds - found.charge.walked)
         text += (
-            f"\n= {format_seconds(found.charge.walked)} on the links of {cluster.name} at the rates of {found.charge.library} + {extra} for the call "
-            f"and its chunks = {format_seconds(found.charge.seconds)}"
+            f"\n= {format_seconds(found.charge.walked)} on the links at the rates of {found.charge.library} + {extra} for the call and its chunks"
+            f" = {format_seconds(found.charge.seconds)} {found.on}"
         )
     elif found.walked is not None:
         text += f"\n= {format_seconds(found.walked.makespan)} {found.on}"
-    words = (
-        [f"from {format_bytes(c.size)} on, {c.after} is faster than {c.before}" for c in compared.crossovers]
-        if compared
-        else []
+    return {"time_s": text, "crossovers": crossovers(compared)}
+
+
+def crossovers(compared: Comparison | None) -> str:
+    if compared is None or not compared.crossovers:
+        return "one algorithm is the fastest at every size"
+    return "; ".join(
+        f"from {format_bytes(c.size)} on, {c.after} is faster than {c.before}" for c in compared.crossovers
     )
-    return {"time_s": text, "crossovers": "; ".join(words) or "one algorithm is the fastest at every size"}

@@ -73,7 +73,9 @@ def show(request: Request) -> None:
     shown = prepared(request)
     program, walked, on, charge, inputs = shown
     if request.html:
-        write_figure(request.html, view.html(program, walked, on, inputs, charge))
+        from meshwright.view.page.collectives import program_html
+
+        write_figure(request.html, program_html(shown))
     if request.as_json:
         return show_json(shown.as_dict())
     if request.values:
@@ -150,7 +152,9 @@ def show_comparison(request: Request) -> None:
     """Print the times of all algorithms, or of the named ones, by message size."""
     found = compared(request)
     if request.html:
-        write_figure(request.html, view.comparison_html(found))
+        from meshwright.view.page.collectives import comparison_html
+
+        write_figure(request.html, comparison_html(found))
     if request.as_json:
         return show_json(found.as_dict())
     return print_out(view.comparison_page(found))

@@ -22,23 +22,28 @@ export const view = {
       choice("Message", data.size_choices.map((s) => [s.text, s.text]), data.size_choices.reduce((a, b) => (Math.abs(b.bytes - data.size_bytes) < Math.abs(a.bytes - data.size_bytes) ? b : a)).text, (size) => set({ size }))));
     const about = data.operations.find((o) => o.name === data.operation);
     element.append(h("div", { class: "stats" },
-      stat("Time", format.seconds(data.time_s), { detail: `${format.bytes(data.size_bytes)} on ${data.cluster}`, formula: data.formulas.time_s }),
-      stat("Steps", data.program ? format.whole(data.program.steps) : format.whole(data.timeline.length), { detail: data.algorithm }),
+      ...(data.time_s === null ? [] : [stat("Time", format.seconds(data.time_s), { detail: data.size_bytes ? `${format.bytes(data.size_bytes)} on ${data.cluster}` : data.cluster, formula: data.formulas.time_s })]),
+      ...(data.algorithm ? [stat("Steps", data.program ? format.whole(data.program.steps) : format.whole(data.timeline.length), { detail: data.algorithm })] : []),
       stat("Dual", about.dual || "itself", { detail: about.dual ? "the same moves backward" : "reversed it is the same" }),
       stat("Used for", about.used.split(",")[0], { detail: about.used.split(",").slice(1).join(",") })));
-    const play = panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`);
-    element.append(play);
-    data.program ? player(play, data.program) : play.append(h("p", { class: "empty" }, "Too many moves to draw: choose fewer ranks."));
+    if (data.algorithm) explain(element, data, about);
     if (data.comparison) {
-      const box = panel("Which algorithm for which size", data.formulas.crossovers);
+      const box = panel("Which algorithm for which size", `${data.ranks} ranks on ${data.cluster}: ${data.formulas.crossovers}.`);
       element.append(box);
       sizes(box, data);
     }
-    const tree = panel("The family of collectives", "Solid: an operation composed of two others. Dashed: duals, each the other one played backward. Choose one to explore it.");
+    const tree = panel("The family of collectives", `Solid: an operation composed of two others. Dashed: duals, each the other one played backward.${context.live ? " Choose one to explore it." : ""}`);
     element.append(tree);
     family(tree, data, context);
   },
 };
+
+/** The formula and the player. */
+function explain(element, data, about) {
+  const play = panel(`${data.algorithm} ${data.operation}`, `${about.about}. t = ${data.algorithms.find((a) => a.name === data.algorithm)?.formula ?? ""}`);
+  element.append(play);
+  data.program ? player(play, data.program) : play.append(h("p", { class: "empty" }, "Too many moves to draw: choose fewer ranks."));
+}
 
 /** What every slot (rank, chunk) holds before each step: the set of ranks whose data is in it. */
 function states(program) {
@@ -110,7 +115,7 @@ function circle(element, program, step) {
 }
 
 function slots(element, program, frame, chunks, width) {
-  const n = program.ranks, left = 48, side = Math.max(3, Math.min(34, (Math.min(width, 900) - left - 8) / chunks)), high = Math.max(14, Math.min(30, 300 / n));
+  const n = program.ranks, left = 48, side = Math.max(3, Math.min(64, (Math.min(width, 900) - left - 8) / chunks)), high = Math.max(14, Math.min(40, 300 / n));
   const c = figure(element, { width: left + 8 + side * chunks, height: 30 + high * n, left, right: 4, top: 22, bottom: 4, label: `What each of ${n} ranks holds of ${chunks} chunks` });
   const every = Math.ceil(18 / side);
   for (let k = 0; k < chunks; k += every) label(c, k, (k + 0.5) * side, -6, { anchor: "middle", size: 10, colour: "quiet" });
@@ -138,8 +143,9 @@ function sizes(element, data) {
     c.plot.append(svg("line", { x1: x(cross.size_bytes), x2: x(cross.size_bytes), y1: 0, y2: c.height, stroke: "quiet", "stroke-dasharray": "3 4" }));
     label(c, cross.after, x(cross.size_bytes) + 4, 10, { size: 10, colour: "quiet", halo: true });
   }
-  if (data.size_bytes >= x.domain[0] && data.size_bytes <= x.domain[1]) scatter(c, [{ x: data.size_bytes, y: data.time_s, shape: "diamond", colour: "focus", formula: data.formulas.time_s }], { x, y: (v) => Math.max(0, Math.min(c.height, y(v))), radius: 6 });
-  element.append(legend([...names.map((n, i) => ({ label: n, colour: COLOURS[i % 10], shape: "line", dash: DASHES[Math.floor(i / 3) % 4] })), { label: "the chosen call, as priced", colour: "focus" }]));
+  const inside = data.size_bytes && data.size_bytes >= x.domain[0] && data.size_bytes <= x.domain[1];
+  if (inside) scatter(c, [{ x: data.size_bytes, y: data.time_s, shape: "diamond", colour: "focus", formula: data.formulas.time_s }], { x, y: (v) => Math.max(0, Math.min(c.height, y(v))), radius: 6 });
+  element.append(legend([...names.map((n, i) => ({ label: n, colour: COLOURS[i % 10], shape: "line", dash: DASHES[Math.floor(i / 3) % 4] })), ...(inside ? [{ label: "the chosen call, as priced", colour: "focus" }] : [])]));
   element.append(table([{ title: "algorithm", key: "name" }, { title: "time without shared links; n: full buffer", key: "formula" }], data.algorithms.filter((a) => a.runs), { caption: "Formulas of the algorithms" }));
 }
 
