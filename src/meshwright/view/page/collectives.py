@@ -19,7 +19,7 @@ from meshwright.units import format_bytes, format_seconds, parse_bytes
 from meshwright.view.collectives import MOST_DRAWN, as_dict
 from meshwright.view.page.frame import offline_page
 from meshwright.view.page.subject import Subject
-from meshwright.view.show.collectives import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
+from meshwright.view.show.collective_request import ELEMENT_BYTES, Request, Shown, cluster_of, prepared
 
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MESSAGE_SIZES = tuple(2.0**k for k in range(10, 34, 2))  # 1 KiB to 8 GiB
@@ -128,7 +128,7 @@ def comparison_html(compared: Comparison) -> str:
 
 
 def written(title: str, data: dict[str, Any]) -> str:
-    state = {"page": {"view": "collectives", "compare": None, "options": {}}}
+    state: dict[str, Any] = {"page": {"view": "collectives", "compare": None, "options": {}}}
     view = {"title": title, "data": data, "compare_data": None}
     return offline_page(title, {"state": state, "views": {"collectives": view}, "catalog": None}, bare=True)
 
