@@ -89,10 +89,16 @@ export function band(names, range, { gap = 0.25, most = Infinity } = {}) {
 
 // Figures.
 
+/** The width of an element without its padding. */
+export function contentWidth(element) {
+  const style = getComputedStyle(element);
+  return element.clientWidth - (parseFloat(style.paddingLeft) || 0) - (parseFloat(style.paddingRight) || 0);
+}
+
 /** An SVG figure as wide as `element` (at least 260 px): { root, plot, width, height, element } with margins around `plot`.
  *  `label` is its accessible name and should have the main numbers. Draw again on resize: the page calls `draw` then. */
 export function figure(element, { height = 240, top = 12, right = 16, bottom = 36, left = 56, label = "", width = 0 } = {}) {
-  const outer = Math.max(260, Math.floor(width || element.clientWidth || 640));
+  const outer = Math.max(260, Math.floor(width || contentWidth(element) || 640));
   const plot = svg("g", { transform: `translate(${left},${top})` });
   const root = svg("svg", { class: "figure", viewBox: `0 0 ${outer} ${height}`, width: outer, height, role: label ? "img" : "presentation", "aria-label": label || null }, plot);
   element.append(root);
@@ -261,7 +267,7 @@ export function canvas(element, paintOn, { height = 300, label: name = "" } = {}
   const node = h("canvas", { role: "img", "aria-label": name, tabindex: "0" });
   element.append(node);
   const repaint = () => {
-    const width = Math.max(260, element.clientWidth), ratio = window.devicePixelRatio || 1;
+    const width = Math.max(260, Math.floor(contentWidth(element))), ratio = window.devicePixelRatio || 1;
     if (node.width !== Math.round(width * ratio) || node.height !== Math.round(height * ratio)) {
       node.width = Math.round(width * ratio);
       node.height = Math.round(height * ratio);

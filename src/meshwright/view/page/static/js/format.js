@@ -50,7 +50,10 @@ export function count(value, digits = 3) {
 }
 /** A share from 0 to 1: 0.2727 → "27.3%". */
 export const percent = (value, places = 1) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(places).replace("-", "−")}%`);
-/** A signed change: 0.12 → "+12%". */
-export const change = (value, places = 0) => `${value > 0 ? "+" : value < 0 ? "−" : "±"}${Math.abs(100 * value).toFixed(places)}%`;
+/** A signed change: 0.12 → "+12%"; what rounds to zero has no sign. */
+export function change(value, places = 0) {
+  const text = Math.abs(100 * value).toFixed(places);
+  return `${Number(text) === 0 ? "±" : value > 0 ? "+" : "−"}${text}%`;
+}
 /** The formatter for a unit as Python names it in keys: s, bytes, gib, flops, share, count. */
 export const by = { s: seconds, bytes, gib, flops, share: percent, count, rate, number };

@@ -68,11 +68,12 @@ function paint(body, context) {
     stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
     measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", seconds.length ? format.seconds(seconds.at(-1).y) : "–"),
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: measurement ? `${format.change(prediction.step_time_s / measurement.step_time_s - 1)} against the run` : `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` }) : null));
-  const curves = h("div", { class: "columns" });
+  const curves = h("div", { class: "columns three" });
   body.append(curves);
-  curve(curves, "Loss", loss, { colour: "compute", unit: "loss" });
-  curve(curves, "Step time", seconds, { colour: "tp", unit: "s", prediction });
-  curve(curves, "Gradient norm", column(run, "gradient_norm"), { colour: "optimizer", unit: "norm" });
+  const shown = [["Loss", loss, { colour: "compute", unit: "loss" }], ["Step time", seconds, { colour: "tp", unit: "s", prediction }], ["Gradient norm", column(run, "gradient_norm"), { colour: "optimizer", unit: "norm" }]].filter(([, points]) => points.length);
+  const boxes = shown.map(([title]) => panel(title, null));
+  curves.append(...boxes); // all panels first: their number decides their width
+  shown.forEach(([title, points, options], i) => curve(boxes[i], title, points, options));
   if (communication) parts(body, communication);
   if (difference) body.append(panel("Predicted against measured", "Each quantity that both the prediction and the run have.", table([
     { title: "quantity", key: "what" },
@@ -86,10 +87,8 @@ function paint(body, context) {
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;
 
-function curve(element, title, points, { colour, unit, prediction = null }) {
-  if (!points.length) return;
-  const box = panel(title, null), ys = points.map((p) => p.y);
-  element.append(box);
+function curve(box, title, points, { colour, unit, prediction = null }) {
+  const ys = points.map((p) => p.y);
   const scale = unit === "s" && Math.max(...ys) < 1 ? 1e3 : 1, name = unit === "s" ? (scale === 1 ? "s" : "ms") : unit;
   const most = Math.max(...ys, prediction?.step_time_s ?? 0), least = unit === "loss" ? Math.min(...ys) : 0;
   const chart = figure(box, { height: 190, left: 54, label: `${title} over ${points.length} steps: from ${format.number(ys[0])} to ${format.number(ys.at(-1))} ${unit}` });
