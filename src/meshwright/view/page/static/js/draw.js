@@ -150,7 +150,7 @@ let serial = 0;
 /** One rectangle with an optional tooltip; negative sizes become zero. Options: fill, pattern, formula, focus, round, stroke, onclick. */
 export function rect(chart, x, y, width, height, { fill = "compute", pattern = null, formula: text = "", focus = true, round = 1, stroke = null, onclick = null, opacity = null } = {}) {
   const node = svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), rx: round, fill: fillOf(chart, fill, pattern), stroke, onclick, opacity });
-  if (onclick) activate(node, onclick);
+  if (onclick) activateIn(chart, node, onclick, text);
   if (text) formula(node, text, { focus });
   chart.plot.append(node);
   return node;
@@ -163,6 +163,13 @@ export function activate(node, action) {
   node.classList.add("active");
   node.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === " ") && (event.preventDefault(), action(event)));
   return node;
+}
+
+/** A mark that acts like a button makes its figure a group: the content of an image is hidden from assistive technology. */
+function activateIn(chart, node, action, name) {
+  chart.root.setAttribute("role", "group");
+  if (typeof name === "string") node.setAttribute("aria-label", name.replace(/\n/g, "; "));
+  return activate(node, action);
 }
 
 /** Bars: rows [{ label, value, start = 0, colour, pattern, formula, text }] on scales { x, y }; horizontal if y is the band. */
@@ -230,7 +237,7 @@ const SHAPES = { circle: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0
 export function scatter(chart, points, { x, y, colour = "compute", radius = 5, shape = "circle", focus = true } = {}) {
   return points.map((p) => {
     const kind = p.shape ?? shape, node = svg("path", { d: SHAPES[kind](p.radius ?? radius), transform: `translate(${x(p.x).toFixed(2)},${y(p.y).toFixed(2)})`, fill: kind === "cross" ? "none" : p.colour ?? colour, stroke: kind === "cross" ? p.colour ?? colour : "surface", "stroke-width": kind === "cross" ? 2 : 1, class: "point", onclick: p.onclick ?? null });
-    if (p.onclick) activate(node, p.onclick);
+    if (p.onclick) activateIn(chart, node, p.onclick, p.formula ?? p.label);
     if (p.formula) formula(node, p.formula, { focus });
     chart.plot.append(node);
     if (p.label) label(chart, p.label, x(p.x) + radius + 4, y(p.y), { middle: true, size: 11, halo: true });
