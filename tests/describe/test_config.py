@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog
-from meshwright.describe.config import Config, diff, load
+from meshwright.describe.config import Config, configure, diff, load
 from meshwright.describe.files import LIMIT
 from meshwright.describe.plan import Plan
 from meshwright.describe.schema import schema
@@ -349,3 +349,11 @@ def test_the_schema_has_every_field() -> None:
     assert set(schema("plan")["properties"]) == set(Plan.model_fields)
     assert schema("plan")["properties"]["bucket"]["type"] == ["number", "string"]
     assert made["$defs"]["Link"]["anyOf"][0]["type"] == "string"
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "examples/clusters").glob("*.toml")), ids=lambda p: p.name
+)
+def test_the_cluster_examples_load(path):
+    config = configure("llama3-8b", path)
+    assert config.cluster.accelerator.efficiency.measured
