@@ -53,6 +53,30 @@ def test_training_learns_and_is_measured(tmp_path):
     with (out := console()).capture() as text:
         out.print(page(training, str(tmp_path)))
     assert "Prediction and measurement" in text.get()
+    check_parts(training, tmp_path, text.get())
+
+
+def check_parts(training, folder, text):
+    """The step by part is in the measurement, in the differences, on the page, and by rank in the run folder."""
+    m, p = training.measurement, training.prediction
+    assert sum(m.exposed_s.values()) == pytest.approx(m.step_time_s)
+    assert sum(p.parts.values()) == pytest.approx(p.step_time_s)
+    assert set(m.exposed_s) == {"compute", "tp", "optimizer"} == set(p.parts)
+    assert m.exposed_s["tp"] > 0
+    assert [d.what for d in training.differences[1:4]] == ["compute", "exposed tp", "optimizer"]
+    table = text.partition("Step of the busiest rank by part")[2]
+    assert "tp: tensor-parallel communication" in table
+    by_rank = json.loads((folder / "communication.json").read_text())
+    assert by_rank["version"] == 1
+    assert [r["rank"] for r in by_rank["ranks"]] == [0, 1]
+    assert by_rank["steps"] == 24
+    timeline = json.loads((folder / "timeline.json").read_text())
+    assert timeline["step"] in (24, 25, 26)  # of the three traced ones
+    assert {s["rank"] for s in timeline["measured"]} == {0, 1}
+    events = training.trace()["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == len(timeline["measured"]) + len(timeline["simulated"])
+    shown = report_page([read_run(folder)])
+    assert "measured: step of the busiest rank by part" in shown
 
 
 def test_the_balance_of_experts_is_recorded_step_by_step(tmp_path):

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from meshwright.cli import main
 from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
-from meshwright.view.report import page, read_run
+from meshwright.view.report import page, read_run, trace_of
 
 RUN = {
     "prediction": {"exposed_s": {"attention": 0.03, "tp": 0.01}, "step_time_s": 0.04},
@@ -101,3 +102,55 @@ def test_the_title_is_the_plan_that_was_trained(tmp_path):
 def test_an_interrupted_run_says_so(tmp_path):
     measurement = {**RUN["measurement"], "assumed": ["interrupted after 3 of 100 steps"]}
     assert "interrupted after 3 of 100 steps" in page([read_run(folder(tmp_path / "a", measurement=measurement))])
+
+
+def spans(rank):
+    return [
+        {
+            "rank": rank,
+            "stream": "compute",
+            "name": "optimizer",
+            "start_s": 0.0,
+            "duration_s": 0.5,
+            "category": "optimizer",
+            "args": {},
+        }
+    ]
+
+
+TIMELINE = {"version": 1, "step": 7, "measured": [*spans(0), *spans(1)], "simulated": spans(0)}
+COMMUNICATION = {"version": 1, "predicted_exposed_s": {"compute": 0.03, "tp": 0.01}}
+
+
+def test_predicted_and_measured_parts_are_drawn_together(tmp_path):
+    measured = {"loss": [5.0], "exposed_s": {"compute": 0.036, "tp": 0.014}, "hidden_s": {"tp": 0.005}}
+    text = page([read_run(folder(tmp_path / "a", measurement=measured, communication=COMMUNICATION))])
+    assert "14 ms + 5 ms hidden" in text
+    assert "measured: step of the busiest rank by part" in text
+    assert "predicted step of the busiest rank" not in text
+
+
+def test_one_trace_has_the_measured_and_the_simulated_step(tmp_path):
+    run = folder(tmp_path / "a", timeline=TIMELINE)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--html", str(tmp_path / "r.html"), "--trace", str(tmp_path / "t.json")])
+    assert ended.value.code == 0
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names == ["measured: rank 0", "measured: rank 1", "simulated: rank 0"]
+    assert trace_of([read_run(run)])["traceEvents"] == events
+
+
+def test_a_trace_needs_one_complete_run(tmp_path):
+    runs = [read_run(folder(tmp_path / "a")), read_run(folder(tmp_path / "b", timeline=TIMELINE))]
+    for chosen in (runs, runs[:1]):
+        with pytest.raises(MeshwrightError) as error:
+            trace_of(chosen)
+        assert error.value.code == "MW-REP-003"
+
+
+@pytest.mark.parametrize("timeline", [{**TIMELINE, "version": 2}, {"version": 1, "measured": [{"rank": 0}]}])
+def test_a_timeline_of_another_version_or_shape_is_an_error(tmp_path, timeline):
+    with pytest.raises(MeshwrightError) as error:
+        read_run(folder(tmp_path / "a", timeline=timeline))
+    assert error.value.code == "MW-REP-002"

@@ -11,13 +11,23 @@ def command(
     runs: list[Path] = typer.Argument(..., help="Run folders that `train` wrote."),
     html: Path = typer.Option(Path("report.html"), "--html", help="The file to write."),
     title: str = typer.Option("", "--title", help="The heading of the page."),
+    trace: Path | None = typer.Option(
+        None, "--trace", help="Write the measured and the simulated step of one run as a trace for Perfetto."
+    ),
 ) -> None:
-    """Write one HTML page about training runs: the proof, the loss, and predicted and measured values."""
+    """Write one HTML page about training runs: the proof, the loss, and predicted and measured values by part."""
     from meshwright.cli.output import writable
     from meshwright.describe.files import write_text
-    from meshwright.view.report import page, read_run
+    from meshwright.view.report import page, read_run, trace_of
 
-    text = page([read_run(folder) for folder in runs], title)
-    writable(html, make=True)
+    found = [read_run(folder) for folder in runs]
+    text = page(found, title)
+    writable(html, trace, make=True)
+    if trace is not None:
+        from meshwright.view.trace import write_trace
+
+        write_trace(trace_of(found), trace)
     write_text(html, text)
-    print(f"written to {html}")
+    for file in (html, trace):
+        if file is not None:
+            print(f"written to {file}")

@@ -26,6 +26,9 @@ def command(
         help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
     ),
     out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
+    trace: Path | None = typer.Option(
+        None, "--trace", help="Write a measured and the simulated step as one trace for Perfetto or chrome://tracing."
+    ),
     shrink: bool = typer.Option(
         False,
         "--shrink",
@@ -64,6 +67,7 @@ def command(
             show(*(f"[dim]{change}[/]" for change in changes))
     folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     writable(folder / "measurement.json", make=True)
+    writable(trace)
     run = partial(
         api.train,
         config,
@@ -85,6 +89,12 @@ def command(
             with progress_display(steps) as listen:
                 training = run(listen=listen, announce=listen.announce)
             show(page(training, str(folder)))
+    if trace is not None:
+        from meshwright.view.trace import write_trace
+
+        write_trace(training.trace(), trace)
+        if not as_json:
+            show(f"[dim]trace written to {trace}[/]")
     if training.diverged_at is not None:
         raise typer.Exit(1)
 

@@ -59,6 +59,7 @@ def prediction(
         step_time_low_s=time * band[0],
         step_time_high_s=time * band[1],
         exposed_s={part: s for part, s in exposed.items() if s},
+        hidden_s=hidden_communication(cost, exposed),
         busy_s={stream: float(np.broadcast_to(s, 1)[0]) for stream, s in cost.busy.items()},
         memory_gib=total / GIB,
         memory_by_stage=memory,
@@ -94,6 +95,17 @@ COMMUNICATION = {
     "ep": "expert dispatch and combine",
     "pp": "pipeline messages",
 }
+
+
+def hidden_communication(cost: StepCost, exposed: dict[str, float]) -> dict[str, float]:
+    """Seconds of communication of the slowest rank behind compute, by axis: what its collectives take, less what is exposed."""
+    out = {}
+    for axis in COMMUNICATION:
+        total = cost.busy.get(f"comm:{axis}", 0.0) + (cost.reduce if axis == "dp" else 0.0)
+        hidden = float(np.broadcast_to(total, 1)[0]) - exposed.get(axis, 0.0)
+        if hidden > 0:
+            out[axis] = hidden
+    return out
 
 
 def bound_by(exposed: dict[str, float]) -> str:

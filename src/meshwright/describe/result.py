@@ -12,9 +12,14 @@ from math import isfinite
 from typing import Any
 
 GIB = 2.0**30
-EXPOSED = "exposed"  # begins the name of a difference of one part of `exposed_s`
-MEASURED_PARTS = ("tp", "cp", "ep", "pp", "dp", "bubble", "optimizer")  # of `exposed_s`, which a run can tell apart
+AXES = ("tp", "cp", "ep", "pp", "dp")  # whose communication is a part of `exposed_s` each
+MEASURED_PARTS = (*AXES, "bubble", "optimizer")  # of `exposed_s`, which a run can tell apart
 OVERHEAD = ("context", "slack")  # memory of the driver, the libraries and the allocator, without tensors
+
+
+def part_label(part: str) -> str:
+    """The name of a part of `exposed_s` in a list of differences."""
+    return f"exposed {part}" if part in AXES else part
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Measurement(Result):
         for part in dict.fromkeys((*predicted_parts, *measured_parts)) if predicted_parts and measured_parts else ():
             seconds = predicted_parts.get(part, 0.0), measured_parts.get(part, 0.0)
             if any(seconds):
-                rows.append(Difference(f"{EXPOSED} {part}", "s", *seconds))
+                rows.append(Difference(part_label(part), "s", *seconds))
         if self.tensors_gib and prediction.tensors_gib:
             rows.append(Difference("peak memory of tensors", "GiB", max(prediction.tensors_gib), max(self.tensors_gib)))
         if self.tokens_per_s is not None and prediction.tokens_per_s is not None:

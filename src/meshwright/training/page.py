@@ -18,7 +18,8 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from meshwright.describe.result import Difference
+from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
 from meshwright.training.records import StepRecord
 from meshwright.training.run import Training, predicted
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
@@ -27,6 +28,11 @@ from meshwright.view.tables import console, filled, heading
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK, BAR = 32, 16
 STEP_S, SILENCE_S = 1.0, 1.8  # in the first minute, between lines about steps; at most between any two lines
+PARTS = ("compute", *MEASURED_PARTS, "other")
+PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
+    "bubble": "bubble: waits for other stages",
+    "other": "other groups",
+}
 BACK_OFF = 33.0  # later, a line after 1/33 of the time since the start
 
 
@@ -105,7 +111,9 @@ class ProgressDisplay:
         if not self.losses:
             return self.doing
         done = len(self.losses)
-        return f"step {done} of {self.steps} is running" if done < self.steps else "observing one more step"
+        return (
+            f"step {done} of {self.steps} is running" if done < self.steps else "tracing and observing a few more steps"
+        )
 
 
 @contextmanager
@@ -162,7 +170,8 @@ def page(training: Training, folder: str) -> RenderableType:
             Text.assemble(("last step  ", "dim"), expert_balance(routers[-1]), "  ", (entropy, "cyan")),
         ]
     lines += compression_savings(training)
-    return Group(*lines, difference_table(training.differences), Text(f"written to {folder}", "dim"))
+    tables = [difference_table(training.differences), *parts_table(training)]
+    return Group(*lines, *tables, Text(f"written to {folder}", "dim"))
 
 
 def compression_savings(training: Training) -> list[Text]:
@@ -179,9 +188,33 @@ def compression_savings(training: Training) -> list[Text]:
     return [Text.assemble(("sent ", "dim"), words)]
 
 
+def parts_table(training: Training) -> list[RenderableType]:
+    """The step of the busiest rank by part: exposed seconds sum to the step; hidden communication ran behind compute."""
+    m, p = training.measurement, training.prediction
+    if not m.exposed_s:
+        return []
+    predicted_parts, parts = p.parts, m.parts
+    cells: list[list[object]] = []
+    for part in PARTS:
+        row = [predicted_parts.get(part, 0.0), parts.get(part, 0.0)]
+        behind = [result.hidden_s.get(part, 0.0) for result in (p, m)]
+        if any((*row, *behind)):
+            share = f"{parts.get(part, 0.0) / m.step_time_s:.0%}"
+            hidden = [format_seconds(s) if s else "" for s in behind] if part in COMMUNICATION else ["", ""]
+            cells.append([PART_NAMES.get(part, part), *(format_seconds(s) if s else "–" for s in row), share, *hidden])
+    total = Text(format_seconds(sum(predicted_parts.values())), "bold"), Text(format_seconds(m.step_time_s), "bold")
+    cells.append([Text("step", "bold"), *total, "", "", ""])
+    columns = ("", ">predicted", ">measured", ">of the step", ">hidden, predicted", ">hidden, measured")
+    return [filled(columns, cells, title="Step of the busiest rank by part")]
+
+
 def difference_table(rows: list[Difference]) -> RenderableType:
+    """All rows but those of the parts, which have their table."""
+    parts = {part_label(part) for part in PARTS}
     cells = []
     for row in rows:
+        if row.what in parts:
+            continue
         error = Text(percent(row.error), "green" if abs(row.error) <= 0.2 else "yellow")
         cells.append([row.what, format_value(row.predicted, row.unit), format_value(row.measured, row.unit), error])
     return filled(("", ">predicted", ">measured", ">error"), cells, title="Prediction and measurement")

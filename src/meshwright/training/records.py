@@ -88,7 +88,7 @@ class RankReport:
     """What a rank reports after training: its pipeline stage, the peak memory of its tensors and of its process, the
     bytes it sends per step by axis, the share of its token copies that a router's capacity kept (None if none can
     be dropped), the seconds that its threads computed during the steps after the first, the communication of the last
-    timed steps, and one traced step."""
+    timed steps, and the traced steps."""
 
     rank: int
     stage: int
@@ -98,7 +98,7 @@ class RankReport:
     kept_copies: float | None = None
     cpu_s: float = 0.0
     recorded: tuple[RecordedStep, ...] = ()
-    traced: TracedStep | None = None
+    traced: tuple[TracedStep, ...] = ()
 
 
 @dataclass(frozen=True)

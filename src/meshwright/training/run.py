@@ -37,6 +37,7 @@ from meshwright.training.data.sources import check_data
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, Settings, StepRecord
 from meshwright.units import format_flops, format_seconds
+from meshwright.view.timeline import both_steps
 
 TARGET = "meshwright.training.work:work"
 SILENCE_S = 600.0
@@ -71,6 +72,10 @@ class Training:
     def comparable(self) -> bool:
         """Whether the run used the kind of device that the prediction is for."""
         return self.device != "cpu" or self.config.cluster.accelerator.name == "cpu"
+
+    def trace(self) -> dict[str, Any]:
+        """A measured and the simulated step in the trace-event format, for Perfetto; without events if none was traced."""
+        return both_steps(self.timeline, {"plan": self.config.plan.title()})
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""The traced step of all ranks as spans, in the streams, names and categories of the simulated step (`view.simulate`).
+"""A traced step of all ranks as spans, in the streams, names and categories of the simulated step (`view.simulate`).
 
     schedule    actions: forward, backward, input gradients, weight gradients of a stage and micro-batch
     compute     the blocks of the model inside an action, and the optimizer
@@ -28,11 +28,17 @@ from meshwright.view.timeline import as_json
 from meshwright.view.trace import Span
 
 
-def measured_spans(config: Config, reports: Sequence[RankReport]) -> list[Span]:
-    """The traced step of every rank; empty if none was traced."""
-    traced = {r.rank: r.traced for r in reports if r.traced is not None}
-    if not traced:
-        return []
+def median_step(reports: Sequence[RankReport]) -> dict[int, TracedStep]:
+    """Of the traced steps the one of median length, on every rank; empty if none was traced."""
+    if not reports or not reports[0].traced:
+        return {}
+    lengths = [step.recorded.ended - step.recorded.began for step in reports[0].traced]
+    middle = sorted(range(len(lengths)), key=lengths.__getitem__)[(len(lengths) - 1) // 2]
+    return {report.rank: report.traced[middle] for report in reports}
+
+
+def measured_spans(config: Config, traced: dict[int, TracedStep]) -> list[Span]:
+    """A traced step of every rank."""
     names = LoweredNames(config)
     others = Others(names, {rank: step.recorded for rank, step in traced.items()})
     zero = min(step.recorded.began for step in traced.values())
@@ -121,8 +127,8 @@ def simulated_spans(config: Config) -> list[Span]:
 
 def both_steps(config: Config, reports: Sequence[RankReport]) -> dict[str, Any] | None:
     """The content of `timeline.json`; None if no step was traced."""
-    measured = measured_spans(config, reports)
-    if not measured:
+    traced = median_step(reports)
+    if not traced:
         return None
-    step = next(r.traced.recorded.step for r in reports if r.traced is not None)
-    return as_json(step, measured, simulated_spans(config))
+    step = next(iter(traced.values())).recorded.step
+    return as_json(step, measured_spans(config, traced), simulated_spans(config))

@@ -1,8 +1,8 @@
-"""Trace one step: when each action of the schedule and each block of the model ran, and everything that `record_comm` records.
+"""Trace a step: when each action of the schedule and each block of the model ran, and everything that `record_comm` records.
 
-The traced step follows the timed ones, which stay undisturbed. Forward of a block is timed by module hooks. Backward of a block begins
-when the gradient of its output is complete and ends when the next block's begins. A split backward computes weight gradients of
-all blocks together (W), so there only the action is known.
+Traced steps follow the timed ones, which stay undisturbed; the timeline shows the median one. Forward of a block is timed by module
+hooks. Backward of a block begins when the gradient of its output is complete and ends when the next block's begins. A split
+backward computes weight gradients of all blocks together (W), so there only the action is known.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ from meshwright.parallel.recompute import is_recomputing
 from meshwright.training.loop import Trainer
 from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import Interval, StepRecord, TracedStep
+
+TRACED_STEPS = 3
+LONG_RUN = 10  # timed steps
+
+
+def trace_steps(trainer: Trainer, timed: int) -> tuple[TracedStep, ...]:
+    """Traces of further steps: three, or one after a short run."""
+    return tuple(trace_step(trainer) for _ in range(TRACED_STEPS if timed >= LONG_RUN else 1))
 
 
 def trace_step(trainer: Trainer) -> TracedStep:

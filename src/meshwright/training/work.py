@@ -1,7 +1,7 @@
-"""A training on one rank: apply the plan to the model, run the loop, report each step; then trace one step and observe another.
+"""A training on one rank: apply the plan to the model, run the loop, report each step; then trace and observe further steps.
 
-The timed steps run with a recorder of communication (`record_comm`), which costs microseconds. Two more steps are not
-timed: the traced one gives the timeline of actions and blocks, the observed one counts bytes sent and memory of tensors.
+The timed steps run with a recorder of communication (`record_comm`), which costs microseconds. The steps
+after them are not timed: traced ones give the timeline of actions and blocks, the observed one counts bytes sent and memory of tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
 from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import RankReport, Settings, StepRecord
-from meshwright.training.trace_step import trace_step
+from meshwright.training.trace_step import trace_steps
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 AHEAD = 2  # steps whose batches are prepared in advance
@@ -59,7 +59,7 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
         trainer.train(steps - 1)
         cpu = time.process_time() - cpu
     trainer.after_step.clear()
-    traced = trace_step(trainer)
+    traced = trace_steps(trainer, steps)
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
     with Observer(trainer, separate_axes=True) as observer:

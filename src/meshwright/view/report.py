@@ -1,7 +1,8 @@
 """Training runs as one HTML page: for each run its proof if it has one, its loss, and predicted and measured values.
 
-A run folder contains `plan.toml`, `prediction.json`, `measurement.json`, `difference.json` and, after `verify --out`,
-`proof.json`. The page is self-contained and labels every number as predicted or measured.
+A run folder contains `plan.toml`, `prediction.json`, `measurement.json`, `difference.json`; of a complete run
+`communication.json` and `timeline.json`; after `verify --out`, `proof.json`. The page is self-contained and labels every number as
+predicted or measured.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 from meshwright.describe.config import load
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
+from meshwright.view.timeline import VERSION, both_steps
 
 LIMIT = 50_000_000
 NEEDED = ("prediction", "measurement", "difference")
+OPTIONAL = ("proof", "communication", "timeline")
 TITLE = "Training runs: predicted and measured"
 STYLE = """
 :root{color-scheme:light dark;--ink:#1d2433;--dim:#687083;--line:#e3e6ec;--card:#fff;--page:#fafaf8;
@@ -44,6 +47,8 @@ class Run:
     measurement: dict[str, Any]
     difference: list[dict[str, Any]]
     proof: dict[str, Any] | None = None
+    communication: dict[str, Any] | None = None
+    timeline: dict[str, Any] | None = None
 
 
 def read_run(folder: str | Path) -> Run:
@@ -55,10 +60,11 @@ def read_run(folder: str | Path) -> Run:
             f"the run folder {str(folder)!r} does not exist",
             fix="meshwright train PLAN.toml --out FOLDER",
         )
-    found = {name: value for name in (*NEEDED, "proof") if (value := read_part(folder, name)) is not None}
+    found = {name: value for name in (*NEEDED, *OPTIONAL) if (value := read_part(folder, name)) is not None}
     run = Run(folder.name, plan_title(folder), **found)
     try:
         card(run)  # so that a missing key is reported with the name of its folder
+        both_steps(run.timeline)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MeshwrightError(
             "MW-REP-002", f"a file of {folder.name} lacks a value that `train` writes", why=repr(error)[:100]
@@ -81,7 +87,24 @@ def read_part(folder: Path, name: str) -> Any:
         raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not JSON", why=str(error)[:100]) from None
     if not isinstance(value, list if name == "difference" else dict):
         raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes")
+    found = value.get("version") if isinstance(value, dict) else None
+    if name in ("communication", "timeline") and found != VERSION:
+        why = f"This release reads version {VERSION}"
+        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} has version {found}", why=why)
     return value
+
+
+def trace_of(runs: list[Run]) -> dict[str, Any]:
+    """The trace of the measured and the simulated step of one run."""
+    if len(runs) != 1 or runs[0].timeline is None:
+        what = f"{len(runs)} runs" if len(runs) != 1 else f"{runs[0].name}, which lacks timeline.json"
+        raise MeshwrightError(
+            "MW-REP-003",
+            f"--trace of {what}",
+            why="A trace shows one complete run: `train` writes its timeline at the end",
+            fix="meshwright report RUN --trace FILE",
+        )
+    return both_steps(runs[0].timeline, {"plan": runs[0].plan})
 
 
 def plan_title(folder: Path) -> str:
@@ -113,7 +136,7 @@ def card(run: Run) -> str:
     return (
         f'<div class="card"><h2>{html.escape(run.plan or run.name)} <span class="dim">{html.escape(run.name)}</span></h2>'
         f'{proof_line(run.proof)}{notes}<div class="row">{comparison(run.difference)}{loss_curve(m.get("loss", []), m.get("validation_loss", []))}'
-        f"{breakdown(run.prediction.get('exposed_s', {}))}</div></div>"
+        f"{parts_chart(run.communication, m) or breakdown(run.prediction.get('exposed_s', {}))}</div></div>"
     )
 
 
@@ -191,6 +214,39 @@ def loss_curve(
         f'<svg width="{width}" height="{height}" role="img" aria-label="loss by step"><polyline points="{points}" fill="none" stroke="var(--a)" '
         f'stroke-width="2"/>{circles}<text x="2" y="14">{high:.2f}</text><text x="2" y="{height - 22}">{low:.2f}</text>'
         f'<text x="36" y="{height - 4}">{words}</text></svg>'
+    )
+
+
+def parts_chart(communication: dict[str, Any] | None, measurement: dict[str, Any], width: int = 430) -> str:
+    """The step of the busiest rank by part, predicted and measured; pale: communication that ran behind compute."""
+    measured, hidden = measurement.get("exposed_s"), measurement.get("hidden_s", {})
+    if not communication or not measured:
+        return ""
+    predicted = communication["predicted_exposed_s"]
+    names = [part for part in dict.fromkeys((*predicted, *measured)) if predicted.get(part) or measured.get(part)]
+    longest = max(max(predicted.get(n, 0.0), measured.get(n, 0.0) + hidden.get(n, 0.0)) for n in names) or 1.0
+    unit, out = (width - 190) / longest, ""
+    for i, name in enumerate(names):
+        top = 4 + 34 * i
+        out += f'<text x="0" y="{top + 15}">{html.escape(name)}</text>'
+        rows = [("--b", predicted.get(name, 0.0), 0.0), ("--a", measured.get(name, 0.0), hidden.get(name, 0.0))]
+        for row, (color, seconds, behind) in enumerate(rows):
+            y, long = top + 14 * row, max(1.0, unit * seconds)
+            out += f'<rect x="72" y="{y}" width="{long:.1f}" height="11" rx="2" fill="var({color})"/>'
+            words = format_seconds(seconds)
+            if behind:
+                out += (
+                    f'<rect x="{72 + long:.1f}" y="{y}" width="{max(1.0, unit * behind):.1f}" height="11" rx="2" '
+                    f'fill="var({color})" opacity=".3"/>'
+                )
+                words += f" + {format_seconds(behind)} hidden"
+            out += f'<text x="{78 + long + unit * behind:.1f}" y="{y + 10}">{words}</text>'
+    height = 34 * len(names) + 24
+    return (
+        f'<svg width="{width}" height="{height}" role="img" aria-label="step of the busiest rank by part, predicted and '
+        f'measured">{out}<rect x="0" y="{height - 15}" width="10" height="10" fill="var(--b)"/>'
+        f'<text x="14" y="{height - 6}">predicted</text><rect x="80" y="{height - 15}" width="10" height="10" '
+        f'fill="var(--a)"/><text x="94" y="{height - 6}">measured: step of the busiest rank by part</text></svg>'
     )
 
 

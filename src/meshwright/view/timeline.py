@@ -54,9 +54,10 @@ def span_of_json(fields: dict[str, Any]) -> Span:
     )
 
 
-def both_steps(timeline: dict[str, Any], about: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One trace with the measured ranks first and the simulated ones below, on one time axis."""
-    measured, simulated = ([span_of_json(s) for s in timeline[side]] for side in ("measured", "simulated"))
+def both_steps(timeline: dict[str, Any] | None, about: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One trace of a `timeline.json`: the measured ranks first and the simulated ones below, on one time axis."""
+    timeline = timeline or {}
+    measured, simulated = ([span_of_json(s) for s in timeline.get(side, ())] for side in ("measured", "simulated"))
     count = 1 + max((s.rank for s in measured), default=-1)
     names = {s.rank: f"measured: rank {s.rank}" for s in measured}
     names |= {count + s.rank: f"simulated: rank {s.rank}" for s in simulated}
