@@ -86,6 +86,12 @@ class HostClock:
 
     mark = staticmethod(time.perf_counter)
 
+    def place(self, running: Running) -> None:
+        """All operations block the one thread that issues them."""
+
+    def attach(self, replace: Callable[[Any, str, Any], None]) -> None:
+        """Nothing else can block."""
+
     def watch(self, running: Running, work: Any) -> None:
         """Note when an asynchronous operation is complete."""
         if isinstance(work, own.Work) or running.operation in MESSAGES:
@@ -134,6 +140,7 @@ class CommRecorder:
         for name, (operation, which) in FUNCTIONAL.items():
             self._replace(operators, name, FunctionalCall(self, getattr(operators, name), operation, which))
         self._replace(operators, "wait_tensor", FunctionalWait(self, operators.wait_tensor))
+        self.clock.attach(self._replace)
         self.trainer.after_gradients.insert(0, self._gradients_complete)
         self.trainer.after_step.insert(0, self._step_complete)
         self.trainer.after_step.append(self._hooks_complete)
@@ -172,10 +179,11 @@ class CommRecorder:
             axis = self.axis_of.get(group.group_name, "")
             running = Running(axis, operation, size, peer, issued, returned)
             self.events.append(running)
+            self.clock.place(running)
             if work is not None:
-                self.waiting[id(work)] = work, running
                 if message or getattr(args[-1] if args else None, "asyncOp", True):
                     self.clock.watch(running, work)
+                self.waiting[id(work)] = work, running
             return work
 
         return call
@@ -186,8 +194,8 @@ class CommRecorder:
         def end(group: Any, *args: Any, **kwargs: Any) -> Any:
             work = plain(group, *args, **kwargs)
             if work is not None and self.events:
-                self.waiting[id(work)] = work, self.events[-1]
                 self.clock.watch(self.events[-1], work)
+                self.waiting[id(work)] = work, self.events[-1]
             return work
 
         return end
@@ -224,7 +232,9 @@ class CommRecorder:
             )
             for e in self.events
         ]  # fmt: skip
-        self.steps.append(RecordedStep(record.step, ended - record.seconds, seconds(self.gradients), ended, events))
+        # A rank that loses its core after the step was timed gets here late: the step began before its first event.
+        began = min(ended - record.seconds, *(e.issued for e in events[:1]), seconds(self.gradients))
+        self.steps.append(RecordedStep(record.step, began, seconds(self.gradients), ended, events))
         self._hooks_complete(record)
 
     def _hooks_complete(self, record: StepRecord) -> None:

@@ -41,8 +41,9 @@ def measured_spans(config: Config, traced: dict[int, TracedStep]) -> list[Span]:
     """A traced step of every rank."""
     names = LoweredNames(config)
     others = Others(names, {rank: step.recorded for rank, step in traced.items()})
-    zero = min(step.recorded.began for step in traced.values())
     found = [s for rank, step in traced.items() for s in rank_spans(names, others, rank, step)]
+    zero = min(step.recorded.began for step in traced.values())
+    zero = min(zero, *(s.start for s in found))
     return [replace(s, start=s.start - zero) for s in found]
 
 

@@ -1,0 +1,82 @@
+"""The clock of recorded steps on a GPU: marks are events of the stream that is current, read after the step.
+
+The host only issues kernels, so its own time says nothing. What counts is when the stream that computes stands still:
+
+    synchronous call     NCCL runs on the current stream: the two marks around the call enclose it
+    asynchronous call    NCCL runs on its stream; `wait` makes the current stream wait: the marks around `wait` enclose that.
+                         The end of the operation is marked on a third stream that waits for nothing else
+    `fully_shard`        gathers on streams of its own, and lets the computing stream wait for an event of those: the stream's
+                         `wait_event` is wrapped, and blocks for the last operation that was issued on the event's stream
+
+At the end of a step the loss is read on the host, so the device is idle: there the origin of the next step's marks is set.
+**Modelled**: never run on several GPUs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class DeviceClock:
+    """Marks are CUDA events; `seconds` converts them to the host's clock."""
+
+    def __init__(self) -> None:
+        self.computing = torch.cuda.current_stream()
+        self.observing = torch.cuda.Stream()
+        self.origin, self.origin_s = torch.cuda.Event(enable_timing=True), 0.0
+        self.last_on: dict[int, Any] = {}  # stream → the last operation that was issued on it
+        self.awaited: dict[int, tuple[Any, Any]] = {}  # event → itself, and the last operation before it
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def watch(self, running: Any, work: Any) -> None:
+        """Mark the end of an asynchronous operation, without a wait of the computing stream."""
+        with torch.cuda.stream(self.observing):
+            type(work).wait(work)
+            running.done = self.mark()
+
+    def place(self, running: Any) -> None:
+        """An operation that was issued on another stream blocks the computing one only where that waits for it."""
+        stream = torch.cuda.current_stream()
+        if stream != self.computing:
+            running.done = running.returned
+            running.returned = running.waited = running.resumed = running.issued
+            self.last_on[stream.cuda_stream] = running
+
+    def attach(self, replace: Callable[[Any, str, Any], None]) -> None:
+        """Wrap the two methods by which streams wait for one another, with the recorder's `replace`."""
+        record, wait = torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event
+
+        def record_event(stream: Any, event: Any = None) -> Any:
+            event = record(stream, event)
+            if stream.cuda_stream in self.last_on:
+                self.awaited[id(event)] = event, self.last_on[stream.cuda_stream]
+            return event
+
+        def wait_event(stream: Any, event: Any) -> None:
+            _, running = self.awaited.pop(id(event), (None, None))
+            if running is None or stream != self.computing:
+                wait(stream, event)
+                return
+            running.waited = self.mark()
+            wait(stream, event)
+            running.resumed = self.mark()
+
+        replace(torch.cuda.Stream, "record_event", record_event)
+        replace(torch.cuda.Stream, "wait_event", wait_event)
+
+    def seconds(self, mark: Any) -> float:
+        return float("nan") if mark is None else self.origin_s + self.origin.elapsed_time(mark) / 1e3
+
+    def begin_step(self) -> None:
+        self.last_on.clear()
+        self.awaited.clear()
+        torch.cuda.synchronize()
+        self.origin, self.origin_s = self.mark(), time.perf_counter()
