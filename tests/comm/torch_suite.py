@@ -3,7 +3,7 @@
     python tests/comm/torch_suite.py [NAME …]      # default: all tests; prints which pass, fail, and cannot run, with the reason
 
 The tests are those of PyTorch's gloo: its module decides at import which tests a backend can run, so it is imported as for
-gloo, and told the name of our backend afterwards. All tests run in one set of ranks, each in a new group. If a test ends
+gloo, and then gets the name of our backend. All tests run in one set of ranks, each in a new group. If a test ends
 or hangs a rank, the remaining tests run in a new set.
 """
 

@@ -117,7 +117,7 @@ def line(
     except MeshwrightError as error:
         found["error"] = error.as_dict()
     except Exception as error:
-        # A view may fail on a plan that is illegal here: that is then the error to show. The other views are computed all the same.
+        # A view may fail on a plan that is illegal here: that is then the error to show. The other views are still computed.
         found["error"] = (problem_of(subject) or internal_error(error)).as_dict()
     return found
 

@@ -7,7 +7,7 @@ A rank writes only its area (except for the semaphore by which a reader returns 
 read it. So data for several ranks is copied once: each of them gets an entry that names the same slot.
 
 **POSIX semaphores**, called through ctypes, order the memory accesses also on processors with a weak memory model: what was written
-before `sem_post` is visible after the `sem_wait` that it allows. They need no system call while nobody sleeps, and a rank
+before `sem_post` is visible after the `sem_wait` that it allows. They need no system call while no rank sleeps, and a rank
 that waits longer sleeps in the kernel and leaves its core to the others (ranks may outnumber cores).
 """
 

@@ -24,7 +24,7 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
-class Several(NamedTuple):
+class PendingGroup(NamedTuple):
     """Sends of the same data to several ranks."""
 
     sends: Sequence[Pending]

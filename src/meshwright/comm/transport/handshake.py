@@ -37,7 +37,7 @@ log = logging.getLogger("meshwright.comm")
 
 
 class Connection(NamedTuple):
-    """A connected peer: the socket that tells whether it lives, and the areas of this rank and of the peer.
+    """A connected peer: the socket that closes when it ends, and the areas of this rank and of the peer.
 
     `member` and `me` are the places of the peer and of this rank among the ranks of the host.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.comm.call import Place
-from meshwright.comm.transport.base import Begin, Destination, Pending, Several, Transport
+from meshwright.comm.transport.base import Begin, Destination, Pending, PendingGroup, Transport
 from meshwright.comm.transport.point_to_point import PointToPoint
 from meshwright.comm.transport.shared_memory import SharedMemory
 
@@ -38,7 +38,7 @@ class Mixed:
             return self.near.send(peers, pieces, place)
         far = self.far.send([peer for peer in peers if peer not in near], pieces, place)
         both = (self.near.send(near, pieces, place) if near else None, far)
-        return Several([pending for pending in both if pending is not None])
+        return PendingGroup([pending for pending in both if pending is not None])
 
     def receive(self, peer: int, pieces: Sequence[Destination], place: Place, direct: bool) -> Pending:
         return self.by_peer(peer).receive(peer, pieces, place, direct)

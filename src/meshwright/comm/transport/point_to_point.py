@@ -31,7 +31,7 @@ import torch
 
 from meshwright.comm.call import LAYOUT, Lost, Place, check_bytes, check_header
 from meshwright.comm.reductions import Combine
-from meshwright.comm.transport.base import Begin, Destination, Pending, Several, apply, bytes_of
+from meshwright.comm.transport.base import Begin, Destination, Pending, PendingGroup, apply, bytes_of
 from meshwright.comm.transport.pool import Pool
 
 ENVELOPE = 4096
@@ -78,7 +78,7 @@ class PointToPoint:
     def send(self, peers: Sequence[int], pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
         sends = [self.send_to(peer, pieces, place) for peer in peers]
         pending = [send for send in sends if send is not None]
-        return pending[0] if len(pending) == 1 else Several(pending) if pending else None
+        return pending[0] if len(pending) == 1 else PendingGroup(pending) if pending else None
 
     def send_to(self, peer: int, pieces: Sequence[torch.Tensor], place: Place) -> Pending | None:
         size = sum(piece.numel() * piece.element_size() for piece in pieces)

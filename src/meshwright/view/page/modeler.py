@@ -36,7 +36,7 @@ def data(subject: Subject) -> dict[str, Any]:
         "schedules": list(SCHEDULES),
         "message_bytes": message,
         "cards": [
-            {"stage": s + 1, "layers": layers, "message_bytes": message, "held": held(schedule, p, m, s)}
+            {"stage": s + 1, "layers": layers, "message_bytes": message, "held": peak_microbatches(schedule, p, m, s)}
             for s in range(min(p, 16))
         ],
         "rows": rows(schedule, p, m, layers, message, stage_s),
@@ -46,7 +46,7 @@ def data(subject: Subject) -> dict[str, Any]:
     }
 
 
-def held(schedule: str, p: int, m: int, rank: int) -> int:
+def peak_microbatches(schedule: str, p: int, m: int, rank: int) -> int:
     """Micro-batches that a stage holds at its peak."""
     return int(in_flight(schedule, p, m, 1, rank))
 
@@ -56,7 +56,7 @@ def rows(schedule: str, p: int, m: int, layers: int, message: int, stage_s: floa
     bubble = float(bubble_fraction(schedule, p, m))
     speed = minimum_stage_bandwidth(message, stage_s)
     step = float(makespan(schedule, p, m, 1, stage_s / 3, stage_s / 3, stage_s / 3))
-    most, all_held = held(schedule, p, m, 0), held("gpipe", p, m, 0)
+    most, all_held = peak_microbatches(schedule, p, m, 0), peak_microbatches("gpipe", p, m, 0)
     theirs = (p - 1) / (m + p - 1)
     usual = schedule in ("1f1b", "gpipe")
     by = "" if usual else f" for 1F1B; the closed form of {schedule} gives less"
