@@ -135,8 +135,7 @@ class MeshwrightGroup(TorchGroup):
 
     def allgather_coalesced(self, outputs: list[Tensors], tensors: Tensors, opts: Any = None) -> Work:
         """outputs[r][k] is tensor k of rank r."""
-        works = [self.allgather([into], [t], opts) for t, into in zip(tensors, outputs, strict=True)]
-        return last(works)
+        return last([self.allgather([list(into)], [t], opts) for t, *into in zip(tensors, *outputs, strict=True)])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, tensors: Tensors, opts: Any = None) -> Work:
         return last([self._allgather_base(out, t, opts) for out, t in zip(outputs, tensors, strict=True)])
@@ -307,6 +306,10 @@ class MeshwrightGroup(TorchGroup):
                     f"the backend meshwright moves tensors of the CPU, not of {used.device}",
                     fix='init_process_group("cpu:meshwright,cuda:nccl")',
                 )
+        if tensor.layout != torch.strided:
+            raise MeshwrightError(
+                "MW-COMM-001", "the backend meshwright moves dense tensors only", fix="tensor.to_dense()"
+            )
         self.calls += 1
         self.notify(program.operation, output if program.operation == "all-gather" and output is not None else tensor)
         return self.communicator.run(

@@ -190,7 +190,7 @@ def reason(error: RuntimeError) -> str:
     """What gloo reports about a peer, in a few words."""
     text = str(error)
     if "Timed out" in text or "timeout" in text.lower():
-        return "did not answer in time (Timed out waiting for a message)"
+        return "did not answer in time: Timed out waiting for a message"
     if "onnection" in text:
         return "has ended or left the group (Connection closed by peer)"
     return f"cannot be reached ({text.splitlines()[0][:200]})"
