@@ -9,6 +9,7 @@ from comm import torch_suite
 SAMPLE = [
     "test_all_reduce_coalesced_full_group_sum",
     "test_all_gather_into_cat_tensor_cpu",
+    "test_all_gather_coalesced_full_group",
     "test_all_to_all_single_unequal_split",
     "test_barrier",
     "test_broadcast_group",

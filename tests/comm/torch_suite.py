@@ -37,7 +37,7 @@ CANNOT_PASS = {  # test → why
     "test_all_to_all_group_cuda": NO_GPU,
     "test_barrier_group_cuda": NO_GPU,
     "test_barrier_full_group_cuda": NO_GPU,
-    "test_new_subgroups_with_group_param": NO_GPU,
+    "test_new_subgroups_with_group_param": "needs four ranks",
     "test_batch_isend_irecv_op_err": NO_GPU,
     "test_batch_isend_irecv_mixed_backend_err": NO_GPU,
     "test_SyncBatchNorm_process_group": "needs torchvision",
