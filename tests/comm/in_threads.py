@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshwright.comm.transport.base import Several, apply
+from meshwright.comm.transport.base import PendingGroup, apply
 
 
 class Threads:
-    """Messages of one rank through queues. Sends are delivered late, to show a schedule that overwrites what it still sends."""
+    """Messages of one rank through queues. PendingGroup are delivered late, to show a schedule that overwrites what it still sends."""
 
     def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.Queue], arrays: bool) -> None:
         self.rank, self.size, self.queues = rank, size, queues
@@ -26,7 +26,7 @@ class Threads:
         self.sizes: list[int] = []
 
     def send(self, peers, pieces, place):
-        return Several([Sending(self, peer, pieces) for peer in peers])
+        return PendingGroup([Sending(self, peer, pieces) for peer in peers])
 
     def receive(self, peer, pieces, place, direct):
         if direct and self.posts_early:  # from here on the target may be overwritten: make a wrong `direct` visible
