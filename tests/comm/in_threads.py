@@ -14,7 +14,7 @@ from meshwright.comm.transport.base import PendingGroup, apply
 
 
 class Threads:
-    """Messages of one rank through queues. PendingGroup are delivered late, to show a schedule that overwrites what it still sends."""
+    """Messages of one rank through queues. Sends are delivered late, to show a schedule that overwrites what it still sends."""
 
     def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.Queue], arrays: bool) -> None:
         self.rank, self.size, self.queues = rank, size, queues
