@@ -22,7 +22,7 @@ def listing() -> dict[str, Any]:
         "clusters": [cluster_line(name) for name in catalog.names("clusters")],
         "accelerators": [{"name": name} for name in catalog.names("accelerators")],
         "links": [{"name": name} for name in catalog.names("links")],
-        "stacks": [{"name": name, "about": catalog.load("stacks", name).source} for name in catalog.names("stacks")],
+        "stacks": [stack_line(name) for name in catalog.names("stacks")],
         "schedules": [{"name": name, "about": rule.about, "virtual": rule.virtual} for name, rule in RULES.items()],
         "fields": {name: fields_of(name) for name in ("workload", "plan")},
         "presets": PRESETS,
@@ -43,6 +43,11 @@ def cluster_line(name: str) -> dict[str, Any]:
     memory = format_bytes(cluster.accelerator.memory)
     about = f"{cluster.node_size} × {cluster.accelerator.name} ({memory}) per node; " + ", ".join(dict.fromkeys(links))
     return {"name": name, "about": about, "gpus": cluster.world, "node": cluster.node_size}
+
+
+def stack_line(name: str) -> dict[str, Any]:
+    stack = catalog.load("stacks", name)
+    return {"name": name, "about": stack.source, "overlap": list(stack.overlap)}
 
 
 def fields_of(section: str) -> dict[str, Any]:

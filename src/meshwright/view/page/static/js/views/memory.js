@@ -39,14 +39,16 @@ export function stages(element, data, compare, { most = 16 } = {}) {
     const other = compare?.stages.find((s) => s.stage === stage.stage);
     return compare ? [row("1 · ", stage), ...(other ? [row("2 · ", other)] : [])] : [row("", stage)];
   });
-  const most_gib = Math.max(data.limit_gib, ...rows.map((r) => r.total)) * 1.02;
+  const peak = Math.max(...rows.map((r) => r.total)), far = data.limit_gib > 4 * peak; // a small model: the limit would hide its bars
+  const most_gib = far ? peak * 1.25 : Math.max(data.limit_gib, peak) * 1.02;
   const chart = figure(element, { height: 56 + Math.min(26, 220 / Math.sqrt(rows.length)) * rows.length, left: compare ? 78 : 62, right: 64, bottom: 40, label: `Memory per GPU by stage: ${rows.map((r) => `${r.label} ${format.gib(r.total)}`).join(", ")}; the limit is ${format.gib(data.limit_gib)}` });
   const x = linear([0, most_gib], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height]);
   axis(chart, x, "bottom", { label: "GiB per GPU" });
   axis(chart, y, "left");
   stacked(chart, rows, { x, y });
   for (const r of rows) label(chart, format.gib(r.total), x(r.total) + 6, y(r.label) + y.width / 2, { middle: true, size: 11, colour: r.total > data.limit_gib ? "bad" : "ink", weight: 600, halo: true });
-  limit(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
+  if (far) label(chart, `limit ${format.gib(data.limit_gib)} →`, chart.width, -2, { anchor: "end", size: 11, colour: "bad" });
+  else limit(chart, x(data.limit_gib), `limit ${format.gib(data.limit_gib)}`);
   if (shown.length < data.stages.length) element.append(h("p", { class: "sentence" }, `The first and last ${most / 2} of ${data.stages.length} stages.`));
   element.append(legend(data.parts.map((name) => ({ label: name, ...part.memory(name) }))));
   return chart;
@@ -61,14 +63,19 @@ function overTime(element, data) {
   const { points, total_s: total, constant_gib: constant, peak_gib: peak } = data.timeline;
   const chart = figure(element, { height: 230, left: 56, label: `Memory of stage ${data.timeline.stage} over one step: ${format.gib(constant)} constant, peak ${format.gib(peak)}` });
   const unit = total >= 1 ? ["s", 1] : ["ms", 1e3];
-  const x = linear([0, total], [0, chart.width]), y = linear([0, Math.max(peak, data.limit_gib) * 1.05], [chart.height, 0]);
+  const x = linear([0, total], [0, chart.width]), far = data.limit_gib > 4 * peak, y = linear([0, (far ? peak * 1.2 : Math.max(peak, data.limit_gib)) * 1.05], [chart.height, 0]);
   axis(chart, y, "left", { label: "GiB" });
   axis(chart, x, "bottom", { label: `time within the step, ${unit[0]}`, format: (v) => format.number(v * unit[1]) });
   const steps = points.map(([t, gib]) => ({ x: t, y: constant + gib, base: constant }));
   area(chart, [{ x: 0, y: constant }, { x: total, y: constant }], { x, y, colour: "parameters", opacity: 0.45 });
   area(chart, steps, { x, y, colour: "activations", opacity: 0.75, steps: true });
   line(chart, steps, { x, y, colour: "activations", steps: true, width: 1.2 });
+  if (far) label(chart, `limit ${format.gib(data.limit_gib)} ↑`, chart.width, 6, { anchor: "end", size: 11, colour: "bad" });
+  else overLimit(chart, y, data);
+  element.append(legend([{ label: "states, working memory, context: constant", colour: "parameters" }, { label: "activations in flight", colour: "activations" }]));
+}
+
+function overLimit(chart, y, data) {
   chart.plot.append(svg("line", { x1: 0, x2: chart.width, y1: y(data.limit_gib), y2: y(data.limit_gib), stroke: "bad", "stroke-width": 2, "stroke-dasharray": "5 4" }));
   label(chart, `limit ${format.gib(data.limit_gib)}`, chart.width, y(data.limit_gib) - 5, { anchor: "end", size: 11, colour: "bad", halo: true });
-  element.append(legend([{ label: "states, working memory, context: constant", colour: "parameters" }, { label: "activations in flight", colour: "activations" }]));
 }

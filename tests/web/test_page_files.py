@@ -1,0 +1,81 @@
+"""Files that a user brings: a Hugging Face config.json, a cluster.toml, and run folders, one of them while it grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.config import load
+from meshwright.view.page.subject import Subject
+from web.browser import fragment, shows
+
+Open = Callable[..., Any]
+SMALL = fragment(model="tiny", cluster={"extends": "dgx-h100", "gpus": 8}, workload__batch=64, workload__seq=1024,
+                 plan={"tp": 2, "pp": 2, "shard": 2, "zero": 1})  # fmt: skip
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 1000, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_a_dropped_model_and_a_calibrated_cluster_become_inputs(server: str, open_page: Open, tmp_path: Path) -> None:
+    page = open_page(server + "/" + SMALL)
+    model, cluster = tmp_path / "my-llama.json", tmp_path / "cluster.toml"
+    model.write_text(json.dumps(LLAMA), "utf-8")
+    cluster.write_text('[cluster]\nextends = "dgx-a100"\ngpus = 16\nprice = 2.5\n', "utf-8")
+    page.locator("input[type=file]").nth(0).set_input_files(model)
+    shows(page, "my-llama")
+    page.locator("input[type=file]").nth(1).set_input_files(cluster)
+    shows(page, "on 16 × a100")
+    cluster.write_text("[cluster]\nprice = \n", "utf-8")
+    page.locator("input[type=file]").nth(1).set_input_files(cluster)
+    shows(page, "MW-CONF-006", "#inputs")
+
+
+def test_a_run_grows_on_the_page(server: str, open_page: Open, run_folders: Path) -> None:
+    folder = run_folders / "watched"
+    folder.mkdir()
+    config = load("examples/demo-dp2-tp2.toml")
+    prediction = Subject(config).estimate.prediction.as_dict()
+    (folder / "plan.toml").write_text(config.to_toml(), "utf-8")
+    (folder / "prediction.json").write_text(json.dumps(prediction), "utf-8")
+    rows = ["step,loss,gradient_norm,tokens,seconds,updated", "0,5.5,7.0,1024,0.4,True", "1,5.25,6.0,1024,0.3,True"]
+    (folder / "steps.csv").write_text("\n".join(rows) + "\n", "utf-8")
+    page = open_page(server + "/#view=runs&options.runs=" + json.dumps({"run": "watched"}))
+    shows(page, "running", "#view .stats")
+    shows(page, "5.25", "#view .stats")
+    with (folder / "steps.csv").open("a", encoding="utf-8") as file:
+        file.write("2,4.125,5.0,1024,0.3,True\n")
+    shows(page, "4.125", "#view .stats")
+    measured = prediction | {"step_time_s": 0.3, "step_time_low_s": 0.28, "step_time_high_s": 0.4}
+    span = {
+        "rank": 0,
+        "stream": "schedule",
+        "name": "0F0",
+        "start_s": 0.0,
+        "duration_s": 0.1,
+        "category": "F",
+        "args": {},
+    }
+    parts = {
+        "version": 1,
+        "steps": 3,
+        "busiest_rank": 0,
+        "exposed_s": {"tp": 0.1},
+        "hidden_s": {},
+        "predicted_exposed_s": {"tp": 0.2},
+        "ranks": [],
+    }
+    (folder / "timeline.json").write_text(
+        json.dumps({"version": 1, "step": 2, "measured": [span], "simulated": [span]}), "utf-8"
+    )
+    (folder / "communication.json").write_text(json.dumps(parts), "utf-8")
+    (folder / "difference.json").write_text(
+        json.dumps([{"what": "step time", "unit": "s", "predicted": 0.26, "measured": 0.3, "error": -0.13}]), "utf-8"
+    )
+    (folder / "measurement.json").write_text(json.dumps(measured), "utf-8")
+    shows(page, "done", "#view .stats")
+    shows(page, "A measured step above the simulated one", "#view")
+    shows(page, "tp, predicted", "#view")
