@@ -88,7 +88,8 @@ function modelSection() {
   const file = drop("Open a config.json", ".json,application/json", async (text, name) => {
     try {
       const table = await source.model(JSON.parse(text));
-      mendAfter({ model: { ...table, name: table.name && table.name !== "custom" ? table.name : name.replace(/\.json$/, "") } });
+      const file = name.replace(/\.json$/, ""); // config.json names no model: then its architecture does
+      mendAfter({ model: { ...table, name: /^config/.test(file) ? table.name : file } });
     } catch (error) {
       clear(problems).append(refusal(error.error ?? { code: "", what: `'${name}' is not JSON`, why: String(error), valid: [], fix: "" }));
     }
