@@ -37,15 +37,22 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Open an address in a new context: open_page(address, dark=False, phone=False); errors of the page fail the test."""
+    """Open an address in a new context: open_page(address, dark=False, phone=False); errors of the page fail the test.
+    `refused`: the server refuses something that the test sends, which the browser logs too."""
     contexts, faults = [], []
 
-    def opened(address: str, dark: bool = False, phone: bool = False, ready: str = READY) -> Any:
+    def opened(address: str, dark: bool = False, phone: bool = False, ready: str = READY, refused: bool = False) -> Any:
         context = chromium.new_context(viewport=PHONE if phone else DESKTOP, color_scheme="dark" if dark else "light")
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda m: faults.append(f"console: {m.text}") if m.type in ("error", "warning") else None)
+
+        def heed(message: Any) -> None:
+            known = refused and "400 (Bad Request)" in message.text
+            if message.type in ("error", "warning") and not known:
+                faults.append(f"console: {message.text}")
+
+        page.on("console", heed)
         page.on("pageerror", lambda error: faults.append(f"error: {error}"))
         page.goto(address)
         if ready:

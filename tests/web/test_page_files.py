@@ -21,7 +21,7 @@ LLAMA = {
 
 
 def test_a_dropped_model_and_a_calibrated_cluster_become_inputs(server: str, open_page: Open, tmp_path: Path) -> None:
-    page = open_page(server + "/" + SMALL)
+    page = open_page(server + "/" + SMALL, refused=True)
     model, cluster = tmp_path / "my-llama.json", tmp_path / "cluster.toml"
     model.write_text(json.dumps(LLAMA), "utf-8")
     cluster.write_text('[cluster]\nextends = "dgx-a100"\ngpus = 16\nprice = 2.5\n', "utf-8")
