@@ -196,7 +196,7 @@ def run_bench(emulation: Any, file: Path, budget_s: float) -> None:
 
     command = [sys.executable, "-m", "meshwright", "bench", "--backends", "gloo", "--json", str(file)]
     command += ["--operations", "all-reduce,all-gather,reduce-scatter,all-to-all,point-to-point"]
-    command += ["--max-size", "16MiB", "--budget", f"{budget_s:.0f}s"]
+    command += ["--max-size", "4MiB", "--budget", f"{budget_s:.0f}s"]
     emulation.run(command, RunSettings(timeout_s=4 * budget_s + 120, line=lambda *line: None))
 
 
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--compute", choices=("sleep", "real"), default="sleep")
     parser.add_argument("--only", nargs="*", default=list(PLANS), help="plans of the table")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of bench")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of bench")
     parser.add_argument("--limit", type=float, default=3600.0, help="start no further plan after this many seconds")
     parser.add_argument("--between", default="200Mb/s,1ms")
     parser.add_argument("--folder", default="", help="keep all results here; default: a temporary folder")
