@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ranks
+from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
@@ -15,6 +16,7 @@ from meshwright.parallel.context import blocks
 from meshwright.parallel.context.blocks import AttentionPattern, Rectangle, shared_documents
 from meshwright.parallel.context.ring import tiled_attention
 from meshwright.proof.compare import compare
+from meshwright.proof.prove import prove
 from meshwright.proof.records import Job
 
 SEQ = 24
@@ -143,3 +145,17 @@ def test_a_kernel_runs_only_inside_one_document():
         part = Rectangle(slice(rows, rows + 8), slice(columns, columns + 8), "all")
         assert shared_documents(part, runs, runs, AttentionPattern(True, 0, documents)) == shared
         assert shared_documents(part, runs, runs, AttentionPattern(True)) == "all"
+
+
+def forget_documents():
+    """Ring attention does not see the document numbers."""
+    from meshwright.parallel.context import sequence
+
+    sequence.current_documents = lambda: None
+
+
+@pytest.mark.parametrize("prepare", ["", "test_documents:forget_documents"])
+def test_verify_proves_a_plan_with_its_document_masks(prepare):
+    data = {"path": "tokens", "document_mask": True}  # a proof does not read the tokens
+    config = Config.from_parts(LLAMA, "laptop", workload={"batch": 4, "seq": SEQ}, plan={"cp": 2}, data=data)
+    assert prove(config, ranks=2, steps=1, prepare=prepare).passed == (not prepare)

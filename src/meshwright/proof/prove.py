@@ -49,7 +49,10 @@ def prove(
     config.check_trainable()
     proof = Proof(config.plan.title(), [])
     for i, small in enumerate(small_copies(config, ranks)):
-        proof.copies.append(prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend))
+        documents = config.data.document_mask and small.model.kind == "transformer"
+        proof.copies.append(
+            prove_copy(small, steps, seed, device, prepare, all_dtypes=i == 0, backend=backend, documents=documents)
+        )
         if not proof.copies[-1].passed:
             break  # a difference was found; other copies would repeat it
     proof.seconds = time.perf_counter() - started
@@ -64,8 +67,9 @@ def prove_copy(
     prepare: str = "",
     all_dtypes: bool = True,
     backend: str = "auto",
+    documents: bool = False,
 ) -> CopyProof:
-    """The proof of one small copy; without `all_dtypes` in float64 only."""
+    """The proof of one small copy; without `all_dtypes` in float64 only, with `documents` on packed sequences with document masks."""
     if order_matters(small.plan) and (small.model.experts or small.workload.precision == "fp8"):
         steps = 1  # what the order of the sum has moved, a router or fp8 may take for its neighbour in the next
     dtypes = ("fp64", "fp32") if all_dtypes else ("fp64",)
@@ -80,6 +84,7 @@ def prove_copy(
         watch=True,
         prepare=prepare,
         backend=backend,
+        documents=documents,
     )
     many = run(job, device)
     alone = one_device(job, many)

@@ -1,7 +1,7 @@
 """A small copy of a configuration that trains on this machine: `train --shrink`.
 
 The copy is the one that `verify` proves (`small`): the same flags and axes at the smallest sizes that still divide. To
-train on text it needs a vocabulary for all byte values, and on CPU processes a cluster and a stack that describe them,
+train on text it needs a vocabulary for all byte values, or for the tokens of [data], and on CPU processes a cluster and a stack that describe them,
 so that its prediction is for the machine it runs on.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
 from meshwright.proof.small import small_copy
+from meshwright.training.data.token_file import open_tokens
 from meshwright.training.machine import resolve_device
 from meshwright.training.records import BYTE_VALUES
 
@@ -22,12 +23,12 @@ def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tup
     tp, world = small.plan.tp, small.plan.world
     model = small.model
     if model.kind == "transformer":  # a vocabulary that tp does not divide stays so
-        bytes_padded = -(-BYTE_VALUES // tp) * tp
-        model = model.but(vocab=bytes_padded + model.vocab % tp)
+        needed = max([BYTE_VALUES, *(open_tokens(path).vocabulary for path in config.data.path)])
+        model = model.but(vocab=-(-needed // tp) * tp + model.vocab % tp)
     if resolve_device(device, world) == "cpu":
         cluster, stack = catalog.load("clusters", "laptop"), catalog.load("stacks", "gloo-cpu")
     else:
         cluster, stack = config.cluster, config.stack
     plan = small.plan.but(order=small.order)
-    copy = Config(model, cluster.with_gpus(world), stack, small.workload, plan)
+    copy = Config(model, cluster.with_gpus(world), stack, small.workload, plan, data=config.data)
     return copy.check(), small.changes

@@ -14,7 +14,7 @@ from meshwright.training.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from meshwright.units import format_count, format_decimal_bytes
 from meshwright.view.tables import facts, filled, heading
 
-SHOWN = 64  # tokens of a sample
+SHOWN = 100  # tokens of a sample
 LENGTHS = 1 << 20  # documents whose lengths are summarised: all, or as many spread over the file
 
 
