@@ -48,8 +48,8 @@ def command(
 ) -> None:
     """Train a plan on local processes and compare the run with its prediction.
 
-    The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the loss becomes NaN or infinite, 3 if the
-    run does not fit on this machine."""
+    The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
+    loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
     import time
     from functools import partial
 

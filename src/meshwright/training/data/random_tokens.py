@@ -28,5 +28,6 @@ class RandomSamples:
             targets[-padding:] = IGNORED
         if not self.documents:
             return tokens[:-1], targets
-        starts = random.random(self.seq) < (0.0, 0.1, 0.3)[index % 3]
+        starts = random.random(self.seq) < (0.1, 0.3, 0.0)[index % 3]
+        starts[self.seq // 3] |= index % 3 < 2  # short sequences have two documents too
         return tokens[:-1], targets, np.cumsum(starts, dtype=np.int32)
