@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-PAIRS, REPEAT = 3, 6
+PAIRS, REPEAT = 3, 2
 VOCABULARY = 8192
 
 
