@@ -1,0 +1,80 @@
+"""The choices of a plan field: the value alone, the value with what must change, or the reason why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from meshwright.describe import catalog
+from meshwright.describe.legality import Case, legal
+from meshwright.describe.legality.choices import Choice, choices
+from meshwright.describe.plan import Plan
+from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.workload import Workload
+
+MODEL = catalog.load("models", "llama3-70b")
+STACK = catalog.load("stacks", "default")
+CLUSTER = catalog.load("clusters", "dgx-h100").with_gpus(64)
+WORKLOAD = Workload(batch=128, seq=4096)
+BASE: dict[str, Any] = {"tp": 8, "sp": True, "pp": 2, "shard": 4, "zero": 1}
+
+
+def offered(plan: dict[str, Any], field: str, model: Any = MODEL) -> dict[Any, Choice]:
+    case = Case.of(PlanFields(**plan), model, WORKLOAD, CLUSTER, STACK)
+    return {choice.value: choice for choice in choices(case, legal)[field]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "changes"),
+    [
+        ("tp", 8, {}),
+        ("tp", 4, {"shard": 8}),  # the data-parallel degree takes what tensor parallelism leaves
+        ("pp", 4, {"shard": 2}),
+        ("pp", 1, {"shard": 8}),
+        ("shard", 2, {"replicate": 2}),
+        ("replicate", 4, {"shard": 1}),
+        ("zero", 3, {}),
+        ("zero", 0, {"replicate": 4, "shard": 1}),
+        ("schedule", "interleaved", {"virtual": 2}),
+        ("virtual", 2, {"schedule": "interleaved"}),
+        ("microbatch", 4, {}),
+    ],
+)
+def test_a_choice_names_what_changes_with_it(field: str, value: Any, changes: dict[str, Any]) -> None:
+    choice = offered(BASE, field)[value]
+    assert choice.legal
+    assert (choice.changes or {}) == changes
+    assert all(name in choice.reason for name in changes)
+
+
+def test_zero_shards_what_was_replicated() -> None:
+    choice = offered({"tp": 8, "replicate": 8}, "zero")[3]
+    assert choice.legal
+    assert Plan(tp=8, zero=3, **({"replicate": 8} | (choice.changes or {}))).world == 64
+
+
+def test_an_illegal_choice_says_why() -> None:
+    choice = offered(BASE, "pp", catalog.load("models", "llama3-8b"))[64]
+    assert not choice.legal
+    assert "64 stages for 32 layers" in choice.reason
+    assert not choice.changes
+
+
+def test_every_legal_choice_is_a_legal_plan() -> None:
+    """Applied with its changes, it breaks no rule and has the cluster's size."""
+    for plan in (BASE, {"tp": 2, "shard": 32, "zero": 3}, {"tp": 3, "replicate": 5}):
+        case = Case.of(PlanFields(**plan), MODEL, WORKLOAD, CLUSTER, STACK)
+        for field, values in choices(case, legal).items():
+            assert plan.get(field, getattr(PlanFields(), field)) in [choice.value for choice in values]
+            for choice in (one for one in values if one.legal):
+                done = PlanFields(**{**plan, field: choice.value, **(choice.changes or {})})
+                assert bool(legal(Case.of(done, MODEL, WORKLOAD, CLUSTER, STACK))), (plan, field, choice)
+                assert done.world == 64
+
+
+def test_without_a_size_of_the_cluster_degrees_are_free() -> None:
+    case = Case.of(PlanFields(**BASE), MODEL, WORKLOAD, None, STACK)
+    found = {choice.value: choice for choice in choices(case, legal)["tp"]}
+    assert found[4].legal
+    assert not found[4].changes
