@@ -1,14 +1,27 @@
-"""Imports that every worker needs, done once in the process from which workers are forked; also those of every view."""
+"""What every worker needs, done once in the process from which workers are forked: imports, the catalog, and one configuration.
+
+The first estimate of a process fills caches (tables of links, layouts, formulas) and takes several times longer than the next. Workers inherit
+the caches of their parent, so the first change of an input is as fast as any other.
+"""
+
+from __future__ import annotations
 
 import importlib
 
 from meshwright.describe import catalog
-from meshwright.view.page.registry import VIEWS
-from meshwright.web import worker
+from meshwright.view.page.presets import PRESETS
+from meshwright.view.page.registry import CHEAP, VIEWS
+from meshwright.web import tasks, worker
 
 for entry in VIEWS.values():
     importlib.import_module(entry.module)
 for kind in catalog.KINDS:
-    catalog.tables(kind)  # parsed once, for all workers
+    catalog.tables(kind)
+state = {section: value for section, value in PRESETS[0]["state"].items() if section != "page"}
+for _ in tasks.views({"config": state, "views": [name for name, entry in VIEWS.items() if entry.kind == CHEAP]}):
+    pass
+for _ in tasks.legal_choices(state):
+    pass
+tasks.drop_subjects()
 
 __all__ = ["worker"]

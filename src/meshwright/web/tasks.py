@@ -31,6 +31,11 @@ def _subject(text: str) -> Subject:
     return Subject(Config.from_document(document), question)
 
 
+def drop_subjects() -> None:
+    """Free the subjects that were computed so far."""
+    _subject.cache_clear()
+
+
 def subject_of(body: dict[str, Any], question: dict[str, Any] | None = None) -> Subject:
     """The subject of a plan file; requests for the same one share its results."""
     return _subject(json.dumps([read_plan_file(body), question or {}], sort_keys=True))
