@@ -12,6 +12,7 @@ TOOLS = {
     "ruff": ("Makefile", "/ruff check"),
     "mypy": ("Makefile", "/mypy"),
     "pytest-timeout": ("pyproject.toml", "\ntimeout ="),
+    "axe-playwright-python": ("tests/web/test_page_views.py", "axe_playwright_python"),
     "pytest-xdist": ("Makefile", "pytest -n "),
 }
 

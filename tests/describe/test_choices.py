@@ -55,7 +55,7 @@ def test_zero_shards_what_was_replicated() -> None:
 
 
 def test_an_illegal_choice_says_why() -> None:
-    choice = offered(BASE, "pp", catalog.load("models", "llama3-8b"))[64]
+    choice = offered({"shard": 64, "zero": 1}, "pp", catalog.load("models", "llama3-8b"))[64]
     assert not choice.legal
     assert "64 stages for 32 layers" in choice.reason
     assert not choice.changes

@@ -98,8 +98,9 @@ def _completed_choice(case: Case, field: str, value: Any, legal: Callable[[Case]
                 return Choice(
                     value, True, "also sets " + ", ".join(f"{k} = {_shown(v)}" for k, v in changes.items()), changes
                 )
-    broken = _first_broken(case.but(chosen))
-    found = broken.explain(case.but(chosen)) if broken else None
+    best = case.but(completed(case, chosen) | chosen)  # what stays broken when the other degrees follow
+    broken = _first_broken(best)
+    found = broken.explain(best) if broken else None
     return Choice(value, False, ". ".join(filter(None, (found.what, found.why))) if found else "")
 
 
