@@ -22,7 +22,7 @@ from meshwright.training import launch
 
 MODEL = {"hidden": 256, "layers": 4, "heads": 4, "ffn": 512, "vocab": 256}
 EXPERTS = {**MODEL, "experts": 4, "top_k": 2, "expert_ffn": 256}
-WORKLOAD = {"batch": 8, "seq": 128, "precision": "fp32"}
+WORKLOAD = {"batch": 4, "seq": 128, "precision": "fp32"}
 PLANS: dict[str, tuple[dict, dict]] = {
     "dp": (MODEL, {"replicate": 2}),
     "zero 3": (MODEL, {"shard": 2, "zero": 3}),

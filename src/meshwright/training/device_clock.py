@@ -9,7 +9,7 @@ The host only issues kernels, so its own time says nothing. What counts is when 
                          `wait_event` is wrapped, and blocks for the last operation that was issued on the event's stream
 
 At the end of a step the loss is read on the host, so the device is idle: there the origin of the next step's marks is set.
-**Modelled**: never run on several GPUs.
+**Run** on one H200 with a group of one rank; between several GPUs it is modelled.
 """
 
 from __future__ import annotations
