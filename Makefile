@@ -34,7 +34,7 @@ demo: setup
 # Bytecode is kept even where the environment forbids it: tests start many processes that import the same files.
 test: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadscope
 
 lint: setup
 	$(BIN)/ruff check

@@ -72,12 +72,12 @@ def traces_of(layout):
 
 
 def marked(layout, group=""):
-    """A test parameter; layouts that train in the same processes run on one worker."""
+    """A test parameter; layouts that train in the same processes run on one worker (see `conftest`)."""
     group = group or f"matrix {ALL.index(companions(layout)[0])}"
-    marks = [pytest.mark.xdist_group(group), *([] if layout in DAILY else [pytest.mark.slow])]
+    marks = [] if layout in DAILY else [pytest.mark.slow]
     if layout in REFUSED:
         marks.append(pytest.mark.skip(reason="this torch drops fp8 products in a split backward"))
-    return pytest.param(layout, id=layout.title, marks=marks)
+    return pytest.param(layout, id=f"{layout.title} @ {group}", marks=marks)
 
 
 @pytest.mark.timeout(400)
