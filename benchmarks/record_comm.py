@@ -36,6 +36,8 @@ LIMIT = 0.01
 
 def work(context: Any, config: Config, pairs: int) -> tuple[list[float], list[float], int, float]:
     """Seconds of the steps without and with recorder, recorded calls in a step, and seconds of one recorded empty call."""
+    from torch import distributed
+
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
@@ -47,10 +49,14 @@ def work(context: Any, config: Config, pairs: int) -> tuple[list[float], list[fl
     plain, recorded, calls = [], [], 0
     for pair in range(pairs):
         for records in (False, True) if pair % 2 else (True, False):
+            # Ranks start a step together: making a recorder takes milliseconds, which the other rank's step would wait for.
             if not records:
+                distributed.barrier()
                 plain.append(trainer.train_step().seconds)
                 continue
             with CommRecorder(trainer) as recorder:
+                distributed.barrier()
+                recorder.events.clear()
                 recorded.append(trainer.train_step().seconds)
             calls = len(recorder.steps[-1].events)
     return plain, recorded, calls, empty_call(trainer)
