@@ -5,7 +5,7 @@ The host only issues kernels, so its own time says nothing. What counts is when 
     synchronous call     NCCL runs on the current stream: the two marks around the call enclose it
     asynchronous call    NCCL runs on its stream; `wait` makes the current stream wait: the marks around `wait` enclose that.
                          The end of the operation is marked on a third stream that waits for nothing else
-    `fully_shard`        gathers on streams of its own, and lets the computing stream wait for an event of those: the stream's
+    `fully_shard`        gathers on its streams, and lets the computing stream wait for an event of those: the stream's
                          `wait_event` is wrapped, and blocks for the last operation that was issued on the event's stream
 
 At the end of a step the loss is read on the host, so the device is idle: there the origin of the next step's marks is set.

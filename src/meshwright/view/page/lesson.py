@@ -40,7 +40,9 @@ class Lesson:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain JSON values: lists, not tuples."""
+        questions = [asdict(question) | {"options": list(question.options)} for question in self.questions]
+        return asdict(self) | {"text": list(self.text), "questions": questions}
 
 
 def number(ask: str, answer: float, unit: str, why: str) -> Question:
