@@ -322,7 +322,7 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # A slice of a larger mesh, as beside a pipeline or tensor parallelism: torch compares meshes in every operator.
+    # A slice of a larger mesh, as with pipeline or tensor parallelism: torch compares meshes in every operator.
     mesh = init_device_mesh("cpu", (1, distributed.get_world_size()), mesh_dim_names=("stage", "shard"))["shard"]
     units, plain = (nn.Sequential(*(small_unit(dtype) for _ in range(CHAIN))) for _ in range(2))
     for unit in units:
