@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 
 from meshwright.web import schema
 from web.running import CLIENT
-
-schemathesis = pytest.importorskip("schemathesis", reason="no schemathesis: pip install schemathesis")
-GenerationMode = schemathesis.GenerationMode
 
 DAILY = ("/api/estimate", "/api/views", "/api/choices", "/api/show", "/api/cluster", "/api/runs/{name}")
 LONGEST_S = 60  # of one request; a search is ended by its own limit before
