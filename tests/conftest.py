@@ -1,11 +1,10 @@
 """Settings of all tests: hypothesis without deadlines, the division of tests over two workers, seconds by folder.
 
-`make test` runs two workers (pytest-xdist) and has a budget of 8 minutes on two idle cores. The tests of a file run on one
+`make test` runs two workers (pytest-xdist) and has a budget of 12 minutes on two idle cores. The tests of a file run on one
 worker, since they share computed results; tests whose id ends with "@ GROUP" run on the worker of their group (the matrix: one
 group per set of processes). The option `--dist loadgroup` of pytest-xdist 3.8 would do the same, but has no effect with pytest 9.2.
-At the end of a run the seconds of each folder are printed with their budget, in red if they exceed it; the budgets are 8 minutes of
-two workers. This does not fail the run, since machines differ, but that folder should be made cheaper next. Long checks are marked
-`slow` and run by `make soak`.
+At the end of a run the seconds of each folder are printed with their budget, in red if they exceed it. This does not fail the
+run, since machines differ, but that folder should be made cheaper next. Long checks are marked `slow` and run by `make soak`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 BUDGET_S = {
-    "tests": 40, "describe": 40, "programs": 40, "lower": 25, "cost": 30, "docs": 10, "calibrate": 25, "planner": 90, "view": 30,
-    "models": 20, "parallel": 160, "comm": 60, "training": 90, "proof": 230, "cli": 50, "web": 20, "gpu": 0,
+    "tests": 45, "describe": 40, "programs": 40, "lower": 25, "cost": 30, "docs": 10, "calibrate": 25, "planner": 100, "view": 35,
+    "models": 20, "parallel": 185, "comm": 80, "training": 100, "proof": 305, "cli": 45, "web": 105, "gpu": 0,
 }  # fmt: skip
 
 # A slow draw on a busy machine is not the test's fault. Examples are the same in every run; `soak` draws other ones.
