@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from meshwright.describe import catalog
-from meshwright.describe.legality import Case, legal
+from meshwright.describe.legality import Case, fixes, legal
 from meshwright.describe.legality.choices import Choice, choices
+from meshwright.describe.legality.mend import mended
+from meshwright.describe.legality.rules import ALL_RULES
 from meshwright.describe.plan import Plan
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.describe.workload import Workload
 
 MODEL = catalog.load("models", "llama3-70b")
+MIXTURE = catalog.load("models", "mixtral-8x7b")
 STACK = catalog.load("stacks", "default")
 CLUSTER = catalog.load("clusters", "dgx-h100").with_gpus(64)
 WORKLOAD = Workload(batch=128, seq=4096)
@@ -78,3 +82,52 @@ def test_without_a_size_of_the_cluster_degrees_are_free() -> None:
     found = {choice.value: choice for choice in choices(case, legal)["tp"]}
     assert found[4].legal
     assert not found[4].changes
+
+
+def random_case(rng: random.Random) -> Case:
+    """A plan with fields drawn at random: often illegal."""
+    plan = PlanFields(
+        tp=rng.choice((1, 2, 3, 8)), pp=rng.choice((1, 2, 4)), cp=rng.choice((1, 2)), shard=rng.choice((1, 4, 8)),
+        replicate=rng.choice((1, 2)), ep=rng.choice((1, 2, 8)), microbatch=rng.choice((1, 2, 3)), sp=rng.random() < 0.5,
+        zero=rng.choice((0, 1, 3)), schedule=rng.choice(("1f1b", "interleaved")), virtual=rng.choice((1, 2)),
+    )  # fmt: skip
+    model = rng.choice((MODEL, MIXTURE))
+    return Case.of(plan, model, WORKLOAD.but(batch=rng.choice((6, 64, 128))), CLUSTER, STACK)
+
+
+def all_rules_hold(case: Case) -> bool:
+    """Every rule, one after the other; `legal` ends at the first broken one."""
+    broken = [bool(rule.broken(case)) for rule in ALL_RULES if set(rule.needs) <= case.given]
+    return True not in broken
+
+
+def completed_step_by_step(case: Case, settings: dict[str, Any]) -> dict[str, Any]:
+    """`fixes.completed` with a new case for every repair, whether or not the last one changed something."""
+    out = dict(settings)
+    for repair in (fixes._data_parallel, fixes._sequence, fixes._experts, fixes._microbatch):
+        out |= repair(case.but(out))
+    return out
+
+
+def test_choices_are_those_of_all_rules_and_all_repairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices and the nearest legal plan stay the same where no rule and no repair is left out."""
+    rng = random.Random(16)
+    cases = [Case.of(PlanFields(**BASE), MODEL, WORKLOAD, CLUSTER, STACK), *(random_case(rng) for _ in range(6))]
+    assert {bool(legal(case)) for case in cases} == {True, False}
+    assert [legal(case) for case in cases] == [all_rules_hold(case) for case in cases]
+    found = [(choices(case, legal), mended(case, legal)) for case in cases]
+    for module in ("choices", "mend"):
+        monkeypatch.setattr(f"meshwright.describe.legality.{module}.completed", completed_step_by_step)
+
+    def slow_legal(case: Case) -> Any:
+        return all_rules_hold(case) if case.is_one_plan else legal(case)
+
+    assert found == [(choices(case, slow_legal), mended(case, slow_legal)) for case in cases]
+
+
+def test_given_names_what_the_case_is_checked_against() -> None:
+    plan = PlanFields(**BASE)
+    assert Case.of(plan).given == frozenset()
+    assert Case.of(plan, MODEL, None, CLUSTER).given == {"model", "cluster"}
+    assert Case.of(plan, workload=WORKLOAD, stack=STACK, trainer=True).given == {"workload", "stack", "trainer"}
+    assert Case.of(plan, dtypes=True).but({"plan.tp": 1}).given == {"dtypes"}

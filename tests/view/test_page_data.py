@@ -94,6 +94,16 @@ def test_search_views_show_what_plan_prints(subjects):
     assert sum(point["best"] for point in pareto["points"]) == 1
 
 
+def test_only_the_complete_leaders_are_explained(subjects):
+    """The first answer has the plans alone, so that it comes sooner."""
+    first, complete = (VIEWS["leaders"].data(s) for s in (subjects["dense"].provisional(), subjects["dense"]))
+    assert first["leaders"]
+    assert first["mine"]["legal"]
+    assert (first["reasons"], first["strategies"]) == ([], [])
+    assert complete["reasons"]
+    assert complete["strategies"]
+
+
 def test_every_cell_of_the_map_has_a_plan_or_a_reason(subjects):
     for subject in subjects.values():
         for cell in VIEWS["heatmap"].data(subject)["cells"]:

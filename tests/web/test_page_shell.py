@@ -49,6 +49,22 @@ def test_an_input_changes_the_numbers_to_those_of_the_python_api(server: str, op
     assert milliseconds(number(page, "step")) == pytest.approx(1e3 * expected, rel=5e-3)
 
 
+def test_the_choices_are_asked_for_after_the_views_are_answered(server: str, open_page: Open) -> None:
+    """So that computing them never delays a view; and not again where only the view changes."""
+    page, seen = open_page(server + "/" + SMALL, refused=True), []
+    page.wait_for_load_state("networkidle")
+    page.on("request", lambda r: seen.append(f"asked {r.url.rpartition('/')[2]}"))
+    page.on("response", lambda r: seen.append(f"answered {r.url.rpartition('/')[2]}"))
+    page.evaluate("location.hash += '&plan.shard=4'")  # 16 GPUs on 8: the choices offer another plan
+    page.get_by_role("button", name="Change the plan to the nearest legal one").wait_for()
+    assert seen == ["asked views", "answered views", "asked choices", "answered choices"]
+    seen.clear()
+    with page.expect_response(lambda r: r.url.endswith("/api/views")):
+        page.evaluate("location.hash += '&view=roofline'")
+    page.wait_for_timeout(400)  # longer than the pause after which the page asks
+    assert seen == ["asked views", "answered views"]
+
+
 def test_back_undoes_and_the_address_restores(server: str, open_page: Open) -> None:
     page = open_page(server + "/" + SMALL)
     first = number(page, "step")

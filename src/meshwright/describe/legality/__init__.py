@@ -31,8 +31,11 @@ __all__ = ["Case", "batch_unit", "check", "lacking_precision", "lacking_range", 
 def legal(case: Case) -> Flag:
     """Whether no rule is broken: one value for one plan, an array for a batch."""
     broken: Flag = False
+    one = case.is_one_plan
     for rule in rules_for(case.given):
         broken = broken | rule.broken(case)
+        if one and broken:
+            return False  # no other rule can make the plan legal
     return broken == False  # noqa: E712  an array or a Python bool
 
 

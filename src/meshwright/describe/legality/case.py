@@ -7,6 +7,8 @@ vary may stay an integer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,10 @@ class Case:
         self.__dict__.update(self.fields)
         self._model, self._workload, self._cluster, self._stack = model, workload, cluster, stack
         self.trainer, self.dtypes = trainer, dtypes
+        # What the plan is checked against: rules that need more do not apply.
+        self.given = _given(
+            model is not None, workload is not None, cluster is not None, stack is not None, trainer, dtypes
+        )
         self.dp = self.replicate * self.shard
         self.rest = self.tp * self.cp * self.pp  # devices of one data-parallel rank
         self.world = self.dp * self.rest
@@ -171,11 +177,9 @@ class Case:
         return WORDS[name][int(self.fields[name])]
 
     @property
-    def given(self) -> frozenset[str]:
-        """What the plan is checked against: rules that need more do not apply."""
-        parts = {"model": self._model, "workload": self._workload, "cluster": self._cluster, "stack": self._stack}
-        flags = {"trainer": self.trainer, "dtypes": self.dtypes}
-        return frozenset([*(k for k, v in parts.items() if v is not None), *(k for k, v in flags.items() if v)])
+    def is_one_plan(self) -> bool:
+        """Whether no field is an array: the case is one plan, not a batch of them."""
+        return np.ndarray not in map(type, self.fields.values())
 
     @property
     def model(self) -> Model:
@@ -196,6 +200,11 @@ class Case:
     def stack(self) -> Stack:
         assert self._stack is not None
         return self._stack
+
+
+@cache
+def _given(*flags: bool) -> frozenset[str]:
+    return frozenset(compress(("model", "workload", "cluster", "stack", "trainer", "dtypes"), flags))
 
 
 def lookup(table: np.ndarray, codes: Number) -> Number:

@@ -33,9 +33,12 @@ def offered(case: Case, candidates: Iterable[Settings], legal: Callable[[Case], 
 
 def completed(case: Case, settings: Settings) -> dict[str, Any]:
     """The settings, and those that must follow from them for the degrees, the experts, the sequence and the batch to divide."""
-    out = dict(settings)
+    out, now = dict(settings), case.but(settings)
     for repair in (_data_parallel, _sequence, _experts, _microbatch):
-        out |= repair(case.but(out))
+        found = repair(now)
+        if any(now.setting(path) != value for path, value in found.items()):
+            now = now.but(found)
+        out |= found
     return out
 
 

@@ -9,8 +9,13 @@ from meshwright.view.page.subject import Subject
 
 
 def data(subject: Subject) -> dict[str, Any]:
-    """Leaders with their predictions, other strategies with why they are slower, reasons for the winner, and the present plan."""
+    """Leaders with their predictions, other strategies with why they are slower, reasons for the winner, and the present plan.
+
+    The provisional answer leaves out the reasons and the other strategies: they take a fifth of its time, and the complete search may find
+    another winner.
+    """
     found = subject.result
+    explained = not subject.is_provisional
     mine = found.compare(subject.plan)
     return {
         "searched": found.searched,
@@ -35,7 +40,9 @@ def data(subject: Subject) -> dict[str, Any]:
             }
             for c, p in found.leaders
         ],
-        "reasons": [{"field": name, "why": text} for name, text in reasons(found.estimate).items() if text],
+        "reasons": [{"field": name, "why": text} for name, text in reasons(found.estimate).items() if text]
+        if explained
+        else [],
         "strategies": [
             {
                 "strategy": w.strategy,
@@ -45,7 +52,7 @@ def data(subject: Subject) -> dict[str, Any]:
                 "title": w.plan.title(),
                 "plan": w.plan.as_dict(),
             }
-            for w in found.why_not
+            for w in (found.why_not if explained else ())
         ],
         "mine": {
             "legal": mine.user is not None,

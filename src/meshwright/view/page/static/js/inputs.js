@@ -192,16 +192,27 @@ function readOnly() {
 
 const show = () => widgets.forEach((f) => f());
 
-/** Show a new state now, and what can be chosen in it as soon as the server has answered. */
+// The choices are asked for once the views have their first answers and no other change has come: computing them never delays a view.
+const PAUSE_MS = 120;
+
+/** Show a new state now, and later what can be chosen in it. */
 export function update() {
   if (!catalog) return;
-  clear(problems);
-  show();
+  asked?.abort();
   clearTimeout(timer);
-  timer = setTimeout(ask, 120);
+  show();
+  if (!fresh()) clear(problems); // else only the view or its options changed
+}
+
+/** The views have been answered: ask for the choices of the present state, unless they are known. */
+export function askSoon() {
+  if (!catalog || fresh()) return;
+  clearTimeout(timer);
+  timer = setTimeout(ask, PAUSE_MS);
 }
 
 async function ask() {
+  clearTimeout(timer);
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;

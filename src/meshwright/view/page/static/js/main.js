@@ -119,14 +119,18 @@ function focusPath(body) {
   return () => [...body.querySelectorAll("button, select, input, a, [tabindex]")][index]?.focus({ preventScroll: true });
 }
 
-/** Ask for what the view and the verdict need and do not have. */
-async function refresh() {
+/** Ask for what the view and the verdict need and do not have. `answered` is called once each of them has a first answer. */
+async function refresh(answered = () => {}) {
   const view = current(), now = state.get();
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;
   const names = [...new Set(["verdict", ...needs(view)])].filter((name) => source.has(name) && (!answers.get(name)?.final || answers.get(name).stale));
-  if (!names.length) return draw();
+  const waiting = new Set(names);
+  if (!names.length) {
+    draw();
+    return queueMicrotask(answered);
+  }
   const options = Object.fromEntries(names.filter((name) => now.page.options[name] && !isLocal(name)).map((name) => [name, now.page.options[name]]));
   draw();
   try {
@@ -135,12 +139,15 @@ async function refresh() {
       answers.set(answer.view, { data: answer.data, compare: answer.compare_data ?? null, final: answer.final !== false, error: answer.error ?? null });
       if (answer.view === "verdict") announce();
       if (needs(current()).includes(answer.view)) schedule();
+      if (waiting.delete(answer.view) && !waiting.size) answered();
     });
+    if (waiting.size && !signal.aborted) answered(); // the server ended early
   } catch (error) {
     if (error.name === "AbortError" || signal.aborted) return;
     for (const name of names) answers.set(name, { data: null, compare: null, final: true, error: error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" } });
     announce();
     schedule();
+    answered();
   }
 }
 
@@ -170,8 +177,8 @@ function changed(now, before) {
     const same = JSON.stringify(now.page.options[name]) === JSON.stringify(before.page.options[name]);
     if (!same && !isLocal(name) && answers.has(name)) answers.get(name).stale = true;
   }
+  refresh(inputs.askSoon); // its request leaves first: links and inputs follow while the server computes
   follow();
-  refresh();
   inputs.update();
 }
 
