@@ -31,6 +31,8 @@ from meshwright.planner.search.cells import Cell, cells
 from meshwright.planner.search.space import Space
 from meshwright.planner.sizing import OPTIONS
 
+COMMON_LEADERS = 3
+
 
 class Shared:
     """Results that all views of one configuration share."""
@@ -91,8 +93,11 @@ class Shared:
 
     @cached_property
     def common(self) -> Result:
-        """The result of a search of the common plans only (`planner.search.common_plans`)."""
-        return self.first.common if self.first else planner.plan(self.config, common=True, **self.question)
+        """The result of a search of the common plans only (`planner.search.common_plans`), with few leaders: each is simulated."""
+        if self.first:
+            return self.first.common
+        top = min(self.question.get("top", COMMON_LEADERS), COMMON_LEADERS)
+        return planner.plan(self.config, common=True, **{**self.question, "top": top})
 
 
 @dataclass(frozen=True)
