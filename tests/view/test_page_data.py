@@ -1,12 +1,18 @@
 """The data of the page's views: plain JSON, with the numbers that the commands print."""
 
 import json
+from importlib.resources import files
 
 import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.calibrate.rows import read
+from meshwright.calibrate.validate import predict_rows
+from meshwright.cost.estimate import estimate
 from meshwright.describe.layout import Layout
+from meshwright.describe.legality.choices import free_values, word_values
+from meshwright.describe.plan import Plan
 from meshwright.planner.cases import studies
 from meshwright.view.page.registry import VIEWS
 from meshwright.view.page.subject import COMMON_LEADERS, Subject
@@ -213,6 +219,48 @@ def test_published_rows_are_those_of_the_cases(subjects):
     ours = [(row["what"], row["ours"]) for row in found["rows"] if row["case"] == "llama3-405b"]
     assert set(ours) <= {(row.what, row.ours) for row in case.rows}
     assert ours
+
+
+def test_published_runs_are_those_of_validate_headline(subjects):
+    found = VIEWS["published"].data(subjects["dense"])
+    outcomes = predict_rows(read(str(files("meshwright.calibrate").joinpath("headline.csv"))))
+    assert {run["run"]: run["ratio"] - 1 for run in found["runs"]} == pytest.approx(
+        {o.case.row_id: o.error for o in outcomes}
+    )
+    assert (found["runs"][0]["run"], found["runs"][0]["like"]) == ("torchtitan-8b", "this model and GPU")
+    assert [run["like"] for run in found["runs"]].count("this GPU") == 5
+    assert {run["source"] for run in found["runs"]} <= {row["source"] for row in found["sources"]}
+    assert found["plan"]["step_time_s"] == subjects["dense"].estimate.prediction.step_time_s
+
+
+FREE = [
+    ({"replicate": 4}, {"bucket"}),
+    ({"shard": 4, "zero": 1}, {"wrap"}),
+    ({"replicate": 4, "compression": "powersgd"}, {"bucket", "compression_rank"}),
+    ({"replicate": 4, "compression": "top-k"}, {"bucket", "compression_ratio"}),
+    ({"replicate": 4, "compression": "threshold"}, {"bucket", "compression_threshold"}),
+]
+
+
+@pytest.mark.parametrize(("fields", "special"), FREE)
+def test_fields_without_a_rule_are_offered_where_they_have_an_effect(fields, special):
+    config = mw.load("llama3-8b", cluster="dgx-h100", gpus=16, set=["workload.batch=32"])
+    plan = Plan(tp=4, **fields)
+    offered = free_values(plan, config.model.layers)
+    changing = {"comm_dtype", "order", *special}
+    assert changing == set(offered) - set(word_values())
+    assert offered["order"] == [[], ["tp", "dp", "cp", "pp"], ["dp", "tp", "cp", "pp"]]
+    for name in changing:
+        plans = [plan.but(**{name: value}) for value in offered[name]]
+        assert plan in plans, name
+        costs = [estimate(config.model, config.cluster, p, config.workload, config.stack) for p in plans]
+        assert len({e.prediction.step_time_s for e in costs}) > 1, name
+
+
+def test_a_plan_without_data_parallelism_has_no_gradient_messages():
+    offered = free_values(Plan(tp=4, bucket=3e6), 32)
+    assert not {"comm_dtype", "bucket", "wrap", "order"} & set(offered)
+    assert 3e6 in free_values(Plan(replicate=2, bucket=3e6), 32)["bucket"]
 
 
 def test_between_stages_needs_two_messages_per_micro_batch(subjects):

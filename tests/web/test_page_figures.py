@@ -66,6 +66,37 @@ def test_figures_say_what_python_says(server: str, open_page: Open, subject: Sub
         assert VIEWS[name].data(subject)["note"] in page.locator("#view").inner_text(), name
 
 
+# What a view shows of the second plan, which has dp 4 × tp 2 and no pipeline.
+SECOND = {
+    "strategies": "data parallel (DDP) ✓ plan 2",
+    "ranks": "Plan 2: ranks and nodes",
+    "zero": "2 · plan 2, P = 4",
+    "overlap": "over 4 data-parallel ranks",
+    "published": "PLAN 2",
+}
+
+
+def test_the_second_plan_is_in_every_view_of_a_plan(server: str, open_page: Open) -> None:
+    state = fragment(view="strategies", compare={"tp": 2, "replicate": 4}, **STATE)
+    page = open_page(f"{server}/{state}")
+    for name, words in SECOND.items():
+        visit(page, name)
+        assert words.lower() in page.locator("#view").inner_text().lower(), name
+
+
+def test_fields_without_a_rule_are_inputs(server: str, open_page: Open) -> None:
+    page = open_page(f"{server}/{fragment(view='strategies', **{**STATE, 'plan': {'tp': 2, 'replicate': 4}})}")
+    page.get_by_text("Dtypes, overlap, and more").click()
+    page.get_by_label("Gradient messages").select_option("bf16")
+    until(page, "decodeURIComponent(location.hash).includes('bf16')")
+    page.get_by_label("Order of the axes, fastest first").select_option(label="dp, tp, cp, pp")
+    until(page, """decodeURIComponent(location.hash).includes('["dp","tp","cp","pp"]')""")
+    settled(page)
+    page.get_by_role("radio", name="50 MB", exact=True).check(force=True)
+    until(page, "decodeURIComponent(location.hash).includes('bucket')")
+    assert page.get_by_label("Rank of PowerSGD").count() == 0 or not page.get_by_text("Rank of PowerSGD").is_visible()
+
+
 def test_the_timeline_zooms_and_pans_with_keys(server: str, open_page: Open) -> None:
     page = open_page(f"{server}/{fragment(view='timeline', **STATE)}")
     settled(page)

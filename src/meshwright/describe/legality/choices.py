@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, permutations
 from typing import Any, get_args
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from meshwright.describe.legality.case import NUMBERS, WORDS, Case, Flag
 from meshwright.describe.legality.fixes import completed, divisors
 from meshwright.describe.legality.rules import rules_for
-from meshwright.describe.plan_fields import PlanFields
+from meshwright.describe.plan_fields import AXES, DTYPES, PlanFields
 from meshwright.describe.schedules import RULES
 
 MOST_VALUES = 48  # of one field
@@ -27,6 +27,8 @@ MOST_TRIED = 12  # completions of one value
 MOST_VIRTUAL, MOST_MICROBATCH = 16, 64
 DEGREES = ("replicate", "shard", "tp", "cp", "pp")
 FREE_DEGREES = tuple(2**k for k in range(11))  # where the cluster has no size
+BUCKETS = (1e6, 5e6, 25e6, 50e6, 100e6, 200e6, 400e6, 800e6)  # bytes
+RATIOS, RANKS, THRESHOLDS = (0.001, 0.01, 0.05, 0.1, 0.25), (1, 2, 4, 8, 16, 32), (1.0, 2.0, 3.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,42 @@ def _shown(value: Any) -> str:
     )
 
 
+def free_values(plan: PlanFields, layers: int, flat_shards: bool = False) -> dict[str, list[Any]]:
+    """The values of the fields of which no rule refuses one. A field that has no effect in this plan is left out: the rank of PowerSGD
+    without PowerSGD, buckets without data parallelism. ZeRO reduces unit by unit instead, except stages 1 and 2 of a stack with
+    `flat_shards`. The present value is always among the values of a field."""
+    reduces = plan.dp * plan.cp > 1
+    longest = max(plan.layers_per_stage, default=-(-layers // plan.stages))
+    units = [n for n in FREE_DEGREES if n <= max(1, longest)]
+    dtypes = [
+        d for d in DTYPES if d != "fp64" or d in (plan.grad_dtype, plan.comm_dtype)
+    ]  # wider than gradients: no effect
+    found: dict[str, tuple[Any, ...] | list[Any]] = {"comm_dtype": [None, *dtypes]} if reduces else {}
+    by_unit = plan.zero == 3 or (plan.zero > 0 and not flat_shards)
+    if reduces:
+        found |= {"wrap": [*units, 0]} if by_unit else {"bucket": BUCKETS}
+    found |= {"compression_ratio": RATIOS} if plan.compression in ("top-k", "random-k") else {}
+    found |= {"compression_rank": RANKS} if plan.compression == "powersgd" else {}
+    found |= {"compression_threshold": THRESHOLDS} if plan.compression == "threshold" else {}
+    out = {name: list(values) for name, values in found.items()}
+    for name, values in out.items():
+        if getattr(plan, name) not in values:
+            out[name] = sorted([*values, getattr(plan, name)])
+    orders = order_values(plan)
+    return word_values() | out | ({"order": orders} if len(orders) > 2 else {})
+
+
+def order_values(plan: PlanFields) -> list[list[str]]:
+    """The orders of the axes that place ranks differently: axes of one rank may stand anywhere. Empty: the stack's order."""
+    used = [axis for axis in AXES if getattr(plan, axis) > 1]
+    found = {order: [*order, *(axis for axis in AXES if axis not in order)] for order in permutations(used)}
+    if sorted(plan.order) == sorted(AXES):
+        found[tuple(axis for axis in plan.order if axis in used)] = list(plan.order)
+    return [[], *found.values()]
+
+
 def word_values() -> dict[str, list[Any]]:
-    """The values of the fields that no rule reads: every one of them is legal everywhere."""
+    """The values of the words that no rule reads: every one of them is legal everywhere."""
     read = {*NUMBERS, *WORDS, "order", "layers_per_stage"}
     out: dict[str, list[Any]] = {}
     for name, info in PlanFields.model_fields.items():

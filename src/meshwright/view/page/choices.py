@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.describe.config import Config
 from meshwright.describe.legality import Case, legal, problem
 from meshwright.describe.legality.choices import choices as legal_choices
-from meshwright.describe.legality.choices import word_values
+from meshwright.describe.legality.choices import free_values
 from meshwright.describe.plan_fields import PlanFields
 from meshwright.view.page.sizes import mend, sizes
 
@@ -26,7 +26,7 @@ def choices(document: dict[str, Any]) -> dict[str, Any]:
     found = {field: [one.as_dict() for one in values] for field, values in legal_choices(case, legal).items()}
     free = {
         field: [{"value": v, "legal": True, "reason": "", "changes": {}} for v in values]
-        for field, values in word_values().items()
+        for field, values in free_values(plan, config.model.layers, config.stack.flat_shards).items()
     }
     error = problem(case)
     return {

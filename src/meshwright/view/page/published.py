@@ -1,12 +1,19 @@
-"""Predictions against published training runs: the case studies of the planner, those of this model first, with the error of each source."""
+"""Predictions against published training runs, with the error of each source: the case studies of the planner, those of this model first,
+and the well-known runs of `meshwright validate --headline`, those of this model and accelerator first.
+
+The published figures do not depend on the plan. `plan` has the prediction of this plan in the units of the runs, to place it among them."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
+from meshwright.calibrate.rows import read
+from meshwright.calibrate.validate import Outcome, predict_rows
+from meshwright.describe.model import Model
 from meshwright.planner.cases import studies
-from meshwright.units import format_count
+from meshwright.units import format_count, format_seconds
 from meshwright.view.page.subject import Subject
 
 COMPARED = ("step_s", "tokens_per_s_per_gpu", "mfu", "hfu", "days", "gpu_hours")  # figures that depend on the step time
@@ -18,8 +25,82 @@ def data(subject: Subject) -> dict[str, Any]:
     rows = [{**row, "this_model": row["model"] == name} for row in all_rows()]
     rows.sort(key=lambda row: not row["this_model"])
     mine = [row for row in rows if row["this_model"]]
-    sources = by_source(rows)
-    return {"model": name, "rows": rows, "sources": sources, "matches": len(mine), "note": note(name, mine, sources)}
+    runs = near_runs(subject.model, subject.cluster.accelerator.name)
+    sources = by_source([*rows, *runs])
+    return {
+        "model": name,
+        "accelerator": subject.cluster.accelerator.name,
+        "rows": rows,
+        "runs": runs,
+        "plan": plan_figures(subject),
+        "sources": sources,
+        "matches": len(mine),
+        "note": note(name, mine, sources),
+    }
+
+
+def plan_figures(subject: Subject) -> dict[str, Any]:
+    """What is predicted for this plan, per GPU, as the published runs are compared."""
+    p = subject.estimate.prediction
+    return {
+        "title": subject.plan.title(),
+        "step_time_s": p.step_time_s,
+        "low_s": p.step_time_low_s,
+        "high_s": p.step_time_high_s,
+        "tokens_per_s_per_gpu": p.tokens_per_s / subject.plan.world,
+    }
+
+
+def near_runs(model: Model, accelerator: str) -> list[dict[str, Any]]:
+    """The well-known runs: first those of this model on this accelerator, then of this accelerator, then of this model, then the others."""
+    names = {(True, True): "this model and GPU", (False, True): "this GPU", (True, False): "this model"}
+    out = [
+        {**run, "like": names.get((run["shape"] == shape(model), run["accelerator"] == accelerator), "")}
+        for run in all_runs()
+    ]
+    order = [*names.values(), ""]
+    return sorted(out, key=lambda run: order.index(run["like"]))
+
+
+def shape(model: Model) -> list[int]:
+    """Models of one shape are the same model here: sources write their names in different ways."""
+    return [model.layers, model.hidden, model.experts]
+
+
+@cache
+def all_runs() -> tuple[dict[str, Any], ...]:
+    """The runs of `headline.csv` that can be predicted, each with its measurement. They do not depend on what the page shows."""
+    path = files("meshwright.calibrate").joinpath("headline.csv")
+    return tuple(run_row(o) for o in predict_rows(read(str(path))) if o.error is not None)
+
+
+def run_row(o: Outcome) -> dict[str, Any]:
+    c, p, measured = o.case, o.prediction, o.case.step_time
+    assert c.model
+    assert c.cluster
+    assert c.plan
+    assert c.workload
+    assert p
+    assert measured
+    ratio = p.step_time_s / measured
+    times = f"predicted {format_seconds(p.step_time_s)} / measured {format_seconds(measured)} = {ratio:.2f}"
+    return {
+        "run": c.row_id,
+        "model": c.model.name,
+        "shape": shape(c.model),
+        "accelerator": c.cluster.accelerator.name,
+        "gpus": c.cluster.world,
+        "plan": c.plan.title(),
+        "measured_s": measured,
+        "predicted_s": p.step_time_s,
+        "low_s": p.step_time_low_s,
+        "high_s": p.step_time_high_s,
+        "tokens_per_s_per_gpu": c.workload.tokens_per_step / measured / c.cluster.world,
+        "ratio": ratio,
+        "within": p.step_time_low_s <= measured <= p.step_time_high_s,
+        "source": c.row["source"],
+        "formula": f"{c.row_id}: {times}; assumed: {', '.join(c.assumed) or 'nothing'}. Source: {c.row['source']}",
+    }
 
 
 @cache

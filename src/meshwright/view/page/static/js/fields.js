@@ -3,6 +3,7 @@
 import { clear, format, h } from "meshwright/draw.js";
 
 let serial = 0;
+const same = (a, b) => JSON.stringify(a) === JSON.stringify(b); // a value may be a list
 const unique = (name) => `${name.replace(/\W/g, "-")}-${serial++}`;
 
 /** Values that are not possible, each with its reason: a list that opens. */
@@ -60,10 +61,10 @@ export function words(label, about, pick, { text = String } = {}) {
       const key = JSON.stringify(choices);
       if (key !== drawn) {
         clear(select).append(...choices.map((c) => h("option", { value: String(c.value), disabled: !c.legal, title: c.reason || null }, c.legal ? text(c.value) : `${text(c.value)} (not possible)`)));
-        clear(why).append(...[reasons(choices.filter((c) => c.value !== value), text)].filter(Boolean));
+        clear(why).append(...[reasons(choices.filter((c) => !same(c.value, value)), text)].filter(Boolean));
         drawn = key;
       }
-      select.selectedIndex = choices.findIndex((c) => c.value === value);
+      select.selectedIndex = choices.findIndex((c) => same(c.value, value));
     },
   };
 }

@@ -78,8 +78,13 @@ function follow(widget, read) {
 }
 
 const fieldChoices = (field, values) => choices?.fields[field] ?? ANY(values ?? [plan(field)]);
-const degree = (field, label) => follow(chips(label, about("plan", field), planChoice(field)), () => [fieldChoices(field), plan(field)]);
+const degree = (field, label, text) => follow(chips(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
 const word = (field, label, text) => follow(words(label, about("plan", field), planChoice(field), { text }), () => [fieldChoices(field), plan(field)]);
+/** A field that is shown only where the server offers values for it: elsewhere it has no effect. */
+function where(field, node) {
+  widgets.push(() => { node.hidden = !choices?.fields[field]; });
+  return node;
+}
 const flag = (field, label, show = () => ({})) => follow(check(label, about("plan", field), (value) => apply({ [`plan.${field}`]: value })), () => [plan(field), show()]);
 const sized = (path, label, read, text) => follow(size(label, sizeChoice(path), { text, begin: beginMove }), () => [choices?.sizes[path] ?? ANY([read()]), read()]);
 
@@ -140,16 +145,23 @@ function planSection() {
   widgets.push(() => { experts.hidden = (choices?.fields.ep?.length ?? 1) < 2; });
   const pipeline = h("div", { class: "fields-inner" }, word("schedule", "Pipeline schedule"), degree("virtual", "Stages per rank, virtual"));
   widgets.push(() => { pipeline.hidden = plan("pp") === 1; });
+  const layers = entry("Layers of each stage, such as 7, 9, 9, 7", about("plan", "layers_per_stage"), (value) => apply({ "plan.layers_per_stage": (value?.match(/\d+/g) ?? []).map(Number) }), { type: "text", placeholder: "as even as possible" });
+  const stageLayers = follow(layers, () => [[plan("layers_per_stage")].flat().join(", ")]);
+  widgets.push(() => { stageLayers.hidden = plan("pp") === 1; });
   return section("Plan", () => `${format.whole(choices?.world ?? gpus())} GPUs`, true,
     degree("tp", "Tensor parallel, tp"), flag("sp", "Sequence parallel, sp", needs(() => plan("tp") > 1, "(needs tp above 1)")),
     degree("pp", "Pipeline stages, pp"), pipeline,
     degree("shard", "Data parallel, sharded"), degree("replicate", "Data parallel, replicated"), degree("zero", "ZeRO stage"),
     degree("microbatch", "Micro-batch, sequences"), degree("cp", "Context parallel, cp"), experts, word("recompute", "Recompute"),
     h("details", null, h("summary", null, "Dtypes, overlap, and more"), h("div", { class: "fields-inner" },
-      h("div", { class: "pair" }, word("param_dtype", "Parameters"), word("grad_dtype", "Gradients"), word("state_dtype", "Optimizer states"), word("gather_dtype", "Gathers")),
+      h("div", { class: "pair" }, word("param_dtype", "Parameters"), word("grad_dtype", "Gradients"), word("state_dtype", "Optimizer states"), word("gather_dtype", "Gathers"), where("comm_dtype", word("comm_dtype", "Gradient messages", (v) => v ?? "as the gradients"))),
       flag("master", "fp32 master weights"),
       h("fieldset", { class: "field" }, h("legend", null, "Overlap with compute"), h("div", { class: "chips" }, overlap)),
-      word("compression", "Gradient compression"), word("offload", "Offload to the host"),
+      where("bucket", degree("bucket", "Gradient buckets", format.bytes)),
+      where("wrap", degree("wrap", "ZeRO: layers gathered together", (n) => (n ? String(n) : "all"))),
+      word("compression", "Gradient compression"), where("compression_ratio", degree("compression_ratio", "Share of elements sent", (v) => `${v * 100}%`)),
+      where("compression_rank", degree("compression_rank", "Rank of PowerSGD")), where("compression_threshold", degree("compression_threshold", "Threshold, × root mean square")),
+      where("order", word("order", "Order of the axes, fastest first", (v) => v.join(", ") || "the stack’s")), stageLayers, word("offload", "Offload to the host"),
       word("cp_kind", "Context parallelism"), word("tp_form", "Tensor-parallel form"), word("reduce", "Reduce gradients"),
       flag("prefetch", "ZeRO-3: prefetch the next layer", needs(() => plan("zero") === 3, "(needs ZeRO-3)")), flag("reshard", "ZeRO-3: free weights after forward", needs(() => plan("zero") === 3, "(needs ZeRO-3)")))));
 }

@@ -9,24 +9,34 @@ export const view = {
   group: "learn",
   sentence: "The same layers without and with overlap. Above: compute; below: messages on the network. What ends after the last compute is exposed.",
   draw(element, data, context) {
-    if (!data.ddp && !data.fsdp) return element.append(h("p", { class: "notice" }, data.note));
-    element.append(h("p", { class: "sentence" }, data.note));
-    if (data.ddp) {
-      const box = panel("DDP: gradient buckets behind backward", data.ddp.formula.split("\n")[0]);
-      if (context.live) box.append(h("div", { class: "controls" }, choice("Bucket", data.bucket_choices.map((b) => [b.bytes, b.text]), data.bucket_bytes, (bucket) => context.setOptions({ bucket }))));
+    const other = context.compare;
+    element.append(h("p", { class: data.ddp || data.fsdp ? "sentence" : "notice" }, data.note), ...(other ? [h("p", { class: "sentence" }, `Plan 2: ${other.note}`)] : []));
+    if (data.ddp || other?.ddp) {
+      const box = panel("DDP: gradient buckets behind backward", "");
+      if (context.live && data.ddp) box.append(h("div", { class: "controls" }, choice("Bucket", data.bucket_choices.map((b) => [b.bytes, b.text]), data.bucket_bytes, (bucket) => context.setOptions({ bucket }))));
       element.append(box);
-      ways(box, data.ddp, "backward", "dp", "bucket all-reduce");
+      plans(box, data.ddp, other, other?.ddp, "backward", "dp", "bucket all-reduce");
     }
-    if (data.fsdp) {
-      const box = panel("FSDP: the next layer’s weights are fetched early", data.fsdp.formula.split("\n")[0]);
+    if (data.fsdp || other?.fsdp) {
+      const box = panel("FSDP: the next layer’s weights are fetched early", "");
       element.append(box);
-      ways(box, data.fsdp, "forward", "gathered", "all-gather of weights");
+      plans(box, data.fsdp, other, other?.fsdp, "forward", "gathered", "all-gather of weights");
     }
   },
 };
 
-function ways(element, d, compute, comm, name) {
-  const top = Math.max(...d.ways.map((w) => w.end_s)), unit = top >= 1 ? ["s", 1] : top >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
+/** The timelines of this plan, and those of the second plan at the same scale. */
+function plans(element, first, other, second, compute, comm, name) {
+  const top = Math.max(...[first, second].flatMap((d) => d?.ways.map((w) => w.end_s) ?? []));
+  for (const [d, prefix] of [[first, other ? "Plan 1: " : ""], ...(other ? [[second, "Plan 2: "]] : [])]) {
+    element.append(h("p", { class: "sentence" }, prefix + (d ? d.formula.split("\n")[0] : "no timeline.")));
+    if (d) ways(element, d, top, compute, comm);
+  }
+  element.append(legend([{ label: compute, colour: compute }, { label: name, colour: comm, pattern: "hatch" }, { label: "end", colour: "bad", shape: "line" }]));
+}
+
+function ways(element, d, top, compute, comm) {
+  const unit = top >= 1 ? ["s", 1] : top >= 1e-3 ? ["ms", 1e3] : ["µs", 1e6];
   const rows = d.ways.flatMap((w) => [`${w.name}:compute`, `${w.name}:communication`]);
   const c = figure(element, { height: 210, left: 12, right: 12, top: 20, bottom: 42, label: d.formula });
   const x = linear([0, top * 1.03], [0, c.width]), y = band(rows, [0, c.height], { gap: 0.12 });
@@ -45,5 +55,4 @@ function ways(element, d, compute, comm, name) {
     const end = x(way.end_s);
     c.plot.append(svg("line", { x1: end, x2: end, y1: first, y2: first + 2 * y.step - 4, stroke: "bad", "stroke-width": 1.6 }));
   });
-  element.append(legend([{ label: compute, colour: compute }, { label: name, colour: comm, pattern: "hatch" }, { label: "end", colour: "bad", shape: "line" }]));
 }

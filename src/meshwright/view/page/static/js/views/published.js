@@ -1,6 +1,6 @@
 // Predictions against published measurements, those of this model first, with the error of each source.
 
-import { axis, band, figure, format, h, label, legend, log, panel, scatter, svg, table } from "meshwright/draw.js";
+import { axis, band, figure, format, h, label, legend, log, panel, scatter, stat, svg, table } from "meshwright/draw.js";
 
 export const view = {
   name: "published",
@@ -8,7 +8,8 @@ export const view = {
   short: "Published runs",
   group: "all plans",
   sentence: "Each mark is one published figure: left of the line we predict less than was measured, right of it more. The bar is the error band of the prediction.",
-  draw(element, data) {
+  draw(element, data, context) {
+    element.append(runs(data, context.compare));
     const box = panel(data.matches ? `Runs of ${data.model}, then others` : "Published training runs", data.note);
     element.append(box);
     const rows = data.rows.map((r, i) => ({ ...r, key: `${i}`, text: `${r.title} · ${r.unit}` })), small = box.clientWidth < 560;
@@ -31,3 +32,18 @@ export const view = {
     ], data.sources, { caption: "Mean error of the figures of a source" })));
   },
 };
+
+/** Well-known runs, predicted and measured, with this plan's prediction (and that of plan 2) in the same units. */
+function runs(data, compare) {
+  const figures = (name, p) => stat(name, `${format.count(p.tokens_per_s_per_gpu)} tokens/s per GPU`, { detail: `predicted: step ${format.seconds(p.step_time_s)}, ${format.seconds(p.low_s)} to ${format.seconds(p.high_s)}`, formula: p.title });
+  const near = data.runs.filter((r) => r.like);
+  const words = near.length ? `${near.length} of them share the model or the GPU (${data.model}, ${data.accelerator}) and come first.` : `None of them is of ${data.model} or on ${data.accelerator}.`;
+  return panel("Well-known runs and this plan", `Measured step times of published runs, and what we predict for them. ${words}`,
+    h("div", { class: "stats" }, figures(compare ? "Plan 1" : "This plan", data.plan), compare ? figures("Plan 2", compare.plan) : null),
+    table([
+      { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like" }, { title: "GPUs", value: (r) => `${format.whole(r.gpus)} × ${r.accelerator}` },
+      { title: "measured", key: "measured_s", text: (v) => format.seconds(v), align: "right" }, { title: "predicted", key: "predicted_s", text: (v) => format.seconds(v), align: "right", formula: (r) => r.formula },
+      { title: "band", value: (r) => `${format.seconds(r.low_s)} to ${format.seconds(r.high_s)}${r.within ? "" : ", missed"}` }, { title: "error", value: (r) => format.change(r.ratio - 1), align: "right" },
+      { title: "measured tokens/s per GPU", key: "tokens_per_s_per_gpu", text: (v) => format.count(v), align: "right" }, { title: "source", key: "source" },
+    ], data.runs, { chosen: (r) => r.like !== "", caption: "Step time of well-known runs, measured and predicted" }));
+}

@@ -16,12 +16,12 @@ export const view = {
     const bars_ = panel(`State of ${format.count(data.parameters)} parameters on one of ${data.ranks} GPUs`, data.note), wall_ = panel("The memory wall", "State on one GPU by model size. Where a line crosses the GPU’s memory, the state alone no longer fits.");
     columns.append(bars_, wall_);
     element.append(columns);
-    stages(bars_, data);
+    stages(bars_, data, context.compare);
     wall(wall_, data);
-    if (data.plan.length > 1) {
+    if (data.plan.length > 1 || context.compare?.plan.length) {
       const box = panel("This plan with each stage", "All memory of the fullest GPU, as estimated: activations, buffers and the allocator’s slack included.");
       element.append(box);
-      whole(box, data);
+      whole(box, data, context.compare);
     }
     element.append(panel("A printed figure, corrected", "An often copied figure of a 7B model on 8 GPUs does not add up; the formula gives:", table([
       { title: "stage", key: "name" }, { title: "printed", key: "printed_gb", text: (v) => `${format.number(v)} GB`, align: "right" }, { title: "right", key: "right_gb", text: (v) => `${format.number(v, 4)} GB`, align: "right" },
@@ -29,13 +29,16 @@ export const view = {
   },
 };
 
-function stages(element, data) {
-  const c = figure(element, { height: 250, left: 66, right: 64, bottom: 42, label: data.stages.map((s) => s.formula).join("; ") });
-  const x = linear([0, Math.max(...data.stages.map((s) => s.bytes), data.limit_bytes)], [0, c.width]), y = band(data.stages.map((s) => s.name), [0, c.height], { gap: 0.3 });
+function stages(element, data, compare) {
+  const apart = compare && compare.ranks !== data.ranks; // the second plan shards over another number of GPUs
+  const list = data.stages.flatMap((s, k) => (apart ? [{ ...s, label: `1 · ${s.name}` }, { ...compare.stages[k], label: `2 · ${s.name}` }] : [{ ...s, label: s.name }]));
+  if (compare) element.append(h("p", { class: "sentence" }, apart ? `1 · this plan, P = ${data.ranks}; 2 · plan 2, P = ${compare.ranks}.` : `Plan 2 has the same bars: P = ${compare.ranks} too.`));
+  const c = figure(element, { height: apart ? 330 : 250, left: apart ? 80 : 66, right: 64, bottom: 42, label: list.map((s) => s.formula).join("; ") });
+  const x = linear([0, Math.max(...list.map((s) => s.bytes), data.limit_bytes)], [0, c.width]), y = band(list.map((s) => s.label), [0, c.height], { gap: 0.3 });
   axis(c, x, "bottom", { label: "bytes of state on one GPU", format: (v) => format.bytes(v), ticks: 3 });
   axis(c, y, "left");
-  stacked(c, data.stages.map((s) => ({ label: s.name, parts: s.parts.map((p) => ({ name: p.name, value: p.bytes, colour: COLOURS[p.name], formula: s.formula })) })), { x, y });
-  for (const s of data.stages) label(c, format.bytes(s.bytes), x(s.bytes) + 5, y(s.name) + y.width / 2, { middle: true, size: 11, weight: 600, colour: s.bytes > data.limit_bytes ? "bad" : "ink", halo: true });
+  stacked(c, list.map((s) => ({ label: s.label, parts: s.parts.map((p) => ({ name: p.name, value: p.bytes, colour: COLOURS[p.name], formula: s.formula })) })), { x, y });
+  for (const s of list) label(c, format.bytes(s.bytes), x(s.bytes) + 5, y(s.label) + y.width / 2, { middle: true, size: 11, weight: 600, colour: s.bytes > data.limit_bytes ? "bad" : "ink", halo: true });
   limit(c, x(data.limit_bytes), data);
   element.append(legend([{ label: "weights 2N", colour: "parameters" }, { label: "gradients 2N", colour: "gradients" }, { label: "masters and moments 12N", colour: "states" }]), h("p", { class: "sentence" }, `Sent per step and GPU: ${data.stages.map((s) => `${s.name} ${s.sent}`).join(", ")} elements.`));
 }
@@ -64,11 +67,13 @@ function wall(element, data) {
   element.append(legend(data.wall.map((w, k) => ({ label: `${w.name} up to`, value: format.count(w.largest), colour: LINES[k][0], shape: "line", dash: LINES[k][1] }))));
 }
 
-function whole(element, data) {
-  const c = figure(element, { height: 54 + 34 * data.plan.length, left: 66, right: 150, bottom: 42, label: data.plan.map((p) => `${p.name}: ${format.gib(p.bytes / 2 ** 30)}`).join(", ") });
-  const gib = (b) => b / 2 ** 30, x = linear([0, Math.max(...data.plan.map((p) => gib(p.bytes)), gib(data.limit_bytes))], [0, c.width]), y = band(data.plan.map((p) => p.name), [0, c.height], { gap: 0.3 });
+function whole(element, data, compare) {
+  const rows = (list, n) => list.map((p) => ({ ...p, label: n ? `${n} · ${p.name}` : p.name, which: n === 2 ? "plan 2" : n ? "plan 1" : "this plan" }));
+  const list = compare ? [...rows(data.plan, 1), ...rows(compare.plan, 2)] : rows(data.plan, 0);
+  const c = figure(element, { height: 54 + 34 * list.length, left: compare ? 80 : 66, right: 150, bottom: 42, label: list.map((p) => `${p.label}: ${format.gib(p.bytes / 2 ** 30)}`).join(", ") });
+  const gib = (b) => b / 2 ** 30, x = linear([0, Math.max(...list.map((p) => gib(p.bytes)), gib(data.limit_bytes))], [0, c.width]), y = band(list.map((p) => p.label), [0, c.height], { gap: 0.3 });
   axis(c, x, "bottom", { label: "GiB on the fullest GPU", ticks: 4 });
   axis(c, y, "left");
-  bars(c, data.plan.map((p) => ({ label: p.name, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.name}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? " · this plan" : ""}` })), { x, y });
+  bars(c, list.map((p) => ({ label: p.label, value: gib(p.bytes), colour: p.fits ? "compute" : "bad", pattern: p.now ? null : "hatch", formula: `${p.label}: ${format.gib(gib(p.bytes))}, step ${format.seconds(p.step_time_s)}`, text: `${format.gib(gib(p.bytes))} · ${format.seconds(p.step_time_s)}${p.now ? ` · ${p.which}` : ""}` })), { x, y });
   limit(c, x(gib(data.limit_bytes)), data);
 }
