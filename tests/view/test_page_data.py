@@ -227,8 +227,8 @@ def test_published_runs_are_those_of_validate_headline(subjects):
     assert {run["run"]: run["ratio"] - 1 for run in found["runs"]} == pytest.approx(
         {o.case.row_id: o.error for o in outcomes}
     )
-    assert (found["runs"][0]["run"], found["runs"][0]["like"]) == ("torchtitan-8b", "this model and GPU")
-    assert [run["like"] for run in found["runs"]].count("this GPU") == 5
+    assert (found["runs"][0]["run"], found["runs"][0]["like"]) == ("torchtitan-8b", "model and GPU")
+    assert [run["like"] for run in found["runs"]].count("GPU") == 5
     assert {run["source"] for run in found["runs"]} <= {row["source"] for row in found["sources"]}
     assert found["plan"]["step_time_s"] == subjects["dense"].estimate.prediction.step_time_s
 

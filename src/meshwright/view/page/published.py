@@ -53,7 +53,7 @@ def plan_figures(subject: Subject) -> dict[str, Any]:
 
 def near_runs(model: Model, accelerator: str) -> list[dict[str, Any]]:
     """The well-known runs: first those of this model on this accelerator, then of this accelerator, then of this model, then the others."""
-    names = {(True, True): "this model and GPU", (False, True): "this GPU", (True, False): "this model"}
+    names = {(True, True): "model and GPU", (False, True): "GPU", (True, False): "model"}
     out = [
         {**run, "like": names.get((run["shape"] == shape(model), run["accelerator"] == accelerator), "")}
         for run in all_runs()
@@ -154,6 +154,8 @@ def by_source(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def note(name: str, mine: list[dict[str, Any]], sources: list[dict[str, Any]]) -> str:
     mean = sum(row["error"] for row in sources) / len(sources)
     if not mine:
-        return f"No run of {name} is published with its plan; over {len(sources)} sources the predictions are off by {mean:.0%} on average."
+        return (
+            f"No case study is of {name}; over {len(sources)} sources the predictions are off by {mean:.0%} on average."
+        )
     error = sum(abs(row["ratio"] - 1) for row in mine) / len(mine)
     return f"{len(mine)} published figures of {name}: predictions are off by {error:.0%} on average ({mean:.0%} over all sources)."

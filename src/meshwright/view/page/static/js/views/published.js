@@ -41,9 +41,9 @@ function runs(data, compare) {
   return panel("Well-known runs and this plan", `Measured step times of published runs, and what we predict for them. ${words}`,
     h("div", { class: "stats" }, figures(compare ? "Plan 1" : "This plan", data.plan), compare ? figures("Plan 2", compare.plan) : null),
     table([
-      { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like" }, { title: "GPUs", value: (r) => `${format.whole(r.gpus)} × ${r.accelerator}` },
+      { title: "run", key: "run", formula: (r) => r.plan }, { title: "shares", key: "like", text: (v) => v || "–" }, { title: "GPUs", key: "gpus", text: (v) => format.whole(v), align: "right" }, { title: "GPU", key: "accelerator" },
       { title: "measured", key: "measured_s", text: (v) => format.seconds(v), align: "right" }, { title: "predicted", key: "predicted_s", text: (v) => format.seconds(v), align: "right", formula: (r) => r.formula },
-      { title: "band", value: (r) => `${format.seconds(r.low_s)} to ${format.seconds(r.high_s)}${r.within ? "" : ", missed"}` }, { title: "error", value: (r) => format.change(r.ratio - 1), align: "right" },
-      { title: "measured tokens/s per GPU", key: "tokens_per_s_per_gpu", text: (v) => format.count(v), align: "right" }, { title: "source", key: "source" },
+      { title: "band", value: (r) => `${format.seconds(r.low_s)} to ${format.seconds(r.high_s)}${r.within ? "" : " (missed)"}` }, { title: "error", value: (r) => format.change(r.ratio - 1), align: "right" },
+      { title: "tokens/s per GPU", key: "tokens_per_s_per_gpu", text: (v) => format.count(v), align: "right" }, { title: "source", key: "source" },
     ], data.runs, { chosen: (r) => r.like !== "", caption: "Step time of well-known runs, measured and predicted" }));
 }

@@ -7,7 +7,7 @@ export const view = {
   title: "Strategies side by side",
   short: "Strategies",
   group: "learn",
-  sentence: "What each form of parallelism splits, what it sends and when, and when to use it. Coloured rows are the strategies that this plan combines.",
+  sentence: "What each form of parallelism splits, what it sends and when, and when to use it. Coloured rows are the strategies that the plan combines.",
   draw(element, data, context) {
     const second = new Set(context.compare?.rows.filter((r) => r.used).map((r) => r.name)), marks = (r) => (context.compare ? [r.used ? "✓ plan 1" : "", second.has(r.name) ? "✓ plan 2" : ""].filter(Boolean).join(", ") : r.used ? "✓" : "");
     const chosen = (row) => row.used || second.has(row.name), name = { title: "strategy", value: (r) => r.name, text: (v, r) => (marks(r) ? h("b", null, `${v} ${marks(r)}`) : v) };
