@@ -47,7 +47,7 @@ def plan_figures(subject: Subject) -> dict[str, Any]:
         "step_time_s": p.step_time_s,
         "low_s": p.step_time_low_s,
         "high_s": p.step_time_high_s,
-        "tokens_per_s_per_gpu": p.tokens_per_s / subject.plan.world,
+        "tokens_per_s_per_gpu": subject.workload.tokens_per_step / p.step_time_s / subject.plan.world,
     }
 
 

@@ -87,7 +87,9 @@ function paint(body, context) {
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;
 
-function curve(box, title, points, { colour, unit, prediction = null }) {
+function curve(box, title, points, { colour, unit, prediction: given = null }) {
+  // A file that was written by hand, or only in part, may lack the band.
+  const prediction = given && [given.step_time_low_s, given.step_time_s, given.step_time_high_s].every(Number.isFinite) ? given : null;
   const ys = points.map((p) => p.y);
   const scale = unit === "s" && Math.max(...ys) < 1 ? 1e3 : 1, name = unit === "s" ? (scale === 1 ? "s" : "ms") : unit;
   const most = Math.max(...ys, prediction?.step_time_s ?? 0), least = unit === "loss" ? Math.min(...ys) : 0;
