@@ -20,7 +20,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Effic
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
-VERSION = 2
+VERSION = 3
 MEASURED = "measured on this machine"
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"
