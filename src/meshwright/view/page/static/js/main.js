@@ -15,6 +15,8 @@ const parts = { nav: find("views"), view: find("view"), verdict: find("verdict")
 let answers = new Map(); // by view name: { data, compare, final, error } for the present plan file
 let asked = null; // the AbortController of the request that runs
 let shown = null; // { view, body }
+let pressed = false; // a pointer is down in the view: what it presses must stay until the click
+let postponed = false; // a drawing waits for that
 
 /** Names of the Python views whose data a view draws; of its optional ones, those that there are. */
 const needs = (view) => (view.needs ?? [view.name]).filter((name) => source.has(name) || !view.optional?.includes(name));
@@ -86,6 +88,7 @@ function context(view, refreshing) {
 
 /** Draw the view with the answers that are there; keep the old drawing until new data has come. */
 function draw() {
+  if (pressed) return void (postponed = true);
   const { view, body } = frame(), names = needs(view), found = names.map((name) => answers.get(name));
   const busy = found.some((a) => !a || !a.final || a.stale);
   parts.view.classList.toggle("refreshing", busy);
@@ -195,6 +198,14 @@ function begin() {
     draw();
   }).observe(parts.view);
   document.addEventListener("meshwright:theme", draw);
+  parts.view.addEventListener("pointerdown", () => { pressed = true; });
+  for (const kind of ["pointerup", "pointercancel"]) {
+    window.addEventListener(kind, () => {
+      pressed = false;
+      if (postponed) setTimeout(draw); // after the click
+      postponed = false;
+    });
+  }
   find("skip").addEventListener("click", (event) => {
     event.preventDefault();
     parts.view.focus();
