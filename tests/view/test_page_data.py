@@ -14,8 +14,8 @@ from meshwright.describe.layout import Layout
 from meshwright.describe.legality.choices import free_values, word_values
 from meshwright.describe.plan import Plan
 from meshwright.planner.cases import studies
-from meshwright.view.page.registry import VIEWS
-from meshwright.view.page.subject import COMMON_LEADERS, Subject
+from meshwright.view.page.registry import SEARCH, VIEWS
+from meshwright.view.page.subject import COMMON_LEADERS, Shared, Subject
 
 PLANS = {
     "dense": ("llama3-8b", "dgx-h100", 16, ["plan.tp=4", "plan.sp=true", "plan.shard=4", "plan.zero=1"]),
@@ -108,6 +108,15 @@ def test_only_the_complete_leaders_are_explained(subjects):
     assert (first["reasons"], first["strategies"]) == ([], [])
     assert complete["reasons"]
     assert complete["strategies"]
+
+
+@pytest.mark.parametrize("name", [name for name, view in VIEWS.items() if view.kind == SEARCH])
+def test_a_first_answer_does_not_wait_for_the_search(name, monkeypatch):
+    """The provisional data of a searched view need a search of the common plans at most."""
+    searched = []
+    monkeypatch.setattr(Shared, "result", property(lambda shared: searched.append(shared)))
+    VIEWS[name].data(Subject(mw.load("gpt3-1.3b", cluster="dgx-h100", gpus=8)).provisional())
+    assert not searched
 
 
 def test_every_cell_of_the_map_has_a_plan_or_a_reason(subjects):

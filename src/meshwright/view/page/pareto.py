@@ -25,7 +25,7 @@ def data(subject: Subject) -> dict[str, Any]:
     }
     front: list[Candidate] = []
     best: Candidate | None = None
-    if subject.shared.feasible and not subject.is_provisional:
+    if not subject.is_provisional and subject.shared.feasible:
         ranking = subject.result.ranking
         found, front, best = (
             [*ranking.leaders, *ranking.strategies.values(), *ranking.front],
