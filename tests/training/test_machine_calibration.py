@@ -77,13 +77,24 @@ def test_load_of_other_processes_is_what_the_cores_ran_without_ours(monkeypatch:
     assert end.busy_cores_since(start, 30.0) == 0.0
 
 
+def test_a_process_that_is_ending_is_no_load(monkeypatch):
+    """The least of the looks counts, and an idle machine is looked at once."""
+    loads = iter([1.5, 0.8, 0.02, 1.0])
+    monkeypatch.setattr(interference, "look", lambda seconds: next(loads))
+    assert interference.busy_cores(idle=0.2) == 0.02
+    assert next(loads) == 1.0
+    loads = iter([1.5, 0.9, 1.1, 1.2])
+    assert interference.busy_cores(idle=0.2) == 0.9
+
+
+
 def test_a_prediction_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, made = api.load(DEMO), kept()
-    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda: 0.0)
+    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda idle: 0.0)
     quiet = LoadWatch(config, made)
     assert quiet.prediction.step_time_s == pytest.approx(quiet.idle_s)
     assert any("measured on this machine" in line for line in quiet.prediction.assumed)
-    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda: 1.0)
+    monkeypatch.setattr("meshwright.training.run.busy_cores", lambda idle: 1.0)
     loaded = LoadWatch(config, made)
     assert loaded.idle_s == pytest.approx(quiet.idle_s)
     assert loaded.prediction.step_time_s == pytest.approx(1.25 * quiet.idle_s, rel=0.02)  # 4 of 5 processes on 2 cores

@@ -195,9 +195,10 @@ class LoadWatch:
         if machine is None:
             self.config, self.prediction = config, predicted(config)
             return
-        idle, self.before = with_this_machine(config, machine), busy_cores()
+        still_idle = IDLE_SHARE * machine.cores
+        idle, self.before = with_this_machine(config, machine), busy_cores(still_idle)
         self.idle_s = predicted(idle).step_time_s
-        busy = self.before if self.before > IDLE_SHARE * machine.cores else 0.0
+        busy = self.before if self.before > still_idle else 0.0
         self.config = with_this_machine(config, machine, busy) if busy else idle
         assumed = [f"device, links and host times: {self.config.cluster.source}"]
         if busy:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 STAT = Path("/proc/stat")
 LOOK_S = 0.5
+LOOKS = 4
 
 
 def usable_cores() -> float:
@@ -55,8 +56,19 @@ class Moment:
         return max(self.busy - start.busy - own_seconds, 0.0) / max(wall, 1e-9)
 
 
-def busy_cores(seconds: float = LOOK_S) -> float:
-    """Cores that other processes use now."""
+def busy_cores(idle: float, seconds: float = LOOK_S, looks: int = LOOKS) -> float:
+    """Cores that other processes keep busy. A process that is just ending disturbs no run: while more than `idle` cores are busy this looks
+    again, and the least of all looks counts."""
+    least = look(seconds)
+    for _ in range(looks - 1):
+        if least <= idle:
+            break
+        least = min(least, look(seconds))
+    return least
+
+
+def look(seconds: float) -> float:
+    """Cores that other processes use during these seconds."""
     start, own = Moment.read(), time.process_time()
     time.sleep(seconds)
     return Moment.read().busy_cores_since(start, time.process_time() - own)
