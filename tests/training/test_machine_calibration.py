@@ -87,7 +87,6 @@ def test_a_process_that_is_ending_is_no_load(monkeypatch):
     assert interference.busy_cores(idle=0.2) == 0.9
 
 
-
 def test_a_prediction_on_a_busy_machine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config, made = api.load(DEMO), kept()
     monkeypatch.setattr("meshwright.training.run.busy_cores", lambda idle: 0.0)
