@@ -14,6 +14,7 @@ from meshwright.parallel.numerics import fp8, fp8_grouped
 from meshwright.parallel.numerics.precision import LossScale, cast
 from meshwright.parallel.pipeline import drops_custom_functions
 from meshwright.proof.prove import prove
+from meshwright.training.hooks import Hook
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=32, ffn_bias=True)
 WORKLOAD = Workload(batch=4, seq=4, precision="fp32", optimizer="momentum")
@@ -33,11 +34,12 @@ def trained(context, plan, workload, dtype, steps=2, break_at=None):
     trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0))
     scales, history = [], []
 
-    def spoil(step):
-        if step == break_at and context.rank == context.world - 1:
-            parallel.pieces[-1].gradient.view(-1)[0] = float("inf")
+    class Spoil(Hook):
+        def after_gradients(self, trainer):
+            if trainer.step == break_at and context.rank == context.world - 1:
+                parallel.pieces[-1].gradient.view(-1)[0] = float("inf")
 
-    trainer.after_gradients.append(spoil)
+    trainer.hooks.append(Spoil())
     records = []
     for _ in range(steps):
         records.append(trainer.train_step())

@@ -45,7 +45,7 @@ def losses(context, made):
         parts = config.model, config.plan, config.workload, context.rank
         trainer = Trainer(apply(*parts, dtype=torch.float64, seed=1), training_samples(config, 3), ahead=1)
         if evaluated:
-            trainer.after_step.append(Evaluation(trainer, validation_samples(config), config.data.eval_every))
+            trainer.hooks.append(Evaluation(trainer, validation_samples(config), config.data.eval_every))
         with CommRecorder(trainer) as recorder:
             records = trainer.train(4)
         counts = [len(step.events) for step in recorder.steps][1:]

@@ -10,6 +10,7 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
 from meshwright.models.transformer import IGNORED
+from meshwright.training.hooks import Hook
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
 EXPERTS = MODEL.but(experts=4, top_k=2, balance_bias=True)
@@ -62,17 +63,18 @@ def interrupted(context, model, plan, how):
     trainer, out = trainer_of(context, model, plan), []
     (module,) = trainer.parallel.stages.values()
 
-    def evaluate(step):
-        module.eval()
-        with torch.no_grad():
-            module(torch.zeros(1, WORKLOAD.seq, dtype=torch.long))
-        module.train()
+    class Evaluate(Hook):
+        def after_gradients(self, trainer):
+            module.eval()
+            with torch.no_grad():
+                module(torch.zeros(1, WORKLOAD.seq, dtype=torch.long))
+            module.train()
 
     if how == "evaluation before the update":
-        trainer.after_gradients.append(evaluate)
+        trainer.hooks.append(Evaluate())
     for step in range(3):
         if step == 1 and how == "evaluation":
-            evaluate(step)
+            Evaluate().after_gradients(trainer)
         if step == 1 and how == "failure":
             first = next(iter(module.layers.values()))
             hook = first.register_full_backward_pre_hook(lambda layer, gradients: 1 / 0)

@@ -15,12 +15,14 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
 from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.pieces import Piece
 from meshwright.proof.emulation.fp8_products import emulate_fp8
 from meshwright.proof.emulation.lossy_sum import Emulated, lossy_sums
 from meshwright.proof.emulation.per_rank import copy_heads
 from meshwright.proof.records import Job, PieceTrace, Trace, Update
 from meshwright.proof.traffic import compare_traffic, predicted_memory
 from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext, resolve
@@ -58,8 +60,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     trainer.train(max(job.steps - watch, 1))
     if watch:
         if job.steps == 1:
-            trainer.after_gradients.clear()
-            trainer.after_step.clear()
+            trainer.hooks.clear()
         with Observer(trainer) as observer:
             trainer.train_step()
         trace.observed = observer.observed()
@@ -91,7 +92,7 @@ def build_parallel(context: RankContext, job: Job, dtype: str) -> Parallel:
 
 
 def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
-    """Return a trace that hooks of the trainer fill in the following steps."""
+    """Return a trace that a hook of the trainer fills in the following steps."""
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
@@ -100,26 +101,30 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
         for p in parallel.pieces
     ]
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
+    trainer.hooks.append(TraceRecorder(trace))
+    return trace
 
-    def take_gradients(step: int) -> None:
-        for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
+
+class TraceRecorder(Hook):
+    """Records the gradients before clipping and the parameters after the update of every step."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def after_gradients(self, trainer: Trainer) -> None:
+        for piece, kept in zip(trainer.parallel.pieces, self.trace.pieces, strict=True):
             kept.gradients.append(as_array(piece.gradient) / trainer.scale.value)
 
-    def take_parameters(step: StepRecord) -> None:
-        trace.losses.append(step.loss)
-        trace.norms.append(step.gradient_norm)
-        for piece, kept in zip(parallel.pieces, trace.pieces, strict=True):
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        self.trace.losses.append(record.loss)
+        self.trace.norms.append(record.gradient_norm)
+        for piece, kept in zip(trainer.parallel.pieces, self.trace.pieces, strict=True):
             kept.parameters.append(as_array(piece.local))
-
-    trainer.after_gradients.append(take_gradients)
-    trainer.after_step.append(take_parameters)
-    return trace
 
 
 def record_updates(trainer: Trainer, trace: Trace) -> None:
     """Record every update of the following steps: what the optimizer was given, and its result."""
-    masters = trainer.masters.pieces if trainer.masters is not None else None
-    updated = masters or trainer.parallel.pieces
+    updated = trainer.masters.pieces if trainer.masters is not None else trainer.parallel.pieces
     trained = [(i, piece) for i, piece in enumerate(updated) if piece.parameter.requires_grad]
     name_of = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -135,17 +140,23 @@ def record_updates(trainer: Trainer, trace: Trace) -> None:
             assert made is not None
             made.after = as_array(piece.local)
 
-    def finish(step: StepRecord) -> None:
-        for i, piece in enumerate(updated):
-            updates = trace.pieces[i].updates
-            if len(updates) <= step.step:
-                updates.append(None)
-            elif masters is not None and (made := updates[-1]) is not None:
-                made.master = as_array(piece.local)
-
     trainer.optimizer.register_step_pre_hook(before)
     trainer.optimizer.register_step_post_hook(after)
-    trainer.after_step.append(finish)
+    trainer.hooks.append(UpdateRecorder(updated, trace))
+
+
+class UpdateRecorder(Hook):
+    """Completes the records of a step's updates: None where a piece had none, and the master weight where there is one."""
+
+    def __init__(self, updated: list[Piece], trace: Trace) -> None:
+        self.updated, self.trace = updated, trace
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        for piece, kept in zip(self.updated, self.trace.pieces, strict=True):
+            if len(kept.updates) <= record.step:
+                kept.updates.append(None)
+            elif trainer.masters is not None and (made := kept.updates[-1]) is not None:
+                made.master = as_array(piece.local)
 
 
 def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> Trace:

@@ -13,19 +13,20 @@ import torch
 
 from meshwright.training.data.loader import Loader
 from meshwright.training.data.samples import ValidationSamples
+from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.records import StepRecord
 
 
-class Evaluation:
-    """Use as `trainer.after_step.insert(0, Evaluation(trainer, samples, every))`: before the hooks that report the record."""
+class Evaluation(Hook):
+    """Use as `trainer.hooks.insert(0, Evaluation(trainer, samples, every))`: before the hooks that report the record."""
 
     def __init__(self, trainer: Trainer, samples: ValidationSamples, every: int) -> None:
         self.trainer, self.samples, self.every = trainer, samples, every
         parallel = trainer.parallel
         self.loader = Loader(samples, parallel.mesh.device, trainer.dtype, parallel.position_ids)
 
-    def __call__(self, record: StepRecord) -> StepRecord:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> StepRecord:
         if (record.step + 1) % self.every:
             return record
         return replace(record, validation_loss=self.loss())

@@ -7,14 +7,13 @@
     5  norm       the global gradient norm and loss, in one small all-reduce
     6  update     clip, step, zero
 
-Hooks receive each finished step (metrics, progress, proofs) and may return its record with more in it (evaluation). A hook in
-`after_gradients` runs when gradients are complete and not yet clipped.
+Everything else is a hook (`hooks`): metrics, evaluation, checkpoints, profiling, faults, proofs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +23,7 @@ from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
 from meshwright.training.data.batches import Samples
 from meshwright.training.data.loader import Loader
+from meshwright.training.hooks import Hook
 from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_learning_rate
 from meshwright.training.records import Settings, StepRecord
 
@@ -34,9 +34,9 @@ class Trainer:
     samples: Samples
     settings: Settings = field(default_factory=Settings)
     ahead: int = 0  # steps whose batches a thread prepares in advance
-    after_gradients: list[Callable[[int], None]] = field(default_factory=list)
-    after_step: list[Callable[[StepRecord], StepRecord | None]] = field(default_factory=list)
-    step: int = 0
+    hooks: list[Hook] = field(default_factory=list)
+    step: int = 0  # the next one
+    stopped: bool = False  # a hook ends the training after the current step
     unfinished: bool = False  # a step began and has not ended: true at the next step if this one raised
 
     def __post_init__(self) -> None:
@@ -51,9 +51,21 @@ class Trainer:
         self.loader = Loader(self.samples, mesh.device, self.dtype, self.parallel.position_ids, self.ahead)
 
     def train(self, steps: int) -> list[StepRecord]:
-        return [self.train_step() for _ in range(steps)]
+        """Train further steps and return their records."""
+        return list(self.until(self.step + steps))
+
+    def until(self, step: int) -> Iterator[StepRecord]:
+        """Train until step `step` would be the next one, or until a hook stops the training."""
+        for hook in self.hooks:
+            hook.start(self)
+        while self.step < step and not self.stopped:
+            yield self.train_step()
+        for hook in self.hooks:
+            hook.finish(self)
 
     def train_step(self) -> StepRecord:
+        for hook in reversed(self.hooks):
+            hook.before_step(self)
         started = time.perf_counter()
         parallel = self.parallel
 
@@ -70,8 +82,8 @@ class Trainer:
         loss = parallel.forward_backward(batch.inputs, batch.targets)
 
         parallel.finish_gradients()
-        for hook in self.after_gradients:
-            hook(self.step)
+        for hook in self.hooks:
+            hook.after_gradients(self)
 
         partial = torch.stack((counted_squares(parallel.pieces), self.counted_loss(loss)))
         squares, loss = self.all_reduce(partial, "world")
@@ -92,8 +104,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated)
         self.step += 1
-        for report in self.after_step:
-            record = report(record) or record
+        for hook in self.hooks:
+            record = hook.after_step(self, record) or record
         return record
 
     def update(self) -> None:

@@ -26,6 +26,7 @@ from torch import distributed
 
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
+from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.observe import axes_by_group
 from meshwright.training.records import CommEvent, RecordedStep, StepRecord
@@ -109,7 +110,7 @@ class HostClock:
         """Nothing to align."""
 
 
-class CommRecorder:
+class CommRecorder(Hook):
     """Records the steps of a trainer between `with` and its end; `steps` are the last ones."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -141,18 +142,13 @@ class CommRecorder:
             self._replace(operators, name, FunctionalCall(self, getattr(operators, name), operation, which))
         self._replace(operators, "wait_tensor", FunctionalWait(self, operators.wait_tensor))
         self.clock.attach(self._replace)
-        self.trainer.after_gradients.insert(0, self._gradients_complete)
-        self.trainer.after_step.insert(0, self._step_complete)
-        self.trainer.after_step.append(self._hooks_complete)
-        self.clock.begin_step()
+        self.trainer.hooks.insert(0, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         while self._undo:
             self._undo.pop()()
-        self.trainer.after_gradients.remove(self._gradients_complete)
-        self.trainer.after_step.remove(self._step_complete)
-        self.trainer.after_step.remove(self._hooks_complete)
+        self.trainer.hooks.remove(self)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         plain = vars(owner)[name]
@@ -219,10 +215,16 @@ class CommRecorder:
 
         return wait
 
-    def _gradients_complete(self, step: int) -> None:
+    def before_step(self, trainer: Trainer) -> None:
+        """Drop what was issued since the last step: a hook that communicates (evaluation) belongs to no step."""
+        self.events.clear()
+        self.waiting.clear()
+        self.clock.begin_step()
+
+    def after_gradients(self, trainer: Trainer) -> None:
         self.gradients = self.clock.mark()
 
-    def _step_complete(self, record: StepRecord) -> None:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         ended = time.perf_counter()
         seconds = self.clock.seconds
         events = [
@@ -235,13 +237,6 @@ class CommRecorder:
         # A rank that loses its core after the step was timed gets here late: the step began before its first event.
         began = min(ended - record.seconds, *(e.issued for e in events[:1]), seconds(self.gradients))
         self.steps.append(RecordedStep(record.step, began, seconds(self.gradients), ended, events))
-        self._hooks_complete(record)
-
-    def _hooks_complete(self, record: StepRecord) -> None:
-        """Drop what was issued since the step ended: a hook that communicates (evaluation) belongs to no step."""
-        self.events.clear()
-        self.waiting.clear()
-        self.clock.begin_step()
 
 
 class FunctionalCall:

@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.parallel.pipeline import Stage
 from meshwright.parallel.recompute import is_recomputing
+from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import Interval, StepRecord, TracedStep
@@ -36,7 +37,7 @@ def trace_step(trainer: Trainer) -> TracedStep:
     return TracedStep(recorder.steps[-1], tracer.actions, tracer.blocks, tracer.updated)
 
 
-class StepTracer:
+class StepTracer(Hook):
     """Collects marks of the recorder's clock during a step, and turns them into intervals at its end."""
 
     def __init__(self, trainer: Trainer, recorder: CommRecorder) -> None:
@@ -61,13 +62,13 @@ class StepTracer:
             for block, part in blocks_of(module):
                 self._trace_block(block, part)
         self._undo.append(self.trainer.optimizer.register_step_post_hook(self._note_update).remove)
-        self.trainer.after_step.insert(0, self._step_complete)
+        self.trainer.hooks.insert(0, self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         while self._undo:
             self._undo.pop()()
-        self.trainer.after_step.remove(self._step_complete)
+        self.trainer.hooks.remove(self)
 
     def _begin(self, kind: str, stage: int, microbatch: int) -> None:
         self._actions.append([kind, stage, microbatch, self.clock.mark(), None])
@@ -148,7 +149,7 @@ class StepTracer:
     def _note_update(self, *_: Any) -> None:
         self._updated = self.clock.mark()
 
-    def _step_complete(self, record: StepRecord) -> None:
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         seconds = self.clock.seconds
         self._end()
         self.actions = [Interval(k, s, m, seconds(a), seconds(b)) for k, s, m, a, b in self._actions]

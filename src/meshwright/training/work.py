@@ -20,6 +20,7 @@ from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.data.samples import training_samples, validation_samples
 from meshwright.training.evaluation import Evaluation
+from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.lowered_names import AXES
 from meshwright.training.machine import peak_resident_bytes
@@ -46,19 +47,15 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     )
     trainer = Trainer(parallel, training_samples(config, seed), settings, ahead=AHEAD)
     if (validation := validation_samples(config)) is not None:
-        trainer.after_step.append(Evaluation(trainer, validation, config.data.eval_every))
+        trainer.hooks.append(Evaluation(trainer, validation, config.data.eval_every))
 
-    def report_step(record: StepRecord) -> None:
-        if context.rank == 0:
-            context.send(asdict(record))
-
-    trainer.after_step.append(report_step)
+    trainer.hooks.append(StepReport(context))
     with CommRecorder(trainer) as recorder:
         trainer.train(1)
         cpu = time.process_time()
         trainer.train(steps - 1)
         cpu = time.process_time() - cpu
-    trainer.after_step.clear()
+    trainer.hooks.clear()
     traced = trace_steps(trainer, steps)
     if parallel.local is not None:
         parallel.local.since = parallel.local.every - 1  # local SGD averages in the observed step
@@ -70,6 +67,17 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
     return RankReport(
         context.rank, stage, tensors, process, traffic, kept_share(trainer), cpu, tuple(recorder.steps), traced
     )
+
+
+class StepReport(Hook):
+    """Rank 0 sends the record of every step to the parent process."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+
+    def after_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if self.context.rank == 0:
+            self.context.send(asdict(record))
 
 
 def kept_share(trainer: Trainer) -> float | None:
