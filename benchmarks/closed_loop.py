@@ -28,6 +28,7 @@ from typing import Any
 SLEEPING_FLOPS = 16e9
 SEQ, BATCH, WARMUP = 128, 16, 1
 RANKS, DEVICE_BUDGET_S = 8, 1.0
+JOIN_S = 120.0
 NO_TIME = 1e15  # FLOP/s of products that take no time
 COMMUNICATION = ("dp", "tp", "cp", "pp", "ep")
 MODEL = {
@@ -91,10 +92,19 @@ def rank_main(job: dict[str, Any]) -> None:
     """Run the device test, or all plans one after the other, and print results as JSON lines from rank 0."""
     import torch
 
-    from meshwright.training.rank import join_environment
+    from meshwright.training.join import joined
+    from meshwright.training.placement import placement
 
     torch.set_num_threads(1)
-    context = join_environment()
+    place = placement(os.environ)
+    assert place is not None, "`emulate run` starts the ranks"
+    with joined(place, "cpu", "gloo", JOIN_S, JOIN_S) as context:
+        measure_rank(context, job)
+
+
+def measure_rank(context: Any, job: dict[str, Any]) -> None:
+    import torch
+
     if job["kind"] == "device":
         found = device_test(context)
         if context.rank == 0:

@@ -11,7 +11,7 @@ import pytest
 
 import ranks
 from meshwright.errors import MeshwrightError
-from meshwright.training.launch import RankFailure
+from meshwright.training.failure import RankFailure
 
 
 def add_ranks(context, start):

@@ -43,7 +43,7 @@ def command(
     sweep = sweep_of(backends, operations, smallest, largest, budget)
     wait = max(parse_seconds(timeout), 1.0)
     writable(json_file, html)
-    from meshwright.comm.bench.session import placement
+    from meshwright.training.placement import placement
 
     place = None if ranks else placement(os.environ)
     chief = place is None or place.rank == 0
@@ -61,8 +61,10 @@ def measured(
     """The result, and what interrupted it: Ctrl-C, a signal, or a rank that failed."""
     from dataclasses import replace
 
-    from meshwright.comm.bench.run import Collector, run_joined
+    from meshwright.comm.bench.run import Collector, bench_rank
     from meshwright.errors import MeshwrightError
+    from meshwright.training.failure import lost_connection
+    from meshwright.training.join import connection_failed, joined
     from meshwright.training.launch import run as launch
     from meshwright.training.machine import available_memory, gpu_count
 
@@ -70,7 +72,8 @@ def measured(
     collector = Collector(show)
     try:
         if place:
-            run_joined(place, sweep, device, wait, collector)
+            with joined(place, device, "gloo", wait, wait) as context:
+                bench_rank(replace(context, send=collector), sweep)
         else:
             launch(
                 "meshwright.comm.bench.run:bench_rank",
@@ -81,7 +84,10 @@ def measured(
                 listen=lambda rank, message: collector(message),
                 device=device,
             )
-    except (KeyboardInterrupt, SystemExit, MeshwrightError) as failure:
+    except (KeyboardInterrupt, SystemExit, MeshwrightError, RuntimeError) as found:
+        if isinstance(found, RuntimeError) and not lost_connection(str(found)):
+            raise
+        failure = connection_failed(found) if isinstance(found, RuntimeError) else found
         what = str(failure).splitlines()[0][:300] if isinstance(failure, MeshwrightError) else "stopped by a signal"
         return collector.result(what), failure
     return collector.result(), None

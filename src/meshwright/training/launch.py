@@ -33,20 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.training.failure import INTERNAL_ERROR, Failure, error_of
 from meshwright.training.machine import resolve_backend, resolve_device
 
 PRELOAD = ["meshwright.training.preload"]
-INTERNAL_ERROR = 70  # exit code: the input is not the cause
 RENDEZVOUS_BYTES = 2**24  # the store and the logs of a rendezvous fit into this
 GRACE_S = 1.0  # after the first failure, the time the other ranks have to report theirs
-CONSEQUENCES = (
-    "MW-COMM-004",
-    "Connection closed by peer",
-    "Connection reset",
-    "Timed out waiting",
-    "Broken pipe",
-    "Connection refused",
-)
 
 
 @dataclass
@@ -62,25 +54,6 @@ class Rank:
     text: str = ""
     at: float = 0.0
     error: dict[str, Any] | None = None
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether this failure only follows from the failure of another rank."""
-        return self.state == "raised" and any(words in self.text for words in CONSEQUENCES)
-
-
-class RankFailure(MeshwrightError):
-    """A rank raised, died or hung; `text` is its traceback, `others` the tracebacks of ranks that failed after it."""
-
-    def __init__(self, rank: int, state: str, text: str, others: dict[int, str], logs: Path | None) -> None:
-        self.rank, self.state, self.text, self.others = rank, state, text.rstrip(), others
-        more = f"\n{len(others)} more rank{'s' * (len(others) > 1)} failed afterwards" if others else ""
-        super().__init__(
-            "MW-RANK-001",
-            f"rank {rank} {state}:\n{self.text}{more}",
-            why=f"Per-rank logs: {logs}" if logs else "",
-            exit_code=INTERNAL_ERROR,
-        )
 
 
 def run(
@@ -111,7 +84,7 @@ def run(
         _receive_until_done(ranks, silence, listen or (lambda rank, message: None))
         failed = [r for r in ranks if r.state != "done"]
         if failed:
-            _raise_root_cause(failed, folder)
+            raise error_of([Failure(r.index, r.state, r.text, r.at, r.error) for r in failed], folder)
         return [r.result for r in ranks]
     finally:
         for r in ranks:
@@ -146,10 +119,7 @@ def _start(
     device: str,
     backend: str,
 ) -> Rank:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the forkserver, before torch reads it
     context = multiprocessing.get_context("forkserver")
-    # Read once, when the forkserver starts: the module of the first target, and what the caller adds to PRELOAD.
-    context.set_forkserver_preload([*PRELOAD, target.partition(":")[0]])
     from meshwright.training.rank import main
 
     ours, theirs = context.Pipe()
@@ -159,22 +129,29 @@ def _start(
         args=(target, index, world, args, str(rendezvous / "store"), str(log), group_timeout, device, backend, theirs),
         daemon=True,
     )
-    with _main_hidden(unless=target.startswith("__main__:")):
-        _ensure_forkserver()
+    with main_hidden(unless=target.startswith("__main__:")):
+        ensure_forkserver(target.partition(":")[0])
         try:
             process.start()
         except (EOFError, OSError) as error:
             time.sleep(GRACE_S)  # if Ctrl-C ended the forkserver, it is about to arrive here too
-            raise MeshwrightError(
-                "MW-RANK-003", "the forkserver, from which ranks are forked, has ended", exit_code=INTERNAL_ERROR
-            ) from error
+            raise forkserver_ended() from error
     theirs.close()
     return Rank(index, process, ours, log)
 
 
-def _ensure_forkserver() -> None:
-    """Start the forkserver with Ctrl-C blocked. A terminal sends Ctrl-C to every process; until `preload` has installed
-    its handler, the forkserver would print a traceback."""
+def forkserver_ended() -> MeshwrightError:
+    what = "the forkserver, from which ranks are forked, has ended"
+    return MeshwrightError("MW-RANK-003", what, exit_code=INTERNAL_ERROR)
+
+
+def ensure_forkserver(module: str) -> None:
+    """Start the forkserver, which imports `PRELOAD` and the module of the first target.
+
+    Ctrl-C is blocked meanwhile: a terminal sends it to every process, and until `preload` has installed its handler, the
+    forkserver would print a traceback."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the forkserver, before torch reads it
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, module])
     resource_tracker.ensure_running()  # unblocks Ctrl-C when it starts, so it comes first
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -184,7 +161,7 @@ def _ensure_forkserver() -> None:
 
 
 @contextlib.contextmanager
-def _main_hidden(unless: bool) -> Iterator[None]:
+def main_hidden(unless: bool) -> Iterator[None]:
     """Keep ranks from running the caller's script: they import their target by name and do not need it."""
     main = sys.modules["__main__"]
     names = () if unless else ("__file__", "__spec__")
@@ -221,9 +198,8 @@ def _receive(rank: Rank, listen: Callable[[int, Any], None]) -> None:
     except (EOFError, ConnectionResetError):
         rank.process.join(timeout=5)
         code = rank.process.exitcode
-        name = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         rank.state, rank.at = "died", time.monotonic()
-        rank.text = f"{name}\n{_last_lines(rank.log)}"
+        rank.text = f"{exit_name(code)}\n{last_lines(rank.log)}"
         return
     if kind == "message":
         listen(rank.index, message[0])
@@ -241,23 +217,15 @@ def _collect_stacks(running: list[Rank]) -> None:
             os.kill(r.process.pid, signal.SIGUSR1)
     time.sleep(0.3)
     for r in running:
-        r.state, r.at, r.text = "hung", time.monotonic(), _last_lines(r.log)
+        r.state, r.at, r.text = "hung", time.monotonic(), last_lines(r.log)
 
 
-def _last_lines(log: Path, lines: int = 60) -> str:
+def exit_name(code: int | None) -> str:
+    """How a process ended: the name of a signal, or its exit code."""
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def last_lines(log: Path, lines: int = 60) -> str:
     if not log.exists():
         return ""
     return "\n".join(log.read_text("utf-8", errors="replace").splitlines()[-lines:])
-
-
-def _raise_root_cause(failed: list[Rank], folder: Path | None) -> None:
-    """Raise the likeliest root cause: first a rank that died or raised, then one that hung, then one whose failure is a
-    consequence; within each class the earliest."""
-
-    def weight(r: Rank) -> tuple[int, float]:
-        return (2 if r.is_consequence else 1 if r.state == "hung" else 0, r.at)
-
-    root = min(failed, key=weight)
-    if root.error is not None:
-        raise MeshwrightError(**root.error)
-    raise RankFailure(root.index, root.state, root.text, {r.index: r.text for r in failed if r is not root}, folder)

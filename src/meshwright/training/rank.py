@@ -1,4 +1,4 @@
-"""The life of one rank: join the process group, call the target, send the result to the parent, exit.
+"""The life of one rank of the local launcher: join the process group, call the target, send the result to the parent, exit.
 
 Parent and rank exchange plain data over their pipe. What the rank prints goes to its log, and so does its Python stack
 when a signal kills it or when the parent requests it (SIGUSR1).
@@ -68,44 +68,51 @@ def resolve(target: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
-def join_environment(group_timeout: float = 120.0) -> RankContext:
-    """Join the ranks that torchrun, Slurm or `meshwright emulate run` started, as their variables say (gloo, on the CPU)."""
-    from meshwright.comm.bench.session import join, placement
-
-    place = placement(os.environ)
-    if place is None:
-        raise MeshwrightError(
-            "MW-RANK-004", "no launcher started this rank", why="RANK, WORLD_SIZE and MASTER_ADDR are not set"
-        )
-    join(place, group_timeout)
-    return RankContext(place.rank, place.world, "cpu", lambda message: None)
-
-
 def _prepare_process(log: str, pipe: Connection) -> threading.Thread:
     """Redirect output to the log, and return the thread that ends this process when the parent closes the pipe."""
     try:
-        stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        stream = redirect_output(log)
     except FileNotFoundError:  # the parent ended before this rank began, and removed the folder
         os._exit(1)
+    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    prepare_local_rank()
+
+    def parent_ended() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
+
+    return end_with_parent(parent_ended)
+
+
+def redirect_output(log: str, append: bool = False) -> int:
+    """Send what this process prints to its log, and its Python stack if a signal kills it; returns the file's descriptor."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC), 0o644)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     faulthandler.enable(file=stream)
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True)
+    return stream
+
+
+def prepare_local_rank() -> None:
+    """Settings of a rank whose parent process is on this machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends its ranks
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
-    def end_with_parent() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv()
+
+def end_with_parent(parent_ended: Callable[[], object]) -> threading.Thread:
+    """A thread that ends this process when `parent_ended` returns."""
+
+    def wait() -> None:
+        parent_ended()
         # The destructor of a process group may wait for peers that have ended; the kernel closes its sockets at once.
         os._exit(0)
 
-    parent = threading.Thread(target=end_with_parent, daemon=True)
-    parent.start()
-    return parent
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
 
 
 def _join(rank: int, world: int, store: str, group_timeout: float, device: str, backend: str) -> str:

@@ -1,7 +1,6 @@
 """One rank of a bench, and the collector that makes a `Bench` of what the ranks send.
 
-bench_rank       the target of the local launcher: `meshwright bench --ranks 4`
-run_joined       the same in a rank that torchrun or Slurm started
+bench_rank       what every rank runs, whether the local launcher started it (`meshwright bench --ranks 4`) or torchrun or Slurm did
 Collector        receives the messages of rank 0; `result` is complete or, after an interruption, what was measured until then
 """
 
@@ -9,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import distributed
 
 from meshwright.calibrate.points import Bench, DevicePoint, Point, RankInfo
 from meshwright.comm.bench import collectives, topology
 from meshwright.comm.bench.backends import usable
 from meshwright.comm.bench.collectives import DEVICE, Emit, Sweep
 from meshwright.comm.bench.device import measure_device
-from meshwright.comm.bench.session import Placement, Session, connection_failed, join, session
+from meshwright.comm.bench.session import Session, session
 from meshwright.comm.bench.slowdown import measure_slowdown
 from meshwright.errors import MeshwrightError
 
 DEVICE_PART, MOST_DEVICE_S = 0.25, 20.0  # of the budget, for the device
-CONNECTION = ("Connection", "Timed out", "timed out", "Broken pipe", "Socket", "connect")
 
 
 class Context(Protocol):
@@ -41,32 +37,8 @@ class Context(Protocol):
 
 
 def bench_rank(context: Context, sweep: Sweep) -> None:
-    """Measure in a rank of the local launcher."""
+    """Measure on this rank; rank 0 sends the messages."""
     measure_all(session(context.device), sweep, context.send)
-
-
-def run_joined(place: Placement, sweep: Sweep, device: str, timeout_s: float, emit: Emit) -> None:
-    """Measure in a rank of torchrun or Slurm; rank 0 calls `emit`."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        device = f"cuda:{place.local_rank % max(torch.cuda.device_count(), 1)}"
-        torch.cuda.set_device(device)
-    with contextlib.suppress(
-        OSError, AttributeError
-    ):  # as the local launcher does: gloo is faster where ranks share cores
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if place.world > 1:
-        join(place, timeout_s)
-    try:
-        measure_all(session(device), sweep, emit)
-    except RuntimeError as error:
-        if any(words in str(error) for words in CONNECTION):
-            raise connection_failed(error) from None
-        raise
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 def measure_all(here: Session, sweep: Sweep, emit: Emit) -> None:

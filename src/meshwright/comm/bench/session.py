@@ -1,12 +1,7 @@
-"""Join the ranks that a launcher started: torchrun, Slurm (`srun`), or `meshwright bench --ranks N` on this machine.
+"""One rank of a bench and the other ranks: where each runs, barriers, agreements, and texts of all ranks.
 
-    torchrun    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT
-    srun        SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_STEP_NODELIST: the first host of the list is the rendezvous address, the
-                port follows from the job's number, so that two jobs do not meet
-    --ranks N   the forkserver of `training.launch` has already made the process group
-
-Every rank announces itself in the store before any process group is made. So a missing rank is named after `timeout_s`, on every
-rank that is there, instead of an error about sockets. Barriers and agreements use a gloo group that no measurement uses.
+The ranks were started by the local launcher or by torchrun, Slurm or Open MPI (`training.join`). Barriers and agreements use a gloo group
+that no measurement uses.
 """
 
 from __future__ import annotations
@@ -14,31 +9,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed
 
 from meshwright.calibrate.points import RankInfo
 from meshwright.comm.bench.timing import Synchronization
-from meshwright.errors import MeshwrightError, listed
-
-PORT = 29_500
-JOIN_TIMEOUT_S = 60.0
-
-
-class Placement(NamedTuple):
-    """What a launcher's environment says about one rank."""
-
-    rank: int
-    world: int
-    local_rank: int
-    address: str
-    port: int
-    store_is_running: bool = False  # torchrun's agent already serves the store
 
 
 @dataclass(frozen=True)
@@ -89,112 +68,6 @@ class Session:
     def synchronization(self) -> Synchronization:
         synchronize: Callable[[], object] = torch.cuda.synchronize if self.device.type == "cuda" else (lambda: None)
         return Synchronization(synchronize, self.barrier, self.agree)
-
-
-def placement(environment: Mapping[str, str]) -> Placement | None:
-    """The placement that torchrun or Slurm set; None where no launcher did."""
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        return _of_variables(
-            environment, "RANK", "WORLD_SIZE", "LOCAL_RANK", environment.get("MASTER_ADDR", ""), "torchrun"
-        )
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1") or 1) > 1:
-        hosts = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
-        address = environment.get("MASTER_ADDR") or first_host(hosts)
-        return _of_variables(environment, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", address, "srun")
-    return None
-
-
-def _of_variables(
-    environment: Mapping[str, str], rank: str, world: str, local: str, address: str, launcher: str
-) -> Placement:
-    try:
-        default_port = PORT + int(environment.get("SLURM_JOB_ID", "0") or 0) % 10_000
-        found = Placement(
-            int(environment[rank]),
-            int(environment[world]),
-            int(environment.get(local, "0")),
-            address,
-            int(environment.get("MASTER_PORT", default_port)),
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
-    except (KeyError, ValueError) as error:
-        raise _bad_environment(f"{rank} and {world} are needed and must be numbers: {error}", launcher) from None
-    if not 0 <= found.rank < found.world:
-        raise _bad_environment(f"{rank} = {found.rank} is not from 0 to {world} − 1 = {found.world - 1}", launcher)
-    if found.world > 1 and not address:
-        raise _bad_environment("MASTER_ADDR, the host of rank 0, is not set", launcher)
-    return found
-
-
-def _bad_environment(why: str, launcher: str) -> MeshwrightError:
-    fix = f"start the ranks with {launcher}, or unset these variables and use --ranks"
-    return MeshwrightError("MW-BENCH-003", "the variables of the launcher do not place this rank", why=why, fix=fix)
-
-
-def first_host(nodes: str) -> str:
-    """The first host of a Slurm list of nodes: `gpu[003-007,12],login1` → gpu003."""
-    found = re.match(r"([^,\[]+)(?:\[(\w+))?", nodes)
-    return (found[1] + (found[2] or "")) if found else ""
-
-
-def join(place: Placement, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Meet the other ranks and make the default process group (gloo, on the CPU). A missing rank is named on every rank."""
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        store = distributed.TCPStore(
-            place.address,
-            place.port,
-            place.world,
-            is_master=place.rank == 0 and not place.store_is_running,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise _unreachable(place, timeout_s, error) from None
-    meeting = distributed.PrefixStore("meshwright-bench", store)
-    keys = [f"rank-{rank}" for rank in range(place.world)]
-    meeting.set(keys[place.rank], socket.gethostname())
-    try:
-        meeting.wait(keys, timeout)
-    except RuntimeError:
-        missing = [rank for rank, key in enumerate(keys) if not meeting.check([key])]
-        raise MeshwrightError(
-            "MW-BENCH-004",
-            f"rank {listed([str(r) for r in missing])} of {place.world} did not join within {timeout_s:.0f} s",
-            why="Either it was not started, or it ended, or it cannot reach " + f"{place.address}:{place.port}",
-            fix="look at the output of that rank; --timeout waits longer",
-        ) from None
-    try:
-        distributed.init_process_group(
-            "gloo",
-            store=distributed.PrefixStore("gloo", meeting),
-            rank=place.rank,
-            world_size=place.world,
-            timeout=timeout,
-        )
-    except RuntimeError as error:
-        raise connection_failed(error) from None
-
-
-def _unreachable(place: Placement, timeout_s: float, error: Exception) -> MeshwrightError:
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        why, fix = "Another process uses the port", f"MASTER_PORT={place.port + 1}"
-    else:
-        why, fix = str(error).splitlines()[0][:200], "check MASTER_ADDR, MASTER_PORT and the firewall"
-    what = (
-        f"rank {place.rank} cannot reach the rendezvous address {place.address}:{place.port} within {timeout_s:.0f} s"
-    )
-    return MeshwrightError("MW-BENCH-005", what, why=why, fix=fix)
-
-
-def connection_failed(error: Exception) -> MeshwrightError:
-    """The error for ranks that met but cannot exchange messages."""
-    return MeshwrightError(
-        "MW-BENCH-005",
-        "the ranks met but cannot exchange messages",
-        why=str(error).splitlines()[0][:200],
-        fix="GLOO_SOCKET_IFNAME=eth0 (an interface that all hosts share); NCCL_SOCKET_IFNAME for NCCL",
-    )
 
 
 def session(device: str) -> Session:

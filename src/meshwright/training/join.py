@@ -1,0 +1,221 @@
+"""Join the other ranks that a launcher started (`placement`), and make the default process group.
+
+One process uses one GPU: that of its local rank, or the only one that it sees (`srun --gpus-per-task=1`).
+
+Ranks meet in the store (`Meeting`) before any process group is made. So a missing rank is named after `timeout_s`, on every
+rank that is there, instead of an error about sockets; a rank whose checks fail reports it before the others wait for it; and ranks that
+share a GPU, or use different kinds of devices, are found. torchrun keeps its store when it restarts ranks: keys of an attempt begin with
+its number, otherwise ranks would find the addresses of processes that have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from meshwright.comm.bench.session import host_name
+from meshwright.errors import MeshwrightError, listed
+from meshwright.training.machine import gpu_count, resolve_backend, resolve_device
+from meshwright.training.placement import Placement
+from meshwright.training.rank import RankContext
+
+JOIN_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 600.0
+Result = TypeVar("Result")
+
+
+class FailedElsewhere(MeshwrightError):
+    """Another rank failed and reports why; this one ends without a message."""
+
+
+class Meeting:
+    """The store in which the ranks of a launcher exchange small texts before they have a process group."""
+
+    def __init__(self, place: Placement, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        self.place, self.timeout = place, timedelta(seconds=timeout_s)
+        try:
+            server = distributed.TCPStore(
+                place.address,
+                place.port,
+                place.world,
+                is_master=place.rank == 0 and not place.store_is_running,
+                timeout=self.timeout,
+                wait_for_workers=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise self._unreachable(error) from None
+        self.store = distributed.PrefixStore(f"meshwright/{place.attempt}", server)
+        self.exchanges = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values (plain data) of all ranks, by rank. Raises on every rank with the names of ranks that do not come."""
+        keys = [f"{self.exchanges}/{rank}" for rank in range(self.place.world)]
+        own = keys[self.place.rank]
+        if self.exchanges == 0 and self.store.check([own]):
+            raise MeshwrightError(
+                "MW-RANK-009",
+                "the store of the launcher still has the addresses of ranks that have ended",
+                why="torchrun started the ranks again after the number of nodes changed, and kept its store",
+                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
+            )
+        self.exchanges += 1
+        self.store.set(own, json.dumps(value))
+        try:
+            self.store.wait(keys, self.timeout)
+        except RuntimeError:
+            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise self._missing(missing) from None
+        return [json.loads(text) for text in self.store.multi_get(keys)]
+
+    def succeed(self, action: Callable[[], Result]) -> Result:
+        """The result of an action that all ranks perform. If it fails on some ranks, the first of these raises its error, and all
+        others raise `FailedElsewhere`."""
+        error: MeshwrightError | None = None
+        try:
+            result = action()
+        except MeshwrightError as found:
+            error = found
+        failed = {rank: code for rank, code in enumerate(self.exchange(error and error.exit_code)) if code is not None}
+        if not failed:
+            return result
+        first = min(failed)
+        if error is not None and self.place.rank == first:
+            raise error
+        raise FailedElsewhere("MW-RANK-010", f"rank {first} failed and reports why", exit_code=failed[first])
+
+    def _unreachable(self, error: Exception) -> MeshwrightError:
+        place = self.place
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            why, fix = "Another process uses the port", f"MASTER_PORT={place.port + 1}"
+        else:
+            why, fix = str(error).splitlines()[0][:200], "check MASTER_ADDR, MASTER_PORT and the firewall"
+        return MeshwrightError(
+            "MW-RANK-008",
+            f"rank {place.rank} cannot reach the rendezvous address {place.address}:{place.port} "
+            f"within {self.timeout.total_seconds():.0f} s",
+            why=why,
+            fix=fix,
+        )
+
+    def _missing(self, ranks: list[str]) -> MeshwrightError:
+        return MeshwrightError(
+            "MW-RANK-007",
+            f"rank {listed(ranks)} of {self.place.world} did not join within {self.timeout.total_seconds():.0f} s",
+            why=f"Either it was not started, or it ended, or it cannot reach {self.place.address}:{self.place.port}",
+            fix="look at the output of that rank",
+        )
+
+
+def device_of(kind: str, place: Placement) -> str:
+    """This rank's device. `auto` uses a GPU if this host has one."""
+    if kind == "auto":
+        kind = "cuda" if gpu_count() else "cpu"
+    if resolve_device(kind, 1) == "cpu":
+        return "cpu"
+    count = gpu_count()
+    if place.local_rank >= count > 1:
+        raise MeshwrightError(
+            "MW-RANK-002",
+            f"rank {place.rank} is the process {place.local_rank} of its host, which has {count} GPUs",
+            why="Each process needs its GPU",
+            fix=f"torchrun --nproc-per-node {count}",
+        )
+    return f"cuda:{place.local_rank if count > 1 else 0}"
+
+
+@contextlib.contextmanager
+def joined(
+    place: Placement,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout_s: float = JOIN_TIMEOUT_S,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+) -> Iterator[RankContext]:
+    """This rank in the default process group of all ranks, which ends with the block. A group that exists already (Ray makes one) is
+    used, and kept."""
+    exists = distributed.is_initialized()
+    context = join(place, device, backend, group_timeout_s, None if exists else Meeting(place, timeout_s))
+    try:
+        yield context
+    finally:
+        if not exists and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def join(
+    place: Placement, device: str, backend: str, group_timeout_s: float, meeting: Meeting | None = None
+) -> RankContext:
+    """This rank, with its device. With a meeting, all its ranks make the default process group; without one, it exists already."""
+    with contextlib.suppress(OSError, AttributeError):  # gloo is faster where ranks share cores
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if meeting is None:
+        device = device_of(device, place)
+    else:
+        device = meeting.succeed(lambda: device_of(device, place))
+        ranks = meeting.exchange({"host": host_name(), "device": device, "id": device_id(device)})
+        meeting.succeed(lambda: check_devices(ranks))
+        kind = device.partition(":")[0]
+        join_group(meeting, resolve_backend(backend, kind) if backend == "auto" else backend, device, group_timeout_s)
+    return RankContext(place.rank, place.world, device, lambda message: None)
+
+
+def join_group(meeting: Meeting, backend: str, device: str, timeout_s: float) -> None:
+    """Make the default process group of the ranks of a meeting."""
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    if backend == "meshwright":
+        import meshwright.comm.backend  # noqa: F401  registers it
+    try:
+        distributed.init_process_group(
+            backend,
+            store=distributed.PrefixStore("group", meeting.store),
+            rank=meeting.place.rank,
+            world_size=meeting.place.world,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise connection_failed(error) from error
+
+
+def device_id(device: str) -> str:
+    """The GPU itself, whatever its number is in this process."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.startswith("cuda") else ""
+
+
+def check_devices(ranks: list[dict[str, str]]) -> None:
+    """Raise if some ranks use GPUs and others the CPU, or if two ranks use one GPU."""
+    kinds = [rank["device"].partition(":")[0] for rank in ranks]
+    if len(set(kinds)) > 1:
+        raise MeshwrightError(
+            "MW-RANK-002",
+            f"rank {kinds.index('cuda')} uses a GPU and rank {kinds.index('cpu')} the CPU",
+            fix="--device cpu, or start ranks on hosts with GPUs only",
+        )
+    gpus = [(rank["host"], rank["id"]) for rank in ranks]
+    (gpu, users), *_ = Counter(gpus).most_common(1)
+    if kinds[0] == "cuda" and users > 1:
+        same = [str(rank) for rank, found in enumerate(gpus) if found == gpu]
+        raise MeshwrightError(
+            "MW-RANK-002",
+            f"ranks {listed(same)} use the same GPU of {gpu[0].partition('/')[0]}",
+            why="Each process needs its GPU",
+            fix="start as many processes on a host as it has GPUs",
+        )
+
+
+def connection_failed(error: Exception) -> MeshwrightError:
+    """The error for ranks that met but cannot exchange messages."""
+    return MeshwrightError(
+        "MW-RANK-008",
+        "the ranks met but cannot exchange messages",
+        why=str(error).splitlines()[0][:200],
+        fix="GLOO_SOCKET_IFNAME=eth0 (an interface that all hosts share); NCCL_SOCKET_IFNAME for NCCL",
+    )
