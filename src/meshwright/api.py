@@ -136,9 +136,9 @@ def verify(
 def train(
     source: Any,
     *,
-    steps: int = 100,
-    seed: int = 0,
-    learning_rate: float = 1e-3,
+    steps: int | None = None,
+    seed: int | None = None,
+    learning_rate: float | None = None,
     device: str = "auto",
     backend: str = "auto",
     out: str | Path | None = None,
@@ -151,23 +151,24 @@ def train(
 ) -> Training:
     """Train a plan on local processes and compare the run with its prediction.
 
-    `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `out` is the run folder (default:
-    nothing is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the
-    record of every finished step. A run on CPU processes with gloo is predicted from a calibration of this machine, measured in
-    seconds and cached (`calibrate`); `recalibrate` measures anew; `announce` is called with what a calibration is doing.
+    `steps`, `seed` and `learning_rate` replace those of the run file. `backend` is the one of torch.distributed: auto, gloo,
+    meshwright or nccl. `out` is the run folder (default: nothing is written); `shrink` trains the small copy of the plan
+    that `verify` uses; `listen` is called with the record of every finished step. A run on CPU processes with gloo is
+    predicted from a calibration of this machine, measured in seconds and cached (`calibrate`); `recalibrate` measures anew;
+    `announce` is called with what a calibration is doing.
     """
     from meshwright.training import calibration
     from meshwright.training.machine import resolve_device
-    from meshwright.training.records import Settings
     from meshwright.training.run import check, run_training
 
-    config = load(source, set=set)
+    given = {"run.steps": steps, "run.seed": seed, "optimizer.learning_rate": learning_rate}
+    config = load(source, set=[*set, *(f"{path}={value}" for path, value in given.items() if value is not None)])
+    steps, seed = config.run.steps, config.run.seed
     if shrink:
         from meshwright.proof.shrink import small_config
 
         config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
-    settings = Settings(learning_rate=learning_rate)
     machine = None
     on_cpu = resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
@@ -177,7 +178,6 @@ def train(
         config,
         steps,
         seed=seed,
-        settings=settings,
         device=device,
         backend=backend,
         folder=folder,

@@ -342,7 +342,18 @@ def test_files_that_extend_each_other(tmp_path) -> None:
 
 def test_the_schema_has_every_field() -> None:
     made = schema()
-    assert set(made["properties"]) == {"extends", "model", "cluster", "stack", "workload", "plan", "data"}
+    assert set(made["properties"]) == {
+        "extends",
+        "model",
+        "cluster",
+        "stack",
+        "workload",
+        "plan",
+        "data",
+        "optimizer",
+        "checkpoint",
+        "run",
+    }
     name, tabled = made["properties"]["model"]["anyOf"]
     assert name["type"] == "string"
     assert {"extends", "hidden", "kv_heads"} <= set(tabled["properties"])

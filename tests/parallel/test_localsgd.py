@@ -21,14 +21,14 @@ SGD = Workload(batch=4, seq=8, precision="fp32", optimizer="sgd", clip=False)
 
 def trained(context, plan, workload, every, steps):
     """Parameters after each step, and the collectives of one more."""
+    from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
     from meshwright.training.observe import Observer
-    from meshwright.training.records import Settings
 
     parallel = apply(MODEL, plan.but(average_every=every), workload, context.rank, dtype=torch.float64)
-    trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0), Settings(learning_rate=0.5, warmup=1))
+    trainer = Trainer(parallel, RandomSamples(MODEL, workload.seq, 0), Optimizer(learning_rate=0.5, warmup=1))
     history, seen = [], []
     for _ in range(steps):
         with Observer(trainer) as observer:

@@ -12,9 +12,10 @@ from rich.console import Console
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
+from meshwright.describe.optimizer import Optimizer
 from meshwright.errors import MeshwrightError
 from meshwright.training.page import ProgressDisplay, page, percent, progress_display, sparkline
-from meshwright.training.records import RankReport, Settings, StepRecord
+from meshwright.training.records import RankReport, StepRecord
 from meshwright.training.run import Training, measure, predicted, run_training
 from meshwright.view.report import page as report_page
 from meshwright.view.report import read_run
@@ -29,9 +30,13 @@ def config(**plan):
     return Config.from_parts(MODEL, "laptop", "gloo-cpu", WORKLOAD, {**FP32, **plan})
 
 
+def with_rate(made, learning_rate):
+    return replace(made, optimizer=Optimizer(learning_rate=learning_rate))
+
+
 def test_training_learns_and_is_measured(tmp_path):
     with progress_display(24) as listen:
-        training = run_training(config(tp=2), 24, folder=tmp_path, listen=listen, settings=Settings(learning_rate=5e-3))
+        training = run_training(with_rate(config(tp=2), 5e-3), 24, folder=tmp_path, listen=listen)
     m = training.measurement
     assert len(listen.losses) == m.steps == 24
     assert sum(m.loss[-4:]) / 4 < m.loss[0] - 0.5
@@ -155,7 +160,7 @@ def test_the_mlp_and_other_optimizers_train():
         made = Config.from_parts(
             shape, "laptop", workload={**WORKLOAD, "optimizer": optimizer}, plan={**FP32, "replicate": 2}
         )
-        loss = run_training(made, 12, settings=Settings(learning_rate=0.02)).measurement.loss
+        loss = run_training(with_rate(made, 0.02), 12).measurement.loss
         assert sum(loss[-3:]) < sum(loss[:3])
 
 

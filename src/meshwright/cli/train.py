@@ -14,10 +14,17 @@ from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 
 def command(
     plan: Path = typer.Argument(..., help="A plan file."),
-    steps: int = typer.Option(100, "--steps", help="Number of training steps.", min=1, max=10**9),
-    seed: int = typer.Option(0, "--seed", help="Seed of the initial weights and of the batches.", min=0),
-    learning_rate: float = typer.Option(
-        1e-3, "--learning-rate", help="Learning rate after the linear warm-up.", min=0.0
+    steps: int | None = typer.Option(
+        None, "--steps", help="Number of training steps. Default: that of [run], or 100.", min=1, max=10**9
+    ),
+    seed: int | None = typer.Option(
+        None, "--seed", help="Seed of the initial weights and of the batches. Default: that of [run], or 0.", min=0
+    ),
+    learning_rate: float | None = typer.Option(
+        None,
+        "--learning-rate",
+        help="Learning rate after the warm-up. Default: that of [optimizer], or 0.001.",
+        min=0.0,
     ),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
     backend: str = typer.Option(
@@ -86,7 +93,7 @@ def command(
                 training = run()
             show_json(training.as_dict())
         else:
-            with progress_display(steps) as listen:
+            with progress_display(steps or config.run.steps) as listen:
                 training = run(listen=listen, announce=listen.announce)
             show(page(training, str(folder)))
     if trace is not None:

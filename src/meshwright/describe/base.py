@@ -25,7 +25,7 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), quantity("1.5us", "20
 Flops = Annotated[float, BeforeValidator(parse_flops), quantity("989TFLOP/s")]
 Count = Annotated[float, BeforeValidator(parse_count), quantity("15T", "175B")]
 
-SECTIONS = ("model", "cluster", "stack", "workload", "plan", "data")
+SECTIONS = ("model", "cluster", "stack", "workload", "plan", "data", "optimizer", "checkpoint", "run")
 MOST = 2**40  # upper limit of dimensions, degrees and batch: arithmetic stays exact, and hostile input stays bounded
 
 
@@ -45,7 +45,7 @@ Norms = Annotated[int, Field(ge=0, le=4), BeforeValidator(number)]
 
 
 class Described(BaseModel):
-    """Base of Model, Cluster, Stack, Workload, Plan and Data."""
+    """Base of the sections of a run file (Model, Cluster, …, Run) and of their parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

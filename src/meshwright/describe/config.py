@@ -1,4 +1,4 @@
-"""A configuration: model, cluster, stack, workload, plan and data, merged from names, files and overrides.
+"""A configuration: the sections of a plan file or a run file, merged from names, files and overrides.
 
     extends = "base.toml"                    # a file, relative to this one: read first, then changed by this one
     model = "llama3-70b"                     # a catalog name, or the path of a Hugging Face config.json
@@ -13,6 +13,8 @@
     tp = 8
     [data]                                   # what a run trains on; only `train` reads it
     path = "tokens"
+    [optimizer]                              # and how: likewise [checkpoint] and [run]
+    learning_rate = 3e-4
 
 Later values win, key by key: catalog entry, then `extends` files from the first base on, then the file, then each `--set a.b=c`.
 A section that names an entry (a string, or a table with `extends`) replaces what was there; a table without `extends` changes
@@ -29,12 +31,15 @@ from typing import Any, Self
 
 from meshwright.describe import catalog, legality
 from meshwright.describe.base import SECTIONS, Described
+from meshwright.describe.checkpoint import Checkpoint
 from meshwright.describe.cluster import Accelerator, Cluster, Link
 from meshwright.describe.data import Data
 from meshwright.describe.draft import HERE, NAMED, Draft, leaves
 from meshwright.describe.files import parse_toml
 from meshwright.describe.model import Model
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
+from meshwright.describe.run import Run
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -46,6 +51,9 @@ CLASSES: dict[str, type[Described]] = {
     "workload": Workload,
     "plan": Plan,
     "data": Data,
+    "optimizer": Optimizer,
+    "checkpoint": Checkpoint,
+    "run": Run,
 }
 PLURALS = {cls.__name__: f"{cls.__name__.lower()}s" for cls in (Model, Cluster, Stack, Accelerator, Link)}
 Part = str | dict[str, Any] | Described
@@ -62,6 +70,9 @@ class Config:
     plan: Plan
     origins: dict[str, str] = field(default_factory=dict, compare=False)
     data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    run: Run = field(default_factory=Run)
 
     @classmethod
     def from_parts(
@@ -72,6 +83,9 @@ class Config:
         workload: Part | None = None,
         plan: Part | None = None,
         data: Part | None = None,
+        optimizer: Part | None = None,
+        checkpoint: Part | None = None,
+        run: Part | None = None,
         overrides: Iterable[str] = (),
     ) -> Self:
         """Merge names, tables or objects, one for each section."""
@@ -83,6 +97,9 @@ class Config:
             "workload": workload,
             "plan": plan,
             "data": data,
+            "optimizer": optimizer,
+            "checkpoint": checkpoint,
+            "run": run,
         }
         for section, part in given.items():
             if part:
@@ -120,7 +137,7 @@ class Config:
                     valid=catalog.names(NAMED[section]),
                     fix=f"--set {section}=NAME",
                 )
-        for section in ("workload", "plan", "data"):
+        for section in SECTIONS:
             draft.tables.setdefault(section, {})
         parts: dict[str, Any] = {name: CLASSES[name](**draft.resolved(name)) for name in SECTIONS}
         config = cls(**parts, origins=draft.origins)

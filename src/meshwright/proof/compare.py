@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.proof.records import Trace
-from meshwright.training.records import Settings
 
 FP64_BOUND = 1e-9
 # A tensor below this share of the model's largest is measured against that share: smaller values are rounding noise.
@@ -123,7 +123,7 @@ def moved_by_noise(
     for step, gradient in enumerate(gradients):
         size = np.abs(gradient.astype(np.float64))
         noise = bounds["gradient", step] * max(float(size.max(initial=0.0)), floors[step])
-        moved += Settings().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
+        moved += Optimizer().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
     return moved
 
 

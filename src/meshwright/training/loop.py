@@ -19,20 +19,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import distributed
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import LossScale, at_least_single, unscale
 from meshwright.training.data.batches import Samples
 from meshwright.training.data.loader import Loader
 from meshwright.training.hooks import Hook
 from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_learning_rate
-from meshwright.training.records import Settings, StepRecord
+from meshwright.training.records import StepRecord
 
 
 @dataclass
 class Trainer:
     parallel: Parallel
     samples: Samples
-    settings: Settings = field(default_factory=Settings)
+    settings: Optimizer = field(default_factory=Optimizer)
     ahead: int = 0  # steps whose batches a thread prepares in advance
     hooks: list[Hook] = field(default_factory=list)
     step: int = 0  # the next one

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.workload import Workload
 from meshwright.parallel.numerics.precision import at_least_single
 from meshwright.parallel.pieces import Piece
-from meshwright.training.records import Settings
 
 
-def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(pieces: list[Piece], workload: Workload, settings: Optimizer) -> torch.optim.Optimizer:
     """The workload's optimizer over the trained pieces, in two groups: with and without weight decay."""
     trained = [p for p in pieces if p.parameter.requires_grad]
     matrices = [p.parameter for p in trained if p.parameter.ndim > 1 and not p.name.endswith("bias")]
@@ -37,7 +37,7 @@ def make_optimizer(pieces: list[Piece], workload: Workload, settings: Settings) 
     return torch.optim.SGD([*matrices, *vectors], lr=rate, momentum=momentum)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, settings: Settings, step: int) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, settings: Optimizer, step: int) -> None:
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup))
 

@@ -99,16 +99,3 @@ class RankReport:
     cpu_s: float = 0.0
     recorded: tuple[RecordedStep, ...] = ()
     traced: tuple[TracedStep, ...] = ()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Hyperparameters of the optimizer, which a plan does not contain."""
-
-    learning_rate: float = 1e-3
-    warmup: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.9
-    clip: float = 1.0

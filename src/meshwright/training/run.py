@@ -35,7 +35,7 @@ from meshwright.training import communication, launch, timeline
 from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.data.sources import check_data
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
-from meshwright.training.records import RankReport, Settings, StepRecord
+from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
 
@@ -98,7 +98,6 @@ def run_training(
     steps: int,
     *,
     seed: int = 0,
-    settings: Settings | None = None,
     device: str = "cpu",
     backend: str = "auto",
     folder: Path | None = None,
@@ -108,7 +107,11 @@ def run_training(
     """Train a plan for some steps on local processes. `listen` is called with the record of every finished step. With a
     calibration of this `machine` its constants replace those of the plan's cluster and stack."""
     check(config, steps)
-    config = replace(config, data=config.data.with_paths_in(Path.cwd()))  # the plan in the run folder must find them
+    config = replace(
+        config,
+        data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
+        optimizer=config.optimizer.with_steps(steps),
+    )
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
     device, watch = resolve_device(device, config.plan.world), LoadWatch(config, machine)
@@ -130,7 +133,6 @@ def run_training(
             config,
             steps,
             seed,
-            settings or Settings(),
             silence=SILENCE_S,
             group_timeout=SILENCE_S,
             folder=folder,

@@ -27,14 +27,14 @@ from meshwright.training.machine import peak_resident_bytes
 from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
 from meshwright.training.record_comm import CommRecorder
-from meshwright.training.records import RankReport, Settings, StepRecord
+from meshwright.training.records import RankReport, StepRecord
 from meshwright.training.trace_step import trace_steps
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
 AHEAD = 2  # steps whose batches are prepared in advance
 
 
-def work(context: RankContext, config: Config, steps: int, seed: int, settings: Settings) -> RankReport:
+def work(context: RankContext, config: Config, steps: int, seed: int) -> RankReport:
     parallel = apply(
         config.model,
         config.plan,
@@ -45,7 +45,7 @@ def work(context: RankContext, config: Config, steps: int, seed: int, settings: 
         seed=seed,
         order=config.plan.order or config.stack.order,
     )
-    trainer = Trainer(parallel, training_samples(config, seed), settings, ahead=AHEAD)
+    trainer = Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
     if (validation := validation_samples(config)) is not None:
         trainer.hooks.append(Evaluation(trainer, validation, config.data.eval_every))
 

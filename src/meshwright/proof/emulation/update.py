@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error
 from meshwright.proof.records import PieceTrace, Trace, Update
-from meshwright.training.records import Settings
 
 BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
 SMALLEST = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-14}  # below it steps are of equal size
@@ -47,8 +47,8 @@ def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
 
 
 def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload) -> list[Break]:
-    settings, found = Settings(), list[Break]()
-    optimizer = Optimizer(workload.optimizer, settings, piece.decays)
+    settings, found = Optimizer(), list[Break]()
+    optimizer = ReplayedOptimizer(workload.optimizer, settings, piece.decays)
     for step, update in enumerate(piece.updates):
         if update is None:  # frozen, or a step that overflowed
             continue
@@ -86,10 +86,10 @@ def narrower(*dtypes: str) -> str:
     return min((d for d in dtypes if d in BITS), key=lambda d: BITS[d])
 
 
-class Optimizer:
+class ReplayedOptimizer:
     """AdamW, Adam, momentum or SGD on one tensor, rounding after each operation where the tensor is of 16 bits."""
 
-    def __init__(self, kind: str, settings: Settings, decays: bool) -> None:
+    def __init__(self, kind: str, settings: Optimizer, decays: bool) -> None:
         self.kind, self.settings = kind, settings
         self.decay = settings.weight_decay if kind == "adamw" and decays else 0.0
         self.steps, self.first, self.second = 0, np.zeros(()), np.zeros(())
