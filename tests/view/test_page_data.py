@@ -115,7 +115,8 @@ def test_a_first_answer_does_not_wait_for_the_search(name, monkeypatch):
     """The provisional data of a searched view need a search of the common plans at most."""
     searched = []
     monkeypatch.setattr(Shared, "result", property(lambda shared: searched.append(shared)))
-    VIEWS[name].data(Subject(mw.load("gpt3-1.3b", cluster="dgx-h100", gpus=8)).provisional())
+    config = mw.load("gpt3-1.3b", cluster="dgx-h100", gpus=8, set=["plan.replicate=8"])
+    VIEWS[name].data(Subject(config).provisional())
     assert not searched
 
 
