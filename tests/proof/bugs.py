@@ -15,12 +15,12 @@ Bugs that cannot be expressed here, and so are not in the corpus:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from meshwright.models import initial_value
 from meshwright.parallel import apply
 from meshwright.parallel.data import buckets, gathering, zero
 from meshwright.parallel.mesh import Mesh
@@ -137,8 +137,8 @@ def hooks_miss_split_backward():
 def replicas_start_differently():
     """Each rank draws from a different seed, without a broadcast."""
     initialise = apply.initialise
-    apply.initialise = lambda pieces, model, seed, scatter: initialise(
-        pieces, model, seed + distributed.get_rank(), scatter
+    apply.initialise = lambda pieces, weights: initialise(
+        pieces, replace(weights, seed=weights.seed + distributed.get_rank())
     )
 
 
@@ -234,9 +234,10 @@ def initialised_by_local_shape():
     """Each rank draws its shard as if it were the full tensor: every tp rank starts from the same columns."""
 
     @torch.no_grad()
-    def local(pieces, model, seed, scatter=False):
+    def local(pieces, weights):
         for piece in pieces:
-            piece.local.copy_(initial_value(model, piece.name, piece.local.shape, seed, scatter))
+            shape = piece.local.shape
+            piece.local.copy_(weights.read(piece.name, shape, [0] * len(shape), shape))
 
     apply.initialise = local
 

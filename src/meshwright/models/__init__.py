@@ -16,11 +16,20 @@ from torch import nn
 from meshwright.describe import legality
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import PlanFields
-from meshwright.models.initialise import initial_value
+from meshwright.models.initialise import DrawnWeights, Weights, initial_value
 from meshwright.models.mlp import Mlp, squared_error
 from meshwright.models.transformer import Transformer, cross_entropy
 
-__all__ = ["Mlp", "Transformer", "build", "initial_value", "loss_function", "width_of_output"]
+__all__ = [
+    "DrawnWeights",
+    "Mlp",
+    "Transformer",
+    "Weights",
+    "build",
+    "initial_value",
+    "loss_function",
+    "width_of_output",
+]
 
 
 def build(model: Model, layers: range | None = None) -> nn.Module:

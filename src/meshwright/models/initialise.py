@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,6 +26,34 @@ from meshwright.describe.model import Model
 
 BLOCK_OUTPUTS = ("attention.o.weight", "heads.o.weight", "down.weight")
 SCATTER = 0.1
+
+
+class Weights(Protocol):
+    """Where the values of a model's parameters come from: drawn, a folder of Hugging Face, a checkpoint."""
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The box at `start` with this `shape` of a parameter whose full shape is `full`."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrawnWeights:
+    """Initial weights drawn from (seed, name)."""
+
+    model: Model
+    seed: int
+    scatter: bool = False
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        value = initial_value(self.model, name, torch.Size(full), self.seed, self.scatter)
+        return box_of(value, start, shape)
+
+
+def box_of(full: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    """A view of the box at `start` with this `shape`."""
+    for dim, (first, length) in enumerate(zip(start, shape, strict=True)):
+        full = full.narrow(dim, first, length)
+    return full
 
 
 def generator(seed: int, name: str) -> torch.Generator:

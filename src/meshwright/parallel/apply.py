@@ -10,7 +10,7 @@
     8  recompute  layers, or attention's core, that backward recomputes, together with their communication
     9  offload    tensors saved for backward go to the host: of a recomputed layer its input
    10  zero       `fully_shard`, on what tensor parallelism left
-   11  memory     the local shards are allocated and drawn from (seed, name): the same weights under every plan
+   11  memory     the local shards are allocated and drawn from (seed, name), or read from files: the same under every plan
    12  gradients  buckets, or shards that torch reduces
    13  pipeline   the program of actions over the finished stages
 
@@ -36,7 +36,7 @@ from meshwright.describe.sharding import KV_COPIES, Box, boxes, degrees_of, even
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
-from meshwright.models import build, loss_function, width_of_output
+from meshwright.models import DrawnWeights, Weights, build, loss_function, width_of_output
 from meshwright.models.documents import within_documents
 from meshwright.models.dropout import Moment, drawing
 from meshwright.parallel import exchange
@@ -216,9 +216,11 @@ def apply(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     scatter: bool = False,
+    weights: Weights | None = None,
     order: tuple[str, ...] = ("tp", "cp", "pp", "dp"),
 ) -> Parallel:
-    """The model under the plan on this rank of an initialised process group."""
+    """The model under the plan on this rank of an initialised process group. Its initial `weights` are drawn from the seed by
+    default."""
     legality.check(plan, model, workload, trainer=True)
     fit_device = plan.recompute == "auto" and not plan.recompute_budget
     plan = resolve_recompute(model, plan, workload, Stack(), memory_of(device) if fit_device else 0.0)
@@ -244,7 +246,6 @@ def apply(
         own = pieces_of(module, table)
         reductions.append(reduction.make_reduction(module, mesh, plan, dtype, own))
         pieces += own
-    initialise(pieces, model, seed, scatter)
     if model.tied and program is not None and program.rank_of[0] != program.rank_of[-1]:
         mesh.ends  # noqa: B018  creating these groups is a collective of all ranks
     parallel = Parallel(
@@ -261,13 +262,21 @@ def apply(
         masters=masters_of(pieces, plan),
         seed=seed,
     )
-    if parallel.masters is not None:
-        initialise(parallel.masters.pieces, model, seed, scatter)  # from the same numbers, not from their rounding
+    set_weights(parallel, weights or DrawnWeights(model, seed, scatter))
     if plan.average_every:
         parallel.local = LocalSgd(mesh, plan.average_every, pieces, parallel.masters, reductions)
     if program is not None:
         parallel.pipeline = make_pipeline(parallel, program, dtype)
     return parallel
+
+
+def set_weights(parallel: Parallel, weights: Weights) -> None:
+    """Read each piece once: masters get the numbers themselves, and the parameters their rounding."""
+    masters = parallel.masters
+    initialise(parallel.pieces if masters is None else masters.pieces, weights)
+    if masters is not None:
+        masters.give_parameters()
+        masters.moved_bytes = 0  # it counts the copies of training steps
 
 
 def shard_stage(

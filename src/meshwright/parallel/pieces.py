@@ -2,8 +2,9 @@
 
 A *piece* is a parameter of this rank's module and the `Box` that `describe.sharding` gives for it: which part of the full
 tensor it is, who holds copies, over which axis its gradient is a partial sum. Four things are read from the box: initial
-weights (draw the full tensor, keep the box), the sums that complete gradients, the global norm (each element of the model
-is counted once, however many ranks hold it), and the proof of parity (compare the box with one device's).
+weights (`models.initialise.Weights`: the box of a drawn tensor, or of one in a file), the sums that complete gradients, the
+global norm (each element of the model is counted once, however many ranks hold it), and the proof of parity (compare the
+box with one device's).
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.describe.model import Model
 from meshwright.describe.sharding import Box
-from meshwright.models import initial_value
+from meshwright.models.initialise import Weights, box_of
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Piece:
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         """This piece of a full tensor."""
-        for dim, (start, length) in enumerate(zip(self.start, self.local.shape, strict=True)):
-            full = full.narrow(dim, start, length)
-        return full
+        return box_of(full, self.start, self.local.shape)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,8 +96,7 @@ def materialise(module: nn.Module, device: str) -> None:
 
 
 @torch.no_grad()
-def initialise(pieces: list[Piece], model: Model, seed: int, scatter: bool = False) -> None:
-    """Set every piece to its box of the full initial tensor, which is drawn from (seed, name) under every plan."""
+def initialise(pieces: list[Piece], weights: Weights) -> None:
+    """Set every piece to its box of the initial weights."""
     for piece in pieces:
-        full = initial_value(model, piece.name, torch.Size(piece.full_shape), seed, scatter)
-        piece.local.copy_(piece.part_of(full))
+        piece.local.copy_(weights.read(piece.name, piece.full_shape, piece.start, piece.local.shape))

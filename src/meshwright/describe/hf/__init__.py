@@ -3,11 +3,24 @@
     model = read("config.json")
 
 `config` parses the file and checks every value; `parts` reads what families share; `families` has one function per family;
-`router` reads how experts are chosen; `differences` lists what changes the mathematics and is not run by `train`.
+`router` reads how experts are chosen; `differences` lists what changes the mathematics and is not run by `train`; `writer` is the
+inverse, and `compare` decides whether two models are the same.
 """
 
-from meshwright.describe.hf.config import parse
+from meshwright.describe.hf.compare import different_fields
+from meshwright.describe.hf.config import load, parse
 from meshwright.describe.hf.families import FAMILIES
-from meshwright.describe.hf.reader import MOST_NOTES, interpret, read
+from meshwright.describe.hf.reader import MOST_NOTES, family_of, interpret, read
+from meshwright.describe.hf.writer import write
 
-__all__ = ["FAMILIES", "MOST_NOTES", "interpret", "parse", "read"]
+__all__ = [
+    "FAMILIES",
+    "MOST_NOTES",
+    "different_fields",
+    "family_of",
+    "interpret",
+    "load",
+    "parse",
+    "read",
+    "write",
+]

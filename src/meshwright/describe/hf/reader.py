@@ -45,6 +45,11 @@ def interpret(data: dict[str, Any], name: str = "") -> Model:
     return Model(**fields, name=name or _name(data, family))
 
 
+def family_of(data: dict[str, Any]) -> str:
+    """The family of a config already parsed: the key of `FAMILIES`."""
+    return _language_model(data, [])[0]
+
+
 def _language_model(data: dict[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
     """The family and the keys of the language model, which a multi-modal config has in a nested table or at its top level."""
     text = data.get("text_config")

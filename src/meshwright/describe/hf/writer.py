@@ -1,0 +1,201 @@
+"""The `config.json` of a model: the inverse of the reader, and checked by it.
+
+    family, config = write(model)                 the first family whose config, read back, is the same model
+    family, config = write(model, original)       the original config, if the model is still the one it describes
+
+No rule decides here which family a model belongs to. Each family's writer states the keys as if the model were one of its own; the
+reader then says what those keys mean, and a family is right if that is the model we have (`compare`). So a config that is
+written never describes another model than the one that was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.describe.hf.compare import different_fields
+from meshwright.describe.hf.reader import family_of, interpret
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError, shown
+
+QUANTISED = "quantization_config"
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "gelu": "gelu", "relu": "relu"}
+
+
+def write(model: Model, original: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """The family of a model, and its config; weights are written unquantised, so the config says nothing of quantisation."""
+    if original is not None:
+        config = {key: value for key, value in original.items() if key != QUANTISED}
+        if not different_fields(interpret(config), model):
+            return family_of(config), config
+    closest: tuple[str, dict[str, Any]] = ("", {})
+    for family, (architecture, keys) in WRITERS.items():
+        config = {"architectures": [architecture], "model_type": family, **keys(model)}
+        try:
+            read_back = interpret(config)
+        except MeshwrightError:
+            continue
+        wrong = different_fields(model, read_back)
+        if not wrong and not read_back.not_run:
+            return family, config
+        if not closest[0] or len(wrong) < len(closest[1]):
+            closest = (family, wrong or {"computed in another way": (read_back.not_run, "")})
+    family, wrong = closest
+    fields = ", ".join(f"{name} = {shown(values[0])}" for name, values in list(wrong.items())[:4])
+    raise MeshwrightError(
+        "MW-HF-017",
+        f"no family of Transformers is the model '{model.name}'",
+        why=f"The closest is {family}, which has no {fields}",
+        valid=list(WRITERS),
+    )
+
+
+def _decoder(m: Model) -> dict[str, Any]:
+    """The keys that almost all families share."""
+    keys: dict[str, Any] = {
+        "vocab_size": m.vocab,
+        "hidden_size": m.hidden,
+        "intermediate_size": m.ffn,
+        "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads,
+        "num_key_value_heads": m.kv_groups,
+        "hidden_act": ACTIVATIONS[m.activation],
+        "rms_norm_eps": m.norm_epsilon,
+        "tie_word_embeddings": m.tied,
+        "rope_theta": m.rope_theta,
+        "attention_dropout": m.attention_dropout,
+    }
+    if m.max_positions:
+        keys["max_position_embeddings"] = m.max_positions
+    if m.attention == "gqa":
+        keys["head_dim"] = m.head_width
+    return keys
+
+
+def _window(m: Model) -> dict[str, Any]:
+    return {"sliding_window": m.window or None}
+
+
+def _layer_types(m: Model) -> dict[str, Any]:
+    """Windows that some layers have: by layer."""
+    if not m.window:
+        return {"use_sliding_window": False}
+    full = [bool(m.full_every) and (i + 1) % m.full_every == 0 for i in range(m.layers)]
+    kinds = ["full_attention" if yes else "sliding_attention" for yes in full]
+    return {"use_sliding_window": True, "sliding_window": m.window, "layer_types": kinds}
+
+
+def _biased(m: Model) -> dict[str, Any]:
+    return {"attention_bias": m.qkv_bias}
+
+
+def _routed(m: Model, count: str) -> dict[str, Any]:
+    """Experts of the families that route by a softmax."""
+    return {count: m.experts, "num_experts_per_tok": m.top_k}
+
+
+def _qwen_experts(m: Model) -> dict[str, Any]:
+    normalise = m.top_k > 1 if m.router.normalise is None else m.router.normalise
+    dense = [i for i, kind in enumerate(m.layer_kinds) if kind == "dense"]
+    keys = _routed(m, "num_experts") | {"moe_intermediate_size": m.expert_width, "norm_topk_prob": normalise}
+    return keys | {"decoder_sparse_step": 1, "mlp_only_layers": dense, "intermediate_size": m.ffn or m.expert_width}
+
+
+def _llama(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _biased(m) | {"mlp_bias": m.ffn_bias}
+
+
+def _mistral(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _window(m)
+
+
+def _qwen2(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _layer_types(m)
+
+
+def _qwen3(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _biased(m) | _layer_types(m)
+
+
+def _mixtral(m: Model) -> dict[str, Any]:
+    return _decoder(m) | _window(m) | _routed(m, "num_local_experts") | {"intermediate_size": m.expert_width}
+
+
+def _qwen3_moe(m: Model) -> dict[str, Any]:
+    return _qwen3(m) | _qwen_experts(m)
+
+
+def _qwen2_moe(m: Model) -> dict[str, Any]:
+    shared = {"shared_expert_intermediate_size": m.shared_width, "qkv_bias": m.qkv_bias}
+    return _qwen2(m) | _qwen_experts(m) | shared
+
+
+def _deepseek(m: Model) -> dict[str, Any]:
+    router = m.router
+    normalise = m.top_k > 1 if router.normalise is None else router.normalise
+    keys = _decoder(m) | _biased(m) | {"num_key_value_heads": m.heads}
+    keys |= {
+        "q_lora_rank": m.q_rank or None,
+        "kv_lora_rank": m.kv_rank,
+        "qk_nope_head_dim": m.nope_dim,
+        "qk_rope_head_dim": m.rope_dim,
+        "v_head_dim": m.value_dim,
+        "n_routed_experts": m.experts or None,
+        "num_experts_per_tok": m.top_k,
+        "n_shared_experts": m.shared_experts,
+        "moe_intermediate_size": m.expert_width,
+        "first_k_dense_replace": next((i for i, kind in enumerate(m.layer_kinds) if kind == "moe"), m.layers),
+        "n_group": router.groups,
+        "topk_group": router.groups_kept or router.groups,
+        "norm_topk_prob": normalise,
+        "routed_scaling_factor": router.scale,
+    }
+    if not m.ffn:
+        keys["intermediate_size"] = m.expert_width
+    return keys
+
+
+def _deepseek_v2(m: Model) -> dict[str, Any]:
+    grouped = m.router.groups > 1
+    return _deepseek(m) | {"topk_method": "group_limited_greedy" if grouped else "greedy", "scoring_func": "softmax"}
+
+
+def _deepseek_v3(m: Model) -> dict[str, Any]:
+    return _deepseek(m) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+
+def _gpt_oss(m: Model) -> dict[str, Any]:
+    keys = _decoder(m) | _biased(m) | _routed(m, "num_local_experts") | _layer_types(m)
+    return keys | {"intermediate_size": m.expert_width}
+
+
+def _gpt2(m: Model) -> dict[str, Any]:
+    return {
+        "vocab_size": m.vocab,
+        "n_embd": m.hidden,
+        "n_layer": m.layers,
+        "n_head": m.heads,
+        "n_inner": m.ffn,
+        "n_positions": m.max_positions,
+        "activation_function": ACTIVATIONS[m.activation],
+        "layer_norm_epsilon": m.norm_epsilon,
+        "tie_word_embeddings": m.tied,
+        "attn_pdrop": m.attention_dropout,
+        "resid_pdrop": m.dropout_rate,
+        "embd_pdrop": m.dropout_rate,
+    }
+
+
+WRITERS: dict[str, tuple[str, Callable[[Model], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "mistral": ("MistralForCausalLM", _mistral),
+    "qwen2": ("Qwen2ForCausalLM", _qwen2),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", _qwen2_moe),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", _deepseek_v2),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _deepseek_v3),
+    "gpt_oss": ("GptOssForCausalLM", _gpt_oss),
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+}

@@ -1,0 +1,145 @@
+"""The names of tensors, one table per family: their module or tensor, our module or parameter, and how it is laid out.
+
+A row names modules, whose weight and bias have the same names on both sides, or tensors (`…weight` on our side). In a layer the
+names start after `model.layers.7.` and `layers.7.`. Several of our names joined by + are one tensor of theirs, one after the other
+along the output dimension. Layouts:
+
+    transposed    their matrix is [in, out]; ours, like nn.Linear's, is [out, in]
+    interleaved   the rows of the joined parameters alternate
+    {expert}      each expert has a separate tensor; ours are stacked, [expert, out, in]
+
+Where a family has two layouts (Transformers 5 can save experts stacked), the table has both, and the tensors that exist decide.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+TRANSPOSED, INTERLEAVED = "transposed", "interleaved"
+
+
+class Row(NamedTuple):
+    theirs: str
+    ours: str  # joined by " + "
+    layout: str = ""  # words
+
+
+class Family(NamedTuple):
+    """The tensors of one family. Those of `ends` are in no layer; `ignored`: tensors that are not read."""
+
+    ends: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    prefix: str = "model."  # of all names but the head's; the base class of a family is saved without it
+    layers: str = "layers"
+    ignored: str = r"rotary_emb\.inv_freq$"
+
+
+def rows(text: str) -> tuple[Row, ...]:
+    """A table of three columns, with two spaces or more between them."""
+    return tuple(Row(*re.split(r"\s{2,}", line.strip())) for line in text.strip().splitlines())
+
+
+ENDS = rows("""
+    embed_tokens   embedding.tokens
+    norm           head.norm
+    lm_head        head.project
+""")
+NORMS = rows("""
+    input_layernorm            attention_norm
+    post_attention_layernorm   ffn_norm
+""")
+ATTENTION = rows("""
+    self_attn.q_proj   attention.q
+    self_attn.k_proj   attention.k
+    self_attn.v_proj   attention.v
+    self_attn.o_proj   attention.o
+    self_attn.q_norm   attention.q_norm
+    self_attn.k_norm   attention.k_norm
+""")
+FFN = rows("""
+    mlp.gate_proj   ffn.gate
+    mlp.up_proj     ffn.up
+    mlp.down_proj   ffn.down
+""")
+EXPERTS = rows("""
+    mlp.gate                         moe.router
+    mlp.experts.{expert}.gate_proj   moe.experts.gate
+    mlp.experts.{expert}.up_proj     moe.experts.up
+    mlp.experts.{expert}.down_proj   moe.experts.down
+    mlp.experts.gate_up_proj         moe.experts.gate.weight + moe.experts.up.weight
+    mlp.experts.down_proj            moe.experts.down.weight
+""")
+MIXTRAL = rows("""
+    block_sparse_moe.gate                  moe.router
+    block_sparse_moe.experts.{expert}.w1   moe.experts.gate
+    block_sparse_moe.experts.{expert}.w3   moe.experts.up
+    block_sparse_moe.experts.{expert}.w2   moe.experts.down
+""")
+SHARED_QWEN = rows("""
+    mlp.shared_expert.gate_proj   moe.shared.gate
+    mlp.shared_expert.up_proj     moe.shared.up
+    mlp.shared_expert.down_proj   moe.shared.down
+    mlp.shared_expert_gate        moe.shared_scale
+""")
+LATENT = rows("""
+    self_attn.q_proj               attention.heads.q
+    self_attn.q_a_proj             attention.q_a
+    self_attn.q_a_layernorm        attention.q_a_norm
+    self_attn.q_b_proj             attention.heads.q_b
+    self_attn.kv_a_proj_with_mqa   attention.kv_a
+    self_attn.kv_a_layernorm       attention.kv_a_norm
+    self_attn.kv_b_proj            attention.heads.kv_b
+    self_attn.o_proj               attention.heads.o
+""")
+SHARED_DEEPSEEK = rows("""
+    mlp.gate.e_score_correction_bias   moe.router.balance_bias
+    mlp.shared_experts.gate_proj       moe.shared.gate
+    mlp.shared_experts.up_proj         moe.shared.up
+    mlp.shared_experts.down_proj       moe.shared.down
+""")
+GPT_OSS = rows("""
+    self_attn.sinks                 attention.sinks.weight
+    mlp.router                      moe.router
+    mlp.experts.gate_up_proj        moe.experts.gate.weight + moe.experts.up.weight   transposed interleaved
+    mlp.experts.gate_up_proj_bias   moe.experts.gate.bias + moe.experts.up.bias       interleaved
+    mlp.experts.down_proj           moe.experts.down.weight                           transposed
+    mlp.experts.down_proj_bias      moe.experts.down.bias
+""")
+PHI3 = rows("""
+    self_attn.qkv_proj   attention.q + attention.k + attention.v
+    self_attn.o_proj     attention.o
+    mlp.gate_up_proj     ffn.gate + ffn.up
+    mlp.down_proj        ffn.down
+""")
+GPT2_ENDS = rows("""
+    wte       embedding.tokens
+    wpe       embedding.positions
+    ln_f      head.norm
+    lm_head   head.project
+""")
+GPT2 = rows("""
+    ln_1          attention_norm
+    attn.c_attn   attention.q + attention.k + attention.v   transposed
+    attn.c_proj   attention.o                               transposed
+    ln_2          ffn_norm
+    mlp.c_fc      ffn.up                                    transposed
+    mlp.c_proj    ffn.down                                  transposed
+""")
+
+DENSE = Family(ENDS, NORMS + ATTENTION + FFN)
+DEEPSEEK = Family(ENDS, NORMS + LATENT + FFN + EXPERTS + SHARED_DEEPSEEK)
+TABLES: dict[str, Family] = {
+    "llama": DENSE,
+    "mistral": DENSE,
+    "qwen2": DENSE,
+    "qwen3": DENSE,
+    "phi3": Family(ENDS, NORMS + PHI3),
+    "mixtral": Family(ENDS, NORMS + ATTENTION + MIXTRAL + EXPERTS),
+    "qwen2_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS + SHARED_QWEN),
+    "qwen3_moe": Family(ENDS, NORMS + ATTENTION + FFN + EXPERTS),
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
+    "gpt_oss": Family(ENDS, NORMS + ATTENTION + GPT_OSS),
+    "gpt2": Family(GPT2_ENDS, GPT2, "transformer.", "h", r"\.attn\.(masked_)?bias$"),
+}

@@ -1,0 +1,104 @@
+"""Tiny Transformers models with random weights, saved as folders: the oracle of reading and writing."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshwright.describe import hf
+from meshwright.models import build
+from meshwright.models.hf.folder import Folder
+from meshwright.models.hf.safetensors_file import Described, write_safetensors
+from meshwright.models.hf.weights import FolderWeights
+from meshwright.parallel.pieces import materialise
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "max_position_embeddings": 32}  # fmt: skip
+GROUPED = SIZES | {"num_key_value_heads": 2}
+ROUTED = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = SIZES | {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 48}
+CASES = {
+    "llama": ("Llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", GROUPED | {"tie_word_embeddings": True, "head_dim": 12}),
+    "mistral": ("Mistral", GROUPED | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", GROUPED | {"head_dim": 8}),
+    "phi3": ("Phi3", GROUPED | {"pad_token_id": 0}),
+    "mixtral": ("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("Qwen2Moe", ROUTED | {"shared_expert_intermediate_size": 20}),
+    "qwen3_moe": ("Qwen3Moe", ROUTED | {"head_dim": 8, "mlp_only_layers": [0]}),
+    "deepseek_v2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3", LATENT | {"n_group": 2, "topk_group": 1}),
+    "gpt_oss": ("GptOss", GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "gpt2": ("GPT2", GPT2),
+}  # fmt: skip
+PACKED = {"gpt_oss-packed": ("GptOss", CASES["gpt_oss"][1] | {"intermediate_size": 64})}
+INEXACT = ("deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2")  # our transformer computes them in another way
+IDS = torch.arange(24).view(2, 12) * 7 % 40
+
+
+@cache
+def original(case: str):
+    """A Transformers model with no bias at zero and no norm at one, in evaluation mode."""
+    import transformers
+
+    name, keys = (CASES | PACKED)[case]
+    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**keys))
+    for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)):
+        nn.init.normal_(tensor, std=0.2)
+    model.tie_weights()
+    return model.eval()
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def saved(case: str, folder: Path, **options) -> Path:
+    original(case).save_pretrained(folder, **options)
+    return folder
+
+
+def loaded(folder: Path):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def our_network(weights, dtype: torch.dtype = torch.float32):
+    """Our network on one device with the weights of a folder."""
+    module = build(weights.model).to(dtype)
+    materialise(module, "cpu")
+    for name, parameter in module.named_parameters():
+        parameter.data.copy_(weights.read(name, parameter.shape, [0] * parameter.ndim, parameter.shape))
+    return module.eval()
+
+
+def opened(folder):
+    return FolderWeights(folder, hf.read(folder))
+
+
+def tensors_of(folder):
+    tensors = Folder(folder).tensors
+    return {name: tensors.read(name, tuple(slice(0, n) for n in tensors.shape(name))) for name in tensors.names()}
+
+
+def rewritten(folder, tensors, **keys):
+    """The folder with these tensors in place of its own, and these keys in its config."""
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    described = [Described(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    write_safetensors(folder / "model.safetensors", described, tensors.__getitem__, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | keys
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
