@@ -94,7 +94,7 @@ def tensors_of(folder):
 
 
 def rewritten(folder, tensors, **keys):
-    """The folder with these tensors in place of its own, and these keys in its config."""
+    """Replace all tensors of a folder, and some keys of its config."""
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     described = [Described(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]

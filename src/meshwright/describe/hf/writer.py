@@ -3,7 +3,7 @@
     family, config = write(model)                 the first family whose config, read back, is the same model
     family, config = write(model, original)       the original config, if the model is still the one it describes
 
-No rule decides here which family a model belongs to. Each family's writer states the keys as if the model were one of its own; the
+No rule decides here which family a model belongs to. Each family's writer states the keys as if the model belonged to it; the
 reader then says what those keys mean, and a family is right if that is the model we have (`compare`). So a config that is
 written never describes another model than the one that was trained.
 """
