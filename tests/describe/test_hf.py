@@ -202,7 +202,7 @@ def test_notes_name_what_is_assumed_or_not_understood():
         in notes_of(model_type="mistral", **COMMON | {"num_attention_heads": 16, "sliding_window": None})[0]
     )
     irregular = ["full_attention", "sliding_attention", "sliding_attention"]
-    assert "1 of 3 layers" in notes_of(model_type="mistral", **GROUPED, sliding_window=8, layer_types=irregular)[0]
+    assert "ignored" in notes_of(model_type="mistral", **GROUPED, sliding_window=8, layer_types=irregular)[0]
     assert len(notes_of(model_type="llama", **COMMON, **{f"odd_{i}": 1 for i in range(500)})) == hf.MOST_NOTES + 1
 
 
@@ -259,10 +259,96 @@ def test_differences_in_the_mathematics_are_listed():
     assert hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6}).not_run == ()
     capped = hf.interpret({"model_type": "gemma2", **GROUPED, "head_dim": 16})  # soft-capping is its class's default
     assert any("soft-capping of attention scores (attn_logit_softcapping = 50.0)" in line for line in capped.not_run)
-    scaled = {"rope_type": "llama3", "factor": 8.0}
-    assert "llama3" in hf.interpret({"model_type": "llama", **GROUPED, "rope_scaling": scaled}).not_run[0]
+    scaled = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    assert "mrope" in hf.interpret({"model_type": "qwen2_vl", **GROUPED, "rope_scaling": scaled}).not_run[0]
     parallel = hf.interpret({"model_type": "gpt_neox", **COMMON}).not_run
     assert any("attention and FFN in parallel" in line for line in parallel)
+
+
+@pytest.mark.parametrize("family", ORACLE)
+def test_missing_keys_have_the_values_of_the_class(family):
+    """A config of a few keys describes the same model as the file with all keys that transformers writes for it."""
+    transformers = pytest.importorskip("transformers")
+    shape = ORACLE[family][0]
+    written = json.loads(transformers.AutoConfig.for_model(family, **shape).to_json_string())
+    bare, whole = (hf.interpret(config) for config in ({"model_type": family, **shape}, written))
+    same = {"notes": (), "max_positions": whole.max_positions, "head_dim": whole.head_width}
+    assert bare.head_width == whole.head_width
+    assert bare.but(**same) == whole.but(**same)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "keys", "expected"),
+    [
+        ("llama", GROUPED, {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"kind": "linear", "factor": 2.0}),
+        ("llama", GROUPED, {"rope_scaling": {"rope_type": "default", "rope_theta": 7.0}}, {}),
+        ("llama", GROUPED, {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 9}},
+         {"kind": "dynamic", "factor": 2.0}),
+        ("llama", GROUPED, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0,
+         "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+         {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "original_positions": 8192}),
+        ("deepseek_v3", LATENT, {"rope_scaling": YARN},
+         {"kind": "yarn", "factor": 40.0, "original_positions": 4096, "mscale": 1.0, "mscale_all_dim": 0.7, "interleaved": True}),
+        ("deepseek_v3", LATENT, {"rope_interleave": False}, {}),
+        ("deepseek_v2", LATENT, {"rope_interleave": True}, {"interleaved": True}),
+        ("gpt_oss", ORACLE["gpt_oss"][0], {}, {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "truncate": False}),
+        ("phi3", GROUPED, {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+         "max_position_embeddings": 64, "original_max_position_embeddings": 32},
+         {"kind": "longrope", "factor": 2.0, "original_positions": 32, "short_factor": (1.0,) * 8, "long_factor": (2.0,) * 8}),
+    ],
+)  # fmt: skip
+def test_rotary_positions_are_read(family, shape, keys, expected):
+    model = hf.interpret({"model_type": family, "max_position_embeddings": 65536, **shape, **keys})
+    assert model.rope.as_dict() == expected
+    assert not [line for line in model.not_run if "rotary" in line]
+    assert Model(**model.as_dict()) == model
+
+
+def test_priorities_of_rotary_settings():
+    both = {"rope_theta": 1e5, "rope_parameters": {"rope_theta": 2e5, "rope_type": "default"}}
+    assert hf.interpret({"model_type": "llama", **GROUPED, **both}).rope_theta == 2e5
+    assert hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 1e5}).rope_theta == 1e5
+    assert hf.interpret({"model_type": "mixtral", **ORACLE["mixtral"][0]}).rope_theta == 1e6
+    assert hf.interpret({"model_type": "gpt_neox", **COMMON}).rope_dim == 4
+    assert hf.interpret({"model_type": "gpt_neox", **COMMON, "rotary_pct": 1.0}).rope_dim == 0
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"rope_type": "linear", "factor": "8"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+        {"rope_type": "longrope", "short_factor": 3, "long_factor": [1.0]},
+        {"rope_type": "longrope"},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "truncate": 1},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1},
+    ],
+)
+def test_rotary_settings_that_are_refused(table):
+    with pytest.raises(MeshwrightError, match=r"MW-(HF-006|MODEL-009|CONF-003)"):
+        hf.interpret({"model_type": "llama", **GROUPED, "max_position_embeddings": 64, "rope_scaling": table})
+
+
+def test_layers_without_a_window_are_a_stride_or_a_list():
+    first = hf.interpret(
+        {"model_type": "qwen2", **GROUPED, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    )
+    assert (first.window, first.full_every, first.full_layers) == (8, 0, (0, 1))
+    assert first.attended(64) == pytest.approx((2 * 32 + (8 - 0.5)) / 3)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    regular = hf.interpret({"model_type": "gpt_oss", **ORACLE["gpt_oss"][0], "layer_types": types})
+    assert (regular.full_every, regular.full_layers) == (2, ())
 
 
 def test_values_that_training_uses():
@@ -273,7 +359,9 @@ def test_values_that_training_uses():
 
 
 def test_activations():
-    assert hf.interpret({"model_type": "gemma3_text", **GROUPED, "head_dim": 16}).activation == "geglu"
+    assert hf.interpret({"model_type": "gemma3_text", **GROUPED, "head_dim": 16}).activation == "geglu-tanh"
+    assert hf.interpret({"model_type": "gpt2", **GPT2}).activation == "gelu-tanh"
+    assert hf.interpret({"model_type": "gpt2", **GPT2, "activation_function": "gelu"}).activation == "gelu"
     with pytest.raises(MeshwrightError, match=r'MW-HF-006: activation "foo".*Valid: silu'):
         hf.interpret({"model_type": "llama", **COMMON, "hidden_act": "foo"})
     with pytest.raises(MeshwrightError, match="MW-HF-006"):

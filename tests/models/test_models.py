@@ -1,4 +1,4 @@
-"""The networks have the parameters that the anatomy counts, and compute the same as transformers with the same weights."""
+"""The networks have the parameters that the anatomy counts."""
 
 import math
 
@@ -11,7 +11,7 @@ from meshwright.describe import catalog
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 from meshwright.models import build, initial_value, loss_function
-from meshwright.models.transformer import Geometry
+from meshwright.models.attention import Geometry
 
 NAMES = {"ffn-gate": "ffn.gate", "ffn-up": "ffn.up", "ffn-down": "ffn.down", "linear": "linear"}
 
@@ -23,10 +23,6 @@ def materialised(model, seed=0, scatter=True):
     for name, parameter in network.named_parameters():
         parameter.data.copy_(initial_value(model, name, parameter.shape, seed, scatter))
     return network
-
-
-def turned(tensor):
-    return tensor.mT if tensor.ndim > 1 else tensor
 
 
 def count(network):
@@ -108,89 +104,18 @@ def test_an_mlp_is_its_square_layers():
     assert loss_function(model)(y, target).item() == pytest.approx(5 * 4.0)
 
 
-def test_llama_equals_transformers():
-    transformers = pytest.importorskip("transformers")
-    model = Model(hidden=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        vocab_size=64,
-        rms_norm_eps=1e-5,
-        rope_theta=10_000.0,
-        tie_word_embeddings=False,
-    )
-    other = transformers.LlamaForCausalLM(config).double().eval()
-    network = materialised(model)
-    words = {
-        "embedding.tokens": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm", "attention.": "self_attn.", ".q.": ".q_proj.", ".k.": ".k_proj.",
-        ".v.": ".v_proj.", ".o.": ".o_proj.", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
-        "ffn.down": "mlp.down_proj", "head.norm": "model.norm", "head.project": "lm_head",
-    }  # fmt: skip
-    state = {}
-    for name, value in network.state_dict().items():
-        for ours, theirs in words.items():
-            name = name.replace(ours, theirs)
-        state[name] = value
-    other.load_state_dict(state)
-    ids = torch.randint(0, 64, (2, 10))
-    torch.testing.assert_close(network(ids), other(ids).logits, rtol=1e-6, atol=1e-6)  # theirs rotates in float32
-
-
-def test_gpt2_equals_transformers():
-    transformers = pytest.importorskip("transformers")
-    model = Model(
-        hidden=32,
-        layers=2,
-        heads=4,
-        ffn=128,
-        vocab=64,
-        tied=True,
-        activation="gelu",
-        norm="layernorm",
-        positions="learned",
-        max_positions=16,
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
-    )
-    config = transformers.GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, activation_function="gelu"
-    )
-    other = transformers.GPT2LMHeadModel(config).double().eval()
-    network = materialised(model)
-    ours, theirs = network.state_dict(), other.state_dict()
-    theirs["transformer.wte.weight"] = theirs["lm_head.weight"] = ours["embedding.tokens.weight"]
-    theirs["transformer.wpe.weight"] = ours["embedding.positions.weight"]
-    for part in ("weight", "bias"):
-        theirs[f"transformer.ln_f.{part}"] = ours[f"head.norm.{part}"]
-        for i in range(2):
-            get = lambda name, i=i, part=part: ours[f"layers.{i}.{name}.{part}"]  # noqa: E731
-            theirs[f"transformer.h.{i}.ln_1.{part}"] = get("attention_norm")
-            theirs[f"transformer.h.{i}.ln_2.{part}"] = get("ffn_norm")
-            fused = torch.cat([get(f"attention.{x}") for x in "qkv"])
-            theirs[f"transformer.h.{i}.attn.c_attn.{part}"] = turned(fused)
-            theirs[f"transformer.h.{i}.attn.c_proj.{part}"] = turned(get("attention.o"))
-            theirs[f"transformer.h.{i}.mlp.c_fc.{part}"] = turned(get("ffn.up"))
-            theirs[f"transformer.h.{i}.mlp.c_proj.{part}"] = turned(get("ffn.down"))
-    other.load_state_dict(theirs)
-    ids = torch.randint(0, 64, (2, 10))
-    torch.testing.assert_close(network(ids), other(ids).logits)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_window_limits_the_visible_positions(causal):
     model = Model(hidden=16, layers=3, heads=2, ffn=16, vocab=8, window=3, full_every=3, causal=causal)
     network = materialised(model)
-    assert [layer.attention.full for layer in network.layers.values()] == [False, False, True]
-    mask = Geometry(model).mask(torch.empty(1, 2, 6, 8), full=False)
+    assert [layer.attention.rule.window for layer in network.layers.values()] == [3, 3, 0]
+    listed = materialised(model.but(full_every=0, full_layers=(0, 2, 7)))
+    assert [layer.attention.rule.window for layer in listed.layers.values()] == [0, 3, 0]
+    mask = Geometry(model).mask(torch.empty(1, 2, 6, 8), window=3)
     for query in range(6):
         seen = {k for k in range(6) if abs(query - k) < 3 and (k <= query or not causal)}
         assert set(mask[query].nonzero().flatten().tolist()) == seen
-    assert Geometry(model).mask(torch.empty(1, 2, 6, 8), full=True) is None
+    assert Geometry(model).mask(torch.empty(1, 2, 6, 8), window=0) is None
 
 
 def test_initial_values_depend_only_on_seed_and_name():

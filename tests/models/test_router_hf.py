@@ -77,7 +77,8 @@ def test_balancing_losses_are_read_if_the_class_has_them():
     model, notes = read(
         "deepseek_v2", **LATENT, aux_loss_alpha=0.001, seq_aux=True, norm_topk_prob=True, routed_scaling_factor=3.0
     )
-    assert (model.router.aux, model.router.normalise, model.router.scale) == (0.001, None, 1.0)
+    assert (model.router.aux, model.router.normalise, model.router.scale) == (0.001, False, 3.0)
+    assert any("norm_topk_prob is ignored" in note for note in notes)
     assert model.router.aux_scope == "sequence"
     model, notes = read("deepseek_v3", **LATENT, **GROUPS, scoring_func="softmax", topk_method="first")
     assert (model.router.score, model.balance_bias) == ("softmax", True)

@@ -9,8 +9,8 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.models.attention import AttentionRule, Geometry
 from meshwright.models.dropout import Dropped, Moment, Probabilities, drawing, runs_in
-from meshwright.models.transformer import Geometry
 from meshwright.parallel.context import blocks, ring
 from meshwright.parallel.context import sequence as context
 from meshwright.proof.compare import compare
@@ -55,21 +55,25 @@ def random(*shape, seed):
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.parametrize(("window", "causal"), [(0, True), (3, True), (0, False)])
-def test_tiles_equal_the_formula(window, causal, monkeypatch):
-    """Grouped queries; a tile of a few rows."""
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("window", "causal", "rate"), [(0, True, 0.4), (3, True, 0.4), (0, False, 0.4), (3, True, 0.0)]
+)
+def test_tiles_equal_the_formula(window, causal, rate, sinks, monkeypatch):
+    """Grouped queries, with a scale of the scores that is not 1/√D; a tile of a few rows."""
     monkeypatch.setattr(blocks, "TILE", 2 * 4 * 16 * 3)
-    geometry = Geometry(Model(**SHAPE, window=window, causal=causal))
-    dropped = Dropped(torch.tensor([11, 12]), range(4, 8), 0.4)
+    geometry = Geometry(Model(**SHAPE, causal=causal))
+    rule = AttentionRule(window, 0.7, Dropped(torch.tensor([11, 12]), range(4, 8), rate) if rate else None)
     results = []
     for attend in (
-        lambda *x: geometry.attend_whole(*x, False, dropped),
-        lambda *x: ring.tiled_attention(*x, context.pattern_of(geometry, False, 16), dropped),
+        lambda *x: geometry.attend_whole(*x, rule),
+        lambda q, k, v, z: ring.tiled_attention(q, k, v, context.pattern_of(geometry, rule, 16), rule.dropped, z),
     ):
         parts = [random(2, n, 16, 8, seed=i) for i, n in enumerate((4, 2, 2))]
+        parts.append(random(2, 4, 16, seed=4) if sinks else None)
         output = attend(*parts)
         output.backward(random(2, 4, 16, 8, seed=9).detach())
-        results.append([output.detach(), *(x.grad for x in parts)])
+        results.append([output.detach(), *(x.grad for x in parts if x is not None)])
     for expected, got in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 

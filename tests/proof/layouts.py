@@ -29,6 +29,7 @@ SHAPE: dict[str, Any] = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "
 BIASED = {"qkv_bias": True, "out_bias": True, "ffn_bias": True}
 EXPERTS = {**SHAPE, "layers": 3, "experts": 4, "top_k": 2, "expert_ffn": 12}
 LATENT = {"attention": "mla", "kv_heads": 0, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+YARN = {"kind": "yarn", "factor": 4.0, "original_positions": 4, "beta_fast": 4.0}
 MODELS = {
     "llama": Model(**SHAPE),
     "qwen": Model(**SHAPE, tied=True, qk_norm=True, qkv_bias=True),
@@ -43,6 +44,12 @@ MODELS = {
     "qwen-moe": Model(**EXPERTS, shared_experts=1, shared_gate=True, router_bias=True, ffn_bias=True, tied=True,
                       activation="gelu"),
     "deepseek": Model(**{**EXPERTS, **LATENT}, q_rank=8, shared_experts=2, dense_layers=1, balance_bias=True),
+    "gpt-oss": Model(**EXPERTS, sinks=True, window=3, full_every=2, router_bias=True, swiglu_limit=0.5, swiglu_alpha=1.7,
+                     swiglu_shift=1.0, rope={**YARN, "truncate": False}, **BIASED),
+    "long": Model(**SHAPE, head_dim=8, rope_dim=4, rope={"kind": "dynamic", "factor": 4.0}, max_positions=4, window=3,
+                  full_layers=(0,), attention_scale=0.4, attention_scale_by_layer=True, activation="geglu-tanh"),
+    "latent-yarn": Model(**{**EXPERTS, **LATENT}, q_rank=8, latent_norm_epsilon=1e-3,
+                         rope={**YARN, "interleaved": True, "mscale": 0.7, "mscale_all_dim": 1.3}),
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = {
@@ -221,7 +228,23 @@ AWAY = [
         ("llama", {"recompute": "selective"}, "activations"),
     )
 ]
-EXTRAS += [(model, {"microbatch": 2, **fields}) for model, fields in (*COPIED, *GATHERED, *DROPPED, *AWAY)]
+# Sinks, scaled rotary positions, and other parts that models of Hugging Face have.
+PARTS: list[tuple[str, dict[str, Any]]] = [
+    ("gpt-oss", {**SP, "ep": 2, "replicate": 2}),
+    ("gpt-oss", CP),
+    ("gpt-oss", {"cp": 2, "cp_kind": "all-gather", "tp": 2}),
+    ("gpt-oss", {**ULYSSES, "replicate": 2, "ep": 2}),
+    ("gpt-oss", {**ULYSSES, "tp": 2, "recompute": "selective"}),
+    ("gpt-oss", {**Z3, "recompute": "selective"}),
+    ("gpt-oss", {"pp": 2, **Z3, "recompute": "full"}),
+    ("gpt-oss", ONE_KIND),
+    ("long", {**CP, **SP}),
+    ("long", {**ULYSSES, "pp": 2}),
+    ("long", {"tp": 2, "pp": 2, "recompute": "selective"}),
+    ("latent-yarn", {**CP, "tp": 2, "ep": 2}),
+    ("latent-yarn", {**SP, "pp": 2}),
+]
+EXTRAS += [(model, {"microbatch": 2, **fields}) for model, fields in (*COPIED, *GATHERED, *DROPPED, *AWAY, *PARTS)]
 FROZEN: list[tuple[str, dict[str, Any]]] = [  # of llama the embedding too: backward ends in the network's second layer
     ("qwen", {"replicate": 2, "bucket": 2000}), ("qwen", {**Z3, "microbatch": 2}), ("llama", {**Z3, "prefetch": False}),
     ("llama", {"tp": 2}), ("qwen", SP), ("llama", {**SP, "recompute": "full"}), ("qwen", {"pp": 2}), ("llama", ZBV),

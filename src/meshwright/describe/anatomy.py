@@ -250,7 +250,7 @@ def _layer_vectors(m: ModelShape) -> list[Vector]:
         vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
         vectors.append(norm(m, "kv-norm", m.kv_rank))
     if m.sinks:
-        vectors.append(Vector("sinks", "attention", m.heads, "column"))
+        vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
     return vectors
 
 

@@ -33,7 +33,7 @@ class Model(ModelShape):
             return full
         # Token t sees min(t, w): the average over s is w − w²/2s.
         near = self.window - self.window**2 / (2 * seq) if self.causal and halve_causal else float(self.window)
-        seeing_all = self.layers // self.full_every / self.layers if self.full_every else 0.0
+        seeing_all = self.full_count / self.layers
         return full * seeing_all + near * (1 - seeing_all)
 
     # Counts

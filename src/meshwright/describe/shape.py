@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
+from meshwright.describe.rope import RopeOptions
 from meshwright.describe.router import RouterOptions
 from meshwright.errors import MeshwrightError, nearest_number
 
@@ -42,15 +43,31 @@ class ModelShape(Described):
     kv_heads: Whole = 0
     head_dim: Whole = 0
     ffn: Whole = 0
-    activation: Literal["gelu", "relu", "swiglu", "geglu"] = "swiglu"
+    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "swiglu", "geglu", "geglu-tanh"] = Field(
+        default="swiglu",
+        description="of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x)",
+    )
+    swiglu_limit: float = Field(
+        default=0.0,
+        ge=0,
+        description="swiglu: the gate is clamped to at most this, the other half to ±this; 0: neither",
+    )
+    swiglu_alpha: float = Field(default=1.0, gt=0, description="swiglu: the gate g becomes g·sigmoid(alpha·g)")
+    swiglu_shift: float = Field(
+        default=0.0, description="swiglu: added to the other half before the product (gpt-oss: 1)"
+    )
     vocab: Whole = 0
     vocab_multiple: Size = Field(default=1, description="the vocabulary is padded up to a multiple of this")
     tied: bool = False
     max_positions: Whole = 0
     rope_theta: float = Field(default=10_000.0, gt=1, lt=1e15, description="base of the rotary position embedding")
+    rope: RopeOptions = RopeOptions()
     positions: Literal["rope", "learned", "alibi", "none"] = "rope"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_epsilon: float = Field(default=1e-5, gt=0, lt=1, description="added to the variance in norms")
+    latent_norm_epsilon: float = Field(
+        default=0.0, ge=0, lt=1, description="the same in the norms of latent attention; 0: norm_epsilon"
+    )
     norms_per_layer: Norms = 2
     norm_position: Literal["pre", "post"] = Field(default="pre", description="norms before or after attention and FFN")
     final_norm: bool = True
@@ -70,11 +87,24 @@ class ModelShape(Described):
     )
     window: Whole = Field(default=0, description="sliding-window attention: positions seen; 0: all")
     full_every: Whole = Field(default=0, description="with a window: every n-th layer sees all positions; 0: none does")
-    sinks: bool = False
+    full_layers: tuple[Whole, ...] = Field(
+        default=(), description="with a window: more layers, counted from 0, that see all positions"
+    )
+    sinks: bool = Field(
+        default=False, description="a learned score per head that takes a share of each softmax (gpt-oss)"
+    )
+    attention_scale: float = Field(
+        default=0.0, ge=0, description="factor of attention scores; 0: 1/√(width of a query)"
+    )
+    attention_scale_by_layer: bool = Field(
+        default=False, description="scores of layer i, counted from 0, are also divided by i + 1 (GPT-2)"
+    )
     attention: Literal["gqa", "mla"] = "gqa"
     q_rank: Whole = 0
     kv_rank: Whole = 0
-    rope_dim: Whole = 0
+    rope_dim: Whole = Field(
+        default=0, description="rotated elements of each head; 0: all of them, with latent attention none"
+    )
     nope_dim: Whole = 0
     value_dim: Whole = 0
     experts: Whole = 0
@@ -137,6 +167,7 @@ class ModelShape(Described):
                 valid=legal,
                 fix=f"--set model.kv_heads={near}",
             )
+        self._check_rotation_and_activation()
         if self.attention == "mla" and not (self.kv_rank and self.nope_dim and self.value_dim):
             raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
         if self.experts and not 1 <= self.top_k <= self.experts:
@@ -157,6 +188,28 @@ class ModelShape(Described):
         if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):
             raise MeshwrightError("MW-MODEL-001", f"{self.name}: a transformer needs 'ffn' above 0")
         return self
+
+    def _check_rotation_and_activation(self) -> None:
+        """Raise for options of rotary positions or of SwiGLU that do not fit the model or would have no effect."""
+        if self.attention == "gqa" and self.rope_dim > self.head_width:
+            raise MeshwrightError(
+                "MW-MODEL-009",
+                f"rope_dim={self.rope_dim} exceeds the head width {self.head_width}",
+                why="It is the number of elements of each head that are rotated",
+                fix="--set model.rope_dim=0",
+            )
+        if self.positions == "rope":
+            self.rope.check(self.rotated_width, self.max_positions)
+        elif self.rope != RopeOptions():
+            raise MeshwrightError(
+                "MW-MODEL-009", f"[model.rope] with positions={self.positions}", fix="--set model.positions=rope"
+            )
+        if self.activation != "swiglu" and (self.swiglu_limit, self.swiglu_alpha, self.swiglu_shift) != (0, 1, 0):
+            raise MeshwrightError(
+                "MW-MODEL-009",
+                f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={self.activation}",
+                fix="--set model.activation=swiglu",
+            )
 
     def _some_experts(self) -> str:
         """Settings that give a model experts, where its router accepts them."""
@@ -179,7 +232,21 @@ class ModelShape(Described):
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "geglu", "geglu-tanh")
+
+    @property
+    def rotated_width(self) -> int:
+        """Elements of each head that rotary positions rotate."""
+        return self.rope_dim if self.attention == "mla" else self.rope_dim or self.head_width
+
+    def score_scale(self, layer: int) -> float:
+        """The factor of attention scores in a layer."""
+        latent = self.attention == "mla"
+        width = self.nope_dim + self.rope_dim if latent else self.head_width
+        scale = self.attention_scale or width**-0.5
+        if latent and self.positions == "rope":
+            scale *= self.rope.latent_score_factor
+        return scale / (layer + 1) if self.attention_scale_by_layer else scale
 
     @property
     def padded_vocab(self) -> int:
@@ -202,6 +269,20 @@ class ModelShape(Described):
             for i in range(self.layers - self.dense_layers)
         )
         return ("dense",) * self.dense_layers + tuple(after)
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether the queries of a layer, counted from 0, see all positions."""
+        periodic = bool(self.full_every) and (layer + 1) % self.full_every == 0
+        return not self.window or periodic or layer in self._listed_full
+
+    @cached_property
+    def _listed_full(self) -> frozenset[int]:
+        return frozenset(self.full_layers)
+
+    @cached_property
+    def full_count(self) -> int:
+        """The number of layers that see all positions."""
+        return sum(map(self.sees_all, range(self.layers)))
 
     def layer_count(self, kind: str) -> int:
         return self.layer_kinds.count(kind)

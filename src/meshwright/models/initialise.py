@@ -7,9 +7,9 @@ same weights under every plan. The cost: every rank draws every parameter of its
     matrices and embeddings   N(0, σ²),  σ = √(2 / 5h)     (Nguyen & Salazar 2019; 0.02 at h = 1000)
     outputs of a block        σ / √(2·layers)              (attention output, down projections of FFN and experts)
     layers of the deep MLP    σ = √(2 / h)                 (He et al. 2015)
-    norm weights 1, biases 0
+    norm weights 1, biases and sinks 0
 
-`scatter` adds N(0, 0.1²) to norm weights and biases: in a proof of parity an error in a bias must not be hidden by a bias of zero.
+`scatter` adds N(0, 0.1²) to norm weights, biases and sinks: in a proof of parity an error in a bias must not be hidden by a bias of zero.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from meshwright.describe.model import Model
 
 BLOCK_OUTPUTS = ("attention.o.weight", "heads.o.weight", "down.weight")
+ZERO = ("bias", "sinks.weight")
 SCATTER = 0.1
 
 
@@ -65,7 +66,7 @@ def initial_value(model: Model, name: str, shape: torch.Size, seed: int, scatter
     """The initial value of a parameter: the full tensor, in float32."""
     draw = torch.randn(shape, generator=generator(seed, name), dtype=torch.float32)
     if len(shape) == 1 or name.endswith("bias"):
-        centre = 0.0 if name.endswith("bias") else 1.0
+        centre = 0.0 if name.endswith(ZERO) else 1.0
         return draw.mul_(SCATTER if scatter else 0.0).add_(centre)
     if model.kind == "mlp":
         return draw.mul_(math.sqrt(2 / model.hidden))

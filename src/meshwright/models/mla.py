@@ -15,32 +15,22 @@ Legend: B batch, S sequence, H hidden, N heads, L latent widths together.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import nn
 
 from meshwright.describe.model import Model
-from meshwright.models.dropout import Dropped, Probabilities
+from meshwright.models.attention import Geometry, rule_of
+from meshwright.models.dropout import Probabilities
 from meshwright.models.parts import make_norm
-
-
-class Positions(Protocol):
-    """The parts of the transformer's geometry that latent attention uses: rotation and attention."""
-
-    def rotated(self, x_BNSD: torch.Tensor) -> torch.Tensor: ...
-    def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, full: bool, dropped: Dropped | None, /
-    ) -> torch.Tensor: ...
 
 
 class Heads(nn.Module):
     """Computes the attention of these heads from the latents of every token."""
 
-    def __init__(self, model: Model, geometry: Positions, full: bool, site: str) -> None:
+    def __init__(self, model: Model, geometry: Geometry, layer: int) -> None:
         super().__init__()
-        self.geometry, self.full = geometry, full
-        self.probabilities = Probabilities(model.attention_dropout, site)
+        self.geometry, self.rule = geometry, rule_of(model, layer)
+        self.probabilities = Probabilities(model.attention_dropout, f"layers.{layer}.probabilities")
         self.nope, self.rope, self.value = model.nope_dim, model.rope_dim, model.value_dim
         self.widths = (model.q_rank or model.hidden, model.kv_rank, model.rope_dim)
         queries = model.heads * (self.nope + self.rope)
@@ -63,27 +53,29 @@ class Heads(nn.Module):
             q_BNSD = torch.cat((q_plain, self.geometry.rotated(q_rotated)), dim=-1)
             rotated_key_BNSD = self.geometry.rotated(key.unsqueeze(1)).expand(-1, q_BNSD.shape[1], -1, -1)
             k_BNSD = torch.cat((k_BNSD, rotated_key_BNSD), dim=-1)
-        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, self.full, self.probabilities(q_BNSD))
+        rule = self.rule._replace(dropped=self.probabilities(q_BNSD))
+        mixed_BNSD = self.geometry.attend(q_BNSD, k_BNSD, v_BNSD, None, rule)
         return self.o(mixed_BNSD.transpose(1, 2).flatten(2))
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, model: Model, geometry: Positions, full: bool, site: str) -> None:
+    def __init__(self, model: Model, geometry: Geometry, layer: int) -> None:
         super().__init__()
+        epsilon = model.latent_norm_epsilon
         self.ranks = (model.kv_rank, model.rope_dim)
         if model.q_rank:
             self.q_a = nn.Linear(model.hidden, model.q_rank, bias=model.qkv_bias)
-            self.q_a_norm = make_norm(model, model.q_rank)
+            self.q_a_norm = make_norm(model, model.q_rank, epsilon)
         self.kv_a = nn.Linear(model.hidden, model.kv_rank + model.rope_dim, bias=model.qkv_bias)
-        self.kv_a_norm = make_norm(model, model.kv_rank)
-        self.heads = Heads(model, geometry, full, site)
+        self.kv_a_norm = make_norm(model, model.kv_rank, epsilon)
+        self.heads = Heads(model, geometry, layer)
 
     @property
-    def geometry(self) -> Positions:
+    def geometry(self) -> Geometry:
         return self.heads.geometry
 
     @geometry.setter
-    def geometry(self, geometry: Positions) -> None:
+    def geometry(self, geometry: Geometry) -> None:
         self.heads.geometry = geometry
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:

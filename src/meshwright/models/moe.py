@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.describe.model import Model
-from meshwright.models.parts import ACTIVATIONS, FeedForward
+from meshwright.models.parts import ACTIVATIONS, FeedForward, gated_product
 from meshwright.models.router import Router, Tokens
 
 Product = Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor]
@@ -125,11 +125,12 @@ class Experts(nn.Module):
         self.up = GroupedLinear(count, hidden, width, model.ffn_bias)
         self.down = GroupedLinear(count, width, hidden, model.ffn_bias)
         self.gated, self.activation = model.gated, ACTIVATIONS[model.activation]
+        self.product = gated_product(model)
 
     def forward(self, x_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         counts = counts_E.tolist()
         if self.gated:
-            inner_RF = self.activation(self.gate(x_RH, counts)) * self.up(x_RH, counts)
+            inner_RF = self.product(self.gate(x_RH, counts), self.up(x_RH, counts))
         else:
             inner_RF = self.activation(self.up(x_RH, counts))
         return self.down(inner_RF, counts)

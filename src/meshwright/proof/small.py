@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from meshwright.cost.recompute import resolve_recompute
@@ -137,11 +138,11 @@ def shrink(model: Model, plan: Plan, original: Plan) -> Model:
         layers=layers,
         vocab=32 * tp + uneven,
         vocab_multiple=1,
-        max_positions=small_seq(plan),
         window=3 if model.window else 0,
+        full_layers=(0,) if model.full_layers else (),
         published=Published(),
         **small_experts(model, plan),
-        **small_latents(model),
+        **small_rotation(model, small_seq(plan)),
     )
 
 
@@ -169,11 +170,20 @@ def small_experts(model: Model, plan: Plan) -> dict[str, Any]:
     }
 
 
-def small_latents(model: Model) -> dict[str, int]:
-    if model.attention != "mla":
-        return {}
-    small = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
-    return {field: min(size, getattr(model, field)) for field, size in small.items()}
+def small_rotation(model: Model, seq: int) -> dict[str, Any]:
+    """Narrow heads; scaled rotary positions stay scaled, because the sequence is longer than the original positions."""
+    small = {"rope_dim": HEAD // 2 if model.rope_dim else 0}
+    if model.attention == "mla":
+        widths = {"q_rank": 6, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+        small = {field: min(size, getattr(model, field)) for field, size in widths.items()}
+    pairs = (small["rope_dim"] or (HEAD if model.attention == "gqa" else 0)) // 2
+    factors = {field: _cycled(getattr(model.rope, field), pairs) for field in ("short_factor", "long_factor")}
+    rope = model.rope.but(original_positions=seq // 2 if model.rope.original_positions else 0, **factors)
+    return small | {"rope": rope, "max_positions": seq // 2 if rope.kind == "dynamic" else seq}
+
+
+def _cycled(numbers: tuple[float, ...], count: int) -> tuple[float, ...]:
+    return tuple(islice(cycle(numbers), count)) if numbers else ()
 
 
 def small_layers(model: Model, plan: Plan, original: Plan) -> int:
@@ -183,7 +193,10 @@ def small_layers(model: Model, plan: Plan, original: Plan) -> int:
     per_stage = 2 if plan.stages == 1 or chosen else 1
     uneven = 1 if model.layers % original.stages else 0
     both = min(model.dense_layers, 1) + min(model.moe_every, 2) if model.experts else 0  # one with experts at least
-    return min(model.layers, max(plan.stages * per_stage + uneven, model.full_every if model.window else 0, both))
+    windows = (
+        max(model.full_every, 2 if model.full_layers else 0) if model.window else 0
+    )  # one with a window, one without
+    return min(model.layers, max(plan.stages * per_stage + uneven, windows, both))
 
 
 def small_seq(plan: Plan) -> int:

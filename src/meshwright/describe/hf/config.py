@@ -30,10 +30,13 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
                     "sliding_window": 4096},
-    "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "num_key_value_heads": 8},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8},
-    "qwen3": {"head_dim": 128},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen2_moe": {"num_key_value_heads": 16},
+    "qwen3_moe": {"num_key_value_heads": 4},
 }  # fmt: skip
 # Spellings of dropout rates.
 DROPOUT = {
@@ -41,6 +44,7 @@ DROPOUT = {
     "residual": ("resid_pdrop", "residual_dropout", "hidden_dropout"),
     "embedding": ("embd_pdrop", "embedding_dropout"),
 }
+RATES = {"gpt2": 0.1}  # the class's default of all of them, where it is not 0
 # Keys that change no count: token ids, rates, precisions, rotary details, housekeeping.
 HARMLESS = re.compile(
     r"^_|^rope|^rotary|^partial_rotary|theta$|^architectures$|^model_type$|token_id$|token_index$|eps$|epsilon$|"
@@ -118,6 +122,20 @@ class Config:
             raise self.bad(key, value, f"a list of {'whole numbers' if kind is int else 'texts'}")
         return value
 
+    def decimals(self, key: str) -> tuple[float, ...]:
+        """A list of numbers from 0 up; empty if it is null or absent."""
+        value = self.get(key)
+        if value is None:
+            return ()
+        numbers = (
+            [v for v in value if isinstance(v, int | float) and not isinstance(v, bool)]
+            if isinstance(value, list)
+            else []
+        )
+        if not numbers or len(numbers) != len(value) or not all(0 <= v <= MOST for v in numbers):
+            raise self.bad(key, value, f"a list of numbers from 0 to {MOST}")
+        return tuple(map(float, numbers))
+
     def bad(self, key: str, value: object, wanted: str) -> MeshwrightError:
         return MeshwrightError("MW-HF-006", f"{key} = {shown(value)} is not valid", valid=[wanted])
 
@@ -129,7 +147,7 @@ class Config:
                 if not 0 <= value < 1:
                     raise self.bad(key, value, "a number from 0 up to 1")
                 return float(value)
-        return None
+        return RATES.get(self.family)
 
     @property
     def drops(self) -> bool:

@@ -96,8 +96,13 @@ def _mixtral(c: Config) -> dict[str, Any]:
 
 def _deepseek(c: Config) -> dict[str, Any]:
     """Multi-head latent attention; the first layers dense, the others with routed and shared experts."""
+    if c.flag("mlp_bias", False):
+        raise MeshwrightError(
+            "MW-HF-007", "mlp_bias = true: dense FFNs with biases and experts without them", valid=["false"]
+        )
     fields = decoder(c) | attention_bias(c) | {"kv_heads": 0, "head_dim": 0, "attention": "mla"}
     fields |= {
+        "latent_norm_epsilon": 1e-6,  # a constant of these classes, whatever rms_norm_eps is
         "q_rank": c.number("q_lora_rank", 0),
         "kv_rank": c.number("kv_lora_rank"),
         "nope_dim": c.number("qk_nope_head_dim"),
@@ -126,7 +131,7 @@ def _gpt2(c: Config) -> dict[str, Any]:
         "layers": c.number("n_layer", most=MOST_LAYERS),
         "heads": c.number("n_head"),
         "ffn": c.number("n_inner", 4 * hidden),
-        "activation": plain_activation(c, "activation_function"),
+        "activation": plain_activation(c, "activation_function", "gelu_new"),
         "vocab": c.number("vocab_size"),
         "max_positions": c.number("n_positions"),
         "positions": "learned",
@@ -135,6 +140,8 @@ def _gpt2(c: Config) -> dict[str, Any]:
         "qkv_bias": True,
         "out_bias": True,
         "ffn_bias": True,
+        "attention_scale": 0.0 if c.flag("scale_attn_weights", True) else 1.0,
+        "attention_scale_by_layer": c.flag("scale_attn_by_inverse_layer_idx", False),
     }
 
 
@@ -160,6 +167,8 @@ def _gemma3(c: Config) -> dict[str, Any]:
 
 def _gpt_oss(c: Config) -> dict[str, Any]:
     fields = decoder(c) | attention_bias(c, True) | {"sinks": True, "router_bias": True, "ffn_bias": True}
+    fields |= {"swiglu_limit": c.decimal("swiglu_limit", 7.0), "swiglu_alpha": c.decimal("swiglu_alpha", 1.702)}
+    fields |= {"swiglu_shift": 1.0}
     top_k = c.number("num_experts_per_tok", c.number("experts_per_token", 4))
     experts = {"experts": c.number("num_local_experts"), "top_k": top_k, "expert_ffn": fields["ffn"], "ffn": 0}
     experts |= softmax_router(c, top_k, fields["layers"], normalise=True)

@@ -8,9 +8,12 @@ from meshwright.describe.hf.config import Config, shown
 from meshwright.describe.model import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 
-GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu"}  # and every gelu: geglu
-PLAIN = {"relu": "relu"}  # and every gelu: gelu
-GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "quick_gelu")
+EXACT_GELU, TANH_GELU = ("gelu", "gelu_python"), ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
+GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "quick_gelu": "geglu"}
+GATED |= dict.fromkeys(EXACT_GELU, "geglu") | dict.fromkeys(TANH_GELU, "geglu-tanh")
+PLAIN = {"relu": "relu", "quick_gelu": "quick-gelu"}
+PLAIN |= dict.fromkeys(EXACT_GELU, "gelu") | dict.fromkeys(TANH_GELU, "gelu-tanh")
+WITHOUT_LAYER_TYPES = ("mistral", "mixtral", "phi3", "qwen3_moe")  # their window is that of all layers
 
 
 def decoder(c: Config, tied: bool = False, activation: str = "silu", gated: bool = True) -> dict[str, Any]:
@@ -37,17 +40,13 @@ def decoder(c: Config, tied: bool = False, activation: str = "silu", gated: bool
 def gated_activation(c: Config, default: str) -> str:
     """The activation of a gated FFN. Gemma writes `hidden_activation`, and its files may carry an older `hidden_act` too."""
     name = c.word("hidden_activation", c.word("hidden_act", default))
-    if name in GELU:
-        return "geglu"
-    return GATED[name] if name in GATED else _unknown_activation(c, name, (*GATED, *GELU))
+    return GATED[name] if name in GATED else _unknown_activation(c, name, tuple(GATED))
 
 
 def plain_activation(c: Config, key: str, default: str = "gelu") -> str:
     """The activation of an FFN without a gate."""
     name = c.word(key, default)
-    if name in GELU:
-        return "gelu"
-    return PLAIN[name] if name in PLAIN else _unknown_activation(c, name, (*PLAIN, *GELU))
+    return PLAIN[name] if name in PLAIN else _unknown_activation(c, name, tuple(PLAIN))
 
 
 def _unknown_activation(c: Config, name: str, valid: tuple[str, ...]) -> str:
@@ -64,19 +63,21 @@ def attention_bias(c: Config, default: bool = False) -> dict[str, bool]:
     return {"qkv_bias": bias, "out_bias": bias}
 
 
-def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dict[str, int]:
-    """Window and stride of the layers without one. `full` marks the layers that see all positions; `layer_types` overrides it."""
+def sliding_window(c: Config, full: list[bool], width: int | None = None) -> dict[str, Any]:
+    """Window, and the layers without one: a stride, or a list. `full` marks the layers that see all positions; `layer_types`
+    overrides it, except in classes that do not read it."""
     width = c.number("sliding_window", 0, least=0) if width is None else width
     kinds = c.many("layer_types", str)
-    if kinds is not None:
+    if kinds is not None and c.family in WITHOUT_LAYER_TYPES:
+        c.notes.append(f"layer_types is ignored, as by the class of {c.family}")
+    elif kinds is not None:
         full = [kind == "full_attention" for kind in kinds[:MOST_LAYERS]]
     if not width or all(full):
         return {}
     every = full.index(True) + 1 if any(full) else 0
-    if full != (every_nth(every, len(full)) if every else [False] * len(full)):
-        every = max(2, round(len(full) / sum(full)))
-        c.notes.append(f"{sum(full)} of {len(full)} layers see all positions: modelled as every {every}th layer")
-    return {"window": width, "full_every": every}
+    if full == (every_nth(every, len(full)) if every else [False] * len(full)):
+        return {"window": width, "full_every": every}
+    return {"window": width, "full_layers": tuple(i for i, sees_all in enumerate(full) if sees_all)}
 
 
 def every_nth(stride: int, layers: int) -> list[bool]:

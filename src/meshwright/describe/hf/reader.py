@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.describe.hf.config import Config, load
 from meshwright.describe.hf.differences import not_run, numbers
 from meshwright.describe.hf.families import ALIASES, FAMILIES
+from meshwright.describe.hf.rope import rotary
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError, unknown
 
@@ -36,7 +37,8 @@ def interpret(data: dict[str, Any], name: str = "") -> Model:
     notes: list[str] = []
     family, data = _language_model(data, notes)
     config = Config(family, data, notes)
-    fields = FAMILIES[family](config) | numbers(config)
+    fields = FAMILIES[family](config)
+    fields |= rotary(config, fields) | numbers(config)
     differences = not_run(config)
     notes += config.unread()
     if len(notes) > MOST_NOTES:

@@ -3,7 +3,8 @@
     mixtral, gpt_oss       softmax, top k, weights that sum to one
     qwen2_moe, qwen3_moe   softmax, top k; weights sum to one where norm_topk_prob is true
     deepseek_v2            softmax; topk_method "greedy", or group_limited_greedy: top k among the topk_group best of
-                           n_group groups; weights are either normalised or scaled by routed_scaling_factor
+                           n_group groups; weights scaled by routed_scaling_factor. Transformers' class ignores
+                           norm_topk_prob, which no released model sets; so do we, with a note
     deepseek_v3, glm4_moe  sigmoid and a balancing bias; groups ranked by the sum of their two best; normalised, then scaled
 
 `router_aux_loss_coef` weighs E·Σ f_e P_e with f and P averaged over all layers with experts and f summing to k; ours is
@@ -72,7 +73,8 @@ def deepseek_router(c: Config, top_k: int) -> dict[str, Any]:
     grouped = {"groups": groups, "groups_kept": kept} if method != "greedy" and kept < groups else {}
     normalise, scale = c.flag("norm_topk_prob", default.normalise), c.decimal("routed_scaling_factor", default.scale)
     if normalise and c.family == "deepseek_v2":
-        scale = 1.0  # this family either normalises the weights or scales them
+        c.notes.append("norm_topk_prob is ignored, as by the class of deepseek_v2")
+        normalise = False
     score = c.word("scoring_func", default.score)
     if score not in SCORES:
         c.notes.append(f"scoring_func {shown(score)} is read as {default.score}")

@@ -39,11 +39,11 @@ def unsupported_parts(m: Model) -> list[str]:
     """What a model has and our transformer does not implement."""
     if m.kind != "transformer":
         return []
-    field, width = ("rope_dim", m.rope_dim) if m.attention == "mla" else ("head_dim", m.head_width)
+    field, width = ("rope_dim" if m.rope_dim else "head_dim"), m.rotated_width
     parts = {
         "attention=mla with qk_norm": m.attention == "mla" and m.qk_norm,
         "positions=alibi": m.positions == "alibi",
-        "sinks": m.sinks,
+        "attention=mla with sinks": m.attention == "mla" and m.sinks,
         "norm_position=post": m.norm_position == "post",
         "qk_norm_width=projection": m.qk_norm and m.qk_norm_width == "projection",
         f"norms_per_layer={m.norms_per_layer}": m.norms_per_layer not in (2, 4),

@@ -2,6 +2,7 @@
 
     style               cut                      gradient is a partial sum over          example
     column              dim 0 over tp            —                                       q, gate, up; biases with them
+    per-head            dim 0 over tp            —                                       attention sinks
     keys                dim 0 over tp, by whole  kv_copies: neighbours on tp that hold   k, v
                         KV heads                 the same head, if heads < tp
     row                 dim 1 over tp            —                                       o, down
@@ -52,6 +53,7 @@ class Rule:
 ROWS_OVER_TP = ((0, "tp"),)
 RULES: dict[str, Rule] = {
     "column": Rule(ROWS_OVER_TP),
+    "per-head": Rule(ROWS_OVER_TP),
     "keys": Rule(ROWS_OVER_TP, partial=KV_COPIES),
     "row": Rule(((1, "tp"),), all_gather="column"),
     "row-bias": Rule(partial="tp", partial_needs_sp=True, all_gather="column"),

@@ -3,19 +3,22 @@
 Softmax over keys that arrive block by block needs one pass: each block gives its output and the logarithm of its sum of
 exponentials (lse, ℓ). Two blocks merge exactly and without overflow (Milakov & Gimelshein 2018):
 
-    ℓ_j = log Σ_k exp(s_k)      o_j = Σ_k exp(s_k − ℓ_j) v_k            over the keys k of block j,  s = q kᵀ / √D
+    ℓ_j = log Σ_k exp(s_k)      o_j = Σ_k exp(s_k − ℓ_j) v_k            over the keys k of block j,  s = scale · q kᵀ
     ℓ = log(e^ℓ₁ + e^ℓ₂)        o = e^(ℓ₁−ℓ) o₁ + e^(ℓ₂−ℓ) o₂
 
 Backward needs only q, k, v, o and ℓ: the probabilities of a block are exp(s − ℓ) with the **final** ℓ. So blocks are
 independent, and their gradients are added:
 
-    δ = Σ_d o ∘ do      ds = p ∘ (do vᵀ − δ) / √D      dq = ds k      dk = dsᵀ q      dv = pᵀ do
+    δ = Σ_d o ∘ do      ds = scale · p ∘ (do vᵀ − δ)      dq = ds k      dk = dsᵀ q      dv = pᵀ do
 
 With dropout of probabilities (`dropped`), each p that multiplies a v or a do is also multiplied by m, 0 or 1/(1 − r):
 
-    o = Σ p m v         dv = (p ∘ m)ᵀ do        ds = p ∘ (m ∘ do vᵀ − δ) / √D
+    o = Σ p m v         dv = (p ∘ m)ᵀ do        ds = scale · p ∘ (m ∘ do vᵀ − δ)
 
 ℓ and δ do not change, since Σ_k p m do·v = do·o.
+
+A sink z, a score without a value, is a first block with ℓ = z and o = 0. Its gradient is that of any score, with v = 0:
+dz = −exp(z − ℓ) δ, summed over the queries of its head.
 
 The tokens of a rank are a few runs of consecutive positions. For each pair of runs the queries see all keys, no keys, or,
 if both are the same run, the lower triangle: `rectangles` lists the parts to compute. A rectangle runs on a fused kernel
@@ -53,11 +56,16 @@ class Rectangle(NamedTuple):
 
 class AttentionPattern(NamedTuple):
     """The keys that a query sees: with `causal` only earlier keys; with `window` > 0 only keys less than `window` positions away;
-    with `documents_BS`, the document of each token of the whole sequence, only keys of its document."""
+    with `documents_BS`, the document of each token of the whole sequence, only keys of its document. `scale` is the factor of the
+    scores (None: 1/√D)."""
 
     causal: bool
     window: int = 0
     documents_BS: torch.Tensor | None = None
+    scale: float | None = None
+
+    def scale_of(self, q: torch.Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 class Tile(NamedTuple):
@@ -126,11 +134,19 @@ class BlockAttention:
     """Output and log-sum-exp of this rank's queries over the blocks of keys seen so far."""
 
     def __init__(
-        self, q_BNSD: torch.Tensor, queries: Runs, pattern: AttentionPattern, dropped: Dropped | None = None
+        self,
+        q_BNSD: torch.Tensor,
+        queries: Runs,
+        pattern: AttentionPattern,
+        dropped: Dropped | None = None,
+        sinks_BNS: torch.Tensor | None = None,
     ) -> None:
         self.q, self.queries, self.pattern, self.dropped = q_BNSD, queries, pattern, dropped
+        self.scale = pattern.scale_of(q_BNSD)
         self.output_BNSD: torch.Tensor | None = None
         self.lse_BNS = q_BNSD.new_full(q_BNSD.shape[:-1], -torch.inf, dtype=wide(q_BNSD.dtype))
+        if sinks_BNS is not None:
+            self.lse_BNS.copy_(sinks_BNS)
 
     def attend_block(self, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, keys: Runs) -> None:
         if self.output_BNSD is None:
@@ -144,13 +160,14 @@ class BlockAttention:
             fused = r.visible != "mask" and self.dropped is None and shared == "all"
             kernel = kernel_for(*parts, r.visible == "triangle") if fused else None
             if kernel is not None:
-                self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle"))
+                self._merge(r.queries, *kernel.forward(*parts, r.visible == "triangle", self.scale))
                 continue
             q, k, v = parts
             for rows, columns, mask in _tiles(q, r, self.queries, keys, self.pattern):
                 part = slice(r.queries.start + rows.start, r.queries.start + rows.stop)
                 kept = _kept(self.dropped, r, self.queries, keys, rows, columns, self.lse_BNS.dtype)
-                self._merge(part, *_tile_forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], mask, kept))
+                tile = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+                self._merge(part, *_tile_forward(*tile, mask, kept, self.scale))
 
     def _merge(self, rows: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         assert self.output_BNSD is not None
@@ -177,8 +194,15 @@ class BlockGradients:
         self.grad_output = grad_output if grad_output.stride(-1) == 1 else grad_output.contiguous()  # kernels read rows
         self.q, self.output, self.lse = q, output, lse
         self.queries, self.pattern, self.dropped = queries, pattern, dropped
+        self.scale = pattern.scale_of(q)
         self.dq = q.new_zeros(q.shape, dtype=wide(q.dtype))
         self.delta_BNS = (grad_output.to(self.dq.dtype) * output.to(self.dq.dtype)).sum(-1)
+
+    def of_sinks(self, sinks_BNS: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the sink of each query; None without sinks."""
+        if sinks_BNS is None:
+            return None
+        return -((sinks_BNS - self.lse).exp_() * self.delta_BNS).to(sinks_BNS.dtype)
 
     def attend_block(self, k: torch.Tensor, v: torch.Tensor, keys: Runs, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Run backward through one block: add to `dk` and `dv`, the gradients of its keys and values."""
@@ -195,7 +219,7 @@ class BlockGradients:
             fused = r.visible != "mask" and self.dropped is None and shared == "all"
             kernel = kernel_for(q, k_part, v_part, triangle) if fused else None
             if kernel is not None:
-                parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle)
+                parts = kernel.backward(grad_output, q, k_part, v_part, output, lse, triangle, self.scale)
                 for into, part in zip((dq, dk_part, dv_part), parts, strict=True):
                     into.add_(part)
                 continue
@@ -210,6 +234,7 @@ class BlockGradients:
                     v_part[:, :, visible_columns],
                     mask,
                     kept,
+                    self.scale,
                 )
                 for into, part in zip(
                     (dq[:, :, tile], dk_part[:, :, visible_columns], dv_part[:, :, visible_columns]), parts, strict=True
@@ -298,10 +323,12 @@ def _kept(
     return dropped.factor(position_ids(queries)[r.queries][rows], position_ids(keys)[r.keys][columns], dtype)
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, mask: torch.Tensor | None) -> Any:
+def _probabilities(
+    q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, mask: torch.Tensor | None, scale: float
+) -> Any:
     """exp(s − ℓ) [B, K, G·R, S] and ℓ [B, K, G·R]; without a given ℓ, that of this block is computed."""
     groups = q.shape[1] // k.shape[1]
-    scores = q.unflatten(1, (-1, groups)).flatten(2, 3).mul(q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    scores = q.unflatten(1, (-1, groups)).flatten(2, 3).mul(scale) @ k.transpose(-1, -2)
     if mask is not None:
         scores.unflatten(2, (groups, -1)).masked_fill_(~mask, -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse.unflatten(1, (-1, groups)).flatten(2, 3)
@@ -310,10 +337,15 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None, m
 
 
 def _tile_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, kept: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    scale: float,
 ) -> Any:
     q, k, v = (x.to(wide(x.dtype)) for x in (q, k, v))
-    probability, lse = _probabilities(q, k, None, mask)
+    probability, lse = _probabilities(q, k, None, mask, scale)
     if kept is not None:
         probability *= kept.view(probability.shape)
     output = probability @ v
@@ -329,10 +361,11 @@ def _tile_backward(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grad_output, q, k, v = (x.to(wide(x.dtype)) for x in (grad_output, q, k, v))
-    probability, _ = _probabilities(q, k, lse, mask)
-    groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+    probability, _ = _probabilities(q, k, lse, mask, scale)
+    groups = q.shape[1] // k.shape[1]
     grouped_q, grouped_grad, grouped_delta = (
         x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (q, grad_output, delta)
     )

@@ -27,16 +27,17 @@ MULTIPLE = 8  # head widths must be a multiple; the public function pads to it
 
 @dataclass(frozen=True)
 class Kernel:
-    """forward(q, k, v, triangle) → output, ℓ; backward(grad_output, q, k, v, output, ℓ, triangle) → dq, dk, dv."""
+    """forward(q, k, v, triangle, scale) → output, ℓ; backward(grad_output, q, k, v, output, ℓ, triangle, scale) → dq, dk, dv."""
 
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     backward: Callable[..., Parts]
 
 
 def _cudnn_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, triangle)[:2]
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    output, lse = attention(q, k, v, None, True, 0.0, triangle, scale=scale)[:2]
     return output, lse.squeeze(-1)
 
 
@@ -48,17 +49,19 @@ def _cudnn_backward(
     output: torch.Tensor,
     lse: torch.Tensor,
     triangle: bool,
+    scale: float,
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
     lse = lse.contiguous().unsqueeze(-1)
-    return backward(grad_output, q, k, v, output, lse, seed, seed, None, None, None, *lengths, 0.0, triangle)
+    masks = (None, None, None)
+    return backward(grad_output, q, k, v, output, lse, seed, seed, *masks, *lengths, 0.0, triangle, scale=scale)
 
 
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, triangle: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle)[:2]
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle, scale=scale)[:2]
     return output, lse
 
 
@@ -70,10 +73,12 @@ def _flash_backward(
     output: torch.Tensor,
     lse: torch.Tensor,
     triangle: bool,
+    scale: float,
 ) -> Parts:
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
     seed, lengths = _no_dropout(q), (q.shape[2], k.shape[2])
-    return backward(grad_output, q, k, v, output, lse.contiguous(), None, None, *lengths, 0.0, triangle, seed, seed)
+    last = (*lengths, 0.0, triangle, seed, seed)
+    return backward(grad_output, q, k, v, output, lse.contiguous(), None, None, *last, scale=scale)
 
 
 def _no_dropout(q: torch.Tensor) -> torch.Tensor:

@@ -105,29 +105,32 @@ def attend_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    sinks_BNS: torch.Tensor | None,
     context: Context,
     blocks: Iterator[tuple[int, torch.Tensor]],
 ) -> torch.Tensor:
     """Run forward over all blocks, received from the ring or gathered."""
-    attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped)
+    attended = BlockAttention(q, context.local_runs, context.pattern, context.dropped, sinks_BNS)
     for source, block in blocks:
         attended.attend_block(*unpack(block, k, v), context.runs[source])
     assert attended.output_BNSD is not None
     output = attended.output_BNSD.to(q.dtype)
     ctx.context = context
-    ctx.save_for_backward(q, k, v, output, attended.lse_BNS)
+    ctx.save_for_backward(q, k, v, output, attended.lse_BNS, sinks_BNS)
     return output
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-        return attend_blocks(ctx, q, k, v, context, ring_blocks(pack(k, v), context.group))
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        return attend_blocks(ctx, q, k, v, sinks, context, ring_blocks(pack(k, v), context.group))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse = ctx.saved_tensors
+        q, k, v, output, lse, sinks = ctx.saved_tensors
         context: Context = ctx.context
         gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
         own_gradient = torch.empty(0)
@@ -145,19 +148,21 @@ class _Ring(torch.autograd.Function):
         if message is not None:
             own_gradient += message.wait()
         dk, dv = unpack(own_gradient, k, v)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(sinks), None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
         whole = gather_blocks(pack(k, v), context.group)
-        return attend_blocks(ctx, q, k, v, context, gathered_blocks(whole, context.group))
+        return attend_blocks(ctx, q, k, v, sinks, context, gathered_blocks(whole, context.group))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse = ctx.saved_tensors
+        q, k, v, output, lse, sinks = ctx.saved_tensors
         context: Context = ctx.context
         gradients = BlockGradients(grad_output, q, output, lse, context.local_runs, context.pattern, context.dropped)
         whole = gather_blocks(pack(k, v), context.group)
@@ -165,7 +170,7 @@ class _Gather(torch.autograd.Function):
         for source, block in gathered_blocks(whole, context.group):
             gradients.attend_block(*unpack(block, k, v), context.runs[source], *unpack(added[source], k, v))
         own_gradient = exchange.reduce_scatter(added.to(k.dtype).flatten(), context.group, 0)
-        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), None
+        return gradients.dq.to(q.dtype), *unpack(own_gradient, k, v), gradients.of_sinks(sinks), None
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -173,36 +178,53 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern, dropped: Dropped | None
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        pattern: AttentionPattern,
+        dropped: Dropped | None,
     ) -> torch.Tensor:
-        ctx.arguments = (range(q.shape[2]),), pattern, dropped
-        attended = BlockAttention(q, *ctx.arguments)
-        attended.attend_block(k, v, ctx.arguments[0])
+        runs = (range(q.shape[2]),)
+        ctx.arguments = runs, pattern, dropped
+        attended = BlockAttention(q, runs, pattern, dropped, sinks)
+        attended.attend_block(k, v, runs)
         assert attended.output_BNSD is not None
         output = attended.output_BNSD.to(q.dtype)
-        ctx.save_for_backward(q, k, v, output, attended.lse_BNS)
+        ctx.save_for_backward(q, k, v, output, attended.lse_BNS, sinks)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        q, k, v, output, lse = ctx.saved_tensors
+        q, k, v, output, lse, sinks = ctx.saved_tensors
         gradients = BlockGradients(grad_output, q, output, lse, *ctx.arguments)
         dk, dv = (torch.zeros_like(x, dtype=gradients.dq.dtype) for x in (k, v))
         gradients.attend_block(k, v, ctx.arguments[0], dk, dv)
-        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return gradients.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), gradients.of_sinks(sinks), None, None
 
 
 def tiled_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: AttentionPattern, dropped: Dropped | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pattern: AttentionPattern,
+    dropped: Dropped | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once."""
-    return _TiledAttention.apply(q, k, v, pattern, dropped)
+    """Attention to a whole sequence on this rank, in tiles, so that not all probabilities are in memory at once. `sinks` [B, N, S]
+    holds the sink of each query."""
+    return _TiledAttention.apply(q, k, v, sinks, pattern, dropped)
 
 
-def attend_over_ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-    return _Ring.apply(q, k, v, context)
+def attend_over_ring(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _Ring.apply(q, k, v, sinks, context)
 
 
-def attend_over_gathered(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context) -> torch.Tensor:
-    return _Gather.apply(q, k, v, context)
+def attend_over_gathered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    return _Gather.apply(q, k, v, sinks, context)

@@ -47,9 +47,8 @@ from torch.nn import functional as F
 
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
+from meshwright.models.attention import AttentionRule, Geometry
 from meshwright.models.documents import current_documents
-from meshwright.models.dropout import Dropped
-from meshwright.models.transformer import Geometry
 from meshwright.parallel.context.blocks import AttentionPattern, Runs, position_ids
 from meshwright.parallel.context.ring import Context, attend_over_gathered, attend_over_ring, tiled_attention
 from meshwright.parallel.context.ulysses import attend_by_heads
@@ -139,37 +138,42 @@ def shard_sequence(module: nn.Module, model: Model, group: ProcessGroup, kind: s
     runs = runs_of(seq, group.size(), is_zigzag(model, kind, seq, group.size()))
     geometry = module.geometry
     assert isinstance(geometry, Geometry)
-    geometry.position_ids = position_ids(runs[group.rank()])
+    geometry.position_ids, geometry.length = position_ids(runs[group.rank()]), seq
     transport = attend_over_gathered if kind == "all-gather" else attend_over_ring
 
     def by_blocks(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
     ) -> torch.Tensor:
-        return transport(q, k, v, Context(group, runs, pattern_of(geometry, full, seq), dropped))
+        return transport(q, k, v, Context(group, runs, pattern_of(geometry, rule, seq), rule.dropped), sinks)
 
     def by_heads(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
     ) -> torch.Tensor:
-        own_heads = dropped and dropped.part(group.rank(), group.size())
-        return attend_by_heads(q, k, v, group, lambda q, k, v: geometry.attend_whole(q, k, v, full, own_heads))
+        own = rule._replace(dropped=rule.dropped and rule.dropped.part(group.rank(), group.size()))
+        # A head has the same sink for all queries: its value for the first query of this rank serves for the whole sequence.
+        own_sinks = None if sinks is None else sinks.chunk(group.size(), 1)[group.rank()][..., :1].expand(-1, -1, seq)
+        return attend_by_heads(q, k, v, group, lambda q, k, v: geometry.attend_whole(q, k, v, own_sinks, own))
 
     geometry.attend = by_heads if kind == "ulysses" else by_blocks
     return geometry.position_ids
 
 
-def pattern_of(geometry: Geometry, full: bool, seq: int) -> AttentionPattern:
-    window = 0 if full or geometry.window >= seq else geometry.window
-    return AttentionPattern(geometry.causal, window, current_documents())
+def pattern_of(geometry: Geometry, rule: AttentionRule, seq: int) -> AttentionPattern:
+    window = 0 if rule.window >= seq else rule.window
+    return AttentionPattern(geometry.causal, window, current_documents(), rule.scale)
 
 
 def use_tiled_attention(module: nn.Module) -> None:
-    """Compute attention with dropout of probabilities in tiles, on whole sequences, so that not all probabilities are in memory."""
+    """Compute attention with sinks or with dropout of probabilities in tiles, on whole sequences, so that not all probabilities are in
+    memory."""
     geometry: Any = module.geometry
     plain = geometry.attend_whole
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, full: bool, dropped: Dropped | None) -> torch.Tensor:
-        if dropped is None:
-            return plain(q, k, v, full, None)
-        return tiled_attention(q, k, v, pattern_of(geometry, full, q.shape[2]), dropped)
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, rule: AttentionRule
+    ) -> torch.Tensor:
+        if rule.dropped is None and sinks is None:
+            return plain(q, k, v, None, rule)
+        return tiled_attention(q, k, v, pattern_of(geometry, rule, q.shape[2]), rule.dropped, sinks)
 
     geometry.attend_whole = geometry.attend = attend

@@ -66,6 +66,10 @@ def _column(done: Split, name: str, part: Any) -> None:
     set_width(part)
 
 
+def _per_head(done: Split, name: str, part: Any) -> None:
+    shard_parameters(done, name, part, "per-head")
+
+
 def _logits(done: Split, name: str, part: Any) -> None:
     """The vocabulary may be cut unevenly: only the loss looks across its ranks, and it knows where each begins."""
     shard_parameters(done, name, part, "logits")
@@ -241,6 +245,7 @@ STYLES: dict[str, Callable[[Split, str, Any], None]] = {
     "region": _region,
     "enter": _enter,
     "column": _column,
+    "per-head": _per_head,
     "keys": _keys,
     "logits": _logits,
     "row": _row,

@@ -5,6 +5,7 @@
     column      a linear layer whose weight and bias are split by output; no communication
     column:1,1  the same for several parts in one weight, in this proportion, each split separately (`cuts`)
     heads:4,2,2 several parts counted in heads, which are never cut; with fewer heads than ranks a head is on several ranks
+    per-head    one number per head: each rank has those of its heads
     keys:64     column by whole heads of this width; with fewer heads than ranks a head is on several ranks
     counts:a,b  attributes by which the module counts (its heads, for example) become this rank's; `config.a`: in its own copy of a config
     row         a linear layer whose weight is split by input; outputs are partial sums: `reduce_out` or `scatter_out`, then the whole

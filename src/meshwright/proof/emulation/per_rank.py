@@ -10,7 +10,8 @@ Copies share memory, so an update changes all of them. Operations between the us
 one forward and one backward compute the gradients of all ranks.
 
 Tokens that are sent to experts belong to the rank that routed them: with tensor parallelism, its share of the tokens of the tp group.
-A weight with two uses, such as a tied embedding, has copies for each use.
+A weight with two uses, such as a tied embedding, has copies for each use. Attention sinks are used query by query; under Ulysses, where
+ranks exchange queries for heads, head by head.
 
 An fp8 product has one scale for all tokens of a data-parallel rank, over its context-parallel ranks, so these run as one product; the
 gradient of its weight, ĝᵀx̂, still separates by tokens.
@@ -28,9 +29,11 @@ from torch.nn import functional as F
 
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.models.attention import Attention, Sinks
 from meshwright.models.moe import GroupedLinear, MixtureOfExperts
 from meshwright.models.router import Router
-from meshwright.models.transformer import Attention, LearnedPositions
+from meshwright.models.transformer import LearnedPositions
 from meshwright.parallel.context.token_order import token_order
 from meshwright.proof.emulation import fp8_products as fp8
 
@@ -68,6 +71,8 @@ class PerRankGradients:
                 self._experts(path, owner, {s: r.to(device) for s, r in tokens_of(layout, model, length).items()})
             elif scaled and layout.plan.cp > 1 and isinstance(owner, nn.Linear) and path.startswith("layers."):
                 self._replace_scaled(path, owner, rows)
+            elif isinstance(owner, Sinks) and layout.plan.cp > 1 and layout.plan.cp_kind == "ulysses":
+                self._sinks_by_heads(path, owner, rows, layout.plan)
             elif isinstance(owner, LearnedPositions):
                 self._replace(path, owner, "forward", lambda x: rows, of_positions)
             elif not isinstance(owner, GroupedLinear):
@@ -87,6 +92,22 @@ class PerRankGradients:
         layer.router.register_forward_hook(remember)
         for kind, linear in layer.experts.named_children():
             self._replace(f"{path}.experts.{kind}", linear, "forward", rows_of, of_experts)
+
+    def _sinks_by_heads(self, path: str, owner: Sinks, rows: Rows, plan: Plan) -> None:
+        """Under Ulysses a rank has the tokens of all ranks of its cp group, and some heads: those that use its copy."""
+        heads = torch.arange(len(owner.weight)) % (len(owner.weight) // plan.tp)
+        holder_N = (heads // (len(owner.weight) // plan.tp // plan.cp)).to(owner.weight.device)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out_TN = x.new_zeros(x.shape[:-1].numel(), len(holder_N))
+            for whose in rows:
+                together = torch.cat([own for other, own in rows.items() if other[:2] == whose[:2]])
+                tokens_T = x.new_zeros(len(out_TN)).index_fill(0, together, 1.0)
+                weight = self._copy(whose, f"{path}.weight", owner.weight)
+                out_TN = out_TN + tokens_T[:, None] * (holder_N == whose[2]) * weight
+            return out_TN.unflatten(0, x.shape[:-1])
+
+        setattr(owner, "forward", run)  # noqa: B010  mypy takes it for a method
 
     def _replace(self, path: str, owner: nn.Module, used: str, rows_of: Callable[[Any], Rows], part: Callable) -> None:
         """Make a method of a module run once per rank, on the rows of the rank and with its copies."""

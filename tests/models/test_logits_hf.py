@@ -1,0 +1,212 @@
+"""A model read from a Hugging Face config computes the logits, and the gradient of the embedding, of the class of this config.
+
+Transformers computes norms, angles, softmax and routers in float32 whatever the dtype of the weights. `in_float64` replaces float32 by
+float64 in every call, so that both sides differ by rounding in float64 only: any difference in the mathematics is far above `BOUND`.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from meshwright.describe import hf
+from meshwright.models import build
+
+transformers = pytest.importorskip("transformers")
+
+SEQ = 24
+# Each logit passes about ten sums of up to 48 terms: with 2⁻⁵³ each, 1e-13 of the largest; routers and softmax amplify it.
+BOUND = 1e-11
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 16, "rms_norm_eps": 1e-4,
+}  # fmt: skip
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+ROUTED = SIZES | {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTRAL = {key: value for key, value in ROUTED.items() if key not in ("num_experts", "moe_intermediate_size")}
+LATENT = SIZES | {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "exact yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "truncate": False,
+                   "beta_fast": 4.0, "beta_slow": 0.5, "attention_factor": 1.3},
+    "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 4.0,
+                 "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    "short longrope": {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0,
+                       "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]},
+}  # fmt: skip
+DEEPSEEK_YARN = SCALED["yarn"] | {"mscale": 0.7, "mscale_all_dim": 1.3}
+PATTERN = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+BIASED = {"attention_bias": True}
+TIED = {"tie_word_embeddings": True}
+CASES = [
+    ("llama", SIZES),
+    ("llama", SIZES | BIASED | TIED | {"mlp_bias": True, "head_dim": 12, "rope_theta": 500.0}),
+    *(("llama", SIZES | {"rope_scaling": scaled, "rope_theta": 500.0}) for scaled in SCALED.values()),
+    ("mistral", SIZES | {"sliding_window": 5, "head_dim": 10}),
+    ("mistral", SIZES | {"sliding_window": None, "rope_scaling": SCALED["yarn"]}),
+    ("qwen2", SIZES | PATTERN | TIED),
+    ("qwen2", SIZES | {"rope_scaling": SCALED["yarn"]}),
+    ("qwen3", SIZES | {"head_dim": 12}),
+    ("qwen3", SIZES | PATTERN | BIASED | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+     | {"num_hidden_layers": 4}),
+    ("mixtral", MIXTRAL | {"sliding_window": 7}),
+    ("qwen3_moe", ROUTED | {"head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2, "num_hidden_layers": 4}),
+    ("qwen3_moe", ROUTED | {"head_dim": 8, "norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 5}),
+    ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, "norm_topk_prob": True}),
+    ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_scaling": DEEPSEEK_YARN} | BIASED),
+    ("deepseek_v3", LATENT),
+    ("deepseek_v3", LATENT | {"rope_scaling": DEEPSEEK_YARN, "norm_topk_prob": False} | BIASED | TIED),
+    ("deepseek_v3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "rope_scaling": SCALED["linear"]}),
+    ("gpt_oss", MIXTRAL | {"head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.5}),
+    ("gpt_oss", MIXTRAL | {"head_dim": 8, "attention_bias": False, "layer_types": ["full_attention"] * 3} | TIED),
+    ("gpt2", GPT2),
+    ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
+    ("gpt2", GPT2 | {"scale_attn_weights": False, "activation_function": "quick_gelu"}),
+    ("gpt2", GPT2 | {"activation_function": "gelu"}),
+]  # fmt: skip
+
+
+class InFloat64(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        wide = [torch.float64 if value is torch.float32 else value for value in args]
+        options = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        return function(*wide, **options)
+
+
+@pytest.fixture(autouse=True)
+def in_float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with InFloat64():
+        yield
+    torch.set_default_dtype(before)
+
+
+def scattered(family, shape):
+    """The model of Transformers, with weights so large that every part of it affects the logits."""
+    config = transformers.AutoConfig.for_model(family, **shape)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        tensors = {**dict(reference.named_parameters()), **correction_biases(reference)}
+        for name, tensor in tensors.items():
+            centre = 1.0 if name.endswith("norm.weight") or ".ln_" in name else 0.0
+            tensor.copy_(centre + 0.3 * torch.randn(tensor.shape, generator=generator))
+    return reference
+
+
+def correction_biases(reference):
+    return {name: buffer for name, buffer in reference.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+WORDS = {
+    "embedding.tokens": "embed_tokens", "head.norm": "norm", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.heads": "self_attn", "attention": "self_attn", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm",
+    "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj", "q": "q_proj", "k": "k_proj",
+    "v": "v_proj", "o": "o_proj", "ffn": "mlp", "moe.shared": "mlp.shared_experts", "gate": "gate_proj", "up": "up_proj",
+    "down": "down_proj", "moe.router.balance_bias": "mlp.gate.e_score_correction_bias", "sinks.weight": "sinks",
+}  # fmt: skip
+
+
+def translated(name):
+    """The name in Transformers of one of our parameters that is stored as it is, in models other than GPT-2."""
+    if name.startswith("head.project"):
+        return name.replace("head.project", "lm_head")
+    parts, out, at = name.split("."), [], 0
+    while at < len(parts):
+        length = next((n for n in (3, 2) if ".".join(parts[at : at + n]) in WORDS), 1)
+        key = ".".join(parts[at : at + length])
+        out.append(WORDS.get(key, key))
+        at += length
+    return "model." + ".".join(out)
+
+
+def expert_weight(name, state):
+    """A tensor of all experts: gate and up are stored together, in gpt-oss alternating and transposed."""
+    layer, part, kind = name.split(".")[1], name.split(".")[4], name.split(".")[5]
+    alternating = "sinks" in "".join(state)
+    base = f"model.layers.{layer}.mlp.experts."
+    suffix = "_bias" if kind == "bias" else ""
+    stored = state[base + ("down_proj" if part == "down" else "gate_up_proj") + suffix]
+    stored = stored.mT if alternating and kind == "weight" else stored
+    if part == "down":
+        return stored
+    if alternating:
+        return stored[:, part == "up" :: 2]
+    return stored.chunk(2, dim=1)[part == "up"]
+
+
+GPT2_WORDS = {
+    "attention_norm": "ln_1", "ffn_norm": "ln_2", "attention.o": "attn.c_proj", "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
+}  # fmt: skip
+
+
+def gpt2_weight(name, state):
+    """GPT-2 stores matrices as [in, out], and queries, keys and values together."""
+    ends = {"embedding.tokens": "wte", "embedding.positions": "wpe", "head.norm": "ln_f"}
+    module, _, kind = name.rpartition(".")
+    if module == "head.project":
+        return state["lm_head.weight"]
+    if module in ends:
+        return state[f"transformer.{ends[module]}.{kind}"]
+    _, layer, part = module.split(".", 2)
+    path = f"transformer.h.{layer}."
+    if part in ("attention.q", "attention.k", "attention.v"):
+        stored = state[f"{path}attn.c_attn.{kind}"].chunk(3, dim=-1)["qkv".index(part[-1])]
+    else:
+        stored = state[f"{path}{GPT2_WORDS[part]}.{kind}"]
+    return stored.mT if stored.ndim == 2 else stored
+
+
+def copied(reference, family, model):
+    """Our network with the weights of Transformers' model."""
+    network = build(model).to_empty(device="cpu").double().eval()
+    if model.tied:
+        network.head.project.weight = network.embedding.tokens.weight
+    state = reference.state_dict()
+    for name, parameter in network.named_parameters():
+        if family == "gpt2":
+            stored = gpt2_weight(name, state)
+        elif ".moe.experts." in name:
+            stored = expert_weight(name, state)
+        elif ".moe.router." in name and not name.endswith("balance_bias"):
+            _, layer, _, _, kind = name.split(".")
+            stored = state[f"model.layers.{layer}.mlp.{'router' if model.sinks else 'gate'}.{kind}"]
+        else:
+            stored = state[translated(name)]
+        assert stored.shape == parameter.shape, name
+        parameter.data.copy_(stored)
+    return network
+
+
+def named(case):
+    family, shape = case
+    common = {**SIZES, **GPT2, **LATENT, **ROUTED}
+    return f"{family} {' '.join(key for key, value in shape.items() if common.get(key) != value)}"
+
+
+@pytest.mark.parametrize(("family", "shape"), CASES, ids=[named(case) for case in CASES])
+def test_logits_equal_those_of_transformers(family, shape):
+    reference = scattered(family, shape)
+    model = hf.interpret(reference.config.to_dict())
+    assert model.not_run == ()
+    network = copied(reference, family, model)
+    ids = torch.randint(0, 61, (2, SEQ), generator=torch.Generator().manual_seed(1))
+    expected, got = reference(ids).logits, network(ids)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(got, expected, rtol=0, atol=BOUND * expected.abs().max().item())
+    for logits in (expected, got):
+        (logits * weights).sum().backward()
+    theirs, ours = reference.get_input_embeddings().weight.grad, network.embedding.tokens.weight.grad
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=BOUND * theirs.abs().max().item())
