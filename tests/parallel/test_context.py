@@ -105,18 +105,18 @@ def test_every_kind_equals_attention_on_one_device(world):
         assert max(errors.values()) < 1e-12, errors
 
 
-def plain_forward(q, k, v, triangle):
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+def plain_forward(q, k, v, triangle, scale):
+    scores = q @ k.transpose(-1, -2) * scale
     scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -torch.inf) if triangle else scores
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def plain_backward(grad_output, q, k, v, output, total, triangle):
+def plain_backward(grad_output, q, k, v, output, total, triangle, scale):
     """The gradients of Σ grad_output ∘ exp(s − ℓ) v as kernels compute them, with the final ℓ and output given."""
     assert grad_output.stride(-1) == 1  # kernels read rows
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        scores = q @ k.transpose(-1, -2) * scale
         seen = torch.ones_like(scores, dtype=torch.bool)
         share = (scores - total[..., None]).exp() * (seen.tril() if triangle else seen)
         moved = share.sum(-1) * (grad_output * output).sum(-1)
@@ -132,8 +132,9 @@ def test_a_kernel_that_returns_its_log_sum_exp_gives_the_same_result(monkeypatch
     kernel = kernels.Kernel(plain_forward, plain_backward)
     monkeypatch.setattr(blocks, "kernel_for", lambda *asked: calls.append(asked[-1]) or kernel)
     whole = [random((1, 2, SEQ, 8), i).requires_grad_() for i in range(3)]
-    grad_output, pattern, runs = random((1, 2, SEQ, 8), 7), AttentionPattern(True), runs_of(SEQ, 3, zigzag)
-    expected = attention(*whole, True, 0)
+    grad_output, runs = random((1, 2, SEQ, 8), 7), runs_of(SEQ, 3, zigzag)
+    pattern = AttentionPattern(True, scale=0.7)
+    expected = attention(whole[0] * (0.7 * 8**0.5), *whole[1:], True, 0)
     expected.backward(grad_output)
     (q, k, v), at = (x.detach() for x in whole), [position_ids(own) for own in runs]
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
