@@ -34,7 +34,7 @@ def closing_time(
         if op.kind == "host":
             update = update + op.count * compute.host_copy_time(device, op)
         elif op.part == "optimizer":
-            update = update + op.count * _update_time(b, op, seconds if op.axis else compute.update_time(device, op))
+            update = update + op.count * _update_time(b, op, seconds if op.axis else _on_device(b, device, op))
         elif op.name in ("compress", "average-parameters"):  # never overlaps
             compress = compress + op.count * (seconds + _compress_time(b.stack, device, op))
         elif op.part == "closing":
@@ -62,6 +62,13 @@ def closing_time(
         "tail": tail,
         "unhidden": reduce - hidden + late,
     }
+
+
+def _on_device(b: Batch, device: Accelerator, op: Op) -> Array:
+    """Seconds of an optimizer operation without its launches: a pass over the states, or the products of Muon."""
+    if op.kind == "gemm":
+        return compute.gemm_time(device, op.dtype or b.workload.precision, op)
+    return compute.update_time(device, op)
 
 
 def _update_time(b: Batch, op: Op, seconds: Array) -> Array:

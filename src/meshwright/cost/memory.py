@@ -2,7 +2,7 @@
 
     parameters   N·2 bytes, sharded by ZeRO-3
     gradients    N·4 (accumulated in fp32) or N·2, sharded by ZeRO-2 and 3 unless accumulation is unsharded
-    optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3
+    optimizer    N·(4 master + 4 + 4), sharded by ZeRO-1, 2 and 3; 4 less for matrices under Muon, 4 more with a moving average
     activations  saved bytes of a micro-batch × micro-batches in flight, and one more layer while it is recomputed
     gathered     ZeRO-3: the weights of the running layer and of the prefetched layer
     working      gradients of activations, logits and their gradients, communication buckets, compressors' buffers; a tile of attention
@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.lower import muon
 from meshwright.lower.attention_dropout import working_bytes
 from meshwright.lower.batch import COMPRESSIONS
 from meshwright.lower.compression_memory import compression_buffers
@@ -26,6 +27,7 @@ from meshwright.lower.footprint import GROUPS, elements, padded_elements
 from meshwright.lower.gradients import batch_messages
 from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
+from meshwright.lower.sync import average_bytes
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
@@ -44,7 +46,7 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     )
     # Compression keeps the unsent part of the gradient (error feedback), unsharded even under ZeRO; casts to 16 bits do not.
     error_feedback = np.where(b.compression > COMPRESSIONS.index("bf16"), b.grad_bytes, 0.0) if b.compresses else 0.0
-    padded = padded_elements(program, held)
+    padded, by_muon = padded_elements(program, held), muon.updated_elements(program, held)
     for group, count in elements(program, held).items():
         shard = b.size(DATA_AXES[group].shard)
         share = padded[group] / shard  # elements on the fullest rank
@@ -53,8 +55,11 @@ def state_memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
         # If unsharded gradients are reduced after each micro-batch, the sums of earlier ones need a second buffer.
         twice = np.where(b.reduce_each & (b.zero == 0) & (b.microbatches > 1), b.grad_bytes, 0.0)
         out["gradients"] += count * (unfused + (error_feedback + twice) * (b.size("dp_cp") > 1))
-        states = master + b.workload.state_copies * b.state_bytes
+        states = master + b.workload.state_copies * b.state_bytes + (average_bytes(b) if b.workload.ema else 0.0)
         out["optimizer"] += on_device * states * np.where(b.zero >= 1, share, count)
+        if group in by_muon:  # other parameters have Adam's second moment as well
+            before, after = by_muon[group]
+            out["optimizer"] += on_device * b.state_bytes * np.where(b.zero >= 1, share - after, count - before)
     return out
 
 
@@ -142,6 +147,9 @@ def memory(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     out["working"] = working_memory(program, held)
     if b.compresses:
         _add_compression(program, held, out)
+    if muon.is_used(b):  # its buffers take the place of activations, which are freed by then
+        live = out["activations"] + out["gathered"] + out["working"]
+        out["working"] = out["working"] + np.maximum(muon.buffer_bytes(program, held) - live, 0.0)
     groups = sum((b.size(axis) > 1) * 1.0 for axis in ("tp", "cp", "pp", "dp", "ep"))
     live = out["activations"] + out["gathered"] + out["working"]
     out["slack"] = b.stack.allocator_slack * live

@@ -23,6 +23,7 @@ from meshwright.cost.pipeline import ramp
 from meshwright.describe.cluster import Cluster
 from meshwright.lower import sync
 from meshwright.lower.batch import Batch
+from meshwright.lower.muon import EXCHANGE
 from meshwright.lower.op import Array, Op, StepProgram, present, sent
 from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
@@ -238,7 +239,7 @@ def _traffic(program: StepProgram, held: list[StageBlocks], syncs: list[Op]) -> 
         for axis, row in by_block.items()
     }
     for op in syncs:
-        if op.axis not in ("", "ends") and op.part != "optimizer":
+        if op.axis not in ("", "ends") and (op.part != "optimizer" or op.name == EXCHANGE):
             axis = TRAFFIC_AXIS.get(op.axis, AXIS_OF[op.axis])
             out[axis] = out.get(axis, 0.0) + bytes_of(op)
     if np.any(b.pp > 1):

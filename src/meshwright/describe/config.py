@@ -74,6 +74,12 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
 
+    def __post_init__(self) -> None:
+        """A moving average of the weights takes memory, so the workload has it whenever the optimizer has."""
+        if self.optimizer.ema and not self.workload.ema:
+            object.__setattr__(self, "workload", self.workload.but(ema=True))
+            self.origins.setdefault("workload.ema", "optimizer.ema")
+
     @classmethod
     def from_parts(
         cls,
@@ -160,6 +166,7 @@ class Config:
     def check_trainable(self) -> Self:
         """Raise if the plan is illegal, or if `train` and `verify` do not run it: one predicate decides for both."""
         legality.check(self.plan, self.model, self.workload, self.cluster, self.stack, trainer=True, dtypes=True)
+        self.optimizer.check(self.workload, self.plan)
         return self
 
     def parts(self) -> dict[str, Any]:

@@ -18,8 +18,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from meshwright.describe.base import Described, Size, Whole
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import ADAM, Workload
 from meshwright.errors import MeshwrightError
 
+USED_BY = {
+    "betas": ADAM,
+    "epsilon": ADAM,
+    "scale_with_width": ADAM,
+    "weight_decay": ("adamw", "muon"),
+    "decay_embeddings": ("adamw", "muon"),
+    "momentum": ("momentum", "muon"),
+}
 WSD_DECAY_SHARE = 0.1  # of the steps of a run: the decay of WSD, if decay_steps is 0
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -90,6 +100,39 @@ class Optimizer(Described):
                     why=why,
                     fix=f"--set optimizer.schedule={schedule}",
                 )
+
+    def check(self, workload: Workload, plan: Plan) -> Self:
+        """Raise if an option is set that the workload's optimizer or the plan does not use."""
+        changed, kind = self.as_dict(), workload.optimizer
+        for name, kinds in USED_BY.items():
+            if name in changed and kind not in kinds:
+                raise MeshwrightError(
+                    "MW-OPT-002",
+                    f"optimizer.{name} has no effect with workload.optimizer={kind}",
+                    valid=[f"workload.optimizer={one}" for one in kinds],
+                    fix=f"--set workload.optimizer={kinds[0]}",
+                )
+        if "clip" in changed and not workload.clip:
+            raise MeshwrightError(
+                "MW-OPT-002",
+                f"optimizer.clip={self.clip:g} has no effect with workload.clip=false",
+                fix="--set workload.clip=true",
+            )
+        if workload.ema and not self.ema:
+            raise MeshwrightError(
+                "MW-OPT-002",
+                "workload.ema=true without the decay of the average, optimizer.ema",
+                fix="--set optimizer.ema=0.999",
+            )
+        for name, on in (("ema", self.ema > 0), ("on_nan", self.on_nan == "rollback")):
+            if on and plan.average_every:
+                raise MeshwrightError(
+                    "MW-OPT-002",
+                    f"optimizer.{name}={changed[name]} with plan.average_every={plan.average_every}",
+                    why="Replicas of local SGD train different weights between their averages, and would do it separately",
+                    fix="--set plan.average_every=0",
+                )
+        return self
 
     def with_steps(self, steps: int) -> Self:
         """A copy in which the length of the decay is a number, for a run of `steps` steps.

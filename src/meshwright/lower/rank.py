@@ -24,10 +24,10 @@ from meshwright.describe.cluster import DTYPE_BYTES
 from meshwright.describe.layout import Layout
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
-from meshwright.describe.sharding import Box, boxes
+from meshwright.describe.sharding import Box, boxes, degrees_of
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import sync
+from meshwright.lower import muon, sync
 from meshwright.lower.compressed import factor_size
 from meshwright.lower.frozen import BackwardReach
 from meshwright.lower.gradients import Load, Message, data_parallel_ops, flat_messages
@@ -107,6 +107,9 @@ def traffic_of_rank(
     ops = [
         *reductions(program, plan, stages, held, given),
         *other_sums(program, plan, [b for s in held for b in s], given),
+        *muon.exchanges_of_rank(
+            program.batch, [b for s in held for b in s], degrees_of(model, plan), places(layout, rank, model)
+        ),
     ]
     found += [
         (op.name, op.axis, op.collective, number(op.count), number(op.count * op.message_bytes))
@@ -115,6 +118,12 @@ def traffic_of_rank(
     ]
     sizes = {axis: number(program.batch.size(axis)) for _, axis, *_ in found}
     return records(row for row in found if row[3] and sizes[row[1]] > 1)
+
+
+def places(layout: Layout, rank: int, model: Model) -> dict[str, int]:
+    """The place of the rank on the axes over which matrices are cut."""
+    axes = ["shard_cp", "tp", *(["expert_shard", "expert_tp"] if model.experts else [])]
+    return {axis: layout.group_of(axis, rank).index(rank) for axis in axes}
 
 
 def stages_of(model: Model, plan: Plan, pipeline: PipelineProgram | None, at: int) -> list[Stage]:

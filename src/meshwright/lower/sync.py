@@ -1,8 +1,8 @@
 """Operations that run once per step: gradients are reduced, clipped, the optimizer steps, sharded parameters are gathered.
 
-The reduction of gradients and the gathering of parameters are `gradients`'. After them come sums that few elements need: over tp of
-whole vectors that saw a part of the heads or tokens and of copied KV heads, over the two ends of a pipeline of a tied embedding, over
-a stage of the routers' loads; and three numbers: valid tokens, the squared norm of the gradients, the loss.
+The reduction of gradients and the gathering of parameters are `gradients`', the messages of Muon `muon`'s. After the gradients come
+sums that few elements need: over tp of whole vectors that saw a part of the heads or tokens and of copied KV heads, over the two ends of a
+pipeline of a tied embedding, over a stage of the routers' loads; and three numbers: valid tokens, the squared norm of the gradients, the loss.
 
 With local SGD (`average_every`) replicas train alone and exchange no gradients; every n-th step they all-reduce their parameters:
 1/n of the bytes in the mean step.
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from meshwright.describe.sharding import DATA_AXES
+from meshwright.lower import muon
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import padded_elements
 from meshwright.lower.gradients import batch_messages, data_parallel_ops, flat_gather
@@ -46,10 +47,12 @@ def step_ops(
     if not b.units:
         gathers += [op for group in groups for op in flat_gather(b, group, elements[group])]
     owned = sum(elements[g] / np.where(b.zero >= 1, b.size(DATA_AXES[g].shard), 1.0) for g in groups)
+    by_muon = sum(after for _, after in muon.updated_elements(program, held).values())
     ops = [
         *reductions,
         *small_sums(b, summed(program, held) if sums is None else sums),
-        *optimizer(b, owned, b.parameter_tensors),
+        *muon.step_ops(program, held),
+        *optimizer(b, owned, b.parameter_tensors, by_muon),
         *gathers,
     ]
     return [op for op in (*ops, *parameter_average(b, elements["dense"])) if present(op.count)]
@@ -125,10 +128,11 @@ def parameter_average(b: Batch, elements: Array, often: Array | None = None) -> 
     ]
 
 
-def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:
-    """The update: memory-bound over the states this rank owns. Unfused, each of `tensors` launches a dozen kernels."""
+def optimizer(b: Batch, elements: Array, tensors: Array, by_muon: Array = 0.0) -> list[Op]:
+    """The update: memory-bound over the states this rank owns. Unfused, each of `tensors` launches a dozen kernels. `by_muon`: the elements
+    that Muon updates, which have one moment."""
     launches = np.ceil(tensors / 100) + 1 if "optimizer" in b.stack.fused else UPDATE_LAUNCHES * tensors
-    ops = [Op("update", "optimizer", "memory", 1.0, bytes=update_bytes(b, elements), launches=launches)]
+    ops = [Op("update", "optimizer", "memory", 1.0, bytes=update_bytes(b, elements, by_muon), launches=launches)]
     if b.workload.clip:
         read = elements * b.grad_bytes * 2
         launches = np.ceil(tensors / 50) + 4 if "optimizer" in b.stack.fused else NORM_LAUNCHES * tensors
@@ -136,8 +140,18 @@ def optimizer(b: Batch, elements: Array, tensors: Array) -> list[Op]:
     return [*ops, *state_copies(b, elements)]
 
 
-def update_bytes(b: Batch, elements: Array) -> Array:
-    """Bytes that the update of `elements` reads and writes."""
+def update_bytes(b: Batch, elements: Array, by_muon: Array = 0.0) -> Array:
+    """Bytes that the update of `elements` reads and writes: gradients, moments, masters, parameters, and their moving average."""
     masters = np.where(b.kept_bytes > b.param_bytes, 8.0, 0.0)  # read and written, where parameters are narrower
     touched = b.grad_bytes + 2 * b.workload.state_copies * b.state_bytes + masters + 2 * b.param_bytes
-    return elements * touched * (1 if "optimizer" in b.stack.fused else 2.5)
+    total = elements * touched
+    if b.workload.optimizer == "muon":
+        total = total + (elements - by_muon) * 2 * b.state_bytes
+    if b.workload.ema:
+        total = total + elements * 2 * average_bytes(b)
+    return total * (1 if "optimizer" in b.stack.fused else 2.5)
+
+
+def average_bytes(b: Batch) -> Array:
+    """Bytes of an element of the moving average of the weights: at least fp32."""
+    return np.maximum(b.kept_bytes, 4.0)

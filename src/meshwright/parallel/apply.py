@@ -173,10 +173,11 @@ class Parallel:
         elif ends and self.mesh.ends is not None:
             distributed.all_reduce(ends[0], group=self.mesh.ends)
 
-    def balance_experts(self) -> dict[str, float]:
-        """After the update: move balancing biases by the step's load. Returns the metrics of the load."""
+    def balance_experts(self, updated: bool = True) -> dict[str, float]:
+        """After the update: move balancing biases by the step's load, unless the update was skipped. Returns the metrics of the load."""
         masters = self.masters.pieces if self.masters is not None else ()
-        return balance.balance(self.stages.values(), self.pieces, self.mesh, masters) if self.model.experts else {}
+        pieces = self.pieces if updated else []
+        return balance.balance(self.stages.values(), pieces, self.mesh, masters) if self.model.experts else {}
 
     def set_tokens(self, tokens: torch.Tensor, scale: float) -> None:
         """Set the global number of valid tokens of the step, which may be 0, and the loss scale."""

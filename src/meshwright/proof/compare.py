@@ -6,7 +6,7 @@ element. For a tensor that is nearly zero (the gradient of a key's bias) it is r
 float32. The bound comes from one device: its float32 run differs from its float64 run by a rounding error e, and a parallel run,
 which rounds at other places, may differ from float64 by a small multiple of e. AdamW divides a gradient by its magnitude, so noise δ
 in a gradient g moves its parameter by up to min(2, δ/|g|) of a step. This is added to the bound, element by element, with the δ of the
-bound of the gradients.
+bound of the gradients. Muon makes a matrix orthogonal, which enlarges noise in its small singular values: the bound has that too.
 
 16 bits. The bound comes in the same way from a run of one device in 16 bits: it finds a wrong factor, but not a wrong rounding (updates
 are replayed exactly, `emulation.update`). For gradients that several ranks sum in 16 bits, the bound is the effect of the order of the sum.
@@ -29,6 +29,7 @@ FP64_BOUND = 1e-9
 NEARLY_ZERO = {"fp64": 1e-4, "fp32": 0.1, "fp16": 0.1, "bf16": 0.1}
 MARGIN = {"fp32": 30.0, "fp16": 6.0, "bf16": 6.0}  # how much more than one device's own rounding
 FLOOR = {"fp32": 32 * 2.0**-24, "fp16": 4 * 2.0**-11, "bf16": 4 * 2.0**-8}
+SLOPE = 3.4445**5  # how much Muon's iteration enlarges a small change of its matrix, at most
 ORDER = ("loss", "gradient", "norm", "parameter")
 
 
@@ -104,7 +105,8 @@ def compare(
                     here = tuple(slice(a, a + n) for a, n in zip(piece.start, got.shape, strict=True))
                     error, ratio = tensor_error(got, expected[here], expected, floors[what][step])
                     if what == "parameter" and bounds is not None and bounds[what, step] < error < np.inf:
-                        moved = moved_by_noise(full.gradients[: step + 1], floors["gradient"], bounds)[here]
+                        how = moved_matrix if full.orthogonal else moved_by_noise
+                        moved = how(full.gradients[: step + 1], floors["gradient"], bounds)[here]
                         beyond = np.maximum(np.abs(got - expected[here]) - moved, 0.0)
                         error = tensor_error(beyond, np.zeros_like(beyond), expected, floors[what][step])[0]
                     judge(step, what, piece.name, trace.rank, error, ratio)
@@ -124,6 +126,21 @@ def moved_by_noise(
         size = np.abs(gradient.astype(np.float64))
         noise = bounds["gradient", step] * max(float(size.max(initial=0.0)), floors[step])
         moved += Optimizer().learning_rate * np.minimum(2.0, noise / np.maximum(size, 1e-300))
+    return moved
+
+
+def moved_matrix(gradients: list[np.ndarray], floors: list[float], bounds: dict[tuple[str, int], float]) -> np.ndarray:
+    """The same of a matrix that Muon updates: noise in the matrix u = (1−μ)g + μm, as a share of its norm, is enlarged by at most `SLOPE`, and
+    the update of no element by more than 2."""
+    share, moved, momentum = Optimizer().momentum, np.zeros(gradients[0].shape), np.zeros(gradients[0].shape)
+    for step, gradient in enumerate(gradients):
+        momentum = (1 - share) * gradient + share * momentum
+        ahead = (1 - share) * gradient + share * momentum
+        noise = bounds["gradient", step] * max(float(np.abs(gradient).max(initial=0.0)), floors[step])
+        elements = gradient.shape[-2] * gradient.shape[-1]
+        norms = np.sqrt((ahead.astype(np.float64) ** 2).sum(axis=(-2, -1), keepdims=True))
+        change = np.minimum(2.0, SLOPE * noise * np.sqrt(elements) / np.maximum(norms, 1e-300))
+        moved += Optimizer().learning_rate * 0.2 * np.sqrt(max(gradient.shape[-2:])) * change
     return moved
 
 

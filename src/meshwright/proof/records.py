@@ -60,6 +60,7 @@ class PieceTrace:
     gradients: list[np.ndarray] = field(default_factory=list)
     parameters: list[np.ndarray] = field(default_factory=list)
     decays: bool = True  # whether weight decay applies: to matrices that are not biases
+    orthogonal: bool = False  # Muon updates it: a matrix of a layer
     updates: list[Update | None] = field(default_factory=list)  # None: frozen, or a step that was skipped
 
 

@@ -213,7 +213,7 @@ def shrink_workload(config: Config, plan: Plan) -> Workload:
         count = min(config.plan.microbatches(config.workload), MOST_MICROBATCHES)
     precision = "fp8" if config.workload.precision == "fp8" else "fp32"
     return config.workload.but(
-        batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0
+        batch=plan.microbatch * plan.dp * count, seq=small_seq(plan), precision=precision, tokens=0, ema=False
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from meshwright.describe.layout import Layout
+from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.parallel.apply import Parallel, apply
@@ -25,9 +26,12 @@ from meshwright.training.data.random_tokens import RandomSamples
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
 from meshwright.training.observe import Observer
+from meshwright.training.optimizer.groups import role_of
 from meshwright.training.rank import RankContext, resolve
 from meshwright.training.records import StepRecord
 
+# A plan whose gradients are not finite must be compared, not stopped.
+SETTINGS = Optimizer(on_nan="skip", most_skips=10**9)
 LOSS_SCALE = 2.0**10  # of fp16: the gradients of a small model overflow at the scale that large ones start with
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -43,7 +47,7 @@ def record_one(context: RankContext, job: Job, dtype: str) -> Trace:
     if job.emulated is not None and job.emulated.average_every:
         return record_replicas(context, job, dtype, job.emulated)
     parallel = build_parallel(context, job, dtype)
-    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents))
+    trainer = Trainer(parallel, RandomSamples(job.model, job.workload.seq, job.seed, job.documents), SETTINGS)
     if job.emulated is not None:
         trainer.indices = in_flight_together(job.emulated, job.workload)
         scaled = job.workload.precision == "fp8" and job.emulated.dp > 1
@@ -96,8 +100,9 @@ def recorded(trainer: Trainer, rank: int, dtype: str) -> Trace:
     parallel = trainer.parallel
     if trainer.scale.dynamic:
         trainer.scale.value = LOSS_SCALE
+    by_muon = parallel.workload.optimizer == "muon"
     pieces = [
-        PieceTrace(p.name, p.start, decays=p.parameter.ndim > 1 and not p.name.endswith("bias"))
+        PieceTrace(p.name, p.start, decays=role_of(p) != "vector", orthogonal=by_muon and role_of(p) == "matrix")
         for p in parallel.pieces
     ]
     trace = Trace(rank, dtype, parallel.mesh.coordinates, pieces=pieces)
@@ -164,7 +169,9 @@ def record_replicas(context: RankContext, job: Job, dtype: str, plan: Plan) -> T
     share = job.workload.batch // plan.replicate
     trainers = [
         Trainer(
-            build_parallel(context, job, dtype), RandomSamples(job.model, job.workload.seq, job.seed, job.documents)
+            build_parallel(context, job, dtype),
+            RandomSamples(job.model, job.workload.seq, job.seed, job.documents),
+            SETTINGS,
         )
         for _ in range(plan.replicate)
     ]

@@ -5,7 +5,7 @@
     3  run        forward and backward of every micro-batch, through the pipeline if there is one
     4  finish     sum gradients over the data-parallel ranks, and over every other axis that holds partial sums
     5  norm       the global gradient norm and loss, in one small all-reduce
-    6  update     clip, step, zero
+    6  update     clip, step, zero; not if a gradient is NaN or infinite (`optimizer.finite`)
 
 Everything else is a hook (`hooks`): metrics, evaluation, checkpoints, profiling, faults, proofs.
 """
@@ -25,7 +25,11 @@ from meshwright.parallel.numerics.precision import LossScale, at_least_single, u
 from meshwright.training.data.batches import Samples
 from meshwright.training.data.loader import Loader
 from meshwright.training.hooks import Hook
-from meshwright.training.optimizer import clip, counted_squares, make_optimizer, set_learning_rate
+from meshwright.training.optimizer.average import WeightAverage
+from meshwright.training.optimizer.finite import FinitePolicy
+from meshwright.training.optimizer.make import make_optimizer
+from meshwright.training.optimizer.norm import clip, counted_squares
+from meshwright.training.optimizer.schedule import base_rate, set_learning_rate, share_at
 from meshwright.training.records import StepRecord
 
 
@@ -37,13 +41,15 @@ class Trainer:
     ahead: int = 0  # steps whose batches a thread prepares in advance
     hooks: list[Hook] = field(default_factory=list)
     step: int = 0  # the next one
+    skip_steps: set[int] = field(default_factory=set)  # steps without an update: those that a rollback leaves out
     stopped: bool = False  # a hook ends the training after the current step
     unfinished: bool = False  # a step began and has not ended: true at the next step if this one raised
 
     def __post_init__(self) -> None:
         self.masters = self.parallel.masters
-        updated = self.masters.pieces if self.masters is not None else self.parallel.pieces
-        self.optimizer = make_optimizer(updated, self.parallel.workload, self.settings)
+        self.optimizer = make_optimizer(self.parallel, self.settings)
+        self.average = WeightAverage(self.parallel, self.settings.ema) if self.settings.ema else None
+        self.policy = FinitePolicy(self.settings)
         mesh, batch = self.parallel.mesh, self.parallel.workload.batch
         share = batch // mesh.size("dp")
         self.indices: Sequence[int] = range(mesh.index("dp") * share, (mesh.index("dp") + 1) * share)
@@ -90,24 +96,37 @@ class Trainer:
         squares, loss = self.all_reduce(partial, "world")
         norm, loss = squares.sqrt() / scale, loss / scale
 
-        if updated := self.scale.accept(norm):
+        rate = self.learning_rate
+        finite = self.policy.accept(bool(norm.isfinite()), self.step, self.scale)
+        if updated := finite and self.step not in self.skip_steps:
             unscale(parallel.pieces, scale)
             if parallel.workload.clip:
                 clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
-            set_learning_rate(self.optimizer, self.settings, self.step)
+            set_learning_rate(self.optimizer, rate)
             self.update()
         if parallel.local is not None:
             parallel.local.after_update(tokens * updated)
-        router = parallel.balance_experts()
+        router = parallel.balance_experts(updated)
+        if updated and self.average is not None:
+            self.average.update()
         parallel.zero_gradients()
         self.unfinished = False
 
         seconds = time.perf_counter() - started
-        record = StepRecord(self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated)
+        record = StepRecord(
+            self.step, loss.item(), norm.item(), int(tokens), seconds, router, updated, learning_rate=rate
+        )
         self.step += 1
         for hook in self.hooks:
             record = hook.after_step(self, record) or record
+        if self.policy.error is not None:
+            raise self.policy.error
         return record
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the current step, before the factors of parameter groups."""
+        return base_rate(self.settings, self.parallel.workload) * share_at(self.settings, self.step)
 
     def update(self) -> None:
         if self.masters is None:

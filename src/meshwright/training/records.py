@@ -18,8 +18,9 @@ class StepRecord:
     tokens: int
     seconds: float
     router: dict[str, float] = field(default_factory=dict)  # balance of the experts in the layer that is worst balanced
-    updated: bool = True  # False if gradients overflowed in fp16 and the update was skipped
+    updated: bool = True  # False if the update was skipped: gradients that are not finite, or an overflow in fp16
     validation_loss: float | None = None  # of the validation data after this step; None if they were not evaluated
+    learning_rate: float = 0.0  # of this step, before the factors of parameter groups
 
     def row(self) -> dict[str, float]:
         """One number per column; a model with experts adds entropy, peak, idle and dropped shares of its router."""

@@ -19,6 +19,7 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.expert.balance import kept_copies
 from meshwright.parallel.numerics.precision import DTYPES
 from meshwright.training.data.samples import training_samples, validation_samples
+from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
@@ -35,6 +36,11 @@ AHEAD = 2  # steps whose batches are prepared in advance
 
 
 def work(context: RankContext, config: Config, steps: int, seed: int) -> RankReport:
+    with deterministic_kernels(config.run.deterministic):
+        return train_and_report(context, config, steps, seed)
+
+
+def train_and_report(context: RankContext, config: Config, steps: int, seed: int) -> RankReport:
     parallel = apply(
         config.model,
         config.plan,

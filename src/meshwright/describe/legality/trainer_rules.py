@@ -12,9 +12,10 @@ from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.legality.run_rules import FP8_GATHERS
 from meshwright.describe.model import Model
 from meshwright.describe.plan_fields import DTYPES
+from meshwright.describe.workload import ADAM
 
 TRAINED_DTYPES = ("fp32", "fp64", "bf16", "fp16")  # parameter dtypes that `train` runs
-FP16, ADAM = DTYPES.index("fp16"), ("adamw", "adam")
+FP16 = DTYPES.index("fp16")
 NOT_TRAINED = tuple(DTYPES.index(dtype) for dtype in DTYPES if dtype not in TRAINED_DTYPES)
 
 

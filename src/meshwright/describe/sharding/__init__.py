@@ -1,6 +1,7 @@
 """The sharding table: for every parameter of a model, which rank holds which box of it, which ranks hold copies, and which ranks sum its gradient.
 
-It is built in four steps, one file each, and every other room reads it instead of restating a part of it:
+It is built in four steps, one file each, and every other room reads it instead of restating a part of it (`matrices` adds which rank
+computes Muon's update of a matrix that several ranks hold):
 
     parameters   the named tensors of a model in the order the network registers them, each with a *style*
     rules        style → which dimension is cut over which axis, and over which axis the gradient is a partial sum
@@ -14,6 +15,7 @@ The rules are data, and the functions that evaluate them take Python integers (o
 """
 
 from meshwright.describe.sharding.boxes import Box, ZeroShard, boxes, degrees_of
+from meshwright.describe.sharding.matrices import Cut, Matrix, matrices, newton_schulz_flops
 from meshwright.describe.sharding.parameters import (
     PROJECT,
     TOKENS,
@@ -46,8 +48,10 @@ __all__ = [
     "RULES",
     "TOKENS",
     "Box",
+    "Cut",
     "DataAxes",
     "Degrees",
+    "Matrix",
     "Parameter",
     "Rule",
     "ZeroShard",
@@ -57,7 +61,9 @@ __all__ = [
     "degrees_of",
     "even_range",
     "local_shape",
+    "matrices",
     "module_styles",
+    "newton_schulz_flops",
     "padding",
     "parameters",
     "partial_over",

@@ -53,6 +53,15 @@ class Parameter:
         return self.style.startswith("experts")
 
     @property
+    def role(self) -> str:
+        """How an optimizer treats it: `matrix` of a layer, `router`, `embedding`, `head`, or `vector` (norm weights, biases)."""
+        if len(self.shape) == 1 or self.name.endswith("bias"):
+            return "vector"
+        if self.block in ("embedding", "head"):
+            return self.block
+        return "router" if self.module.endswith(("moe.router", "moe.shared_scale")) else "matrix"
+
+    @property
     def multiplied_in_fp8(self) -> bool:
         """Whether an fp8 workload multiplies by it in fp8: the matrices of a layer, except its router."""
         matrix = len(self.shape) > 1 and self.name.endswith(".weight")

@@ -122,9 +122,13 @@ class LossScale:
 
     def accept(self, norm: torch.Tensor) -> bool:
         """Whether to take this step, given the global gradient norm; updates S."""
+        return self.adapt(bool(norm.isfinite())) if self.dynamic else True
+
+    def adapt(self, finite: bool) -> bool:
+        """Update S after a step whose gradients were finite or not; returns whether S allows the step."""
         if not self.dynamic:
             return True
-        if not bool(norm.isfinite()):
+        if not finite:
             self.value, self.good_steps = self.value / 2, 0
             self.skipped += 1
             return False

@@ -1,7 +1,7 @@
 """Replay of 16-bit updates: recompute the optimizer, the masters and the rounding from the gradients of a rank.
 
 All operations after the gradient reduction work element by element, so one device can repeat them exactly for any shard of a
-tensor. In each step a rank records the reduced gradient g, the gradient given to the optimizer, the value before and after the
+tensor (Muon's update of a matrix needs all shards: `orthogonal`). In each step a rank records the reduced gradient g, the gradient given to the optimizer, the value before and after the
 update, and the parameter of the model at the end:
 
     given      g / S · min(1, c / (‖g‖ + 10⁻⁶))             the loss scale S undone, and clipped
@@ -22,6 +22,7 @@ from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import Break, tensor_error
+from meshwright.proof.emulation.orthogonal import replay_matrices
 from meshwright.proof.records import PieceTrace, Trace, Update
 
 BITS = {"fp32": 23, "bf16": 7, "fp16": 10}  # of the mantissa
@@ -43,6 +44,7 @@ def replay(ranks: list[Trace], plan: Plan, workload: Workload) -> list[Break]:
     """The values that differ from the replay, the earliest step first."""
     with np.errstate(all="ignore"):  # a run that diverged is replayed as it was
         found = [b for trace in ranks for piece in trace.pieces for b in replay_piece(trace, piece, plan, workload)]
+        found += replay_matrices(ranks, plan, [learning_rate(step) for step in range(len(ranks[0].losses))])
     return sorted(found, key=lambda b: (b.step, b.rank))
 
 
@@ -52,14 +54,14 @@ def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload
     for step, update in enumerate(piece.updates):
         if update is None:  # frozen, or a step that overflowed
             continue
-        rate = settings.learning_rate * min(1.0, (step + 1) / max(1, settings.warmup))
+        rate = learning_rate(step)
         factor = min(1.0, settings.clip / (trace.norms[step] + 1e-6)) if workload.clip else 1.0
         given = piece.gradients[step].astype(np.float64) * factor
-        after = optimizer.step(update.before, update.gradient, rate, update.dtype)
+        after = None if piece.orthogonal else optimizer.step(update.before, update.gradient, rate, update.dtype)
         narrowest = narrower(plan.grad_dtype, update.dtype)
         for what, got, expected, bound in (
             ("gradient given to the optimizer", update.gradient, given, allowed(narrowest)),
-            ("updated parameter", update.after, after, allowed(update.dtype)),
+            *([("updated parameter", update.after, after, allowed(update.dtype))] if after is not None else []),
             *model_values(piece, step, update),
         ):
             scale = SMALLEST[narrowest] if what.startswith("gradient") else 0.0
@@ -67,6 +69,10 @@ def replay_piece(trace: Trace, piece: PieceTrace, plan: Plan, workload: Workload
             if not error <= bound:
                 found.append(Break(step, what, piece.name, trace.rank, error, bound, trace.dtype, ratio))
     return found
+
+
+def learning_rate(step: int) -> float:
+    return Optimizer().learning_rate * min(1.0, (step + 1) / max(1, Optimizer().warmup))
 
 
 def model_values(piece: PieceTrace, step: int, update: Update) -> list[tuple]:
@@ -87,11 +93,11 @@ def narrower(*dtypes: str) -> str:
 
 
 class ReplayedOptimizer:
-    """AdamW, Adam, momentum or SGD on one tensor, rounding after each operation where the tensor is of 16 bits."""
+    """AdamW (and Muon's part that is AdamW), Adam, momentum or SGD on one tensor, rounding after each operation where the tensor is of 16 bits."""
 
     def __init__(self, kind: str, settings: Optimizer, decays: bool) -> None:
         self.kind, self.settings = kind, settings
-        self.decay = settings.weight_decay if kind == "adamw" and decays else 0.0
+        self.decay = settings.weight_decay if kind in ("adamw", "muon") and decays else 0.0
         self.steps, self.first, self.second = 0, np.zeros(()), np.zeros(())
 
     def step(self, value: np.ndarray, gradient: np.ndarray, rate: float, dtype: str) -> np.ndarray:
@@ -100,7 +106,7 @@ class ReplayedOptimizer:
 
         w, g = value.astype(np.float64), gradient.astype(np.float64)
         self.steps += 1
-        if self.kind not in ("adamw", "adam"):
+        if self.kind not in ("adamw", "adam", "muon"):
             momentum = self.settings.momentum if self.kind == "momentum" else 0.0
             self.first = r(g if self.steps == 1 else r(momentum * self.first) + g)
             return r(w - rate * self.first)

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.cost.estimate import Estimate
 from meshwright.cost.memory import PARTS
+from meshwright.describe.workload import Workload
 from meshwright.programs.pipelines.walk import held_changes
 from meshwright.view.page.subject import Subject
 
@@ -83,6 +84,16 @@ def thinned(times: np.ndarray, values: np.ndarray) -> list[list[float]]:
     return out
 
 
+def moments(w: Workload) -> str:
+    """Which states the optimizer keeps for each parameter."""
+    kept = (
+        "1 moment of the matrices in layers, 2 of other parameters"
+        if w.optimizer == "muon"
+        else f"{w.state_copies} moments"
+    )
+    return f"{kept} and a moving average" if w.ema else kept
+
+
 def part_formulas(e: Estimate) -> dict[str, str]:
     """How each part follows from the model and the plan, with the numbers put in."""
     plan, w = e.plan, e.workload
@@ -99,7 +110,7 @@ def part_formulas(e: Estimate) -> dict[str, str]:
     return {
         "parameters": f"{plan.param_dtype} weights{sharded['parameters']}; {local}",
         "gradients": f"accumulated in {plan.grad_dtype}{sharded['gradients']}; {local}",
-        "optimizer": f"{w.optimizer}: {w.state_copies} moments in {plan.state_dtype}{master}{sharded['optimizer']}; {local}",
+        "optimizer": f"{w.optimizer}: {moments(w)} in {plan.state_dtype}{master}{sharded['optimizer']}; {local}",
         "activations": f"saved bytes of a micro-batch ({plan.microbatch} × {w.seq:,} tokens) × micro-batches in flight; recompute: {plan.recompute}",
         "gathered": "ZeRO-3: gathered weights of the running and of the prefetched layer",
         "working": "temporary tensors of one layer, gradients of the logits, communication buckets",

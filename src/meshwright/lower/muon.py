@@ -1,0 +1,206 @@
+"""Muon in the step program: products that make matrices orthogonal, the messages that bring matrices together, and moments.
+
+`describe.sharding.matrices` says which rank computes which matrix. A rank sends its boxes there over the ZeRO axis and then over the
+tensor-parallel axis, and gets boxes of the updates back. Of M elements in boxes before ZeRO, P ranks on the ZeRO axis and T on the other:
+
+    all-to-all, ZeRO axis     there  M/P                    back  what the rank's row of T ranks owns: M/P, at least the largest box
+    all-to-all, tp axis       there  the same               back  what the rank owns: M/P, at least the largest matrix
+    products                  5·(4s²l + 2s³) FLOPs for each matrix of s × l that the rank owns (s the shorter side)
+
+With more ranks than matrices some ranks own none, and the one with the largest matrix decides: that is the bound max(total / ranks, largest)
+of the batch evaluation. `exchanges_of_rank` follows the real assignment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.describe.sharding import (
+    DATA_AXES,
+    KV_COPIES,
+    RULES,
+    Box,
+    Degrees,
+    Matrix,
+    Parameter,
+    block_parameters,
+    local_shape,
+    matrices,
+    newton_schulz_flops,
+    padding,
+    shard_dim,
+)
+from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, TENSOR_AXES
+from meshwright.lower.batch import Batch
+from meshwright.lower.footprint import degrees
+from meshwright.lower.gradients import sharded
+from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.stages import StageBlocks
+
+EXCHANGE = "exchange-matrices"
+PASSES = 4.0 * NEWTON_SCHULZ_STEPS  # over a matrix in device memory: each step reads it three times and writes it once
+LAUNCHES = 6.0 * NEWTON_SCHULZ_STEPS  # kernels for one matrix: three products and three sums in each step
+
+
+class MatrixShare(NamedTuple):
+    """One kind of matrix on the fullest rank, of each plan: elements of its box before and after ZeRO and of the whole matrix, the FLOPs of
+    its update, over which axes it is cut, and the number of ranks that divide such matrices among them."""
+
+    group: str
+    box: Array
+    own: Array
+    whole: Array
+    flops: Array
+    by_zero: Array
+    by_tensor: Array
+    owners: Array
+
+
+def is_used(b: Batch) -> bool:
+    return b.workload.optimizer == "muon" and b.model.kind != "counts"
+
+
+def wire_bytes(b: Batch) -> Array:
+    """Bytes of an element in transit: bf16 in 16-bit runs."""
+    return np.where(b.param_bytes < 4, 2.0, b.param_bytes)
+
+
+def shares(b: Batch, block: str) -> list[MatrixShare]:
+    """The matrices of one such block that Muon updates."""
+    return [share_of(b, p) for p in block_parameters(b.model, b.model.blocks[block]) if p.role == "matrix"]
+
+
+def share_of(b: Batch, p: Parameter) -> MatrixShare:
+    rule = RULES[p.style]
+    shard, tensor = DATA_AXES[rule.group].shard, TENSOR_AXES[rule.group]
+    shape, parts, first = local_shape(p.style, p.shape, degrees(b)), b.size(shard), len(p.shape) - 2
+    size = math.prod(shape) * np.ones(b.n)
+    by_zero = sharded(b, rule.group) & (shard_dim(shape, parts) >= first)
+    copies = b.size(KV_COPIES) if rule.partial == KV_COPIES else 1.0
+    is_cut = any(axis == tensor and dim >= first for dim, axis in rule.cuts)
+    by_tensor = is_cut & (b.size(tensor) / copies > 1)
+    experts = shape[0] if first else 1.0
+    return MatrixShare(
+        rule.group,
+        size,
+        np.where(sharded(b, rule.group), (size + padding(shape, parts)) / parts, size),
+        experts * math.prod(p.shape[-2:]) * np.ones(b.n),
+        experts * newton_schulz_flops(*p.shape[-2:]) * np.ones(b.n),
+        by_zero,
+        by_tensor,
+        np.where(by_zero, parts, 1.0) * np.where(by_tensor, b.size(tensor), 1.0),
+    )
+
+
+def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple[Array, Array]]:
+    """Elements that Muon updates, with one moment instead of two, by group: before ZeRO, and after it on the fullest rank."""
+    b, out = program.batch, dict[str, tuple[Array, Array]]()
+    for block in program.kinds() if is_used(b) else ():
+        for m in shares(b, block):
+            before, after = out.get(m.group, (0.0, 0.0))
+            out[m.group] = before + held.counts[block] * m.box, after + held.counts[block] * m.own
+    return out
+
+
+def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
+    """What the ranks that hold these blocks do for Muon once per step, besides the update of each element."""
+    b = program.batch
+    if not is_used(b):
+        return []
+    ops = []
+    found = [(held.counts[block], m) for block in program.kinds() for m in shares(b, block)]
+    for group, (_, shard, _) in DATA_AXES.items():
+        here = [(count, m) for count, m in found if m.group == group]
+        if not here:
+            continue
+        rows = [(count, m, np.where(m.by_zero, b.size(shard), 1.0)) for count, m in here]  # ranks that share a place
+        sent = sum((count * m.by_zero * m.own for count, m in here), np.zeros(b.n))
+        crossing = busiest((count * m.by_tensor, m.box, ranks) for count, m, ranks in rows)
+        wholes = busiest((count * m.by_tensor, m.whole, m.owners) for count, m in here)
+        ops += [
+            exchange(b, shard, sent, busiest((count * m.by_zero, m.box, ranks) for count, m, ranks in rows), sent > 0),
+            exchange(b, TENSOR_AXES[group], crossing, wholes, wholes > 0),
+            products(
+                b,
+                busiest((count, m.flops, m.owners) for count, m in here),
+                busiest((count, m.whole, m.owners) for count, m in here),
+                busiest((count, np.ones(b.n), m.owners) for count, m in here),
+            ),
+        ]
+    return [op for op in ops if present(op.count)]
+
+
+def busiest(parts: Iterable[tuple[Array, Array, Array]]) -> Array:
+    """The largest share of a rank if some (count, amount, ranks) are divided as evenly as possible: max(total / ranks, largest)."""
+    total: Array = 0.0
+    largest: Array = 0.0
+    for count, amount, ranks in parts:
+        total = total + count * amount / ranks
+        largest = np.maximum(largest, np.where(np.asarray(count) > 0, amount, 0.0))
+    return np.maximum(total, largest)
+
+
+def exchange(b: Batch, axis: str, sent: Array, returned: Array, on: Array = True) -> Op:
+    """Two all-to-alls over an axis, there and back, of the mean length."""
+    n = (sent + returned) / 2 * wire_bytes(b)
+    return Op(
+        EXCHANGE,
+        "optimizer",
+        "collective",
+        2.0 * on * (b.size(axis) > 1),
+        collective="all_to_all",
+        axis=axis,
+        message_bytes=n,
+        stream="comm:dp",
+    )
+
+
+def products(b: Batch, flops: Array, elements: Array, number: Array) -> Op:
+    """The orthogonalisation of a rank's matrices."""
+    dtype = "bf16" if np.all(b.param_bytes < 4) else b.workload.precision
+    return Op(
+        "orthogonalise",
+        "optimizer",
+        "gemm",
+        (np.asarray(flops) > 0) * 1.0,
+        flops,
+        PASSES * elements * wire_bytes(b),
+        dtype=dtype,
+        launches=LAUNCHES * number,
+    )
+
+
+def buffer_bytes(program: StepProgram, held: StageBlocks) -> Array:
+    """Bytes of the buffers of the update: what a rank sends and receives, and its matrices twice, before and after a step."""
+    out = np.zeros(program.batch.n)
+    for op in step_ops(program, held):
+        size = op.message_bytes if op.axis else op.bytes / PASSES
+        out = out + (op.count > 0) * 2 * size
+    return out
+
+
+def exchanges_of_rank(b: Batch, held: Sequence[Box], d: Degrees, index: Mapping[str, int]) -> Iterator[Op]:
+    """The all-to-alls of one rank, which holds these boxes at these places on the axes, with the real owners of the matrices."""
+    found = matrices(held, d) if is_used(b) else []
+    for group, (_, shard, _) in DATA_AXES.items():
+        own = [m for m in found if m.box.group == group]
+        tensor = TENSOR_AXES[group]
+        row = [m for m in own if m.cut_over(shard) is None or m.owner_on(shard) == index[shard]]
+        by_zero = [m for m in own if m.cut_over(shard)]
+        if by_zero:
+            returned = sum(m.box.size for m in by_zero if m in row)
+            yield exchange(b, shard, float(sum(m.box.local_size for m in by_zero)), float(returned))
+        if any(m.cut_over(tensor) for m in own):
+            crossing = [m for m in row if m.cut_over(tensor)]
+            sent = sum(m.box.size if m.cut_over(shard) else m.box.local_size for m in crossing)
+            mine = [m for m in crossing if m.owner_on(tensor) == index[tensor]]
+            yield exchange(b, tensor, float(sent), float(sum(map(whole_size, mine))))
+
+
+def whole_size(m: Matrix) -> int:
+    """Elements of a matrix where it is whole: of a stack the experts of the rank."""
+    return math.prod(m.box.local_shape[:-2]) * math.prod(m.box.full_shape[-2:])

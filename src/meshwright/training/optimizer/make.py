@@ -1,0 +1,58 @@
+"""The optimizer of a run: AdamW, Adam, momentum or SGD of torch, or Muon, on the pieces of this rank.
+
+On a GPU AdamW runs fused: one kernel for many parameters, instead of a dozen for each. torch fuses plain tensors or sharded ones but not a
+mixture, and computes 16-bit parameters with other roundings than the operations one by one, so these run unfused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.workload import ADAM
+from meshwright.parallel.apply import Parallel
+from meshwright.parallel.numerics.precision import narrow
+from meshwright.parallel.pieces import Piece
+from meshwright.training.optimizer.groups import parameter_groups
+from meshwright.training.optimizer.muon import Muon
+from meshwright.training.optimizer.schedule import base_rate
+
+
+def updated_pieces(parallel: Parallel) -> list[Piece]:
+    """What the optimizer updates: the masters, or the pieces of the model where there are none."""
+    return parallel.pieces if parallel.masters is None else parallel.masters.pieces
+
+
+def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optimizer:
+    """The workload's optimizer over the trained pieces of this rank."""
+    kind = parallel.workload.optimizer
+    trained = [p for p in updated_pieces(parallel) if p.parameter.requires_grad]
+    groups = parameter_groups(trained, kind, settings, parallel.model.hidden) or [nothing_to_train()]
+    rate = base_rate(settings, parallel.workload)
+    if kind == "muon":
+        plain = [group for group in groups if not group["orthogonal"]]
+        return Muon(groups, trained, parallel, settings.momentum, adamw(plain, settings, rate) if plain else None)
+    if kind in ADAM:
+        return adamw(groups, settings, rate)
+    return torch.optim.SGD(groups, lr=rate, momentum=settings.momentum if kind == "momentum" else 0.0)
+
+
+def adamw(groups: list[dict[str, Any]], settings: Optimizer, rate: float) -> torch.optim.AdamW:
+    fused = can_fuse([p for group in groups for p in group["params"]]) or None  # None: torch decides
+    return torch.optim.AdamW(groups, lr=rate, betas=settings.betas, eps=settings.epsilon, fused=fused)
+
+
+def nothing_to_train() -> dict[str, Any]:
+    """A group for a rank whose parameters are all frozen: torch refuses an optimizer without parameters."""
+    empty = nn.Parameter(torch.zeros(0))
+    return {"params": [empty], "weight_decay": 0.0, "rate_factor": 1.0, "orthogonal": False}
+
+
+def can_fuse(parameters: list[nn.Parameter]) -> bool:
+    """Whether torch has a fused AdamW for these parameters that rounds as the unfused one."""
+    one_kind = len({isinstance(p, DTensor) for p in parameters}) == 1
+    return one_kind and all(p.is_cuda and not narrow(p.dtype) for p in parameters)

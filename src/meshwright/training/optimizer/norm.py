@@ -1,0 +1,33 @@
+"""The global gradient norm, and clipping by it.
+
+    g ← g · min(1, c / ‖g‖),   ‖g‖² = Σ over every element of the model, once
+
+A piece is the part of a parameter on this rank. The elements of a shard count; of a parameter copied on several ranks one
+copy counts; the second copy of a tied embedding does not count. So each rank sums the squares of the pieces it counts,
+and one all-reduce over the world gives ‖g‖². A norm over local parameters, or one that counts every copy, would clip
+differently under every layout.
+
+One NaN or infinite element anywhere makes the norm NaN or infinite on every rank: `finite` decides by it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.parallel.numerics.precision import at_least_single
+from meshwright.parallel.pieces import Piece
+
+
+def counted_squares(pieces: list[Piece]) -> torch.Tensor:
+    """Σ g² over the elements this rank counts; summed over the world it is the square of the global norm."""
+    counted = [p.gradient.to(at_least_single(p.gradient.dtype)) for p in pieces if p.box.first_copy]
+    if not counted:
+        return torch.zeros((), dtype=torch.float64, device=pieces[0].local.device)
+    return torch.nn.utils.get_total_norm(counted).to(torch.float64) ** 2
+
+
+def clip(pieces: list[Piece], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their global norm is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for piece in pieces:
+        piece.gradient.mul_(factor)
