@@ -265,6 +265,20 @@ ROUTED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+# Muon under every strategy: whole matrices are brought together over the axes that cut them.
+MUON: list[tuple[str, dict[str, Any]]] = [
+    ("gpt", {"microbatch": 2}), ("llama", {"replicate": 2, "bucket": 2000}), ("qwen", {"shard": 2, "zero": 1}),
+    ("gpt", {"shard": 2, "zero": 2}), ("llama", Z3), ("few", {"shard": 4, "zero": 3}), ("gemma", {"tp": 2}), ("qwen", SP),
+    ("one-kv", {"tp": 2}), ("qwen", {"tp": 4}), ("gpt", ONE_KIND), ("llama", {**CP, **Z3}), ("gpt", ULYSSES),
+    ("gemma", {"pp": 2}), ("qwen", {**ZBV, "tp": 2}), ("five", {**Z3, "pp": 2}), ("llama", {**Z3, **SP}),
+    ("deepseek", {"shard": 4, "zero": 1, "ep": 2}), ("mixtral", {"replicate": 2, "ep": 2}),
+    ("deepseek", {"tp": 2, "ep": 2, "expert_tp": 1}), ("qwen-moe", {**Z3, "tp": 2, "microbatch": 2}),
+    ("deepseek", {**Z3, "tp": 2, "ep": 2}), ("mixtral", {"replicate": 2, **Z3, "ep": 2}), ("mlp", {**Z3, "tp": 2}),
+    ("gpt", {**Z3, "offload": "states"}), ("gpt", {"replicate": 2, "tp": 2, "average_every": 2}),
+    ("llama", {**Z3, "recompute": "full"}),
+]  # fmt: skip
+
+
 class Layout(NamedTuple):
     model: str
     plan: Plan
@@ -276,6 +290,7 @@ class Layout(NamedTuple):
     kv_copies: int = 1  # how often one device makes each KV head
     batch: int = 0  # samples of a step; 0: as many as `workload_of` says
     layers: int = 0  # 0: as many as `layers_of` says
+    optimizer: str = "adamw"
     is_reference: bool = False  # one device, to which ranks are held
 
     @property
@@ -296,6 +311,7 @@ class Layout(NamedTuple):
         more += ["gathers"] if p.tp_form == "all-gather" else []
         more += [f"offload {p.offload}"] if p.offload != "none" else []
         more += [f"{name} {value}" for name, value in self.router]
+        more += [self.optimizer] if self.optimizer != "adamw" else []
         more += [self.precision] if self.precision == "fp8" or self.dtype != "fp64" else []
         return " · ".join([self.model, p.title(), *more])
 
@@ -307,7 +323,7 @@ class Layout(NamedTuple):
         layers = self.layers or layers_of(self.model, self.plan)
         model = MODELS[self.model].but(router=dict(self.router), layers=layers)
         batch = self.batch or workload_of(self.plan, bool(self.router)).batch
-        workload = WORKLOAD.but(precision=self.precision, batch=batch)
+        workload = WORKLOAD.but(precision=self.precision, batch=batch, optimizer=self.optimizer)
         return Job(
             model,
             self.plan,
@@ -394,6 +410,8 @@ def all_layouts() -> list[Layout]:
         Layout(model, Plan(**plan), router=tuple(router.items()), precision="fp8")
         for model, plan, router in inexact.FP8_COUNTED
     ]
+    out += [Layout(model, Plan(**plan), "layouts:freeze", optimizer="muon") for model, plan in FROZEN[-4:-3]]
+    out += [Layout(model, Plan(**plan), optimizer="muon") for model, plan in MUON]
     return list(dict.fromkeys(out))
 
 

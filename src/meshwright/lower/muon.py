@@ -58,6 +58,7 @@ class MatrixShare(NamedTuple):
     by_zero: Array
     by_tensor: Array
     owners: Array
+    copies: Array  # ranks of the tensor-parallel axis that hold the same part
 
 
 def is_used(b: Batch) -> bool:
@@ -93,14 +94,15 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
         by_zero,
         by_tensor,
         np.where(by_zero, parts, 1.0) * np.where(by_tensor, b.size(tensor), 1.0),
+        copies,
     )
 
 
 def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple[Array, Array]]:
     """Elements that Muon updates, with one moment instead of two, by group: before ZeRO, and after it on the fullest rank."""
-    b, out = program.batch, dict[str, tuple[Array, Array]]()
-    for block in program.kinds() if is_used(b) else ():
-        for m in shares(b, block):
+    out: dict[str, tuple[Array, Array]] = {}
+    for block, found in program.matrices.items():
+        for m in found:
             before, after = out.get(m.group, (0.0, 0.0))
             out[m.group] = before + held.counts[block] * m.box, after + held.counts[block] * m.own
     return out
@@ -108,11 +110,8 @@ def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple
 
 def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
     """What the ranks that hold these blocks do for Muon once per step, besides the update of each element."""
-    b = program.batch
-    if not is_used(b):
-        return []
-    ops = []
-    found = [(held.counts[block], m) for block in program.kinds() for m in shares(b, block)]
+    b, ops = program.batch, []
+    found = [(held.counts[block], m) for block, several in program.matrices.items() for m in several]
     for group, (_, shard, _) in DATA_AXES.items():
         here = [(count, m) for count, m in found if m.group == group]
         if not here:
@@ -120,7 +119,7 @@ def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
         rows = [(count, m, np.where(m.by_zero, b.size(shard), 1.0)) for count, m in here]  # ranks that share a place
         sent = sum((count * m.by_zero * m.own for count, m in here), np.zeros(b.n))
         crossing = busiest((count * m.by_tensor, m.box, ranks) for count, m, ranks in rows)
-        wholes = busiest((count * m.by_tensor, m.whole, m.owners) for count, m in here)
+        wholes = busiest((count * m.by_tensor, m.whole * m.copies, m.owners) for count, m in here)
         ops += [
             exchange(b, shard, sent, busiest((count * m.by_zero, m.box, ranks) for count, m, ranks in rows), sent > 0),
             exchange(b, TENSOR_AXES[group], crossing, wholes, wholes > 0),
@@ -198,9 +197,13 @@ def exchanges_of_rank(b: Batch, held: Sequence[Box], d: Degrees, index: Mapping[
             crossing = [m for m in row if m.cut_over(tensor)]
             sent = sum(m.box.size if m.cut_over(shard) else m.box.local_size for m in crossing)
             mine = [m for m in crossing if m.owner_on(tensor) == index[tensor]]
-            yield exchange(b, tensor, float(sent), float(sum(map(whole_size, mine))))
+            yield exchange(b, tensor, float(sent), float(sum(returned_size(m, tensor) for m in mine)))
 
 
-def whole_size(m: Matrix) -> int:
-    """Elements of a matrix where it is whole: of a stack the experts of the rank."""
-    return math.prod(m.box.local_shape[:-2]) * math.prod(m.box.full_shape[-2:])
+def returned_size(m: Matrix, axis: str) -> int:
+    """Elements that the owner of a matrix returns over an axis: the whole matrix (of a stack those of the rank's experts), and what several
+    ranks hold, such as a KV head, for each of them."""
+    cut = m.cut_over(axis)
+    assert cut is not None
+    held = sum(stop - start for start, stop in cut.ranges)
+    return math.prod(m.box.local_shape[:-2]) * math.prod(m.box.full_shape[-2:]) // cut.length * held

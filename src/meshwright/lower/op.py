@@ -67,6 +67,7 @@ class StepProgram:
     partial: dict[str, dict[str, Array]] = field(
         default_factory=dict
     )  # block → axis over which gradients are partial sums → elements of one rank, after ZeRO
+    matrices: dict[str, list[Any]] = field(default_factory=dict)  # block → `muon.MatrixShare` of what Muon updates
     tied: Array = 0.0  # elements of one rank, after ZeRO, of a tied embedding that two stages hold
     gathered: dict[str, Array] = field(default_factory=dict)  # block → bytes of its unsharded weights under ZeRO-3
     recompute_savings: dict[str, Array] = field(

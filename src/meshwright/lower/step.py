@@ -14,7 +14,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
-from meshwright.lower import ends, footprint, gradients, offload
+from meshwright.lower import ends, footprint, gradients, muon, offload
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
 from meshwright.lower.moe import moe_layer
@@ -58,6 +58,8 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         program.parameters[kind] = footprint.parameters(batch, held)
         program.loads[kind] = footprint.loads(batch, held)
         program.partial[kind] = footprint.partial_sums(batch, held)
+        if muon.is_used(batch):
+            program.matrices[kind] = muon.shares(batch, kind)
         if present(batch.sends("powersgd")):
             groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}

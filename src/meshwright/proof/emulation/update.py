@@ -1,8 +1,8 @@
 """Replay of 16-bit updates: recompute the optimizer, the masters and the rounding from the gradients of a rank.
 
 All operations after the gradient reduction work element by element, so one device can repeat them exactly for any shard of a
-tensor (Muon's update of a matrix needs all shards: `orthogonal`). In each step a rank records the reduced gradient g, the gradient given to the optimizer, the value before and after the
-update, and the parameter of the model at the end:
+tensor (Muon's update of a matrix needs all shards: `orthogonal`). In each step a rank records the reduced gradient g, the gradient
+given to the optimizer, the value before and after the update, and the parameter of the model at the end:
 
     given      g / S · min(1, c / (‖g‖ + 10⁻⁶))             the loss scale S undone, and clipped
     after      AdamW(before, given)                         on the fp32 master; without masters in 16 bits, rounded after each operation
