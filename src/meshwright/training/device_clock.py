@@ -72,6 +72,14 @@ class DeviceClock:
         replace(torch.cuda.Stream, "record_event", record_event)
         replace(torch.cuda.Stream, "wait_event", wait_event)
 
+    def unfinished(self, events: list[Any]) -> tuple[Any, bool]:
+        """The first operation that the device has not finished, and whether it has started it. The host runs ahead and does not know."""
+        for running in list(events):
+            end = running.done if running.done is not None else running.returned
+            if end is not None and not end.query():
+                return running, bool(running.issued.query())
+        return None, True
+
     def seconds(self, mark: Any) -> float:
         return float("nan") if mark is None else self.origin_s + self.origin.elapsed_time(mark) / 1e3
 

@@ -16,6 +16,7 @@ compressors) are added first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -156,19 +157,25 @@ def group_name(argument: Any) -> str:
     return argument if isinstance(argument, str) and argument not in ("sum", "max", "avg", "min", "product") else ""
 
 
+def groups_of(mesh: Mesh) -> Iterator[tuple[str, distributed.ProcessGroup]]:
+    """The process groups of this rank with the axis of each; a group of several axes comes once for each."""
+    for axis in AXES:
+        if (group := mesh.group(axis)) is not None:
+            yield axis, group
+    if (copies := mesh.group(KV_COPIES)) is not None:
+        yield KV_COPIES, copies
+    if "ends" in mesh.__dict__ and mesh.ends is not None:
+        yield "ends", mesh.ends
+
+
 def axes_by_group(mesh: Mesh, separate_axes: bool = False) -> dict[str, str]:
     """Name of a process group → axis. Axes with the same ranks are all named as the first of them in `AXES`, unless
     `separate_axes`."""
     out: dict[str, str] = {}
-    for axis in AXES:
-        group = mesh.group(axis)
-        if group is not None:
-            out.setdefault(group.group_name, axis if separate_axes else canonical(mesh, axis))
-    copies = mesh.group(KV_COPIES)
-    if copies is not None:
-        out.setdefault(copies.group_name, "tp")
-    if "ends" in mesh.__dict__ and mesh.ends is not None:
-        out.setdefault(mesh.ends.group_name, "pp")
+    for name, group in groups_of(mesh):
+        axis = {KV_COPIES: "tp", "ends": "pp"}.get(name, name)
+        same = separate_axes or axis != name
+        out.setdefault(group.group_name, axis if same else canonical(mesh, axis))
     return out
 
 

@@ -11,6 +11,9 @@ Python entries in `torch.ops._c10d_functional` are wrapped too.
 The end of an asynchronous operation comes from its future (gloo), from its handle (our backend), or from an event of the device
 (NCCL, `DeviceClock`). gloo does not report when a message of a send or receive arrived: it is complete when `wait` returns.
 
+The recorder also knows the operation that the rank is inside of, and how many it has issued in each group: the watchdog (`faults`) reads
+these from its thread when nothing moves. Groups that are not of the mesh (a checkpoint's, used by a thread in the background) are not recorded.
+
 Private names of torch: `ProcessGroup._allgather_base`, `._reduce_scatter_base`, `._end_coalescing`. A missing one is left out.
 """
 
@@ -26,9 +29,10 @@ from torch import distributed
 
 from meshwright.comm import work as own
 from meshwright.comm.backend.group import MeshwrightGroup
+from meshwright.training.faults.heartbeat import Operation, operation_key
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import Trainer
-from meshwright.training.observe import axes_by_group
+from meshwright.training.observe import axes_by_group, groups_of
 from meshwright.training.records import CommEvent, RecordedStep, StepRecord
 
 KEPT_STEPS = 64  # the last ones of a run: memory stays bounded
@@ -73,13 +77,35 @@ MESSAGES = ("send", "receive")
 class Running:
     """An operation that was issued; its times are marks of the recorder's clock."""
 
-    __slots__ = ("axis", "bytes", "done", "issued", "operation", "peer", "resumed", "returned", "waited")
+    __slots__ = (
+        "axis",
+        "bytes",
+        "done",
+        "issued",
+        "number",
+        "operation",
+        "peer",
+        "ranks",
+        "resumed",
+        "returned",
+        "waited",
+    )
 
-    def __init__(self, axis: str, operation: str, size: int, peer: int, issued: Any, returned: Any) -> None:
+    def __init__(self, axis: str, operation: str, size: int, peer: int, ranks: tuple[int, ...], number: int) -> None:
         self.axis, self.operation, self.bytes, self.peer = axis, operation, size, peer
-        self.issued = issued
-        self.returned = self.waited = self.resumed = returned
+        self.ranks, self.number = (
+            ranks,
+            number,
+        )  # the group (of a message: sender, receiver), and its count of operations
+        self.issued: Any = None
+        self.returned: Any = None
+        self.waited: Any = None
+        self.resumed: Any = None
         self.done: Any = None
+
+    def returns(self, mark: Any) -> None:
+        """The call has returned; until a `wait` it did not block after that."""
+        self.returned = self.waited = self.resumed = mark
 
 
 class HostClock:
@@ -103,6 +129,10 @@ class HostClock:
 
         work.get_future().add_done_callback(note)
 
+    def unfinished(self, events: list[Running]) -> tuple[Running | None, bool]:
+        """The host knows what it is inside of."""
+        return None, True
+
     def seconds(self, mark: Any) -> float:
         return UNKNOWN if mark is None else mark
 
@@ -116,6 +146,15 @@ class CommRecorder(Hook):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes=True)
+        self.rank = trainer.parallel.mesh.rank
+        self.members = {
+            group.group_name: tuple(distributed.get_process_group_ranks(group))
+            for _, group in groups_of(trainer.parallel.mesh)
+        }
+        self.issued: dict[str, int] = {}  # operations so far, by `operation_key`
+        self.completed = 0  # operations that ended: it does not change while the rank hangs
+        self.open: Running | None = None  # what the rank is blocked by now
+        self.keys: dict[tuple[str, str, int], str] = {}
         self.clock: Any = HostClock()
         if torch.device(trainer.parallel.mesh.device).type == "cuda":
             from meshwright.training.device_clock import DeviceClock
@@ -161,19 +200,20 @@ class CommRecorder(Hook):
         message = operation in MESSAGES
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.inside:
+            axis = self.axis_of.get(group.group_name)
+            if self.inside or axis is None:
                 return plain(group, *args, **kwargs)
-            self.inside = True
-            try:
-                issued = mark()
-                work = plain(group, *args, **kwargs)
-                returned = mark()
-            finally:
-                self.inside = False
             peer = args[1] if message and len(args) > 1 and isinstance(args[1], int) else -1
             size = 0 if which is None else bytes_of(args[which])
-            axis = self.axis_of.get(group.group_name, "")
-            running = Running(axis, operation, size, peer, issued, returned)
+            running = self._begin(group.group_name, axis, operation, size, peer)
+            self.inside = True
+            try:
+                running.issued = mark()
+                work = plain(group, *args, **kwargs)
+                running.returns(mark())
+            finally:
+                self.inside, self.open = False, None
+            self.completed += 1
             self.events.append(running)
             self.clock.place(running)
             if work is not None:
@@ -183,6 +223,28 @@ class CommRecorder(Hook):
             return work
 
         return call
+
+    def _begin(self, group: str, axis: str, operation: str, size: int, peer: int) -> Running:
+        """Count an operation of a group, and note that the rank is inside of it."""
+        ranks, direction = self.members[group], ""
+        if operation in MESSAGES and peer >= 0:
+            direction, other = operation, ranks[peer]
+            ranks = (self.rank, other) if operation == "send" else (other, self.rank)
+        key = self.keys.get((group, direction, peer))
+        if key is None:
+            key = self.keys[group, direction, peer] = operation_key(axis, ranks, direction)
+        number = self.issued[key] = self.issued.get(key, 0) + 1
+        self.open = Running(axis, operation, size, peer, ranks, number)
+        return self.open
+
+    def open_operation(self) -> Operation | None:
+        """The operation that this rank is inside of, for the watchdog's thread."""
+        running, started = self.open, True
+        if running is None:
+            running, started = self.clock.unfinished(self.events)
+        if running is None:
+            return None
+        return Operation(running.operation, running.axis, running.ranks, running.number, running.bytes, started)
 
     def _joined(self, plain: Callable) -> Callable:
         """The end of a batch of messages that NCCL sends together: its handle stands for the last of them."""
@@ -204,12 +266,14 @@ class CommRecorder(Hook):
             entry = waiting.pop(id(work), None)
             if entry is None:
                 return plain(work, *args, **kwargs)
-            running = entry[1]
+            running = self.open = entry[1]
             running.waited = mark()
             try:
                 return plain(work, *args, **kwargs)
             finally:
                 running.resumed = mark()
+                self.open = None
+                self.completed += 1
                 if isinstance(work, own.Work) and running.operation not in MESSAGES:
                     running.done = work.finished_at
 
@@ -247,15 +311,20 @@ class FunctionalCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self.recorder
+        name = kwargs.get("group_name", args[-1] if args else "")
+        axis = recorder.axis_of.get(name)
+        if axis is None:
+            return self.plain(*args, **kwargs)
+        running = recorder._begin(name, axis, self.operation, 0, -1)
         outer, recorder.inside = recorder.inside, True
-        issued = recorder.clock.mark()
+        running.issued = recorder.clock.mark()
         try:
             out = self.plain(*args, **kwargs)
         finally:
-            recorder.inside = outer
-        axis = recorder.axis_of.get(kwargs.get("group_name", args[-1] if args else ""), "")
-        size = bytes_of(out if self.which is None else args[self.which])
-        running = Running(axis, self.operation, size, -1, issued, recorder.clock.mark())
+            recorder.inside, recorder.open = outer, None
+        running.returns(recorder.clock.mark())
+        running.bytes = bytes_of(out if self.which is None else args[self.which])
+        recorder.completed += 1
         recorder.events.append(running)
         recorder.waiting[out.data_ptr()] = out, running
         return out
@@ -274,10 +343,13 @@ class FunctionalWait:
         entry = self.recorder.waiting.pop(tensor.data_ptr(), None)
         if entry is None:
             return self.plain(tensor)
-        entry[1].waited = self.recorder.clock.mark()
-        out = self.plain(tensor)
-        entry[1].resumed = self.recorder.clock.mark()
-        return out
+        recorder, running = self.recorder, entry[1]
+        recorder.open, running.waited = running, recorder.clock.mark()
+        try:
+            return self.plain(tensor)
+        finally:
+            running.resumed, recorder.open = recorder.clock.mark(), None
+            recorder.completed += 1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)

@@ -1,0 +1,120 @@
+"""Heartbeats: a small file per rank with its step, its open collective and its speed, which every other rank can read.
+
+A rank that is stopped or lost cannot report, so the others must find out from what it wrote before. The files are in the run folder, which
+all hosts share (checkpoints need that too), so that one mechanism works for one host and for many. Nothing is sent between ranks.
+
+    heartbeats/rank-3.json     replaced every `SLOW_BEAT_S` seconds; every `FAST_BEAT_S` while the rank makes no progress
+
+Clocks of hosts differ. A reader therefore compares no times: it reads twice, and a rank whose `beat` did not change is silent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = "heartbeats"
+SLOW_BEAT_S = 5.0
+FAST_BEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective or message that a rank has entered and not left. It is the `count`-th of its kind in its group."""
+
+    operation: str  # all_reduce, all_gather, …, send, receive
+    axis: str
+    ranks: tuple[int, ...]  # the group, or sender and receiver of a message
+    count: int
+    bytes: int = 0
+    started: bool = True  # False: issued to a GPU that still computes something before it
+
+    @property
+    def is_message(self) -> bool:
+        return self.operation in ("send", "receive")
+
+    @property
+    def key(self) -> str:
+        """The counter that this operation increased on its rank."""
+        return operation_key(self.axis, self.ranks, self.operation if self.is_message else "")
+
+    @property
+    def needed_key(self) -> str:
+        """The counter that every other rank of it must have increased as often: a receive needs its send, and the reverse."""
+        opposite = {"send": "receive", "receive": "send"}.get(self.operation, "")
+        return operation_key(self.axis, self.ranks, opposite)
+
+
+def operation_key(axis: str, ranks: Iterable[int], direction: str = "") -> str:
+    """The name of a counter: collectives of a group share one; sends and receives between two ranks have one each."""
+    return f"{axis} {'-'.join(map(str, ranks))} {direction}".rstrip()
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The state of one rank."""
+
+    rank: int
+    attempt: str  # of the run: heartbeats of an earlier attempt are ignored
+    beat: int
+    host: str = ""
+    pid: int = 0
+    started: int = 0  # start time of the process: the number of a process may be used again
+    stage: int = 0  # pipeline stage
+    step: int = 0
+    phase: str = "start"  # start | step | hooks | end
+    stalled_s: float = 0.0
+    operation: Operation | None = None
+    issued: dict[str, int] = field(default_factory=dict)  # operations so far, by `operation_key`
+    own_s: float = 0.0  # median seconds of a step in which the rank was not blocked by communication
+    step_s: float = 0.0  # median seconds of a step
+
+
+class HeartbeatFolder:
+    """The heartbeat files of one attempt of a run."""
+
+    def __init__(self, run_folder: Path, attempt: str) -> None:
+        self.run_folder, self.folder, self.attempt = run_folder, run_folder / FOLDER, attempt
+
+    def path(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.json"
+
+    def write(self, heartbeat: Heartbeat) -> None:
+        """Replace this rank's file. A reader sees the old or the new content, never a part."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = self.path(heartbeat.rank).with_suffix(".new")
+        new.write_text(json.dumps(asdict(heartbeat)), "utf-8")
+        os.replace(new, self.path(heartbeat.rank))
+
+    def read(self, rank: int) -> Heartbeat | None:
+        """The last heartbeat of a rank; None if there is none of this attempt, or the file cannot be read."""
+        try:
+            fields: dict[str, Any] = json.loads(self.path(rank).read_text("utf-8"))
+            if fields["operation"] is not None:
+                fields["operation"] = Operation(**{**fields["operation"], "ranks": tuple(fields["operation"]["ranks"])})
+            heartbeat = Heartbeat(**fields)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return heartbeat if heartbeat.attempt == self.attempt else None
+
+    def read_all(self, world: int) -> dict[int, Heartbeat]:
+        found = {rank: self.read(rank) for rank in range(world)}
+        return {rank: heartbeat for rank, heartbeat in found.items() if heartbeat is not None}
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 where the system does not say it. With the pid it identifies a process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,0 +1,138 @@
+"""Faults on purpose: a seeded list of faults that the ranks of a run inflict on themselves, to test that the run survives them.
+
+    MESHWRIGHT_FAULTS=faults.json meshwright train RUN.toml --out DIR
+
+The file is a list of {"kind", "rank", "step", "seconds", "steps"}. Each fault happens once, also if its step is repeated after a restart: a mark in
+the run folder says that it has happened. `injected.jsonl` in the run folder gets a row with the time before each.
+
+    kill         SIGKILL `seconds` after the step began: the process is gone at once
+    stop         SIGSTOP `seconds` after the step began: the process stays and does nothing, like a lost host
+    hang         the rank never enters the next collective, and still answers
+    exception    the step raises
+    slow         the rank sleeps `seconds` in each of `steps` steps
+    nan          a gradient becomes NaN
+    spike        a weight is multiplied by 100
+    kill-save    SIGKILL `seconds` after the step began, while the checkpoint of the step before is being written
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import MeshwrightError, unknown
+from meshwright.training.hooks import Hook
+
+VARIABLE = "MESHWRIGHT_FAULTS"
+LOG = "injected.jsonl"
+KINDS = ("kill", "stop", "hang", "exception", "slow", "nan", "spike", "kill-save")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    rank: int
+    step: int
+    seconds: float = 0.0
+    steps: int = 1
+
+
+def draw_faults(
+    seed: int, kinds: Sequence[str], world: int, first: int, spacing: int, save_every: int = 0
+) -> list[Fault]:
+    """One fault of each given kind, in a random order of ranks and steps, about `spacing` steps apart. The same for the same seed."""
+    draw = random.Random(seed)
+    faults = []
+    for number, kind in enumerate(kinds):
+        step = first + number * spacing + draw.randrange(max(1, spacing // 2))
+        seconds, steps = 0.0, 1
+        if kind == "kill-save" and save_every:
+            step = -(-step // save_every) * save_every  # the first step after a save began
+            seconds = draw.uniform(0.0, 0.05)
+        if kind == "slow":
+            seconds, steps = draw.uniform(0.2, 0.4), spacing // 4 or 1
+        faults.append(Fault(kind, draw.randrange(world), step, seconds, steps))
+    return faults
+
+
+def write_faults(path: Path, faults: Sequence[Fault]) -> None:
+    path.write_text(json.dumps([asdict(fault) for fault in faults], indent=1), "utf-8")
+
+
+def read_faults(path: Path) -> list[Fault]:
+    """The faults of a file."""
+    try:
+        faults = [Fault(**row) for row in json.loads(path.read_text("utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise MeshwrightError(
+            "MW-FAULT-002",
+            f"{VARIABLE}={path} cannot be read",
+            why=str(error),
+            valid=['[{"kind": "kill", "rank": 1, "step": 20}]'],
+        ) from error
+    for fault in faults:
+        if fault.kind not in KINDS:
+            raise unknown("MW-FAULT-002", "kind of fault", fault.kind, KINDS)
+    return faults
+
+
+class Injector(Hook):
+    """The faults of one rank."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, folder: Path) -> None:
+        self.folder = folder
+        self.faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
+        self.slow: dict[int, int] = {}  # fault → steps left
+
+    def before_step(self, trainer: Any) -> None:
+        for number, fault in self.due(trainer.step, ("nan",), exclude=True):
+            self.mark(number, fault, trainer.step)
+            self.inflict(number, fault, trainer)
+
+    def after_gradients(self, trainer: Any) -> None:
+        for number in [number for number, left in self.slow.items() if left]:
+            self.slow[number] -= 1
+            time.sleep(self.faults[number].seconds)  # inside of the step: it counts as work of this rank
+        for number, fault in self.due(trainer.step, ("nan",)):
+            self.mark(number, fault, trainer.step)
+            trainer.parallel.pieces[0].gradient.fill_(float("nan"))
+
+    def due(self, step: int, kinds: Sequence[str], exclude: bool = False) -> list[tuple[int, Fault]]:
+        found = [(n, f) for n, f in self.faults.items() if f.step == step and (f.kind in kinds) != exclude]
+        return [(number, fault) for number, fault in found if not self.happened(number).exists()]
+
+    def happened(self, number: int) -> Path:
+        return self.folder / f"fault-{number}.done"
+
+    def mark(self, number: int, fault: Fault, step: int) -> None:
+        """Write down that the fault happens now; on disk before it does."""
+        self.happened(number).touch()
+        row = json.dumps({"time": time.time(), "number": number, "step": step, "kind": fault.kind, "rank": fault.rank})
+        with (self.folder / LOG).open("a", encoding="utf-8") as log:
+            log.write(row + "\n")
+            log.flush()
+            os.fsync(log.fileno())
+
+    def inflict(self, number: int, fault: Fault, trainer: Any) -> None:
+        match fault.kind:
+            case "kill" | "kill-save" | "stop":
+                deadly = signal.SIGSTOP if fault.kind == "stop" else signal.SIGKILL
+                timer = threading.Timer(fault.seconds, os.kill, (os.getpid(), deadly))
+                timer.daemon = True
+                timer.start()
+            case "hang":
+                threading.Event().wait()
+            case "exception":
+                raise RuntimeError(f"injected fault {number} in step {trainer.step}")
+            case "slow":
+                self.slow[number] = fault.steps
+            case "spike":
+                trainer.parallel.pieces[0].local.mul_(100.0)

@@ -1,0 +1,258 @@
+"""The watchdog: a thread in every rank that writes heartbeats, and names the rank and the collective when nothing moves.
+
+A hang is silent: every rank waits in a collective until the timeout of its group, minutes later, and then all of them report each other.
+The watchdog learns the time of a step (the median of the last ones) and acts when a rank made no progress for
+
+    2 × step + 10 s         including the time to confirm it; [run] hang_s sets another limit
+
+Progress is a finished collective or step. Between steps (checkpoint, evaluation) and before the first steps no time is known: there a rank
+that still writes heartbeats has `UNKNOWN_S`. A silent rank (stopped, host lost) is found in every phase.
+
+All ranks read the same heartbeats and come to the same verdict (`diagnose`). Then the lowest rank that responds reports the cause, ends
+a silent process on its own host, and every rank exits, so that the launcher can restart them from the last checkpoint.
+Rank 0 also compares the speed of the ranks (`slow`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Protocol
+
+from meshwright.errors import MeshwrightError
+from meshwright.training.communication import length, union
+from meshwright.training.faults.diagnose import Verdict, diagnose
+from meshwright.training.faults.flight import write_flight_record
+from meshwright.training.faults.heartbeat import (
+    FAST_BEAT_S,
+    SLOW_BEAT_S,
+    Heartbeat,
+    HeartbeatFolder,
+    Operation,
+    host_name,
+    process_start,
+)
+from meshwright.training.faults.slow import slow_ranks
+from meshwright.training.hooks import Hook
+from meshwright.training.records import RecordedStep, StepRecord
+
+TICK_S = 0.25
+FAST_AFTER_S = 2.0  # without progress, from which on heartbeats are frequent
+CONFIRM_S = 2.5  # between the two readings that show which ranks are silent: several frequent heartbeats
+MARGIN_S = 10.0  # a hang is named within 2 × step + MARGIN_S
+REACT_S = 1.0  # of MARGIN_S, for the ticks and the reading
+UNKNOWN_S = 600.0  # limit where no duration is known
+SILENT_S = 60.0  # limit for silence where no duration is known: a long call may keep the interpreter from beating
+GRACE_S = 2.0  # for the rank that reports, before the others exit
+LEARNED = 3  # steps after which their time is known
+KEPT = 64
+HUNG_EXIT = 70
+
+
+class Activity(Protocol):
+    """What the recorder of communication knows while a step runs."""
+
+    completed: int  # operations that have ended
+    issued: dict[str, int]
+    steps: deque[RecordedStep]
+
+    def open_operation(self) -> Operation | None: ...
+
+
+class Watchdog(Hook):
+    """Watch the ranks of one attempt of a run. `report(error)` publishes the root cause; `note(kind, text)` writes an event."""
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        folder: HeartbeatFolder,
+        activity: Activity,
+        *,
+        stage: int = 0,
+        hang_s: float = 0.0,
+        report: Callable[[MeshwrightError], None],
+        note: Callable[[str, str], None] = lambda kind, text: None,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.rank, self.world, self.folder, self.activity = rank, world, folder, activity
+        self.stage, self.hang_s = stage, hang_s
+        self.report, self.note, self.leave = report, note, leave
+        self.identity = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        self.phase, self.step, self.beats = "start", 0, 0
+        self.seconds: deque[float] = deque(maxlen=KEPT)
+        self.own: deque[float] = deque(maxlen=9)
+        self.last_step_end = 0.0
+        self.last_measured = -1
+        self.seen: tuple[Any, ...] = ()
+        self.moved = time.monotonic()
+        self.next_beat = 0.0
+        self.named_slow: set[int] = set()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+
+    # Hook: two assignments per call, no lock; the thread reads them
+
+    def start(self, trainer: Any) -> None:
+        self.step = trainer.step
+        if not self.thread.is_alive():
+            self.thread.start()
+
+    def before_step(self, trainer: Any) -> None:
+        self.step, self.phase = trainer.step, "step"
+
+    def after_step(self, trainer: Any, record: StepRecord) -> None:
+        self.seconds.append(record.seconds)
+        self.phase = "hooks"
+
+    def finish(self, trainer: Any) -> None:
+        self.phase = "end"
+
+    def stop(self) -> None:
+        """End the thread; the rank is no longer watched."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join(timeout=10 * TICK_S)
+
+    # The thread
+
+    def watch(self) -> None:
+        while not self.ended.wait(TICK_S):
+            with contextlib.suppress(OSError):  # a full disk must not end the watch
+                self.tick(time.monotonic())
+
+    def tick(self, now: float) -> None:
+        state = (self.phase, self.step, self.activity.completed)
+        if state != self.seen:
+            self.seen, self.moved = state, now
+        stalled = now - self.moved
+        if now >= self.next_beat or (stalled > FAST_AFTER_S and self.next_beat - now > FAST_BEAT_S):
+            self.beat(now)
+            if self.rank == 0 and self.phase == "step":
+                self.name_slow_ranks()
+        if stalled > self.silence_limit:
+            self.inspect(now)
+
+    def beat(self, now: float) -> Heartbeat:
+        self.next_beat = now + (FAST_BEAT_S if now - self.moved > FAST_AFTER_S else SLOW_BEAT_S)
+        self.measure_own_work()
+        self.beats += 1
+        heartbeat = Heartbeat(
+            rank=self.rank,
+            attempt=self.folder.attempt,
+            beat=self.beats,
+            stage=self.stage,
+            step=self.step,
+            phase=self.phase,
+            stalled_s=now - self.moved,
+            operation=self.activity.open_operation(),
+            issued=dict(self.activity.issued),
+            own_s=median(self.own) if self.own else 0.0,
+            step_s=median(self.seconds) if self.seconds else 0.0,
+            **self.identity,
+        )
+        self.folder.write(heartbeat)
+        return heartbeat
+
+    def measure_own_work(self) -> None:
+        """Add the own work of the newest recorded steps: their time without that in which the rank was blocked."""
+        for recorded in list(self.activity.steps)[-3:]:
+            if recorded.step <= self.last_measured:
+                continue
+            self.last_measured = recorded.step
+            blocked = union(span for e in recorded.events for span in ((e.issued, e.returned), (e.waited, e.resumed)))
+            self.own.append(recorded.ended - recorded.began - length(blocked))
+
+    @property
+    def learned_s(self) -> float | None:
+        """The stall after which a hang is confirmed and named; None as long as the time of a step is unknown."""
+        if self.hang_s:
+            return max(self.hang_s - CONFIRM_S - REACT_S, TICK_S)
+        if len(self.seconds) < LEARNED:
+            return None
+        return 2 * median(list(self.seconds)) + MARGIN_S - CONFIRM_S - REACT_S
+
+    @property
+    def hang_limit(self) -> float:
+        """Seconds without progress after which this rank hangs."""
+        limit = self.learned_s
+        if self.phase == "step" and limit is not None:
+            return limit
+        return max(UNKNOWN_S, limit or 0.0)
+
+    @property
+    def silence_limit(self) -> float:
+        """Seconds without progress after which this rank looks for silent ranks."""
+        return min(self.learned_s or SILENT_S, self.hang_limit)
+
+    def inspect(self, now: float) -> None:
+        """Read all heartbeats twice; act if some rank is silent, or if every rank has stood still for its limit."""
+        before, seen, limit = self.folder.read_all(self.world), self.seen, self.hang_limit
+        until = now + CONFIRM_S
+        while (now := time.monotonic()) < until:
+            self.beat(now)
+            if self.ended.wait(FAST_BEAT_S) or seen != (self.phase, self.step, self.activity.completed):
+                return
+        mine = self.beat(time.monotonic())
+        after = {**self.folder.read_all(self.world), self.rank: mine}
+        silent = {
+            rank
+            for rank in range(self.world)
+            if rank != self.rank and (rank not in after or (rank in before and before[rank].beat == after[rank].beat))
+        }
+        finished = {rank for rank in silent if rank in after and after[rank].phase == "end"}
+        silent -= finished
+        if not silent and mine.stalled_s < limit:
+            return
+        verdict = diagnose(after, silent)
+        moving = verdict.kind == "computing" and after[verdict.ranks[0]].stalled_s < mine.stalled_s - 2 * CONFIRM_S
+        if not moving:  # a slow rank between two collectives is no hang
+            self.conclude(verdict, after, silent)
+
+    def conclude(self, verdict: Verdict, heartbeats: dict[int, Heartbeat], silent: set[int]) -> None:
+        """Report the verdict once, and end this process."""
+        hung = set(verdict.ranks) if verdict.kind in ("silent", "computing", "device") else set()
+        judges = [rank for rank in range(self.world) if rank not in hung and rank not in silent] or [self.rank]
+        if self.rank in verdict.ranks:
+            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+        with contextlib.suppress(OSError):
+            write_flight_record(self.folder.run_folder, self.rank)
+        if self.rank == judges[0]:
+            self.report(hang_error(verdict, heartbeats))
+            for rank in silent:
+                self.kill_on_this_host(heartbeats.get(rank))
+        else:
+            time.sleep(GRACE_S)
+        self.ended.set()
+        self.leave(HUNG_EXIT)
+
+    def kill_on_this_host(self, heartbeat: Heartbeat | None) -> None:
+        """End a stopped process, so that its launcher does not wait for it to react to a gentler signal."""
+        if heartbeat is None or heartbeat.host != self.identity["host"] or not heartbeat.started:
+            return
+        if process_start(heartbeat.pid) == heartbeat.started:
+            with contextlib.suppress(OSError):
+                os.kill(heartbeat.pid, signal.SIGKILL)
+
+    def name_slow_ranks(self) -> None:
+        """Write an event for each rank that became slow."""
+        found = {slow.rank: slow for slow in slow_ranks(self.folder.read_all(self.world).values())}
+        for rank in found.keys() - self.named_slow:
+            self.note("slow", found[rank].text)
+        for rank in self.named_slow - found.keys():
+            self.note("slow", f"rank {rank} is as fast as the other ranks again")
+        self.named_slow = set(found)
+
+
+def hang_error(verdict: Verdict, heartbeats: dict[int, Heartbeat]) -> MeshwrightError:
+    hosts = sorted({heartbeats[rank].host for rank in verdict.ranks if rank in heartbeats})
+    where = f" (host {', '.join(hosts)})" if hosts else ""
+    return MeshwrightError("MW-FAULT-001", verdict.what + where, why=verdict.why, exit_code=HUNG_EXIT)

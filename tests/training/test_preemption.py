@@ -1,0 +1,95 @@
+"""A preemption signal: all ranks stop after the same step, whichever rank was signalled."""
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+import ranks
+from meshwright.describe.model import Model
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.training.faults.preemption import StopFile, StopKey, StopOnSignal, next_common_step
+from meshwright.training.hooks import Hook
+from meshwright.training.records import StepRecord
+
+MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
+WORKLOAD = Workload(batch=4, seq=4, precision="fp64")
+
+
+class Tokens:
+    def sample(self, step, index):
+        tokens = np.random.default_rng((step, index)).integers(0, MODEL.vocab, WORKLOAD.seq + 1)
+        return tokens[:-1], tokens[1:]
+
+
+class SignalOneself(Hook):
+    def __init__(self, step):
+        self.step = step
+
+    def after_gradients(self, trainer):
+        if trainer.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signalled(context, folder, plan, store):
+    from torch import distributed
+
+    from meshwright.parallel.apply import apply
+    from meshwright.training.loop import Trainer
+
+    trainer = Trainer(apply(MODEL, plan, WORKLOAD, context.rank, dtype=torch.float64), Tokens())
+    requests = StopFile(Path(folder) / "stop")
+    if store:
+        requests = StopKey(distributed.TCPStore("127.0.0.1", store, is_master=False))
+    stop = StopOnSignal(requests)
+    trainer.hooks += [stop, *([SignalOneself(5)] if context.rank == 1 else [])]
+    records = trainer.train(100)
+    return len(records), trainer.step, stop.stop_step, stop.received, signal.getsignal(signal.SIGTERM)
+
+
+def test_all_ranks_stop_after_the_same_step(tmp_path):
+    first, second = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2), 0)
+    assert first == (7, 7, 6, None, signal.SIG_DFL)  # signalled in step 5: step 6 is the last one
+    assert second == (7, 7, 6, signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_replicas_of_local_sgd_stop_where_they_average(tmp_path):
+    found = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2, average_every=4), 0)
+    assert [f[:3] for f in found] == [(8, 8, 7)] * 2
+
+
+def test_hosts_agree_over_a_store(tmp_path):
+    from torch import distributed
+
+    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = ranks.run(2, signalled, str(tmp_path), Plan(replicate=2), store.port)
+    assert [f[:3] for f in found] == [(7, 7, 6)] * 2
+
+
+def test_the_first_request_stays(tmp_path):
+    requests = StopFile(tmp_path / "stop")
+    assert requests.requested() is None
+    requests.request(7)
+    requests.request(5)
+    assert requests.requested() == 7
+    assert [p.name for p in tmp_path.iterdir()] == ["stop"]
+
+
+def test_an_early_reader_waits_for_the_step(tmp_path):
+    stop = StopOnSignal(StopFile(tmp_path / "stop"))
+    stop.requests.request(4)
+    trainer = SimpleNamespace(stopped=False)
+    stop.after_step(trainer, StepRecord(3, 1.0, 1.0, 1, 0.1))
+    assert not trainer.stopped
+    stop.after_step(trainer, StepRecord(4, 1.0, 1.0, 1, 0.1))
+    assert trainer.stopped
+
+
+def test_local_sgd_meets_at_its_average():
+    local = SimpleNamespace(every=8, since=3)
+    assert next_common_step(SimpleNamespace(step=11, parallel=SimpleNamespace(local=local))) == 15
+    assert next_common_step(SimpleNamespace(step=11, parallel=SimpleNamespace(local=None))) == 11
