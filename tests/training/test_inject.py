@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from meshwright.errors import MeshwrightError
+from meshwright.training.faults.damage import damage, newest_checkpoint, set_disk_full
 from meshwright.training.faults.inject import KINDS, LOG, Fault, Injector, draw_faults, read_faults, write_faults
 
 
@@ -66,3 +67,32 @@ def test_a_slow_rank_sleeps_in_several_steps(tmp_path, monkeypatch):
         injector.before_step(trainer(step))
         injector.after_gradients(trainer(step))
     assert slept == [0.5] * 3
+
+
+@pytest.mark.parametrize("how", ["bit-flip", "truncate"])
+def test_one_file_of_the_newest_checkpoint_is_damaged(tmp_path, how):
+    for step in (10, 20):
+        (tmp_path / f"step-{step:08}").mkdir()
+        (tmp_path / f"step-{step:08}" / "a").write_bytes(bytes(range(256)))
+    (tmp_path / ".writing-step-00000030").mkdir()
+    newest = newest_checkpoint(tmp_path)
+    assert newest.name == "step-00000020"
+    file = damage(newest, how, seed=1)
+    assert file == newest / "a"
+    content = file.read_bytes()
+    if how == "truncate":
+        assert len(content) < 256
+    else:
+        assert sum(bin(a ^ b).count("1") for a, b in zip(content, bytes(range(256)), strict=True)) == 1
+    assert newest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_a_disk_looks_full_and_recovers(tmp_path):
+    file = tmp_path / "a"
+    set_disk_full(True)
+    try:
+        with pytest.raises(OSError, match="large"):
+            file.write_bytes(bytes(100_000))
+    finally:
+        set_disk_full(False)
+    file.write_bytes(bytes(100_000))

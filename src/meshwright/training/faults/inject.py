@@ -13,6 +13,9 @@ the run folder says that it has happened. `injected.jsonl` in the run folder get
     nan          a gradient becomes NaN
     spike        a weight is multiplied by 100
     kill-save    SIGKILL `seconds` after the step began, while the checkpoint of the step before is being written
+    bit-flip     a bit of the newest checkpoint is flipped, then SIGKILL: the restart must find the damage
+    truncate     a file of the newest checkpoint loses its end, then SIGKILL
+    disk-full    for `steps` steps writes of this process fail as on a full disk
 """
 
 from __future__ import annotations
@@ -29,11 +32,25 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, unknown
+from meshwright.training.faults.damage import damage, newest_checkpoint, set_disk_full
 from meshwright.training.hooks import Hook
 
 VARIABLE = "MESHWRIGHT_FAULTS"
 LOG = "injected.jsonl"
-KINDS = ("kill", "stop", "hang", "exception", "slow", "nan", "spike", "kill-save")
+CHECKPOINTS = "checkpoints"
+KINDS = (
+    "kill",
+    "stop",
+    "hang",
+    "exception",
+    "slow",
+    "nan",
+    "spike",
+    "kill-save",
+    "bit-flip",
+    "truncate",
+    "disk-full",
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,8 @@ def draw_faults(
             seconds = draw.uniform(0.0, 0.05)
         if kind == "slow":
             seconds, steps = draw.uniform(0.2, 0.4), spacing // 4 or 1
+        if kind == "disk-full":
+            steps = save_every + 1  # at least one save fails
         faults.append(Fault(kind, draw.randrange(world), step, seconds, steps))
     return faults
 
@@ -90,7 +109,7 @@ class Injector(Hook):
     def __init__(self, faults: Sequence[Fault], rank: int, folder: Path) -> None:
         self.folder = folder
         self.faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
-        self.slow: dict[int, int] = {}  # fault → steps left
+        self.left: dict[int, int] = {}  # faults that last: steps until their end
 
     def before_step(self, trainer: Any) -> None:
         for number, fault in self.due(trainer.step, ("nan",), exclude=True):
@@ -98,9 +117,12 @@ class Injector(Hook):
             self.inflict(number, fault, trainer)
 
     def after_gradients(self, trainer: Any) -> None:
-        for number in [number for number, left in self.slow.items() if left]:
-            self.slow[number] -= 1
-            time.sleep(self.faults[number].seconds)  # inside of the step: it counts as work of this rank
+        for number in [number for number, left in self.left.items() if left]:
+            self.left[number] -= 1
+            if self.faults[number].kind == "slow":
+                time.sleep(self.faults[number].seconds)  # inside of the step: it counts as work of this rank
+            elif not self.left[number]:
+                set_disk_full(False)
         for number, fault in self.due(trainer.step, ("nan",)):
             self.mark(number, fault, trainer.step)
             trainer.parallel.pieces[0].gradient.fill_(float("nan"))
@@ -128,11 +150,19 @@ class Injector(Hook):
                 timer = threading.Timer(fault.seconds, os.kill, (os.getpid(), deadly))
                 timer.daemon = True
                 timer.start()
+            case "bit-flip" | "truncate":
+                newest = newest_checkpoint(self.folder / CHECKPOINTS)
+                if newest is not None:
+                    damage(newest, fault.kind, seed=number)
+                os.kill(os.getpid(), signal.SIGKILL)
             case "hang":
                 threading.Event().wait()
             case "exception":
                 raise RuntimeError(f"injected fault {number} in step {trainer.step}")
             case "slow":
-                self.slow[number] = fault.steps
+                self.left[number] = fault.steps
+            case "disk-full":
+                self.left[number] = fault.steps
+                set_disk_full(True)
             case "spike":
                 trainer.parallel.pieces[0].local.mul_(100.0)
