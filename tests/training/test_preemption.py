@@ -93,3 +93,17 @@ def test_local_sgd_meets_at_its_average():
     local = SimpleNamespace(every=8, since=3)
     assert next_common_step(SimpleNamespace(step=11, parallel=SimpleNamespace(local=local))) == 15
     assert next_common_step(SimpleNamespace(step=11, parallel=SimpleNamespace(local=None))) == 11
+
+
+def test_a_signal_is_seen_by_another_thread_before_its_handler_runs(tmp_path):
+    stop = StopOnSignal(StopFile(tmp_path / "stop"), (signal.SIGUSR1,))
+    assert not stop.arrived()
+    stop.start(None)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.arrived()
+        assert not stop.arrived()
+        assert stop.received == signal.SIGUSR1
+    finally:
+        stop.finish(None)
+    assert signal.set_wakeup_fd(-1) == -1

@@ -130,6 +130,17 @@ def test_while_hooks_run_only_silence_is_a_fault(tmp_path, quick):
     assert "rank 1 does not respond" in str(errors[0])
 
 
+def test_a_blocked_rank_exits_after_a_signal(tmp_path):
+    signals = [True]
+    dog, errors = watched(tmp_path, signalled=lambda: bool(signals) and signals.pop())
+    train_steps(dog, 3)
+    for now in (100.0, 102.0, 102.9):
+        dog.tick(now)
+    assert errors == []
+    dog.tick(103.1)
+    assert errors == [128 + 15]
+
+
 def test_own_work_is_the_step_without_blocked_time(tmp_path):
     activity = Idle()
     dog, _ = watched(tmp_path, activity=activity)

@@ -11,6 +11,10 @@ meet only when they average, so there the request names the next step that avera
 
 The request is a file where all ranks are on one host. Between hosts it is a key of the process group's store: a file system of
 a network may show a new file only seconds later.
+
+A launcher also sends SIGTERM to end ranks whose peer has died. Such a rank is blocked in a collective and never reaches its next step: Python
+runs no handler there. The kernel's part of the handler writes a byte to a socket at once; the watchdog reads it (`arrived`), and ends a rank
+that makes no progress after a signal.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -80,10 +85,21 @@ class StopOnSignal(Hook):
         self.received: signal.Signals | None = None
         self.stop_step: int | None = None
         self.previous: dict[signal.Signals, Any] = {}
+        self.reader, self.writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self.writer.setblocking(False)
 
     def start(self, trainer: Any) -> None:
         for number in self.signals:
             self.previous[number] = signal.signal(number, self.receive)
+        signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+
+    def arrived(self) -> bool:
+        """Whether one of the signals arrived since the last call, also if the main thread is blocked; for another thread."""
+        try:
+            return any(number in self.signals for number in self.reader.recv(64))
+        except BlockingIOError:
+            return False
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
@@ -101,6 +117,8 @@ class StopOnSignal(Hook):
     def finish(self, trainer: Any) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        if self.previous:
+            signal.set_wakeup_fd(-1)
         self.previous.clear()
 
 

@@ -52,6 +52,7 @@ REACT_S = 1.0  # of MARGIN_S, for the ticks and the reading
 UNKNOWN_S = 600.0  # limit where no duration is known
 SILENT_S = 60.0  # limit for silence where no duration is known: a long call may keep the interpreter from beating
 GRACE_S = 2.0  # for the rank that reports, before the others exit
+SIGNAL_S = 3.0  # without progress after a signal, from which on the rank exits
 LEARNED = 3  # steps after which their time is known
 KEPT = 64
 HUNG_EXIT = 70
@@ -81,11 +82,13 @@ class Watchdog(Hook):
         hang_s: float = 0.0,
         report: Callable[[MeshwrightError], None],
         note: Callable[[str, str], None] = lambda kind, text: None,
+        signalled: Callable[[], bool] = lambda: False,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self.rank, self.world, self.folder, self.activity = rank, world, folder, activity
         self.stage, self.hang_s = stage, hang_s
         self.report, self.note, self.leave = report, note, leave
+        self.signalled, self.signal_at = signalled, float("inf")
         self.identity = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
         self.phase, self.step, self.beats = "start", 0, 0
         self.seconds: deque[float] = deque(maxlen=KEPT)
@@ -138,6 +141,10 @@ class Watchdog(Hook):
             self.beat(now)
             if self.rank == 0 and self.phase == "step":
                 self.name_slow_ranks()
+        if self.signalled():
+            self.signal_at = now
+        if min(stalled, now - self.signal_at) > SIGNAL_S:  # the launcher ends this rank, because another one has failed
+            self.leave(128 + signal.SIGTERM)
         if stalled > self.silence_limit:
             self.inspect(now)
 
