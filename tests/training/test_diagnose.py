@@ -9,6 +9,7 @@ from meshwright.training.faults.slow import slow_ranks
 
 def beat(rank, operation=None, issued=(), **more):
     counts = {operation.key: operation.count} if operation is not None else {}
+    more = {"phase": "step", **more}
     return Heartbeat(rank, "one", 1, "host", operation=operation, issued={**counts, **dict(issued)}, **more)
 
 
@@ -33,15 +34,15 @@ def test_a_chain_of_waiting_ranks_ends_at_the_rank_outside_of_any_collective():
 def test_a_silent_rank_is_named_with_the_collective_that_waits_for_it():
     last = beat(3, issued={TP[1].key: 2}, step=9)  # from before it was stopped
     found = verdict_of(beat(0, DP[0]), beat(1, DP[1]), beat(2, TP[1]), last, silent={3})
-    assert (found.kind, found.ranks, found.step) == ("silent", (3,), 9)
+    assert (found.kind, found.ranks, found.moment) == ("silent", (3,), "in step 9")
     assert found.operation in (DP[1], TP[1])
-    assert "rank 3 does not respond in step 9; rank 1 waits in all_reduce of dp (4.0 KiB, number 7)" in found.what
+    assert "rank 3 does not respond in step 9; rank 1 waits in all_reduce of dp (4 KiB, number 7)" in found.what
 
 
 def test_a_rank_that_never_wrote_is_silent_too():
     everyone = Operation("all_reduce", "world", (0, 1), 1)
     found = verdict_of(beat(0, everyone, step=4), silent={1})
-    assert (found.kind, found.ranks, found.step, found.operation) == ("silent", (1,), 4, everyone)
+    assert (found.kind, found.ranks, found.moment, found.operation) == ("silent", (1,), "in step 4", everyone)
 
 
 def test_if_all_ranks_are_inside_the_same_operation_the_link_hangs():
@@ -77,8 +78,9 @@ def test_a_receive_waits_for_its_sender_alone():
 
 
 def test_without_any_collective_the_rank_that_is_behind_hangs():
-    found = verdict_of(beat(0, step=3), beat(1, step=2), beat(2, step=3))
+    found = verdict_of(beat(0, step=3), beat(1, step=2, phase="hooks"), beat(2, step=3))
     assert (found.kind, found.ranks, found.operation) == ("computing", (1,), None)
+    assert found.what == "rank 1 hangs after step 2, outside of any collective"
 
 
 # Files

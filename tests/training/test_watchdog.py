@@ -89,6 +89,7 @@ def test_finished_operations_are_progress(tmp_path):
 def quick(monkeypatch):
     monkeypatch.setattr(module, "CONFIRM_S", 0.15)
     monkeypatch.setattr(module, "FAST_BEAT_S", 0.03)
+    monkeypatch.setattr(module, "TICK_S", 0.01)
     monkeypatch.setattr(module, "REACT_S", 0.0)
     monkeypatch.setattr(module, "GRACE_S", 0.0)
 
@@ -201,7 +202,9 @@ def hanging(context, folder, kind):
         return recorder.issued, recorder.open, recorder.completed
 
 
-@pytest.mark.parametrize(("kind", "words"), [("hang", "rank 1 hangs in step 6"), ("stop", "rank 1 does not respond")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("hang", "rank 1 hangs after step 5"), ("stop", "rank 1 does not respond")]
+)
 def test_a_hung_rank_is_named_with_the_collective(tmp_path, kind, words):
     """The first collective of a step with tp = 2 sums the embedding's output."""
     messages = []

@@ -33,7 +33,7 @@ class Verdict:
 
     kind: Kind
     ranks: tuple[int, ...]
-    step: int
+    moment: str  # "in step 7", "after step 7" (in a hook between two steps)
     operation: Operation | None  # that others wait in; None if no rank is in one
     waiting: tuple[int, ...] = ()  # ranks inside this operation
 
@@ -43,11 +43,11 @@ class Verdict:
         who = ranks_in_words(self.ranks)
         one = len(self.ranks) == 1
         states = {
-            "silent": f"{who} {'does' if one else 'do'} not respond in step {self.step}",
-            "computing": f"{who} {'hangs' if one else 'hang'} in step {self.step}, outside of any collective",
-            "device": f"the GPU of {who} hangs in step {self.step}, in a kernel before the next collective",
-            "link": f"{who} {'hangs' if one else 'hang'} in step {self.step}",
-            "circle": f"{who} wait for each other in step {self.step}",
+            "silent": f"{who} {'does' if one else 'do'} not respond {self.moment}",
+            "computing": f"{who} {'hangs' if one else 'hang'} {self.moment}, outside of any collective",
+            "device": f"the GPU of {who} hangs {self.moment}, in a kernel before the next collective",
+            "link": f"{who} {'hangs' if one else 'hang'} {self.moment}",
+            "circle": f"{who} wait for each other {self.moment}",
         }
         if self.operation is None:
             return states[self.kind]
@@ -73,7 +73,7 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def describe(operation: Operation) -> str:
-    """An operation for a message: `all_reduce of dp (4.0 MiB, number 17)`."""
+    """An operation for a message: `all_reduce of dp (4 MiB, number 17)`."""
     size = f"{format_bytes(operation.bytes)}, " if operation.bytes else ""
     axis = f" of {operation.axis}" if operation.axis else ""
     return f"{operation.operation}{axis} ({size}number {operation.count})"
@@ -148,7 +148,15 @@ def verdict(
             == (operation.axis, operation.ranks, operation.count)
         ]
         waiting = tuple(sorted(set(same) - set(ranks)))
-    step = max((heartbeats[rank].step for rank in ranks if rank in heartbeats), default=None)
-    if step is None:
-        step = max((beat.step for beat in heartbeats.values()), default=0)
-    return Verdict(kind, ranks, step, operation, waiting)
+    seen = [heartbeats[rank] for rank in ranks if rank in heartbeats] or list(heartbeats.values())
+    return Verdict(kind, ranks, moment_of(max(seen, key=lambda beat: beat.step)), operation, waiting)
+
+
+def moment_of(heartbeat: Heartbeat) -> str:
+    """Where in the training a rank is."""
+    return {
+        "start": "before its first step",
+        "step": f"in step {heartbeat.step}",
+        "hooks": f"after step {heartbeat.step}",
+        "end": "after the last step",
+    }[heartbeat.phase]

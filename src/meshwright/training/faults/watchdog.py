@@ -245,7 +245,7 @@ class Watchdog(Hook):
         """End a stopped process, so that its launcher does not wait for it to react to a gentler signal."""
         if heartbeat is None or heartbeat.host != self.identity["host"] or not heartbeat.started:
             return
-        if process_start(heartbeat.pid) == heartbeat.started:
+        if heartbeat.pid != os.getpid() and process_start(heartbeat.pid) == heartbeat.started:
             with contextlib.suppress(OSError):
                 os.kill(heartbeat.pid, signal.SIGKILL)
 
