@@ -147,8 +147,8 @@ class CommRecorder(Hook):
         self.trainer = trainer
         self.axis_of = axes_by_group(trainer.parallel.mesh, separate_axes=True)
         self.rank = trainer.parallel.mesh.rank
-        self.members = {
-            group.group_name: tuple(distributed.get_process_group_ranks(group))
+        self.members: dict[str, tuple[int, ...]] = {
+            str(group.group_name): tuple(distributed.get_process_group_ranks(group))
             for _, group in groups_of(trainer.parallel.mesh)
         }
         self.issued: dict[str, int] = {}  # operations so far, by `operation_key`

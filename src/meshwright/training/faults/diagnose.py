@@ -138,7 +138,7 @@ def waited_for(
 def verdict(
     kind: Kind, ranks: tuple[int, ...], heartbeats: Mapping[int, Heartbeat], operation: Operation | None
 ) -> Verdict:
-    waiting = ()
+    waiting: tuple[int, ...] = ()
     if operation is not None:
         same = [
             beat.rank

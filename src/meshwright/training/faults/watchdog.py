@@ -89,7 +89,7 @@ class Watchdog(Hook):
         self.stage, self.hang_s = stage, hang_s
         self.report, self.note, self.leave = report, note, leave
         self.signalled, self.signal_at = signalled, float("inf")
-        self.identity = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
+        self.identity: dict[str, Any] = {"host": host_name(), "pid": os.getpid(), "started": process_start(os.getpid())}
         self.phase, self.step, self.beats = "start", 0, 0
         self.seconds: deque[float] = deque(maxlen=KEPT)
         self.own: deque[float] = deque(maxlen=9)
