@@ -13,10 +13,10 @@ import ranks
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
+from meshwright.training.failure import RankFailure
 from meshwright.training.faults import watchdog as module
 from meshwright.training.faults.heartbeat import HeartbeatFolder, Operation
 from meshwright.training.faults.watchdog import UNKNOWN_S, Watchdog
-from meshwright.training.launch import RankFailure
 from meshwright.training.records import CommEvent, RecordedStep, StepRecord
 
 MODEL = Model(hidden=16, layers=2, heads=2, ffn=24, vocab=33)
