@@ -12,8 +12,8 @@ WORK = {"batch": 16, "seq": 32, "precision": "fp32"}
 FP32 = {"param_dtype": "fp32", "grad_dtype": "fp64", "master": False}
 
 
-def config(model=MODEL, cluster="laptop", **plan):
-    return Config.from_parts(model, cluster, "gloo-cpu", WORK, {**FP32, **plan})
+def config(model=MODEL, **plan):
+    return Config.from_parts(model, {"extends": "laptop", "gpus": 8}, "gloo-cpu", WORK, {**FP32, **plan})
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])

@@ -1,4 +1,4 @@
-"""A preemption signal: all ranks stop after the same step, whichever rank was signalled."""
+"""A preemption signal: all ranks stop after the same step, also those that were not signalled."""
 
 import os
 import signal
