@@ -5,7 +5,8 @@ all hosts share (checkpoints need that too), so that one mechanism works for one
 
     heartbeats/rank-3.json     written every `SLOW_BEAT_S` seconds; every `FAST_BEAT_S` while the rank makes no progress
 
-A file is overwritten in place: this needs no work of a file system's metadata server, which thousands of ranks share. Clocks of hosts differ. A reader therefore compares no times: it reads twice, and a rank whose `beat` did not change is silent.
+A file is overwritten in place: this needs no work of a file system's metadata server, which thousands of ranks share.
+Clocks of hosts differ. A reader therefore compares no times: it reads twice, and a rank whose `beat` did not change is silent.
 """
 
 from __future__ import annotations
