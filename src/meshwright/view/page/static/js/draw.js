@@ -14,6 +14,7 @@ export { formula, format, hide, show };
 
 const SVG = "http://www.w3.org/2000/svg";
 const PAINT = new Set(["fill", "stroke", "opacity"]);
+const LONG_TEXT = 24; // characters: a cell with more is kept wide on a phone, where the table scrolls
 
 function build(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes ?? {})) {
@@ -295,7 +296,8 @@ export function table(columns, rows, { caption = "", onrow = null, chosen = null
   const cell = (column, row, first) => {
     const value = column.value ? column.value(row) : row[column.key];
     const words = column.text ? column.text(value, row) : value;
-    const node = h(first ? "th" : "td", { class: column.align === "right" ? "number" : null, scope: first ? "row" : null }, words instanceof Node ? words : String(words ?? "–"));
+    const kind = column.align === "right" ? "number" : String(words?.textContent ?? words).length > LONG_TEXT ? "text" : null;
+    const node = h(first ? "th" : "td", { class: kind, scope: first ? "row" : null }, words instanceof Node ? words : String(words ?? "–"));
     return column.formula ? formula(node, column.formula(row), { focus: false }) : node;
   };
   const body = rows.map((row) => {
