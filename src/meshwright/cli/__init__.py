@@ -60,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
     "data": Command("Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them."),
+    "checkpoint": Command("List, verify, convert and delete the checkpoints of runs."),
     "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
     "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
     "calibrate": Command("Fit a cluster file to the results of `bench`, and say whether the network is normal."),

@@ -18,6 +18,7 @@ from torch import distributed
 
 from meshwright.calibrate.points import RankInfo
 from meshwright.comm.bench.timing import Synchronization
+from meshwright.comm.texts import gather_texts
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,8 @@ class Session:
         return -self.agree([-value])[0]
 
     def gather(self, text: str) -> list[str]:
-        """The text of every rank, on every rank. Only bytes are exchanged: nothing is unpickled."""
-        if self.world == 1:
-            return [text]
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        longest = int(self.agree([float(len(data))])[0])
-        padded = torch.zeros(longest + 8, dtype=torch.uint8)
-        padded[:8] = torch.tensor(list(len(data).to_bytes(8, "little")), dtype=torch.uint8)
-        padded[8 : 8 + len(data)] = data
-        found = [torch.empty_like(padded) for _ in range(self.world)]
-        distributed.all_gather(found, padded, group=self.control)
-        return [bytes(t[8 : 8 + int.from_bytes(bytes(t[:8].tolist()), "little")].tolist()).decode() for t in found]
+        """The text of every rank, on every rank."""
+        return gather_texts(text, self.control) if self.world > 1 else [text]
 
     @property
     def synchronization(self) -> Synchronization:

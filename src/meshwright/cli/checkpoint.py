@@ -1,0 +1,127 @@
+"""`meshwright checkpoint`: list, verify, convert and delete the checkpoints of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.describe.model import Model
+
+HELP = {"help_option_names": ["-h", "--help"]}
+command = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+    help="List, verify, convert and delete the checkpoints of runs.",
+)
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Source = Annotated[Path, typer.Argument(help="A run folder, a folder of checkpoints, or one checkpoint.")]
+TARGETS = ("meshwright",)
+
+
+@command.command("ls")
+def list_command(source: Source, json: Json = False) -> None:
+    """List the checkpoints of a run: step, size, and the plan that wrote each."""
+    from meshwright.training.checkpoint.folder import checkpoints_in
+    from meshwright.training.checkpoint.page import page, summary
+    from meshwright.view.tables import show, show_json
+
+    rows = [summary(path) for path in checkpoints_in(source)]
+    show_json(rows) if json else show(page(rows))
+
+
+@command.command("verify")
+def verify_command(source: Source, json: Json = False) -> None:
+    """Read all files of checkpoints and compare their hashes with the manifest. Exit code 1 if one is damaged."""
+    from meshwright.cli.output import patient
+    from meshwright.training.checkpoint.folder import checkpoints_in
+    from meshwright.training.checkpoint.page import page, summary
+    from meshwright.view.tables import show, show_json
+
+    paths = checkpoints_in(source)
+    total = sum(file.stat().st_size for path in paths for file in path.iterdir() if file.is_file())
+    done = 0
+    with patient("verifying") as set_share:
+
+        def listen(count: int) -> None:
+            nonlocal done
+            done += count
+            set_share(done / max(1, total))
+
+        rows = [summary(path, verify=True, listen=listen) for path in paths]
+    show_json(rows) if json else show(page(rows))
+    if not all(row["good"] for row in rows):
+        raise typer.Exit(1)
+
+
+@command.command("prune")
+def prune_command(
+    source: Source,
+    keep: Annotated[int, typer.Option("--keep", help="Number of newest checkpoints to keep.", min=1)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    json: Json = False,
+) -> None:
+    """Delete all checkpoints of a run but the newest; the newest one is never deleted."""
+    from meshwright.errors import MeshwrightError
+    from meshwright.training.checkpoint.folder import checkpoints_in, prune
+    from meshwright.view.tables import show, show_json
+
+    found = checkpoints_in(source)
+    if found == [source]:
+        raise MeshwrightError(
+            "MW-CKPT-001", f"'{source}' is one checkpoint", why="prune needs a run folder or a folder of checkpoints"
+        )
+    doomed = found[:-keep] if dry_run else prune(found[0].parent, keep)
+    if json:
+        show_json({"deleted": [str(path) for path in doomed], "dry_run": dry_run})
+    else:
+        done = "would be deleted" if dry_run else "deleted"
+        show(*(f"{path.name} {done}" for path in doomed), f"{len(found) - len(doomed)} kept")
+
+
+@command.command("convert")
+def convert_command(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, a run folder (its newest checkpoint), or a torch checkpoint (.metadata)."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist.")],
+    to: Annotated[
+        str, typer.Option("--to", help="The format to write: meshwright, a checkpoint that any plan resumes.")
+    ] = "meshwright",
+    model: Annotated[
+        str, typer.Option("--model", help="The model of a torch checkpoint: a catalog name, config.json or run file.")
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Convert a checkpoint. Sources: Meshwright's, and torch's distributed checkpoints with torchtitan's names.
+
+    A torch checkpoint has pickled metadata: it is read as data, and nothing in it is executed."""
+    from meshwright.cli.output import patient
+    from meshwright.errors import unknown
+    from meshwright.training.checkpoint.convert import convert
+    from meshwright.training.checkpoint.page import page, summary
+    from meshwright.view.tables import show, show_json
+
+    if to not in TARGETS:
+        raise unknown("MW-CKPT-015", "the format", to, TARGETS, "--to {}")
+    with patient("converting") as set_share:
+        written = convert(source, out, named_model(model), set_share)
+    rows = [summary(written)]
+    show_json(rows) if json else show(page(rows))
+
+
+def named_model(name: str) -> Model | None:
+    """The model of a run file, a config.json or the catalog."""
+    from meshwright.describe.config import Config
+
+    if not name:
+        return None
+    if name.endswith(".toml"):
+        from meshwright import api
+
+        return api.load(name).model
+    return Config.from_parts(model=name).model

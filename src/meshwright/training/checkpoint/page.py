@@ -1,0 +1,95 @@
+"""Checkpoints in the terminal: one row each, with what wrote it and whether its files are intact. No torch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.training.checkpoint.manifest import Listen, Manifest, check_files, read_manifest
+from meshwright.units import format_bytes, format_count
+from meshwright.view.tables import filled
+
+COLUMNS = ("checkpoint", ">step", "written", ">size", ">parameters", ">ranks", "plan", "state")
+
+
+def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> dict[str, Any]:
+    """One checkpoint as plain data. `state` is "complete", or "good" if `verify` read and hashed all files, else what is wrong."""
+    try:
+        manifest = read_manifest(path)
+    except MeshwrightError as error:
+        return {"path": str(path), "state": error.why or error.what, "good": False}
+    state, good = "complete", True
+    try:
+        if verify:
+            check_files(path, manifest, listen=listen)
+            state = "good"
+        else:
+            check_sizes(path, manifest)
+    except MeshwrightError as error:
+        state, good = error.why, False
+    return {**described(path, manifest), "state": state, "good": good}
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise if a file is missing or has another size; does not read it."""
+    for name, file in manifest.files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != file.bytes:
+            missing = "is missing" if found is None else f"has {found:,} of {file.bytes:,} bytes"
+            raise MeshwrightError("MW-CKPT-002", f"'{path}' is damaged", why=f"{name} {missing}")
+
+
+def described(path: Path, manifest: Manifest) -> dict[str, Any]:
+    weights = [t for key, t in manifest.tensors.items() if key.startswith(("weight/", "replica-0/weight/"))]
+    count = sum(math.prod(tensor.shape) for tensor in weights)
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "parameters": count,
+        "dtypes": sorted({tensor.dtype for tensor in weights}),
+        "tensors": len(manifest.tensors),
+        "files": len(manifest.files),
+        "ranks": manifest.world,
+        "plan": manifest.plan,
+        "model": manifest.model,
+        "versions": manifest.versions,
+    }
+
+
+def page(rows: Sequence[dict[str, Any]]) -> RenderableType:
+    return filled(COLUMNS, [_cells(row) for row in rows])
+
+
+def _cells(row: dict[str, Any]) -> list[object]:
+    state = Text(str(row["state"]), "green" if row["good"] else "red")
+    if "step" not in row:
+        return [Path(row["path"]).name, "", "", "", "", "", "", state]
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
+    return [
+        Path(row["path"]).name,
+        f"{row['step']:,}",
+        written,
+        format_bytes(row["bytes"]),
+        format_count(row["parameters"]),
+        row["ranks"] or "–",
+        "converted" if "converted from" in row["versions"] else plan_title(row["plan"]),
+        state,
+    ]
+
+
+def plan_title(plan: dict[str, Any]) -> str:
+    """The plan in one line; plans of other versions may have other fields."""
+    try:
+        return Plan(**plan).title()
+    except MeshwrightError:
+        return ", ".join(f"{name} {value}" for name, value in plan.items())

@@ -1,0 +1,197 @@
+"""Everything that a run needs to go on, as boxes of named tensors and a few numbers per rank.
+
+    weights       the masters where the plan keeps them (parameters are their rounding), else the parameters; router biases are among them
+    optimizer     each state of each parameter: moments have the parameter's box, step counts are one number for the whole tensor
+    ema           the moving average of the weights, where the optimizer section asks for one
+    step          one number. The learning rate, the order of the data and all dropout masks are functions of the seed and the step
+    loss scale    its value and the steps since it last changed (fp16)
+    local SGD     every replica's tensors, its tokens and steps since the last average
+    compression   what each rank has not sent yet, and PowerSGD's bases: they belong to one rank's messages, so that they are restored on the
+                  same plan and start empty on another
+    random        the states of torch, Python and numpy on each rank, for code that draws from them
+
+Copies of one box exist on several ranks; one of them writes it. Piece i is written by copy i mod (number of copies), so that the
+replicas of a data-parallel run share the work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright.describe.sharding import KV_COPIES, PROJECT, degrees_of
+from meshwright.parallel.data.reduction import compressors_in
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pieces import Piece, local_tensor
+from meshwright.training.checkpoint.store import Entry
+from meshwright.training.loop import Trainer
+
+WEIGHT, OPTIMIZER, NUMBER = "weight", "optimizer.", "optimizer-number."
+
+
+@dataclass(frozen=True)
+class State:
+    """What one rank contributes to a checkpoint."""
+
+    step: int
+    entries: list[Entry]
+    numbers: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(entry.tensor.nbytes for entry in self.entries if entry.written)
+
+
+def state_of(trainer: Trainer) -> State:
+    """The state of a trainer between two steps; its tensors are the trainer's own, not copies."""
+    entries = [*shared_entries(trainer, optimizer_states(trainer)), *rank_entries(trainer)]
+    return State(trainer.step, entries, rank_numbers(trainer))
+
+
+def updated_pieces(trainer: Trainer) -> list[Piece]:
+    """The pieces that the optimizer updates: masters, or the parameters."""
+    return trainer.masters.pieces if trainer.masters is not None else trainer.parallel.pieces
+
+
+def replicas_of(trainer: Trainer) -> int:
+    """The number of replicas whose tensors differ (local SGD); 0: none do."""
+    return trainer.parallel.mesh.size("replicate") if trainer.parallel.local is not None else 0
+
+
+def replica_prefix(trainer: Trainer) -> str:
+    """The beginning of the keys of this rank's replica."""
+    return f"replica-{trainer.parallel.mesh.index('replicate')}/" if replicas_of(trainer) else ""
+
+
+def optimizer_states(trainer: Trainer) -> dict[int, dict[str, torch.Tensor]]:
+    """The optimizer's tensors of each updated piece, by its place in the list."""
+    state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
+    return {
+        i: {name: value for name, value in state.get(piece.parameter, {}).items() if isinstance(value, torch.Tensor)}
+        for i, piece in enumerate(updated_pieces(trainer))
+    }
+
+
+def shared_entries(trainer: Trainer, states: Mapping[int, Mapping[str, torch.Tensor]]) -> Iterator[Entry]:
+    """The boxes that a plan shares out: weights and the given states of the optimizer."""
+    mesh, prefix = trainer.parallel.mesh, replica_prefix(trainer)
+    kv_copies = degrees_of(trainer.parallel.model, trainer.parallel.plan).kv_copies
+    for i, piece in enumerate(updated_pieces(trainer)):
+        writes = is_writer(piece, i, mesh, kv_copies)
+        yield box_entry(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
+        for name, value in states.get(i, {}).items():
+            if value.ndim:
+                yield box_entry(f"{prefix}{OPTIMIZER}{name}/{piece.name}", piece, local_tensor(value), writes)
+            else:  # one number for the whole parameter: the rank with its first element writes it
+                first = writes and not any(piece.start) and piece.local.numel() > 0
+                yield Entry(f"{prefix}{NUMBER}{name}/{piece.name}", (1,), (0,), value.reshape(1), first)
+
+
+def box_entry(key: str, piece: Piece, local: torch.Tensor, writes: bool) -> Entry:
+    """A tensor with the box of a piece."""
+    return Entry(key, piece.full_shape, piece.start, local, writes and local.numel() > 0)
+
+
+def is_writer(piece: Piece, number: int, mesh: Mesh, kv_copies: int) -> bool:
+    """Whether this rank writes its copy of a box."""
+    box = piece.box
+    if box.tied and box.name == PROJECT:
+        return False
+    index, count = 0, 1
+    for axis in box.copies:
+        size, at = (
+            (kv_copies, mesh.index("tp") % kv_copies) if axis == KV_COPIES else (mesh.size(axis), mesh.index(axis))
+        )
+        index, count = index * size + at, count * size
+    return index == number % count
+
+
+def rank_entries(trainer: Trainer) -> Iterator[Entry]:
+    """Tensors that belong to this rank alone."""
+    prefix = f"rank-{trainer.parallel.mesh.rank}/"
+    for name, tensor in (*random_states(trainer.parallel.mesh.device).items(), *compression_tensors(trainer).items()):
+        if tensor.numel():
+            yield Entry(f"{prefix}{name}", tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def rank_numbers(trainer: Trainer) -> dict[str, Any]:
+    """Numbers that belong to this rank, ready for JSON."""
+    parallel, scale = trainer.parallel, trainer.scale
+    out: dict[str, Any] = {
+        "loss_scale": [scale.value, scale.good_steps, scale.skipped],
+        "scale": parallel.scale,
+        "normal_numbers": unused_normal_numbers(),
+    }
+    if parallel.local is not None:
+        out["replica"] = parallel.mesh.index("replicate")
+        out["local_sgd"] = [parallel.local.since, float(parallel.local.tokens)]
+    steps = [
+        {str(index): count for index, count in getattr(compressor, "steps", {}).items()}
+        for compressor in compressors_in(parallel.reductions)
+    ]
+    return {**out, "compression_steps": steps} if steps else out
+
+
+def compression_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
+    out = {}
+    for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
+        out |= {f"compression/{i}/error/{index}": error for index, error in compressor.feedback.errors.items()}
+        for (index, offset), basis in getattr(compressor, "bases", {}).items():
+            out[f"compression/{i}/basis/{index}/{offset}"] = basis
+    return out
+
+
+def restore_compression(trainer: Trainer, tensors: Mapping[str, torch.Tensor], steps: list[dict[str, int]]) -> None:
+    """Put back what `compression_tensors` and `rank_numbers` gave."""
+    compressors = compressors_in(trainer.parallel.reductions)
+    for name, tensor in tensors.items():
+        _, i, kind, *place = name.split("/")
+        compressor: Any = compressors[int(i)]
+        if kind == "error":
+            compressor.feedback.errors[int(place[0])] = tensor
+        else:
+            compressor.bases[int(place[0]), int(place[1])] = tensor
+    for each, compressor in zip(steps, compressors, strict=True):
+        if each:
+            compressor.steps.update({int(index): count for index, count in each.items()})  # type: ignore[attr-defined]
+
+
+def random_states(device: str) -> dict[str, torch.Tensor]:
+    """The states of the random generators of this process, as tensors."""
+    _, keys, position, _, _ = numpy_state()
+    out = {
+        "random/torch": torch.get_rng_state(),
+        "random/python": torch.tensor(random.getstate()[1], dtype=torch.int64),
+        "random/numpy": torch.tensor([*map(int, keys), position], dtype=torch.int64),
+    }
+    if device.startswith("cuda"):
+        out["random/cuda"] = torch.cuda.get_rng_state(device)
+    return out
+
+
+def unused_normal_numbers() -> list[Any]:
+    """Python and numpy draw normal numbers in pairs: the second one of a pair, if it was not used yet."""
+    *_, has_second, second = numpy_state()
+    return [random.getstate()[2], has_second, second]
+
+
+def numpy_state() -> Any:
+    return np.random.get_state(legacy=True)
+
+
+def restore_random(states: Mapping[str, torch.Tensor], normal_numbers: list[Any], device: str) -> None:
+    """Set the random generators of this process."""
+    python_second, has_second, second = normal_numbers
+    torch.set_rng_state(states["random/torch"])
+    random.setstate((3, tuple(states["random/python"].tolist()), python_second))
+    *keys, position = states["random/numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_second, second))
+    if device.startswith("cuda") and "random/cuda" in states:
+        torch.cuda.set_rng_state(states["random/cuda"], device)
