@@ -12,14 +12,16 @@ from meshwright.describe.plan import Plan
 from meshwright.describe.workload import Workload
 from meshwright.proof.compare import FP64_BOUND
 
-SHAPE = {"hidden": 16, "layers": 4, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 33}
-DENSE = Model(**SHAPE)
-TIED = Model(**SHAPE, tied=True, qk_norm=True, qkv_bias=True, dropout=0.1)
-EXPERTS = Model(**{**SHAPE, "layers": 2}, experts=4, top_k=2, expert_ffn=12, balance_bias=True)
-MODELS = {"dense": DENSE, "tied": TIED, "experts": EXPERTS}
-WORKLOAD = Workload(batch=8, seq=8)
+SHAPE = {"hidden": 8, "layers": 2, "heads": 2, "kv_heads": 2, "ffn": 12, "vocab": 17}
+MODELS = {
+    "dense": Model(**SHAPE),
+    "tied": Model(**{**SHAPE, "layers": 4}, tied=True, qk_norm=True, qkv_bias=True, dropout_rate=0.1),
+    "experts": Model(**SHAPE, experts=4, top_k=2, expert_ffn=6, balance_bias=True),
+}
+WORKLOAD = Workload(batch=4, seq=4)
 Z3 = {"shard": 2, "zero": 3}
 ZBV = {"pp": 2, "schedule": "zbv", "virtual": 2}
+BF16 = {"param_dtype": "bf16"}
 
 
 def trainer_of(context, case):
@@ -28,7 +30,7 @@ def trainer_of(context, case):
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
-    model, plan, fields, dtype = (*case, {}, "float64")[:4] if len(case) == 2 else (*case, "float64")[:4]
+    model, plan, fields, dtype = (*case, *({}, "float64")[len(case) - 2 :])
     model, workload = MODELS[model], WORKLOAD.but(**fields)
     parallel = apply(model, Plan(**plan), workload, context.rank, dtype=getattr(torch, dtype))
     return Trainer(parallel, RandomSamples(model, workload.seq, 0))
@@ -63,40 +65,43 @@ def stop_and_resume(context, cases, folder):
         trainer = trainer_of(context, case)
         group = checkpoint_group()
         saver = Saver(trainer, root, group)
-        trainer.train(3)
+        trainer.train(2)
         torch.manual_seed(context.rank)
         saver.save()
         saved = bits(trainer)
-        losses = [r.loss for r in trainer.train(3)]
+        losses = [r.loss for r in trainer.train(2)]
         assert saver.finish() is None, saver.finish()
         second = wiped(trainer_of(context, case))
         found = resume(second, root, group)
         restored = bits(second)
-        resumed = [r.loss for r in second.train(3)]
+        resumed = [r.loss for r in second.train(2)]
         ended, went_on = bits(trainer), bits(second)
         differences = [key for key in saved if saved[key] != restored.get(key)]
         differences += [f"later {key}" for key in ended if ended[key] != went_on.get(key)]
+        context.send(number)  # this rank is alive
         out.append((case, differences, losses, resumed, found.messages, sorted(saved.keys() ^ restored.keys())))
     return out
 
 
-BF16 = {"param_dtype": "bf16"}
-CASES = {
-    1: [("dense", {}), ("tied", {"microbatch": 4}), ("experts", {}), ("dense", {"offload": "states"}),
-        ("dense", BF16, {}, "bfloat16"), ("dense", {"param_dtype": "fp16"}, {}, "float16"),
-        ("dense", {}, {"optimizer": "momentum"}), ("dense", {}, {"optimizer": "sgd"})],
-    2: [("dense", {"replicate": 2, "bucket": 2000}), ("tied", {"shard": 2, "zero": 1}), ("dense", Z3), ("tied", {"tp": 2, "sp": True}),
-        ("tied", ZBV), ("dense", {"pp": 2}), ("dense", {"cp": 2}), ("experts", {"replicate": 2, "ep": 2}),
-        ("dense", {"replicate": 2, "average_every": 2}), ("dense", {"replicate": 2, "compression": "top-k"}),
-        ("dense", {"replicate": 2, "compression": "powersgd"}), ("dense", {**Z3, "compression": "int8"}),
-        ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("dense", {"replicate": 2, "compression": "random-k"})],
-    4: [("tied", {**Z3, "tp": 2}), ("experts", {**Z3, "pp": 2, "ep": 2}), ("dense", {**Z3, "replicate": 2}), ("tied", {"tp": 2, "pp": 2})],
-}  # fmt: skip
+CASES = [
+    (1, [("dense", {"param_dtype": "fp16"}, {}, "float16"), ("dense", {"offload": "states"}, {"optimizer": "momentum"})]),
+    (2, [("dense", {"replicate": 2, "bucket": 2000}), ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", {"tp": 2, "sp": True}),
+         ("tied", ZBV), ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
+         ("dense", {"replicate": 2, "compression": "powersgd"}), ("dense", {**Z3, "compression": "top-k"})]),
+]  # fmt: skip
+MORE = [
+    (1, [("dense", {}), ("tied", {"microbatch": 2}), ("experts", {}), ("dense", BF16, {}, "bfloat16"), ("dense", {}, {"optimizer": "sgd"})]),
+    (2, [("tied", {"shard": 2, "zero": 1}), ("dense", {"pp": 2}), ("dense", {"cp": 2}), ("dense", {"replicate": 2, "compression": "random-k"}),
+         ("dense", {**Z3, "compression": "int8"}), ("dense", {"replicate": 2, "compression": "int4"}),
+         ("experts", {**Z3, "ep": 2}), ("dense", {"replicate": 2, "param_dtype": "fp16"}, {}, "float16")]),
+    (4, [("tied", {**Z3, "tp": 2}), ("experts", {**Z3, "pp": 2, "ep": 2}), ("dense", {**Z3, "replicate": 2}), ("tied", {"tp": 2, "pp": 2}),
+         ("dense", {"replicate": 2, "tp": 2, "average_every": 3})]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("world", CASES)
-def test_a_resumed_training_continues_bit_for_bit(world, tmp_path):
-    for found in zip(*ranks.run(world, stop_and_resume, CASES[world], str(tmp_path)), strict=True):
+@pytest.mark.parametrize(("world", "cases"), [*CASES, *ranks.soak(MORE)])
+def test_a_resumed_training_continues_bit_for_bit(world, cases, tmp_path):
+    for found in zip(*ranks.run(world, stop_and_resume, cases, str(tmp_path)), strict=True):
         for case, differences, losses, resumed, messages, keys in found:
             assert not differences, f"{case}: {differences[:5]}"
             assert losses == resumed, case
@@ -104,19 +109,13 @@ def test_a_resumed_training_continues_bit_for_bit(world, tmp_path):
 
 
 def save_after(context, case, steps, folder):
-    """Train and save. Returns the losses of later steps, and this rank's boxes."""
+    """Train and save. Returns the losses of later steps."""
     from meshwright.training.checkpoint.background import Saver, checkpoint_group
-    from meshwright.training.checkpoint.state import state_of
 
     trainer = trainer_of(context, case)
     trainer.train(steps)
     Saver(trainer, Path(folder), checkpoint_group()).save(wait=True)
-    boxes = [
-        (e.key, e.start, e.tensor.detach().float().numpy().copy())
-        for e in state_of(trainer).entries
-        if not e.key.startswith("rank-")
-    ]
-    return [r.loss for r in trainer.train(3)], boxes
+    return [r.loss for r in trainer.train(2)]
 
 
 def resume_under(context, cases, folder):
@@ -140,25 +139,30 @@ def resume_under(context, cases, folder):
                 read(again.path, again.manifest, [copy])
                 if not torch.equal(copy.tensor, entry.tensor):
                     wrong.append(entry.key)
-        out.append((case, [r.loss for r in trainer.train(3)], found.messages, wrong))
+        out.append((case, [r.loss for r in trainer.train(2)], found.messages, wrong))
+        context.send(case)  # this rank is alive
     return out
 
 
 CROSSINGS = [
-    ("tied", {**Z3, "tp": 2}, {1: [{}], 2: [{"tp": 2, "sp": True}, ZBV, {"cp": 2, "zero": 3}, {"shard": 2, "zero": 1}]}),
-    ("experts", {"replicate": 2, "ep": 2}, {1: [{}], 2: [{"tp": 2}, {**Z3, "ep": 2}, {"pp": 2}]}),
-    ("dense", {}, {2: [Z3, {"tp": 2}]}),
+    ("tied", {"shard": 2, "zero": 3}, {1: [{}], 2: [{"tp": 2, "sp": True}, ZBV]}),
+    ("experts", {"replicate": 2, "ep": 2}, {1: [{}], 2: [{"tp": 2}, {**Z3, "ep": 2}]}),
+]  # fmt: skip
+MORE_CROSSINGS = [
+    ("tied", {**Z3, "tp": 2}, {1: [{}], 2: [{"cp": 2, "zero": 3}, {"shard": 2, "zero": 1}, {"pp": 2}], 4: [{"tp": 2, "pp": 2}]}),
+    ("experts", {"pp": 2, "ep": 2, "replicate": 2}, {2: [{"tp": 2}, Z3], 4: [{**Z3, "tp": 2}]}),
+    ("dense", {}, {2: [Z3, {"tp": 2}, {"replicate": 2, "compression": "top-k"}]}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "plan", "others"), CROSSINGS)
+@pytest.mark.parametrize(("model", "plan", "others"), [*CROSSINGS, *ranks.soak(MORE_CROSSINGS)])
 def test_a_checkpoint_opens_under_any_other_plan(model, plan, others, tmp_path):
     """Losses after the change of plan agree to the bound of parity in float64; the order of the data is that of the first run."""
-    saved = ranks.run(Plan(**plan).world, save_after, (model, plan), 3, str(tmp_path))
-    losses = saved[0][0]
+    losses = ranks.run(Plan(**plan).world, save_after, (model, plan), 2, str(tmp_path))[0]
     for world, plans in others.items():
         for results in zip(*ranks.run(world, resume_under, [(model, p) for p in plans], str(tmp_path)), strict=True):
             for case, found, messages, wrong in results:
                 assert not wrong, (case, wrong[:4])
                 assert not messages, case
-                np.testing.assert_allclose(found, losses, rtol=FP64_BOUND, atol=0, err_msg=str(case))
+                if "compression" not in case[1]:
+                    np.testing.assert_allclose(found, losses, rtol=FP64_BOUND, atol=0, err_msg=str(case))

@@ -13,7 +13,7 @@ import torch
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.full import read_full, write_checkpoint
-from meshwright.training.checkpoint.manifest import MANIFEST, check_files, digest_of, read_manifest
+from meshwright.training.checkpoint.manifest import MANIFEST, check_files, read_manifest, with_digest
 from meshwright.training.checkpoint.page import summary
 from meshwright.training.checkpoint.resume import check_model, open_checkpoint
 from meshwright.training.checkpoint.save import save
@@ -121,8 +121,7 @@ def test_a_newer_version_is_refused_and_left_as_it_is(tmp_path):
     manifest = tmp_path / "step-00000002" / MANIFEST
     document = json.loads(manifest.read_text())
     document.pop("digest")
-    document["version"] = 99
-    manifest.write_text(json.dumps({**document, "digest": digest_of(document)}))
+    manifest.write_text(with_digest({**document, "version": 99}))
     with pytest.raises(MeshwrightError, match="MW-CKPT-003"):
         step_of(tmp_path)
     assert (tmp_path / "step-00000002").is_dir()

@@ -16,7 +16,7 @@ tensor. The keys are
 Numbers that are not tensors (loss scale, steps since the last average) are in `ranks`, one table per rank. The order of the data is a
 function of the seed and the step, so the step is the whole position in the data.
 
-The manifest is written last and contains the SHA-256 of every file, and of its own content (`digest`): a flipped bit, a truncated
+The manifest is written last and contains the SHA-256 of every file, and of its other bytes (`digest`): a flipped bit, a truncated
 or exchanged file is found before a number of it is used. The digest has the same rule in every version of the format, so that a
 damaged version number is not taken for a newer version. Nothing here imports torch.
 """
@@ -109,7 +109,7 @@ class Manifest:
                 for key, tensor in sorted(self.tensors.items())
             },
         }
-        return json.dumps({**document, "digest": digest_of(document)}, indent=None, separators=(",", ":"))
+        return with_digest(document)
 
 
 PLAIN = (
@@ -117,10 +117,19 @@ PLAIN = (
 )  # fmt: skip
 
 
-def digest_of(document: dict[str, Any]) -> str:
-    """The hash of a document's content, whatever the order of its keys."""
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+HEAD = b'{"digest":"%s",'
+
+
+def with_digest(document: dict[str, Any]) -> str:
+    """The text of a document that begins with the SHA-256 of all its other bytes."""
+    body = json.dumps(document, separators=(",", ":"))[1:]
+    return (HEAD % hashlib.sha256(body.encode()).hexdigest().encode()).decode() + body
+
+
+def digest_fits(text: bytes) -> bool:
+    """Whether a text that `with_digest` wrote has not changed in any byte."""
+    length = len(HEAD) - 2 + 64
+    return text[:length] == HEAD % hashlib.sha256(text[length:]).hexdigest().encode()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -145,9 +154,9 @@ def parse_manifest(text: bytes, folder: Path) -> Manifest:
         raise damaged(folder, f"{MANIFEST} is not JSON: {str(error)[:120]}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise damaged(folder, f"{MANIFEST} is not the manifest of a checkpoint")
-    digest, version = document.pop("digest", None), document.get("version")
+    version = document.get("version")
     try:
-        if digest != digest_of(document):
+        if not digest_fits(text):
             raise ValueError("its content has changed since it was written: the hash differs")
         if type(version) is not int or version > VERSION:
             raise MeshwrightError(
