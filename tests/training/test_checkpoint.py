@@ -45,7 +45,7 @@ def wiped(trainer):
 
 
 def bits(trainer):
-    """The content of the whole state of this rank, and the numbers beside the tensors."""
+    """The content of the whole state of this rank, and its numbers."""
     from meshwright.training.checkpoint.state import state_of
 
     state = state_of(trainer)

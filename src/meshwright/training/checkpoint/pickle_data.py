@@ -47,7 +47,7 @@ class _Mark:
 
 
 MARK = _Mark()
-VALUES = {
+VALUES: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_TUPLE": lambda: (),
     "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": list, "MARK": lambda: MARK,
 }  # fmt: skip

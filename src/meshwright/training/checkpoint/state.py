@@ -140,7 +140,7 @@ def rank_numbers(trainer: Trainer) -> dict[str, Any]:
 
 def compression_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Errors of each compressor by message, and PowerSGD's bases by message and offset."""
-    out = {}
+    out: dict[str, torch.Tensor] = {}
     for i, compressor in enumerate(compressors_in(trainer.parallel.reductions)):
         out |= {f"compression/{i}/error/{index}": error for index, error in compressor.feedback.errors.items()}
         for (index, offset), basis in getattr(compressor, "bases", {}).items():
@@ -160,7 +160,7 @@ def restore_compression(trainer: Trainer, tensors: Mapping[str, torch.Tensor], s
             compressor.bases[int(place[0]), int(place[1])] = tensor
     for each, compressor in zip(steps, compressors, strict=True):
         if each:
-            compressor.steps.update({int(index): count for index, count in each.items()})  # type: ignore[attr-defined]
+            compressor.steps.update({int(index): count for index, count in each.items()})
 
 
 def random_states(device: str) -> dict[str, torch.Tensor]:

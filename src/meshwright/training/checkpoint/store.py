@@ -153,12 +153,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         assert metadata is not None
-        self.metadata = metadata
+        self.saved = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for key, entries in self.wanted.items():
-            saved = self.metadata.state_dict_metadata[key]
+            saved = self.saved[key]
             assert isinstance(saved, TensorStorageMetadata)
             items += create_read_items_for_chunk_list(key, saved, [entry.chunk for entry in entries])
         return LoadPlan(items)

@@ -79,7 +79,7 @@ class TorchCheckpoint:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Raise if a box is said to be outside of its file."""
+        """Raise if the metadata places a box outside of its file."""
         sizes: dict[str, int] = {}
         for (key, _), place in self.places.items():
             if place.file not in sizes:
