@@ -42,11 +42,11 @@ ANSWER_S = 60.0
 
 def writer(root: str, pipe: Connection) -> None:
     """Resume, then train and save until killed. Reports (event, step, hash of the weights)."""
-    from meshwright.training.checkpoint.background import Saver
-    from meshwright.training.checkpoint.resume import resume
     from torch import distributed
 
     from meshwright.parallel.apply import apply
+    from meshwright.training.checkpoint.background import Saver
+    from meshwright.training.checkpoint.resume import resume
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
 
