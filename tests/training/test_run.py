@@ -1,6 +1,5 @@
 """Training end to end: the loss falls, the measurement has the fields of the prediction, the folder has every file."""
 
-import csv
 import io
 import json
 import re
@@ -13,6 +12,7 @@ from rich.console import Console
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
 from meshwright.training.page import ProgressDisplay, page, percent, progress_display, sparkline
 from meshwright.training.records import RankReport, StepRecord
@@ -49,8 +49,10 @@ def test_training_learns_and_is_measured(tmp_path):
     memory = next(d for d in training.differences if d.unit == "GiB")
     assert memory.measured == m.memory_by_stage[0]["tensors"] < 0.1 * m.memory_gib  # tensors, not the interpreter
     assert memory.error == pytest.approx(0.0, abs=0.5)
-    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
-    assert [float(r["loss"]) for r in rows] == m.loss
+    rows = read_steps(tmp_path)
+    assert [r["loss"] for r in rows] == m.loss
+    assert [StepRecord.of_row(r) for r in rows] == training.steps
+    assert state(tmp_path) == "done"
     assert json.loads((tmp_path / "measurement.json").read_text())["steps"] == 24
     assert json.loads((tmp_path / "prediction.json").read_text())["step_time_s"] > 0
     assert load(tmp_path / "plan.toml").plan == training.config.plan
@@ -90,12 +92,11 @@ def test_the_balance_of_experts_is_recorded_step_by_step(tmp_path):
     shape = {**MODEL, "tied": False, "experts": 4, "top_k": 2, "expert_ffn": 32, "router": router}
     made = Config.from_parts(shape, "laptop", "gloo-cpu", WORKLOAD, {**FP32, "pp": 2})
     training = run_training(made, 3, folder=tmp_path)
-    rows = list(csv.DictReader((tmp_path / "steps.csv").open()))
-    for row in rows:
-        assert 0.5 < float(row["router_entropy"]) <= 1
-        assert 1 <= float(row["router_peak"]) <= 4
-        assert 0 <= float(row["router_idle"]) < 1
-        assert 0.5 <= float(row["router_dropped"]) < 0.8  # half of them at most are kept
+    for row in read_steps(tmp_path):
+        assert 0.5 < row["router_entropy"] <= 1
+        assert 1 <= row["router_peak"] <= 4
+        assert 0 <= row["router_idle"] < 1
+        assert 0.5 <= row["router_dropped"] < 0.8  # half of them at most are kept
     with (out := console()).capture() as text:
         out.print(page(training, str(tmp_path)))
     assert "(1 = even), busiest expert" in text.get()
@@ -269,7 +270,8 @@ def test_steps_until_an_interruption_are_kept(tmp_path, error):
     (tmp_path / "difference.json").write_text("[]")  # of an earlier run
     with pytest.raises(error):
         run_training(config(), 10_000, folder=tmp_path, listen=interrupt)
-    assert len(list(csv.DictReader((tmp_path / "steps.csv").open()))) == 6
+    assert len(read_steps(tmp_path)) == 6
+    assert state(tmp_path) == "stopped"
     measurement = json.loads((tmp_path / "measurement.json").read_text())
     assert measurement["steps"] == len(measurement["loss"]) == 6
     assert "interrupted after 6 of 10000 steps" in measurement["assumed"]

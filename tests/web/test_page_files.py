@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.describe.config import load
+from meshwright.describe.run_folder import STEPS, json_line
+from meshwright.training.records import StepRecord
 from meshwright.view.page.subject import Subject
 from web.browser import fragment, shows
 
@@ -41,13 +43,18 @@ def test_a_run_grows_on_the_page(server: str, open_page: Open, run_folders: Path
     prediction = Subject(config).estimate.prediction.as_dict()
     (folder / "plan.toml").write_text(config.to_toml(), "utf-8")
     (folder / "prediction.json").write_text(json.dumps(prediction), "utf-8")
-    rows = ["step,loss,gradient_norm,tokens,seconds,updated", "0,5.5,7.0,1024,0.4,True", "1,5.25,6.0,1024,0.3,True"]
-    (folder / "steps.csv").write_text("\n".join(rows) + "\n", "utf-8")
+    rows = [
+        StepRecord(0, 5.5, 7.0, 1024, 0.4),
+        StepRecord(1, 5.25, 6.0, 1024, 0.3),
+        StepRecord(2, 4.125, 5.0, 1024, 0.3),
+    ]
+    lines = [json_line(record.row()) for record in rows]
+    (folder / STEPS).write_bytes(b"".join(lines[:2]))
     page = open_page(server + "/#view=runs&options.runs=" + json.dumps({"run": "watched"}))
     shows(page, "running", "#view .stats")
     shows(page, "5.25", "#view .stats")
-    with (folder / "steps.csv").open("a", encoding="utf-8") as file:
-        file.write("2,4.125,5.0,1024,0.3,True\n")
+    with (folder / STEPS).open("ab") as file:
+        file.write(lines[2])
     shows(page, "4.125", "#view .stats")
     measured = prediction | {"step_time_s": 0.3, "step_time_low_s": 0.28, "step_time_high_s": 0.4}
     span = {

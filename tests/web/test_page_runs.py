@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.describe.run_folder import EVENTS, OLD_STEPS, RUN, STEP_KEYS, STEPS, json_line, read_steps
 from meshwright.errors import MeshwrightError
 from meshwright.view.page.runs import MOST_ROWS, RunFolders
 from web.running import CLIENT
@@ -19,14 +22,19 @@ def make_run(folder: Path, steps: int = 3) -> Path:
     folder.mkdir(parents=True)
     (folder / "plan.toml").write_text(PLAN)
     (folder / "prediction.json").write_text('{"step_time_s": 0.5}')
-    add_steps(folder, range(steps), header=True)
+    add_steps(folder, range(steps))
     return folder
 
 
-def add_steps(folder: Path, steps: range, header: bool = False) -> None:
-    with (folder / "steps.csv").open("a") as file:
-        file.write("step,loss,seconds,updated\n" * header)
-        file.writelines(f"{i},{4 - 0.1 * i if i != 1 else float('nan')},0.5,True\n" for i in steps)
+def add_steps(folder: Path, steps: range) -> None:
+    with (folder / STEPS).open("ab") as file:
+        for i in steps:
+            file.write(json_line({"step": i, "loss": 4 - 0.1 * i if i != 1 else math.nan, "seconds": 0.5}))
+
+
+def shown(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """Step, loss and seconds of rows."""
+    return [tuple(row[STEP_KEYS.index(key)] for key in ("step", "loss", "seconds")) for row in rows]
 
 
 def test_a_run_is_watched_while_it_grows(tmp_path: Path) -> None:
@@ -36,14 +44,15 @@ def test_a_run_is_watched_while_it_grows(tmp_path: Path) -> None:
         ("first", "running", "dp 2 (ZeRO-1) · micro-batch 1")
     ]
     found = runs.run("first")
-    assert found["columns"] == ["step", "loss", "seconds", "updated"]
-    assert found["rows"] == [[0, 4.0, 0.5, True], [1, None, 0.5, True], [2, 3.8, 0.5, True]]
+    assert found["columns"] == list(STEP_KEYS)
+    assert shown(found["rows"]) == [(0, 4.0, 0.5), (1, None, 0.5), (2, 3.8, 0.5)]
+    assert found["fresh"]
     assert found["parts"] == {"prediction": {"step_time_s": 0.5}}
     nothing_new = runs.run("first", found["seen"])
-    assert (nothing_new["rows"], nothing_new["parts"]) == ([], {})
+    assert (nothing_new["rows"], nothing_new["parts"], nothing_new["fresh"]) == ([], {}, False)
     add_steps(folder, range(3, 5))
-    with (folder / "steps.csv").open("a") as file:
-        file.write("5,3.5")  # a row that is being written
+    with (folder / STEPS).open("a") as file:
+        file.write('{"step":5,"lo')  # a row that is being written
     (folder / "measurement.json").write_text('{"step_time_s": NaN}')
     later = runs.run("first", found["seen"])
     assert [row[0] for row in later["rows"]] == [3, 4]
@@ -51,9 +60,39 @@ def test_a_run_is_watched_while_it_grows(tmp_path: Path) -> None:
     assert (later["state"], later["steps"]) == ("done", 5)
 
 
+def test_a_run_that_was_restarted_is_read_anew(tmp_path: Path) -> None:
+    """Its rows after the checkpoint were removed, and by now it has as many as before."""
+    folder = make_run(tmp_path / "restarted")
+    (folder / EVENTS).write_bytes(json_line({"time": 1.0, "step": 2, "kind": "checkpoint", "text": "written"}))
+    runs = RunFolders(tmp_path)
+    before = runs.run("restarted")
+    assert [event["kind"] for event in before["events"]] == ["checkpoint"]
+    (folder / RUN).write_text('{"version": 1, "attempts": [{"ended": 1.0, "cause": "killed"}, {"ended": null}]}')
+    after = runs.run("restarted", before["seen"])
+    assert (after["fresh"], len(after["rows"]), len(after["events"])) == (True, 3, 1)
+    assert not runs.run("restarted", after["seen"])["fresh"]
+    (folder / STEPS).write_bytes(b"")
+    assert runs.run("restarted", after["seen"])["fresh"]
+
+
+def test_a_folder_with_steps_as_csv_is_read(tmp_path: Path) -> None:
+    """Earlier releases wrote steps.csv."""
+    folder = make_run(tmp_path / "old", steps=0)
+    (folder / STEPS).unlink()
+    rows = ["step,loss,gradient_norm,tokens,seconds,updated", "0,4.5,7.0,64,0.5,True", "1,nan,6.0,64,0.5,False", "2,4."]
+    (folder / OLD_STEPS).write_text("\n".join(rows))
+    assert read_steps(folder) == [
+        {"step": 0, "loss": 4.5, "grad_norm": 7, "tokens": 64, "seconds": 0.5},
+        {"step": 1, "loss": None, "grad_norm": 6, "tokens": 64, "seconds": 0.5, "skipped": True},
+    ]
+    found = RunFolders(tmp_path).run("old")
+    assert shown(found["rows"]) == [(0, 4.5, 0.5), (1, None, 0.5)]
+    assert RunFolders(tmp_path).run("old", found["seen"])["rows"] == []
+
+
 def test_a_folder_that_is_a_run_itself_and_one_that_stopped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
-    for name in ("steps.csv", "plan.toml"):
+    for name in (STEPS, "plan.toml"):
         os.utime(folder / name, (1.0, 1.0))
     assert [(run["name"], run["state"]) for run in RunFolders(folder).listing()["runs"]] == [("one", "stopped")]
     assert RunFolders(None).listing()["runs"] == RunFolders(tmp_path / "missing").listing()["runs"] == []
@@ -62,7 +101,7 @@ def test_a_folder_that_is_a_run_itself_and_one_that_stopped(tmp_path: Path) -> N
 def test_many_steps_are_thinned(tmp_path: Path) -> None:
     make_run(tmp_path / "long", steps=3 * MOST_ROWS + 1)
     found = RunFolders(tmp_path).run("long")
-    assert len(found["rows"]) <= MOST_ROWS
+    assert MOST_ROWS // 2 <= len(found["rows"]) <= MOST_ROWS + 1
     assert found["rows"][-1][0] == 3 * MOST_ROWS
     assert found["steps"] == 3 * MOST_ROWS + 1
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from math import nan
+from typing import Any, NamedTuple
 
 BYTE_VALUES = 256  # the vocabulary of a corpus of bytes
 
@@ -20,12 +21,38 @@ class StepRecord:
     router: dict[str, float] = field(default_factory=dict)  # balance of the experts in the layer that is worst balanced
     updated: bool = True  # False if the update was skipped: gradients that are not finite, or an overflow in fp16
     validation_loss: float | None = None  # of the validation data after this step; None if they were not evaluated
-    learning_rate: float = 0.0  # of this step, before the factors of parameter groups
+    learning_rate: float | None = None  # of this step, before the factors of parameter groups
+    mfu: float | None = None
+    memory_gib: float | None = None  # peak of this process so far; on a GPU, of its allocator
+    exposed_s: float | None = None  # seconds that the rank was blocked in communication
 
-    def row(self) -> dict[str, float]:
-        """One number per column; a model with experts adds entropy, peak, idle and dropped shares of its router."""
-        plain = {name: value for name, value in asdict(self).items() if name != "router"}
-        return {**plain, **{f"router_{name}": value for name, value in self.router.items()}}
+    def row(self) -> dict[str, Any]:
+        """The row of `steps.jsonl`; values that were not measured are left out. A model with experts adds entropy, peak, idle and
+        dropped shares of its router."""
+        row: dict[str, Any] = {
+            "step": self.step,
+            "loss": self.loss,
+            "grad_norm": self.gradient_norm,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens / self.seconds if self.seconds else None,
+        }
+        row |= {name: value for name in MEASURED if (value := getattr(self, name)) is not None}
+        row |= {} if self.updated else {"skipped": True}
+        return row | {f"{ROUTER}{name}": value for name, value in self.router.items()}
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any]) -> StepRecord:
+        """The record of a row of `steps.jsonl`; null is NaN."""
+        loss, norm = (nan if row.get(name) is None else float(row[name]) for name in ("loss", "grad_norm"))
+        router = {name.removeprefix(ROUTER): value for name, value in row.items() if name.startswith(ROUTER)}
+        measured = {name: row.get(name) for name in MEASURED}
+        updated = not row.get("skipped")
+        return cls(row["step"], loss, norm, row["tokens"], row["seconds"], router, updated, **measured)
+
+
+ROUTER = "router_"  # begins the keys of a router's balance
+MEASURED = ("learning_rate", "mfu", "memory_gib", "exposed_s", "validation_loss")  # keys of a row that may be missing
 
 
 @dataclass

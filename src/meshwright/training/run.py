@@ -1,25 +1,17 @@
 """A training run, seen from the parent process: check, start the ranks, record the steps, measure, compare.
 
 The measurement is the median step after warm-up, with the 10th and 90th percentile as its band; it has the same fields
-as the prediction, so that the two subtract. The run folder gets
-
-    plan.toml  prediction.json     before the first step
-    steps.csv                      one row per step, written as the step finishes
-    measurement.json  difference.json   at the end; after an interruption, from the steps until then
-    communication.json             exposed and hidden communication by rank (`communication`)
-    timeline.json                  a measured step and the simulated one (`view.timeline`)
-    rank-N.log                     what each rank printed
+as the prediction, so that the two subtract. `describe.run_folder` lists the files of the run folder; after an interruption the
+measurement is that of the steps until then.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +20,12 @@ from meshwright.comm.bench.interference import Moment, busy_cores
 from meshwright.cost.predict import predict
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
-from meshwright.describe.files import write_text
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
-from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.errors import MeshwrightError
 from meshwright.training import communication, launch, timeline
 from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.data.sources import check_data
+from meshwright.training.folder import RunFolder
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.units import format_flops, format_seconds
@@ -118,7 +110,7 @@ def run_training(
     config, prediction = watch.config, watch.prediction
     backend = resolve_backend(backend, device)
     check_machine(config.plan, prediction, device, folder, steps)
-    log = RunLog(config, prediction, folder)
+    log = RunLog(config, prediction, folder, steps=steps, seed=seed, device=device, backend=backend)
 
     def receive(rank: int, message: dict[str, Any]) -> None:
         watch.step_finished()
@@ -140,10 +132,11 @@ def run_training(
             device=device,
             backend=backend,
         )
-    except BaseException:  # also Ctrl-C and SIGTERM: the steps until now are measured
+    except BaseException as error:  # also Ctrl-C and SIGTERM: the steps until now are measured
         if log.records:
             measurement = measure(config, log.records, [], steps)
             log.save(Training(config, log.records, measurement, prediction, device, watch.interference([])))
+        log.close(cause_of(error))
         raise
     ranks = communication.by_rank(config, reports, warmup_of(log.records))
     training = Training(
@@ -157,6 +150,7 @@ def run_training(
         timeline.both_steps(config, reports),
     )
     log.save(training)
+    log.close("")
     return training
 
 
@@ -284,51 +278,36 @@ def measure(
 class RunLog:
     """The records of a run, written to its folder as they arrive (without a folder: kept in memory only)."""
 
-    def __init__(self, config: Config, prediction: Prediction, folder: Path | None) -> None:
+    def __init__(self, config: Config, prediction: Prediction, folder: Path | None, **about: Any) -> None:
         self.records: list[StepRecord] = []
-        self.folder = folder
-        self.file: TextIO | None = None
-        if folder is not None:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                for name in (
-                    "measurement.json",
-                    "difference.json",
-                    "interference.json",
-                    "communication.json",
-                    "timeline.json",
-                ):  # of an earlier run in the same folder
-                    (folder / name).unlink(missing_ok=True)
-                self.file = (folder / "steps.csv").open("w", newline="", encoding="utf-8", buffering=1)
-            except OSError as error:
-                raise cannot_write(folder / "steps.csv", error) from error
-            write_text(folder / "plan.toml", config.to_toml())
-            write_text(folder / "prediction.json", json.dumps(prediction.as_dict(), indent=2))
+        self.folder = RunFolder.create(folder, config, prediction, **about) if folder is not None else None
+        if self.folder is not None:
+            self.folder.begin_attempt(world=config.plan.world, plan=config.plan.title())
 
     def add(self, record: StepRecord) -> None:
         self.records.append(record)
-        if self.file is None:
-            return
-        writer = csv.DictWriter(self.file, list(record.row()))
-        try:
-            if len(self.records) == 1:
-                writer.writeheader()
-            writer.writerow(record.row())
-        except OSError as error:
-            raise cannot_write(self.file.name, error) from error
+        if self.folder is not None:
+            self.folder.add(record)
 
     def save(self, training: Training) -> None:
         """Write the measurement and its difference from the prediction."""
-        if self.folder is None or self.file is None:
+        if self.folder is None:
             return
-        self.file.close()
         result = training.as_dict()
         for name in ("measurement", "difference"):
-            write_text(self.folder / f"{name}.json", json.dumps(result[name], indent=2))
+            self.folder.save(name, result[name])
         if training.interference is not None:
-            write_text(self.folder / "interference.json", json.dumps(result["interference"], indent=2))
+            self.folder.save("interference", result["interference"])
         for name, content in (("communication", training.communication), ("timeline", training.timeline)):
             if content is not None:
-                write_text(
-                    self.folder / f"{name}.json", json.dumps(content, indent=2 if name == "communication" else None)
-                )
+                self.folder.save(name, content, indent=2 if name == "communication" else None)
+
+    def close(self, cause: str) -> None:
+        if self.folder is not None:
+            self.folder.end_attempt(cause)
+            self.folder.close()
+
+
+def cause_of(error: BaseException) -> str:
+    """Why a run ended, for run.json: "stopped" after Ctrl-C and SIGTERM."""
+    return "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else str(error) or type(error).__name__

@@ -8,17 +8,16 @@ predicted or measured.
 from __future__ import annotations
 
 import html
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.describe.config import load
+from meshwright.describe.run_folder import PLAN, read_json
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
 from meshwright.view.timeline import VERSION, both_steps
 
-LIMIT = 50_000_000
 NEEDED = ("prediction", "measurement", "difference")
 OPTIONAL = ("proof", "communication", "timeline")
 TITLE = "Training runs: predicted and measured"
@@ -79,12 +78,7 @@ def read_part(folder: Path, name: str) -> Any:
         if name in NEEDED:
             raise MeshwrightError("MW-REP-001", f"{folder.name} lacks {path.name}", why="`train` writes it")
         return None
-    if path.stat().st_size > LIMIT:
-        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is larger than {LIMIT // 10**6} MB")
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not JSON", why=str(error)[:100]) from None
+    value = read_json(path)
     if not isinstance(value, list if name == "difference" else dict):
         raise MeshwrightError("MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes")
     found = value.get("version") if isinstance(value, dict) else None
@@ -110,7 +104,7 @@ def trace_of(runs: list[Run]) -> dict[str, Any]:
 def plan_title(folder: Path) -> str:
     """The plan that was trained. The proof has another one: `verify` trains a small copy."""
     try:
-        return load(folder / "plan.toml").plan.title()
+        return load(folder / PLAN).plan.title()
     except MeshwrightError:
         return ""
 

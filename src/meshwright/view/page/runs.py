@@ -1,8 +1,7 @@
-"""Run folders as `meshwright train --out DIR` writes them: a list of runs, and one run as it grows.
+"""Run folders as `meshwright train --out DIR` writes them (`describe.run_folder`): a list of runs, and one run as it grows.
 
-A run folder has `plan.toml` and `prediction.json` from the start and a row in `steps.csv` after each step; `measurement.json`,
-`difference.json` and what else `PARTS` names appear at the end. A reader sends back the `seen` of the last answer and gets
-only newer rows and files, so a run can be watched while it trains.
+A reader sends back the `seen` of the last answer and gets only newer rows, events and files, so a run can be watched while it
+trains. A run that was restarted has removed rows: its answer has `fresh`, and all rows.
 
 Only folders directly below the one given at start are shown (or that one, if it is a run folder). Names are looked up among
 those found there and never joined to a path; a link that leads out of the folder is left out.
@@ -10,21 +9,53 @@ those found there and never joined to a path; a link that leads out of the folde
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshwright.errors import MeshwrightError, unknown
-from meshwright.view.report import LIMIT, plan_title
+from meshwright.describe.run_folder import (
+    EVENTS,
+    OLD_STEPS,
+    RESULTS,
+    STEP_KEYS,
+    complete_lines,
+    is_inside,
+    is_run,
+    modified,
+    new_lines,
+    old_rows,
+    parsed,
+    read_about,
+    read_json,
+    state,
+    steps_file,
+)
+from meshwright.errors import unknown
+from meshwright.view.report import plan_title
 
-PARTS = ("prediction", "measurement", "difference", "interference", "communication", "timeline", "proof")
-STEPS = "steps.csv"
+PARTS = ("prediction", *RESULTS, "proof")
 MOST_RUNS, MOST_ROWS = 200, 4000
-RUNNING_S = 60.0  # a run without a measurement and without a new step for longer has stopped
+
+
+class Seen(NamedTuple):
+    """What an earlier answer contained: positions in the files of steps and events, the number of steps, the time of the newest
+    file, and the number of attempts."""
+
+    steps: int = 0
+    events: int = 0
+    count: int = 0
+    newest: int = 0
+    attempts: int = 0
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Seen:
+        """Of an earlier answer; nothing seen if it is anything else."""
+        parts = text.split("-")
+        good = len(parts) == len(cls._fields) and all(p.isascii() and p.isdecimal() and len(p) < 20 for p in parts)
+        return cls(*map(int, parts)) if good else cls()
 
 
 class RunFolders:
@@ -53,104 +84,60 @@ class RunFolders:
         return {"folder": self.root.name if self.root else "", "runs": rows}
 
     def run(self, name: str, seen: str = "") -> dict[str, Any]:
-        """One run: its rows and files that are newer than `seen`; all of them without it."""
+        """One run: its rows, events and files that are newer than `seen`; all of them without it."""
         known = self.found()
         if name not in known:
             raise unknown("MW-REP-001", "run folder", name, known)
-        rows_seen, time_seen = read_seen(seen)
-        folder = known[name]
-        parts, newest = {}, time_seen
+        folder, before = known[name], Seen.parse(seen)
+        about, file = read_about(folder), steps_file(folder)
+        attempts = len(about.get("attempts") or [])
+        size = file.stat().st_size if is_inside(file, folder) else 0
+        if attempts != before.attempts or size < before.steps:
+            before = Seen()
+        parts, newest = {}, before.newest
         for part in PARTS:
-            file = folder / f"{part}.json"
-            changed = file.stat().st_mtime_ns if is_inside(file, folder) else 0
-            if changed > time_seen:
-                parts[part], newest = read_json(file), max(newest, changed)
-        columns, rows, count = (
-            read_steps(folder / STEPS, rows_seen) if is_inside(folder / STEPS, folder) else ([], [], 0)
+            result = folder / f"{part}.json"
+            changed = result.stat().st_mtime_ns if is_inside(result, folder) else 0
+            if changed > before.newest:
+                parts[part], newest = read_json(result), max(newest, changed)
+        rows, offset, count = rows_after(file, before) if size else ([], 0, 0)
+        events, events_offset = (
+            new_lines(folder / EVENTS, before.events) if is_inside(folder / EVENTS, folder) else ([], 0)
         )
         return {
             "name": name,
             "title": plan_title(folder),
             "state": state(folder),
+            "about": about,
             "parts": parts,
-            "columns": columns,
+            "columns": list(STEP_KEYS),
             "rows": rows,
+            "events": events[-MOST_ROWS:],
             "steps": count,
-            "seen": f"{count}-{newest}",
+            "fresh": before == Seen(),
+            "seen": str(Seen(offset, events_offset, count, newest, attempts)),
         }
 
 
-def is_run(path: Path) -> bool:
-    return is_inside(path / "plan.toml", path) and is_inside(path / "prediction.json", path)
+def rows_after(file: Path, seen: Seen) -> tuple[list[list[Any]], int, int]:
+    """Rows after a position, each with the values of `STEP_KEYS`, evenly thinned if there are many; the position after them, and
+    the number of all rows. The last row is always one of them."""
+    if file.name == OLD_STEPS:
+        rows = list(old_rows(file))
+        stride = math.ceil(len(rows) / MOST_ROWS) or 1
+        return values(rows[seen.count :][::-stride][::-1]), file.stat().st_size, len(rows)
+    offset, count, last, stride = seen.steps, seen.count, b"", 0
+    rows = []
+    for line in complete_lines(file, offset):
+        # Lines have about the same length: the first one says how many there are.
+        stride = stride or max(1, math.ceil((file.stat().st_size - offset) / len(line) / MOST_ROWS))
+        offset, count, last = offset + len(line), count + 1, line
+        if stride == 1 or count % stride == 0:
+            rows += parsed(line)
+    if stride > 1 and count % stride:
+        rows += parsed(last)
+    return values(rows), offset, count
 
 
-def is_inside(file: Path, folder: Path) -> bool:
-    """Whether a regular file lies in the folder, not behind a link."""
-    return file.is_file() and not file.is_symlink() and file.parent == folder
-
-
-def modified(folder: Path) -> float:
-    """When the newest of the files of a run was written."""
-    times = [
-        file.stat().st_mtime for name in (STEPS, "measurement.json", "plan.toml") if (file := folder / name).is_file()
-    ]
-    return max(times, default=0.0)
-
-
-def state(folder: Path) -> str:
-    if (folder / "measurement.json").is_file():
-        return "done"
-    return "running" if time.time() - modified(folder) < RUNNING_S else "stopped"
-
-
-def read_seen(seen: str) -> tuple[int, int]:
-    """The number of rows and the time of the newest file in an earlier answer."""
-    rows, _, newest = seen.partition("-")
-    good = all(part.isascii() and part.isdecimal() and len(part) < 20 for part in (rows, newest))
-    return (int(rows), int(newest)) if good else (0, 0)
-
-
-def read_json(file: Path) -> Any:
-    """The content of a JSON file; a number that is not finite becomes null, as JSON has none."""
-    if file.stat().st_size > LIMIT:
-        raise MeshwrightError("MW-REP-002", f"{file.name} of {file.parent.name} is larger than {LIMIT // 10**6} MB")
-    try:
-        return finite(json.loads(file.read_text("utf-8")))
-    except (ValueError, RecursionError) as error:
-        why = str(error)[:100]
-        raise MeshwrightError("MW-REP-002", f"{file.name} of {file.parent.name} is not JSON", why=why) from None
-
-
-def read_steps(file: Path, after: int) -> tuple[list[str], list[list[Any]], int]:
-    """The columns and the rows of steps.csv after the first `after`, evenly thinned if there are many, and the number of all rows.
-    A last line without its end is still being written and is left for the next reading."""
-    if file.stat().st_size > LIMIT:
-        raise MeshwrightError("MW-REP-002", f"{file.name} of {file.parent.name} is larger than {LIMIT // 10**6} MB")
-    text = file.read_text("utf-8", errors="replace")
-    table = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1])))
-    if not table:
-        return [], [], 0
-    columns, rows = table[0], table[1:]
-    new = rows[after:] if after <= len(rows) else rows  # fewer rows than before: the run was started anew
-    stride = math.ceil(len(new) / MOST_ROWS) or 1
-    thinned = new[::-stride][::-1]
-    return columns, [[number(cell) for cell in row] for row in thinned if len(row) == len(columns)], len(rows)
-
-
-def number(text: str) -> float | bool | str | None:
-    """A cell of steps.csv as JSON: a number, a flag, or null for NaN and infinity."""
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        value = float(text)
-    except ValueError:
-        return text
-    return value if math.isfinite(value) else None
-
-
-def finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def values(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    return [[row.get(key) for key in STEP_KEYS] for row in rows]

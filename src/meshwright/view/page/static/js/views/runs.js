@@ -43,8 +43,8 @@ async function follow(body, context) {
       const before = known.run?.name === name ? known.run : null, found = await source.run(name, before?.seen ?? "", signal);
       if (signal.aborted) return;
       const fresh = !before || found.rows.length > 0 || Object.keys(found.parts).length > 0 || found.state !== before.state;
-      const restarted = before && found.steps < before.steps;
-      known.run = { ...found, rows: [...(before && !restarted ? before.rows : []), ...found.rows], parts: { ...before?.parts, ...found.parts }, columns: found.columns.length ? found.columns : before?.columns ?? [] };
+      const kept = before && !found.fresh ? before : { rows: [], events: [], parts: {} };
+      known.run = { ...found, rows: [...kept.rows, ...found.rows], events: [...kept.events, ...found.events], parts: { ...kept.parts, ...found.parts } };
       if (fresh || !body.firstChild) paint(body, context);
     }
   } catch (error) {
@@ -56,7 +56,7 @@ async function follow(body, context) {
 
 const column = (run, name) => {
   const at = run.columns.indexOf(name), step = run.columns.indexOf("step");
-  return at < 0 ? [] : run.rows.map((row) => ({ x: row[step], y: row[at] })).filter((p) => p.y !== null);
+  return at < 0 ? [] : run.rows.map((row) => ({ x: row[step], y: row[at] })).filter((p) => p.y !== null && p.y !== undefined);
 };
 
 function paint(body, context) {
@@ -70,7 +70,7 @@ function paint(body, context) {
     prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: measurement ? `${format.change(prediction.step_time_s / measurement.step_time_s - 1)} against the run` : `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` }) : null));
   const curves = h("div", { class: "columns three" });
   body.append(curves);
-  const shown = [["Loss", loss, { colour: "compute", unit: "loss" }], ["Step time", seconds, { colour: "tp", unit: "s", prediction }], ["Gradient norm", column(run, "gradient_norm"), { colour: "optimizer", unit: "norm" }]].filter(([, points]) => points.length);
+  const shown = [["Loss", loss, { colour: "compute", unit: "loss" }], ["Step time", seconds, { colour: "tp", unit: "s", prediction }], ["Gradient norm", column(run, "grad_norm"), { colour: "optimizer", unit: "norm" }]].filter(([, points]) => points.length);
   const boxes = shown.map(([title]) => panel(title, null));
   curves.append(...boxes); // all panels first: their number decides their width
   shown.forEach(([title, points, options], i) => curve(boxes[i], title, points, options));

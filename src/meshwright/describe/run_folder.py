@@ -1,0 +1,215 @@
+"""The files of a run folder: their names, and how they are read. `training.folder` writes them.
+
+    plan.toml  prediction.json   before the first step: the resolved run file, and what the cost model expects
+    run.json                     versions, git state, command line, hosts, seed, planned steps, and the attempts of the run
+    steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`)
+    events.jsonl                 a line for each checkpoint, restart, fault, skipped step and evaluation: time, step, kind, text
+    checkpoints/step-00001000/   `training.checkpoint`
+    measurement.json  difference.json  interference.json  communication.json  timeline.json     at the end
+    rank-N.log                   what rank N printed
+    lock                         locked while a run writes to the folder
+
+The folder is the only channel between a run and those who watch it: the terminal, the page, `report` and `runs` read it, on this
+host or on another one that shares the disk. Lines are only appended. A line without its end is still being written: a reader leaves it
+for its next reading. A number that is NaN or infinite is null, because JSON has no such numbers.
+
+Folders of earlier releases have `steps.csv`; they are read as if they had `steps.jsonl`.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import math
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.errors import MeshwrightError
+
+PLAN, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
+    "plan.toml",
+    "prediction.json",
+    "run.json",
+    "steps.jsonl",
+    "events.jsonl",
+    "lock",
+)
+OLD_STEPS = "steps.csv"
+CHECKPOINTS, PROFILE = "checkpoints", "profile"
+RESULTS = ("measurement", "difference", "interference", "communication", "timeline")  # JSON files written at the end
+VERSION = 1  # of run.json
+STEP_KEYS = (
+    "step", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",
+    "validation_loss", "skipped", "attempt",
+)  # fmt: skip
+LIMIT = 50_000_000  # bytes of a JSON file
+LONGEST_LINE = 100_000  # bytes
+RECENT_S = 60.0  # a run on another host that wrote nothing for longer has stopped
+
+
+class Lock(NamedTuple):
+    """Whether a process holds the lock of a run folder, and which process of which host wrote the file."""
+
+    taken: bool = False
+    host: str = ""
+    pid: int = 0
+
+
+def rank_log(rank: int) -> str:
+    """The name of the file with what a rank printed."""
+    return f"rank-{rank}.log"
+
+
+def json_line(fields: dict[str, Any]) -> bytes:
+    """One line of a JSONL file."""
+    return json.dumps(finite(fields), ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON: NaN and infinity become null, in tables and lists too."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_run(folder: Path) -> bool:
+    return is_inside(folder / PLAN, folder) and is_inside(folder / PREDICTION, folder)
+
+
+def is_inside(file: Path, folder: Path) -> bool:
+    """Whether a regular file lies in the folder, not behind a link."""
+    return file.is_file() and not file.is_symlink() and file.parent == folder
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file of a run folder."""
+    shown = f"{file.name} of {file.parent.name}"
+    if file.stat().st_size > LIMIT:
+        raise MeshwrightError("MW-REP-002", f"{shown} is larger than {LIMIT // 10**6} MB")
+    try:
+        return finite(json.loads(file.read_text("utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise MeshwrightError("MW-REP-002", f"{shown} is not JSON", why=str(error)[:100]) from None
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """The content of run.json; empty for a folder of an earlier release."""
+    found = read_json(folder / RUN) if is_inside(folder / RUN, folder) else {}
+    if not isinstance(found, dict) or found.get("version", VERSION) != VERSION:
+        why = f"This release reads version {VERSION}"
+        raise MeshwrightError("MW-REP-002", f"{RUN} of {folder.name} is not a file that `train` writes", why=why)
+    return found
+
+
+def complete_lines(file: Path, offset: int = 0) -> Iterator[bytes]:
+    """The lines of a file after a position, without one that is still being written; none if there is no such file."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            for line in iter(lambda: stream.readline(LONGEST_LINE), b""):
+                if not line.endswith(b"\n"):
+                    break
+                yield line
+    except FileNotFoundError:
+        return
+
+
+def new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a JSONL file after a position, and the position after them. Lines that are not JSON are left out."""
+    rows: list[dict[str, Any]] = []
+    for line in complete_lines(file, offset):
+        offset += len(line)
+        rows += parsed(line)
+    return rows, offset
+
+
+def parsed(line: bytes) -> list[dict[str, Any]]:
+    """A line of a JSONL file, or nothing if it is not a table."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return []
+    return [row] if isinstance(row, dict) else []
+
+
+def steps_file(folder: Path) -> Path:
+    """`steps.jsonl`, or the `steps.csv` of an earlier release."""
+    old = folder / OLD_STEPS
+    return old if old.is_file() and not (folder / STEPS).is_file() else folder / STEPS
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """All rows of a run, one for each step."""
+    file = steps_file(folder)
+    return list(old_rows(file)) if file.name == OLD_STEPS else new_lines(file, 0)[0]
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    return new_lines(folder / EVENTS, 0)[0]
+
+
+def old_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a `steps.csv` under the keys of `steps.jsonl`."""
+    with file.open(newline="", encoding="utf-8", errors="replace") as stream:
+        complete = (line for line in stream if line.endswith("\n"))
+        for cells in csv.DictReader(complete):
+            row = {key: number(text) for key, text in cells.items() if isinstance(key, str) and isinstance(text, str)}
+            if len(row) != len(cells):
+                continue
+            row["grad_norm"] = row.pop("gradient_norm", None)
+            if row.pop("updated", True) is False:
+                row["skipped"] = True
+            yield {key: value for key, value in row.items() if value is not None or key == "loss"}
+
+
+def number(text: str) -> float | bool | None:
+    """A cell of `steps.csv`: a number or a flag; null for NaN, infinity and an empty cell."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return (int(value) if value.is_integer() else value) if math.isfinite(value) else None
+
+
+def modified(folder: Path) -> float:
+    """When the newest of the files that a run appends to was written."""
+    names = (STEPS, OLD_STEPS, EVENTS, RUN, "measurement.json", PLAN)
+    return max((file.stat().st_mtime for name in names if (file := folder / name).is_file()), default=0.0)
+
+
+def state(folder: Path) -> str:
+    """running, done, failed or stopped. The last attempt in run.json says how it ended; an attempt without an end is running as long
+    as its process holds the lock. Locks of another host may be invisible: there, recent files count."""
+    attempts = read_about(folder).get("attempts") or []
+    if attempts and attempts[-1].get("ended") is not None:
+        return {"": "done", "stopped": "stopped"}.get(attempts[-1].get("cause") or "", "failed")
+    if not attempts and (folder / "measurement.json").is_file():
+        return "done"
+    lock = lock_of(folder)
+    if lock.taken:
+        return "running"
+    elsewhere = not attempts or lock.host != socket.gethostname()
+    return "running" if elsewhere and time.time() - modified(folder) < RECENT_S else "stopped"
+
+
+def lock_of(folder: Path) -> Lock:
+    """The lock of a folder. It is asked for and released at once: `training.folder` tries for longer than that takes."""
+    try:
+        with (folder / LOCK).open("rb") as file:
+            by = next(iter(parsed(file.read(LONGEST_LINE))), {})
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                taken = False
+            except BlockingIOError:
+                taken = True
+            return Lock(taken, str(by.get("host", "")), int(by.get("pid", 0)))
+    except (OSError, TypeError, ValueError):  # an earlier release wrote the folder, or the disk has no locks
+        return Lock()

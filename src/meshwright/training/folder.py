@@ -1,0 +1,301 @@
+"""Write a run folder. Rank 0 does it; everyone else reads (`describe.run_folder` names the files and reads them).
+
+    folder = RunFolder.create(path, config, prediction, steps=1000, seed=0)    or RunFolder.reopen(path, …) to resume
+    folder.begin_attempt(world=8, plan=config.plan.title(), first_step=0)
+    folder.add(record)                              after each step
+    folder.event("checkpoint", step, "checkpoint of step 100 written", seconds=0.4)
+    folder.end_attempt()                            or end_attempt("rank 3 was killed")
+
+A row is one write to a file opened for appending: a crash leaves whole rows and at most one unfinished line at the end, which the
+next attempt removes. An attempt that resumes at a step first removes the rows of that step and of all later ones, so `steps.jsonl` has
+each step once. Rows reach the disk at the next `sync`, which every checkpoint calls: a host that loses power loses no row
+of a step that its checkpoint contains.
+
+The folder is locked while a run writes to it. A second run in the same folder is refused, and so is a new run in a folder that
+already has steps: nothing is overwritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from meshwright import __version__
+from meshwright.describe.config import Config
+from meshwright.describe.files import write_text
+from meshwright.describe.result import Prediction
+from meshwright.describe.run_folder import (
+    EVENTS,
+    LOCK,
+    OLD_STEPS,
+    PLAN,
+    PREDICTION,
+    RESULTS,
+    RUN,
+    STEPS,
+    VERSION,
+    finite,
+    json_line,
+    lock_of,
+    parsed,
+    read_about,
+)
+from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.training.records import StepRecord
+
+PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")  # whose versions are noted, if installed
+LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
+
+
+class RunFolder:
+    """The folder of a run, locked for this process until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, int] = {}  # name → descriptor, opened for appending
+        self.about: dict[str, Any] = {}
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise cannot_write(path / LOCK, error) from error
+        self._take_lock()
+
+    @classmethod
+    def create(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
+        """A new run. `about` goes to run.json: `steps` and `seed`, `device`, `backend`."""
+        check_unused(path)
+        folder = cls(path)
+        with folder._closed_on_error():
+            folder._write_plan(config, prediction)
+            folder.about = {"version": VERSION, **environment(), **about, "attempts": []}
+            folder._write_about()
+            folder._open(STEPS)
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path, config: Config, prediction: Prediction, **about: Any) -> RunFolder:
+        """A run that goes on: after a restart, or with `--resume`. Its measurement and other results are written anew."""
+        folder = cls(path)
+        with folder._closed_on_error():
+            before = read_about(path)
+            folder._write_plan(config, prediction)
+            fresh = environment()
+            hosts = list(dict.fromkeys([*before.get("hosts", ()), *fresh["hosts"]]))
+            folder.about = {
+                **before,
+                **fresh,
+                **about,
+                "started": before.get("started", fresh["started"]),
+                "hosts": hosts,
+            }
+            folder.about |= {"version": VERSION, "attempts": list(before.get("attempts", ()))}
+            folder._write_about()
+        return folder
+
+    def begin_attempt(self, *, world: int, plan: str, first_step: int = 0, cause: str = "") -> int:
+        """Note that ranks begin to train at `first_step`, and return the number of this attempt. `cause`: why the attempt before
+        ended, if it could not note it before its process died."""
+        now, attempts = time.time(), self.about["attempts"]
+        if attempts and attempts[-1]["ended"] is None:
+            attempts[-1] |= {"ended": now, "cause": cause or "the process that wrote the run folder died"}
+        fields = {"start": now, "world": world, "plan": plan, "resumed_from": first_step or None}
+        attempts.append({**fields, "ended": None, "cause": None})
+        remove_rows(self.path / STEPS, first_step)
+        self._write_about()
+        if len(attempts) > 1:
+            self.event("restart", first_step, f"attempt {len(attempts)} begins at step {first_step} on {world} ranks")
+        return len(attempts) - 1
+
+    def end_attempt(self, cause: str = "") -> None:
+        """Note how an attempt ended: `cause` is empty if it did all its steps, "stopped" after a signal, else the root cause."""
+        attempts = self.about.get("attempts")
+        if attempts and attempts[-1]["ended"] is None:
+            attempts[-1] |= {"ended": time.time(), "cause": cause}
+            self._write_about()
+
+    def add(self, record: StepRecord) -> None:
+        """Append the row of a finished step."""
+        attempt = max(len(self.about.get("attempts", ())) - 1, 0)
+        self._append(STEPS, {**record.row(), "attempt": attempt})
+
+    def event(self, kind: str, step: int, text: str, **fields: Any) -> None:
+        """Append an event: a short `kind` for programs, a sentence for people."""
+        self._append(EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text, **fields})
+
+    def save(self, name: str, content: Any, indent: int | None = 2) -> None:
+        """Write one of the `RESULTS`."""
+        replace_file(self.path / f"{name}.json", json.dumps(finite(content), indent=indent))
+
+    def sync(self) -> None:
+        """Make sure that all rows until now survive a loss of power."""
+        for descriptor in self.files.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Release the folder; may be called twice."""
+        for descriptor in self.files.values():
+            os.close(descriptor)
+        self.files.clear()
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        descriptor = self.files[name] if name in self.files else self._open(name)
+        line = json_line(row)
+        try:
+            written = os.write(descriptor, line)
+            if written < len(line):  # the disk became full in the middle: leave no unfinished line
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                os.write(descriptor, line)
+        except OSError as error:
+            raise cannot_write(self.path / name, error) from error
+
+    def _open(self, name: str) -> int:
+        remove_unfinished_line(self.path / name)
+        try:
+            descriptor = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise cannot_write(self.path / name, error) from error
+        return self.files.setdefault(name, descriptor)
+
+    def _take_lock(self) -> None:
+        until = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    os.close(self.lock)
+                    self.lock = -1
+                    raise in_use(self.path) from None
+                time.sleep(0.02)
+            except OSError:  # a disk without locks
+                break
+        os.ftruncate(self.lock, 0)
+        os.pwrite(self.lock, json_line({"host": socket.gethostname(), "pid": os.getpid()}), 0)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _write_plan(self, config: Config, prediction: Prediction) -> None:
+        """Write the resolved run file and its prediction; remove what an earlier attempt measured."""
+        for name in RESULTS:
+            (self.path / f"{name}.json").unlink(missing_ok=True)
+        write_text(self.path / PLAN, config.to_toml())
+        write_text(self.path / PREDICTION, json.dumps(finite(prediction.as_dict()), indent=2))
+
+    def _write_about(self) -> None:
+        replace_file(self.path / RUN, json.dumps(finite(self.about), indent=2, ensure_ascii=False))
+
+
+def check_unused(path: Path) -> None:
+    """Raise if a run writes to this folder, or has written steps to it."""
+    if lock_of(path).taken:
+        raise in_use(path)
+    if any((path / name).is_file() and (path / name).stat().st_size for name in (STEPS, OLD_STEPS)):
+        raise MeshwrightError(
+            "MW-FOLDER-002",
+            f"'{path}' already contains a run",
+            why="A new run would overwrite its steps",
+            fix=f"meshwright train --resume {path}, or --out with another folder",
+        )
+
+
+def in_use(path: Path) -> MeshwrightError:
+    by = lock_of(path)
+    why = f"Process {by.pid} of {by.host} writes to it" if by.pid else "Another process writes to it"
+    return MeshwrightError("MW-FOLDER-001", f"'{path}' is in use by another run", why=why, fix="--out another folder")
+
+
+def remove_rows(file: Path, first_step: int) -> None:
+    """Remove the rows of `first_step` and of all later steps: they will be trained again."""
+    if not file.is_file():
+        return
+    offset = 0
+    with file.open("r+b") as stream:
+        for line in stream:
+            row = parsed(line) if line.endswith(b"\n") else []
+            if not row or row[0].get("step", first_step) >= first_step:
+                break
+            offset += len(line)
+        stream.truncate(offset)
+
+
+def remove_unfinished_line(file: Path) -> None:
+    """Remove the line that a process was writing when it died."""
+    if not file.is_file():
+        return
+    with file.open("r+b") as stream:
+        end = stream.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - 4096)
+            stream.seek(begin)
+            found = stream.read(end - begin).rfind(b"\n")
+            if found >= 0:
+                stream.truncate(begin + found + 1)
+                return
+            end = begin
+        stream.truncate(0)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file that others may be reading: they see the old content or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def environment() -> dict[str, Any]:
+    """What a run depends on and a plan does not contain: versions, git state, command line, host, start time."""
+    versions = {"meshwright": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "started": time.time(),
+        "command": sys.argv,
+        "hosts": [socket.gethostname()],
+        "platform": platform.platform(),
+        "versions": versions,
+        "git": git_state(),
+    }
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """Commit, branch and changed files of the repository in which the run was started; None outside of one, or without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=5, check=True)
+        return found.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no").splitlines()
+        return {"commit": commit, "branch": git("rev-parse", "--abbrev-ref", "HEAD"), "changed": len(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None

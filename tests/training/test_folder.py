@@ -1,0 +1,192 @@
+"""The run folder: rows that survive a crash, each step once after a resume, and one run at a time."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshwright.describe.config import Config
+from meshwright.describe.run_folder import EVENTS, LOCK, RUN, STEPS, lock_of, read_events, read_json, read_steps, state
+from meshwright.errors import MeshwrightError
+from meshwright.training.folder import RunFolder, check_unused, git_state
+from meshwright.training.records import StepRecord
+from meshwright.training.run import predicted
+
+CONFIG = Config.from_parts(
+    {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},
+    "laptop",
+    "gloo-cpu",
+    {"batch": 8, "seq": 16, "precision": "fp32"},
+    {"param_dtype": "fp32", "master": False},
+)
+PREDICTION = predicted(CONFIG)
+
+
+def record(step: int, **more: object) -> StepRecord:
+    return StepRecord(step, 5.0 - step / 10, 1.0, 128, 0.5, **more)  # type: ignore[arg-type]
+
+
+def create(path: Path, steps: int = 0) -> RunFolder:
+    folder = RunFolder.create(path, CONFIG, PREDICTION, steps=10, seed=3)
+    folder.begin_attempt(world=1, plan="one device")
+    for step in range(steps):
+        folder.add(record(step))
+    return folder
+
+
+def test_a_row_has_the_keys_that_everyone_reads(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    folder.add(record(0, learning_rate=1e-3, mfu=0.4, memory_gib=1.5, exposed_s=0.1))
+    folder.add(
+        StepRecord(1, float("nan"), float("inf"), 128, 0.5, {"entropy": 0.9}, updated=False, validation_loss=4.0)
+    )
+    first, second = [json.loads(line) for line in (tmp_path / STEPS).read_text().splitlines()]
+    assert first == {
+        "step": 0, "loss": 5.0, "grad_norm": 1.0, "tokens": 128, "seconds": 0.5, "tokens_per_s": 256.0, "learning_rate": 1e-3,
+        "mfu": 0.4, "memory_gib": 1.5, "exposed_s": 0.1, "attempt": 0,
+    }  # fmt: skip
+    assert second == {
+        "step": 1, "loss": None, "grad_norm": None, "tokens": 128, "seconds": 0.5, "tokens_per_s": 256.0, "validation_loss": 4.0,
+        "skipped": True, "router_entropy": 0.9, "attempt": 0,
+    }  # fmt: skip
+    again = StepRecord.of_row(second)
+    assert (again.router, again.updated, again.validation_loss) == ({"entropy": 0.9}, False, 4.0)
+    assert again.loss != again.loss
+
+
+def test_run_json_says_what_a_plan_does_not(tmp_path: Path) -> None:
+    create(tmp_path).close()
+    about = read_json(tmp_path / RUN)
+    assert {"steps", "seed", "started", "command", "hosts", "versions", "git", "attempts"} <= set(about)
+    assert about["versions"]["torch"]
+    assert about["attempts"] == [
+        {"start": about["attempts"][0]["start"], "world": 1, "plan": "one device", "resumed_from": None, "ended": None, "cause": None}
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
+    """The first attempt dies while it writes a row; the second one begins at its checkpoint of step 3."""
+    folder = create(tmp_path, steps=6)
+    os.write(folder.files[STEPS], b'{"step":6,"lo')
+    folder.close()
+    assert [row["step"] for row in read_steps(tmp_path)] == list(range(6))
+    folder = RunFolder.reopen(tmp_path, CONFIG, PREDICTION, steps=20)
+    assert folder.begin_attempt(world=2, plan="dp 2", first_step=3, cause="rank 1 was killed") == 1
+    folder.add(record(3))
+    folder.end_attempt()
+    folder.close()
+    rows = read_steps(tmp_path)
+    assert [(row["step"], row["attempt"]) for row in rows] == [(0, 0), (1, 0), (2, 0), (3, 1)]
+    about = read_json(tmp_path / RUN)
+    first, second = about["attempts"]
+    assert (first["cause"], second["cause"], second["resumed_from"]) == ("rank 1 was killed", "", 3)
+    assert first["ended"] is not None
+    assert (about["steps"], about["seed"]) == (20, 3)
+    assert [event["kind"] for event in read_events(tmp_path)] == ["restart"]
+
+
+def test_a_resume_after_an_unfinished_line_appends_whole_rows(tmp_path: Path) -> None:
+    folder = create(tmp_path, steps=2)
+    for name in (STEPS, EVENTS):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"time":1.0,"st' + b" " * 10_000)
+    folder.close()
+    folder = RunFolder.reopen(tmp_path, CONFIG, PREDICTION)
+    folder.begin_attempt(world=1, plan="one device", first_step=2)
+    folder.add(record(2))
+    folder.close()
+    assert [row["step"] for row in read_steps(tmp_path)] == [0, 1, 2]
+    assert [event["kind"] for event in read_events(tmp_path)] == ["restart"]
+
+
+def hold(path: Path, ready: multiprocessing.synchronize.Event, end: multiprocessing.synchronize.Event) -> None:
+    folder = RunFolder.reopen(path, CONFIG, PREDICTION)
+    ready.set()
+    end.wait(30)
+    os._exit(0 if folder.lock else 1)
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.training.folder.LOCK_S", 0.1)
+    folder = create(tmp_path, steps=1)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for make in (RunFolder.create, RunFolder.reopen):
+        with pytest.raises(MeshwrightError, match=f"MW-FOLDER-001: .*Process {os.getpid()} of "):
+            make(tmp_path, CONFIG, PREDICTION)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert state(tmp_path) == "running"
+    folder.close()
+    assert not lock_of(tmp_path).taken
+    assert state(tmp_path) == "stopped"  # it never noted an end: its process died
+    with pytest.raises(MeshwrightError, match=r"MW-FOLDER-002: .*already contains a run.* --resume"):
+        check_unused(tmp_path)
+    with pytest.raises(MeshwrightError, match="MW-FOLDER-002"):
+        RunFolder.create(tmp_path, CONFIG, PREDICTION)
+    assert (tmp_path / STEPS).read_bytes() == before[STEPS]
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    """A killed run leaves a folder that can be resumed at once."""
+    create(tmp_path).close()
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+    process = context.Process(target=hold, args=(tmp_path, ready, end))
+    process.start()
+    assert ready.wait(30)
+    assert lock_of(tmp_path) == (True, lock_of(tmp_path).host, process.pid)
+    process.kill()
+    process.join(30)
+    assert not lock_of(tmp_path).taken
+    RunFolder.reopen(tmp_path, CONFIG, PREDICTION).close()
+
+
+def test_a_reader_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    """A viewer that looks at the lock at the same moment holds it for a moment."""
+    import fcntl
+    import threading
+
+    create(tmp_path).close()
+    with (tmp_path / LOCK).open("rb") as viewer:
+        fcntl.flock(viewer, fcntl.LOCK_SH)
+        timer = threading.Timer(0.2, lambda: fcntl.flock(viewer, fcntl.LOCK_UN))
+        timer.start()
+        RunFolder.reopen(tmp_path, CONFIG, PREDICTION).close()
+        timer.join()
+
+
+def test_states(tmp_path: Path) -> None:
+    for cause, word in (("", "done"), ("stopped", "stopped"), ("rank 1: killed", "failed")):
+        folder = create(tmp_path / word)
+        assert state(tmp_path / word) == "running"
+        folder.end_attempt(cause)
+        folder.close()
+        assert state(tmp_path / word) == word
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_with_the_path(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    os.close(folder.files[STEPS])
+    folder.files[STEPS] = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(MeshwrightError, match=r"MW-CLI-004: cannot write '.*steps.jsonl'"):
+        folder.add(record(0))
+    with pytest.raises(MeshwrightError, match="MW-CLI-004"):
+        RunFolder(tmp_path / STEPS / "inside")
+
+
+def test_git_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) is None
+    for command in (["init", "-q", "-b", "work"], ["add", "."], ["commit", "-q", "-m", "one"]):
+        (tmp_path / "file").write_text("one")
+        author = ["-c", "user.name=someone", "-c", "user.email=someone@example.org"]
+        subprocess.run(["git", *author, *command], cwd=tmp_path, check=True, timeout=20)
+    found = git_state(tmp_path)
+    assert found is not None
+    assert (len(found["commit"]), found["branch"], found["changed"]) == (40, "work", 0)
+    (tmp_path / "file").write_text("two")
+    assert git_state(tmp_path)["changed"] == 1  # type: ignore[index]
