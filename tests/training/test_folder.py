@@ -6,12 +6,24 @@ import json
 import multiprocessing
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.describe.config import Config
-from meshwright.describe.run_folder import EVENTS, LOCK, RUN, STEPS, lock_of, read_events, read_json, read_steps, state
+from meshwright.describe.run_folder import (
+    EVENTS,
+    LOCK,
+    RUN,
+    STEPS,
+    RunFollower,
+    lock_of,
+    read_events,
+    read_json,
+    read_steps,
+    state,
+)
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder, check_unused, git_state
 from meshwright.training.records import StepRecord
@@ -41,14 +53,15 @@ def create(path: Path, steps: int = 0) -> RunFolder:
 
 def test_a_row_has_the_keys_that_everyone_reads(tmp_path: Path) -> None:
     folder = create(tmp_path)
-    folder.add(record(0, learning_rate=1e-3, mfu=0.4, memory_gib=1.5, exposed_s=0.1))
+    folder.add(record(0, learning_rate=1e-3, mfu=0.4, memory_gib=1.5, exposed_s={"tp": 0.1}))
     folder.add(
         StepRecord(1, float("nan"), float("inf"), 128, 0.5, {"entropy": 0.9}, updated=False, validation_loss=4.0)
     )
     first, second = [json.loads(line) for line in (tmp_path / STEPS).read_text().splitlines()]
+    assert abs(first.pop("time") - time.time()) < 60 > abs(second.pop("time") - time.time())
     assert first == {
         "step": 0, "loss": 5.0, "grad_norm": 1.0, "tokens": 128, "seconds": 0.5, "tokens_per_s": 256.0, "learning_rate": 1e-3,
-        "mfu": 0.4, "memory_gib": 1.5, "exposed_s": 0.1, "attempt": 0,
+        "mfu": 0.4, "memory_gib": 1.5, "exposed_s": {"tp": 0.1}, "attempt": 0,
     }  # fmt: skip
     assert second == {
         "step": 1, "loss": None, "grad_norm": None, "tokens": 128, "seconds": 0.5, "tokens_per_s": 256.0, "validation_loss": 4.0,
@@ -88,6 +101,24 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert first["ended"] is not None
     assert (about["steps"], about["seed"]) == (20, 3)
     assert [event["kind"] for event in read_events(tmp_path)] == ["restart"]
+
+
+def test_a_follower_sees_rows_as_they_are_written(tmp_path: Path) -> None:
+    """Also those of another attempt that repeats steps and by now has written as many rows as the first one."""
+    follower = RunFollower(tmp_path)
+    assert (follower.new_steps(), follower.new_events()) == ([], [])
+    folder = create(tmp_path, steps=3)
+    assert [row["step"] for row in follower.new_steps()] == [0, 1, 2]
+    assert follower.new_steps() == []
+    folder.add(record(3))
+    assert [row["step"] for row in follower.new_steps()] == [3]
+    folder.add(record(4))  # not read before the next attempt removes it
+    folder.begin_attempt(world=1, plan="one device", first_step=2)
+    for step in range(2, 7):
+        folder.add(record(step))
+    assert [(row["step"], row["attempt"]) for row in follower.new_steps()] == [(step, 1) for step in range(2, 7)]
+    assert [event["kind"] for event in follower.new_events()] == ["restart"]
+    assert (follower.new_steps(), follower.new_events()) == ([], [])
 
 
 def test_a_resume_after_an_unfinished_line_appends_whole_rows(tmp_path: Path) -> None:

@@ -1,20 +1,17 @@
 """Training end to end: the loss falls, the measurement has the fields of the prediction, the folder has every file."""
 
-import io
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
-from meshwright.training.page import ProgressDisplay, page, percent, progress_display, sparkline
+from meshwright.training.page import page, percent, progress_display
 from meshwright.training.records import RankReport, StepRecord
 from meshwright.training.run import Training, measure, predicted, run_training
 from meshwright.view.report import page as report_page
@@ -35,10 +32,10 @@ def with_rate(made, learning_rate):
 
 
 def test_training_learns_and_is_measured(tmp_path):
-    with progress_display(24) as listen:
-        training = run_training(with_rate(config(tp=2), 5e-3), 24, folder=tmp_path, listen=listen)
+    with progress_display(24, tmp_path) as display:
+        training = run_training(with_rate(config(tp=2), 5e-3), 24, folder=tmp_path)
     m = training.measurement
-    assert len(listen.losses) == m.steps == 24
+    assert len(display.run.rows) == m.steps == 24
     assert sum(m.loss[-4:]) / 4 < m.loss[0] - 0.5
     assert m.step_time_low_s <= m.step_time_s <= m.step_time_high_s
     assert m.tokens_per_s == pytest.approx(8 * 16 / m.step_time_s)
@@ -178,13 +175,6 @@ def test_a_dtype_that_does_not_train_is_refused():
             run_training(narrow, 1)
 
 
-def test_sparkline():
-    assert sparkline([]) == ""
-    assert sparkline([1.0, 1.0]) == "▁▁"
-    assert sparkline([0.0, 7.0]) == "▁█"
-    assert sparkline([float(i) for i in range(800)], width=8) == "▁▂▃▄▅▆▇█"
-
-
 @pytest.mark.parametrize("losses", [[5.0, 4.0, float("nan"), float("inf")], [float("nan")] * 4])
 def test_a_training_that_diverges_is_reported(losses):
     steps = [StepRecord(step, loss, 1.0, 128, 0.1) for step, loss in enumerate(losses)]
@@ -196,19 +186,6 @@ def test_a_training_that_diverges_is_reported(losses):
     assert "××" in text.get()
     assert f"Loss is NaN or infinite from step {training.diverged_at} on" in text.get()
     assert training.diverged_at == (2 if losses[0] == 5.0 else 0)
-
-
-@pytest.mark.parametrize("router", [{}, {"entropy": 0.5, "peak": 3.1, "idle": 0.1, "dropped": 0.2}])
-def test_a_narrow_terminal_cuts_words_not_the_bar(monkeypatch, router):
-    written = io.StringIO()
-    monkeypatch.setattr(
-        "meshwright.training.page.console", lambda: Console(file=written, force_terminal=True, width=80)
-    )
-    with progress_display(1000) as listen:
-        for step in range(40):
-            listen(StepRecord(step, 5 - step / 40, 1.0, 128, 0.1, router))
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue()).replace("\r", "\n").splitlines()
-    assert any("━" * 12 in line and " 40/1000 " in line and "loss 4.0250  norm 1" in line for line in lines)
 
 
 def test_bytes_saved_by_compression_are_shown():
@@ -234,29 +211,6 @@ def test_errors_are_signed_only_where_there_is_one():
 def test_a_run_of_no_steps_is_refused():
     with pytest.raises(MeshwrightError, match="MW-TRAIN-003: steps=0"):
         run_training(config(), 0)
-
-
-def test_progress_without_a_terminal_goes_by_time():
-    """A line about the first and the last step, and in between one per second, however many steps there are."""
-    out = Console(file=io.StringIO(), width=120)
-    display = ProgressDisplay(1000, out, None)
-    for step in range(1000):
-        display(StepRecord(step, 5.0, 1.0, 128, 0.1))
-    lines = out.file.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["0", "999"]
-    display.printed -= 1.1  # as if a second had passed
-    display(StepRecord(500, 5.0, 1.0, 128, 0.1))
-    assert len(out.file.getvalue().splitlines()) == 3
-
-
-def test_two_seconds_without_a_step_are_not_silent(monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.training.page.SILENCE_S", 0.1)
-    with progress_display(3) as display:
-        time.sleep(0.5)
-        assert "starting processes (" in capsys.readouterr().out
-        display(StepRecord(0, 5.0, 1.0, 128, 0.1))
-        time.sleep(0.5)
-        assert "step 1 of 3 is running (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -93,8 +93,8 @@ def command(
                 training = run()
             show_json(training.as_dict())
         else:
-            with progress_display(steps or config.run.steps) as listen:
-                training = run(listen=listen, announce=listen.announce)
+            with progress_display(steps or config.run.steps, folder) as display:
+                training = run(announce=display.announce)
             show(page(training, str(folder)))
     if trace is not None:
         from meshwright.view.trace import write_trace

@@ -47,8 +47,6 @@ def prediction(
 ) -> Prediction:
     time = float(cost.time[0])
     peak = cluster.accelerator.peak_for(workload.precision)
-    samples = workload.tokens_per_step if model.kind == "transformer" else workload.batch
-    useful = model.model_flops(workload.seq) * samples
     exposed = {part: float(np.broadcast_to(s, 1)[0]) for part, s in cost.exposed.items()}
     memory = [{part: float(np.broadcast_to(x, 1)[0]) / GIB for part, x in parts.items()} for parts in cost.memory]
     total = float(cost.peak_memory[0])
@@ -64,10 +62,10 @@ def prediction(
         memory_gib=total / GIB,
         memory_by_stage=memory,
         traffic_bytes={axis: float(np.broadcast_to(x, 1)[0]) for axis, x in cost.traffic.items() if np.any(x)},
-        mfu=useful / (time * plan.world * peak),
+        mfu=seconds_at_peak(model, cluster, plan, workload) / time,
         hfu=float(np.broadcast_to(cost.flops, 1)[0]) / (time * peak),
         mfu_denominator=f"{plan.world} × {format_flops(peak)} dense {workload.precision} of {cluster.accelerator.name}",
-        tokens_per_s=samples / time,
+        tokens_per_s=samples_per_step(model, workload) / time,
         bound_by=bound_by(exposed),
         assumed=[*(assumed or []), *model.notes, *dropped_copies(model, plan)],
         fits=bool(total <= cluster.accelerator.memory),
@@ -75,6 +73,17 @@ def prediction(
         calibrated=source,
         sources={"compute": source, "network": cluster.source, "stack": stack.source or stack.name},
     )
+
+
+def samples_per_step(model: Model, workload: Workload) -> float:
+    """Tokens of a step; for a model without a sequence, rows of its batch."""
+    return workload.tokens_per_step if model.kind == "transformer" else workload.batch
+
+
+def seconds_at_peak(model: Model, cluster: Cluster, plan: Plan, workload: Workload) -> float:
+    """Seconds of a step if all devices did nothing but the model's FLOPs, at their peak rate: the MFU is this over the step time."""
+    flops = model.model_flops(workload.seq) * samples_per_step(model, workload)
+    return flops / (plan.world * cluster.accelerator.peak_for(workload.precision))
 
 
 def dropped_copies(model: Model, plan: Plan) -> list[str]:

@@ -2,8 +2,8 @@
 
     plan.toml  prediction.json   before the first step: the resolved run file, and what the cost model expects
     run.json                     versions, git state, command line, hosts, seed, planned steps, and the attempts of the run
-    steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`)
-    events.jsonl                 a line for each checkpoint, restart, fault, skipped step and evaluation: time, step, kind, text
+    steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`, and router_… of models with experts)
+    events.jsonl                 a line for each event: time, step, kind (`EVENT_KINDS`), text, and what else the kind has
     checkpoints/step-00001000/   `training.checkpoint`
     measurement.json  difference.json  interference.json  communication.json  timeline.json     at the end
     rank-N.log                   what rank N printed
@@ -43,9 +43,21 @@ CHECKPOINTS, PROFILE = "checkpoints", "profile"
 RESULTS = ("measurement", "difference", "interference", "communication", "timeline")  # JSON files written at the end
 VERSION = 1  # of run.json
 STEP_KEYS = (
-    "step", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",
+    "step", "time", "loss", "grad_norm", "tokens", "seconds", "tokens_per_s", "learning_rate", "mfu", "memory_gib", "exposed_s",
     "validation_loss", "skipped", "attempt",
 )  # fmt: skip
+EVENT_KINDS = {
+    "checkpoint-begun": "a checkpoint of `step` is being written",
+    "checkpoint-finished": "it is complete; `seconds` since it was begun",
+    "restart": "another attempt begins, at `step`",
+    "fault": "why an attempt ended: a killed, hung or failed rank",
+    "skipped": "gradients were NaN or infinite, and the update was left out",
+    "spike": "the loss rose far above its median",
+    "evaluation": "`validation_loss` after this step",
+    "profile": "torch traces were written",
+    "logger": "a logger failed and is not used any more",
+    "signal": "the run was asked to stop",
+}
 LIMIT = 50_000_000  # bytes of a JSON file
 LONGEST_LINE = 100_000  # bytes
 RECENT_S = 60.0  # a run on another host that wrote nothing for longer has stopped
@@ -213,3 +225,48 @@ def lock_of(folder: Path) -> Lock:
             return Lock(taken, str(by.get("host", "")), int(by.get("pid", 0)))
     except (OSError, TypeError, ValueError):  # an earlier release wrote the folder, or the disk has no locks
         return Lock()
+
+
+class RunFollower:
+    """Reads a run folder while it grows: `new_steps` and `new_events` return what was appended since the last call.
+
+    An attempt that resumes removes the rows after its checkpoint and trains their steps again; `new_steps` then returns the rows of the
+    new attempt, so the steps of its result may begin before the last one that it returned."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.about: dict[str, Any] = {}
+        self.offset = self.events_offset = 0
+        self.last = (-1, -1)  # attempt and step of the last row
+        self._about_read = 0
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        return list(self.about.get("attempts") or [])
+
+    def new_steps(self) -> list[dict[str, Any]]:
+        file, before = self.folder / STEPS, len(self.attempts)
+        self._read_about()
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            return []
+        if len(self.attempts) != before or size < self.offset:
+            self.offset = 0
+        rows, self.offset = new_lines(file, self.offset)
+        fresh = [row for row in rows if (row.get("attempt", 0), row.get("step", 0)) > self.last]
+        if fresh:
+            self.last = fresh[-1].get("attempt", 0), fresh[-1].get("step", 0)
+        return fresh
+
+    def new_events(self) -> list[dict[str, Any]]:
+        events, self.events_offset = new_lines(self.folder / EVENTS, self.events_offset)
+        return events
+
+    def _read_about(self) -> None:
+        try:
+            written = (self.folder / RUN).stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if written != self._about_read:
+            self._about_read, self.about = written, read_about(self.folder)

@@ -3,7 +3,7 @@
     folder = RunFolder.create(path, config, prediction, steps=1000, seed=0)    or RunFolder.reopen(path, …) to resume
     folder.begin_attempt(world=8, plan=config.plan.title(), first_step=0)
     folder.add(record)                              after each step
-    folder.event("checkpoint", step, "checkpoint of step 100 written", seconds=0.4)
+    folder.event("checkpoint-finished", step, "checkpoint of step 100 written", seconds=0.4)
     folder.end_attempt()                            or end_attempt("rank 3 was killed")
 
 A row is one write to a file opened for appending: a crash leaves whole rows and at most one unfinished line at the end, which the
@@ -52,10 +52,27 @@ from meshwright.describe.run_folder import (
     read_about,
 )
 from meshwright.errors import MeshwrightError, cannot_write
+from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
 
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")  # whose versions are noted, if installed
 LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
+
+
+class StepWriter(Hook):
+    """The hook of rank 0 that writes the row of every step, and events for evaluations and skipped updates. It stands behind the
+    hooks that add to the record."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def after_step(self, trainer: Any, record: StepRecord) -> None:
+        self.folder.add(record)
+        if record.validation_loss is not None:
+            text = f"validation loss {record.validation_loss:.4f}"
+            self.folder.event("evaluation", record.step, text, validation_loss=record.validation_loss)
+        if not record.updated:
+            self.folder.event("skipped", record.step, "gradients are NaN or infinite: the update was skipped")
 
 
 class RunFolder:
@@ -128,10 +145,10 @@ class RunFolder:
     def add(self, record: StepRecord) -> None:
         """Append the row of a finished step."""
         attempt = max(len(self.about.get("attempts", ())) - 1, 0)
-        self._append(STEPS, {**record.row(), "attempt": attempt})
+        self._append(STEPS, {**record.row(), "attempt": attempt, "time": round(time.time(), 3)})
 
     def event(self, kind: str, step: int, text: str, **fields: Any) -> None:
-        """Append an event: a short `kind` for programs, a sentence for people."""
+        """Append an event: one of `EVENT_KINDS` for programs, a sentence for people."""
         self._append(EVENTS, {"time": round(time.time(), 3), "step": step, "kind": kind, "text": text, **fields})
 
     def save(self, name: str, content: Any, indent: int | None = 2) -> None:

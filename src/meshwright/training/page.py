@@ -1,7 +1,7 @@
 """A training in the terminal: progress while it runs, and at the end the measurement and the prediction.
 
-Progress goes by time: on a terminal a live bar, otherwise a line at least every two seconds (less often after the
-first minute), also while processes start or while one step takes long.
+Progress is read from the run folder (`view.live`). On a terminal it is a live picture. Otherwise it is lines by time: at least one
+every two seconds (less often after the first minute), also while processes start or while one step takes long.
 """
 
 from __future__ import annotations
@@ -12,84 +12,68 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.live import Live
 from rich.text import Text
 
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
-from meshwright.training.records import StepRecord
+from meshwright.errors import MeshwrightError
 from meshwright.training.run import Training, predicted
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
+from meshwright.view.live import LiveRun, expert_balance, line_of, picture
+from meshwright.view.sparkline import sparkline
 from meshwright.view.tables import console, filled, heading
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-SPARK, BAR = 32, 16
 STEP_S, SILENCE_S = 1.0, 1.8  # in the first minute, between lines about steps; at most between any two lines
 PARTS = ("compute", *MEASURED_PARTS, "other")
 PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
     "bubble": "bubble: waits for other stages",
     "other": "other groups",
 }
+QUIET_EVENTS = ("checkpoint-begun", "evaluation")  # the end of a checkpoint has a line, and so has every evaluated step
 BACK_OFF = 33.0  # later, a line after 1/33 of the time since the start
 
 
-def sparkline(values: list[float], width: int = SPARK) -> str:
-    """A series of numbers as one line of blocks, each the mean of an equal run of values; × marks NaN and infinity."""
-    if not values:
-        return ""
-    edges = (
-        [round(i * len(values) / width) for i in range(width + 1)] if len(values) > width else range(len(values) + 1)
-    )
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, list(edges)[1:], strict=False)]
-    finite = [m for m in means if isfinite(m)] or [0.0]
-    low, span = min(finite), max(finite) - min(finite) or 1.0
-    return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] if isfinite(m) else "×" for m in means)
-
-
-def expert_balance(router: dict[str, float]) -> str:
-    """How evenly tokens are spread over experts: entropy (1 is even, 0 a single expert) and the busiest expert."""
-    text = f"expert balance {router['entropy']:.2f} (1 = even), busiest expert {router['peak']:.1f}× the mean"
-    text += f", {router['dropped']:.0%} dropped" if router["dropped"] else ""
-    return text + (f", {router['idle']:.0%} idle" if router["idle"] else "")
-
-
 class ProgressDisplay:
-    """Shows each finished step: in a live bar on a terminal, otherwise as lines by time."""
+    """Shows a run from its folder: as a live picture on a terminal, otherwise as lines by time."""
 
-    def __init__(self, steps: int, out: Console, progress: Progress | None) -> None:
-        self.steps, self.out, self.progress = steps, out, progress
-        self.losses: list[float] = []
-        self.validation = ""  # the last validation loss
+    def __init__(self, run: LiveRun, out: Console) -> None:
+        self.run, self.out = run, out
         self.started = self.printed = time.monotonic()
-        self.task: Any = progress.add_task("", total=steps, words="starting processes") if progress else None
-        self.lock = threading.Lock()
         self.doing = "starting processes"
-
-    def __call__(self, record: StepRecord) -> None:
-        self.losses.append(record.loss)
-        rate = format_count(record.tokens / record.seconds)
-        words = f"loss {record.loss:.4f}  norm {record.gradient_norm:.2f}  {rate} tokens/s"
-        if record.validation_loss is not None:
-            self.validation = f"  validation {record.validation_loss:.4f}"
-        words += self.validation
-        words += f"  {expert_balance(record.router)}" if record.router else ""
-        if self.progress is not None:
-            # Rich would cut the bar before the words, so the words are cut here.
-            room = self.out.width - BAR - len(f" {self.steps}/{self.steps} 00:00:00 00:00:00 ")
-            width = min(SPARK, room - len(words) - 2)
-            words = f"{words}  {sparkline(self.losses, width)}" if width >= 8 else words[:room]
-            self.progress.update(self.task, advance=1, words=words)
-        elif self.is_due(STEP_S) or record.step in (0, self.steps - 1):
-            self.print(f"step {record.step:>5}  {words}")
 
     def announce(self, text: str) -> None:
         """Show what happens before the first step."""
         self.doing = text
-        if self.progress is not None:
-            self.progress.update(self.task, words=text)
+
+    def refresh(self) -> list[dict[str, Any]]:
+        """Read what is new; a file that is being replaced is read the next time."""
+        try:
+            return self.run.refresh()
+        except (OSError, MeshwrightError):
+            return []
+
+    def picture(self) -> RenderableType:
+        self.refresh()
+        return picture(self.run, self.out.width, self.doing)
+
+    def print_new(self) -> None:
+        """Print lines about new steps and events, or what the run waits for if nothing happened for a while."""
+        seen = len(self.run.events)
+        rows = self.refresh()
+        for event in self.run.events[seen:]:
+            if event.get("kind") not in QUIET_EVENTS:
+                self.print(f"{event.get('text', '')} (step {event.get('step', '?')})")
+        for row in rows:
+            first_or_last = row["step"] == 0 or row["step"] == self.run.steps - 1
+            if first_or_last or self.is_due(STEP_S):
+                self.print(line_of(self.run, row))
+        if self.is_due(SILENCE_S):
+            self.print(f"{self.activity()} ({time.monotonic() - self.started:.0f} s since the start)")
 
     def is_due(self, interval: float) -> bool:
         """Whether the last line is `interval` seconds old, or more after the first minute."""
@@ -97,36 +81,36 @@ class ProgressDisplay:
         return now - self.printed >= max(interval, (now - self.started) / BACK_OFF)
 
     def print(self, line: str) -> None:
-        with self.lock:
-            self.out.print(line)
-            self.printed = time.monotonic()
-
-    def fill_silence(self, stop: threading.Event) -> None:
-        """Print what the run waits for, while no step finishes."""
-        while not stop.wait(0.1):
-            if self.is_due(SILENCE_S):
-                self.print(f"{self.activity()} ({time.monotonic() - self.started:.0f} s since the start)")
+        self.out.print(line, markup=False)
+        self.printed = time.monotonic()
 
     def activity(self) -> str:
-        if not self.losses:
+        done, steps = self.run.done, self.run.steps
+        if not self.run.rows:
             return self.doing
-        done = len(self.losses)
-        return (
-            f"step {done} of {self.steps} is running" if done < self.steps else "tracing and observing a few more steps"
-        )
+        return f"step {done} of {steps} is running" if done < steps else "tracing and observing a few more steps"
+
+    def print_until(self, stop: threading.Event) -> None:
+        while not stop.wait(0.1):
+            self.print_new()
+        self.print_new()
 
 
 @contextmanager
-def progress_display(steps: int) -> Iterator[ProgressDisplay]:
-    """Show the progress of a run; the value is called with the record of each finished step."""
+def progress_display(steps: int, folder: Path) -> Iterator[ProgressDisplay]:
+    """Show the progress of the run that writes to `folder`. On a terminal the picture disappears when the run has ended well, since
+    the result follows; after an error it stays."""
     out = console()
+    display = ProgressDisplay(LiveRun(folder, steps), out)
+    display.refresh()  # steps before a resume are not news
     if out.is_terminal:
-        counts = MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        with Progress(BarColumn(BAR), *counts, TextColumn("{task.fields[words]}"), console=out) as progress:
-            yield ProgressDisplay(steps, out, progress)
+        live = Live(console=out, get_renderable=display.picture, refresh_per_second=4)
+        with live:
+            yield display
+            live.transient = True
         return
-    display, stop = ProgressDisplay(steps, out, None), threading.Event()
-    thread = threading.Thread(target=display.fill_silence, args=(stop,), daemon=True)
+    stop = threading.Event()
+    thread = threading.Thread(target=display.print_until, args=(stop,), daemon=True)
     thread.start()
     try:
         yield display
@@ -162,9 +146,9 @@ def page(training: Training, folder: str) -> RenderableType:
     if not training.comparable:
         name = training.config.cluster.accelerator.name
         lines.append(Text(f"The prediction is for {name}, the run used CPU processes: times do not compare", "yellow"))
-    routers = [record.router for record in training.steps if record.router]
+    routers = [record.row() for record in training.steps if record.router]
     if routers:
-        entropy = sparkline([router["entropy"] for router in routers])
+        entropy = sparkline([row["router_entropy"] for row in routers])
         lines += [
             Text.assemble(("first step ", "dim"), expert_balance(routers[0])),
             Text.assemble(("last step  ", "dim"), expert_balance(routers[-1]), "  ", (entropy, "cyan")),

@@ -23,8 +23,8 @@ class StepRecord:
     validation_loss: float | None = None  # of the validation data after this step; None if they were not evaluated
     learning_rate: float | None = None  # of this step, before the factors of parameter groups
     mfu: float | None = None
-    memory_gib: float | None = None  # peak of this process so far; on a GPU, of its allocator
-    exposed_s: float | None = None  # seconds that the rank was blocked in communication
+    memory_gib: float | None = None  # peak of the process of rank 0 so far; on a GPU, of its allocator
+    exposed_s: dict[str, float] | None = None  # by part: seconds that rank 0 was blocked in communication
 
     def row(self) -> dict[str, Any]:
         """The row of `steps.jsonl`; values that were not measured are left out. A model with experts adds entropy, peak, idle and

@@ -17,7 +17,7 @@ import numpy as np
 
 from meshwright.calibrate.machine import IDLE_SHARE, MachineMeasurement
 from meshwright.comm.bench.interference import Moment, busy_cores
-from meshwright.cost.predict import predict
+from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
@@ -237,7 +237,6 @@ def measure(
     seconds = np.array([r.seconds for r in records[warmup:]])
     low, middle, high = np.percentile(seconds, (10, 50, 90))
     model, workload = config.model, config.workload
-    samples = workload.tokens_per_step if model.kind == "transformer" else workload.batch
     peak = config.cluster.accelerator.peak_for(workload.precision)
     stages = sorted({report.stage for report in reports})
     by_stage = [
@@ -262,9 +261,9 @@ def measure(
         memory_gib=max((stage["process"] for stage in by_stage), default=None),
         memory_by_stage=by_stage,
         traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
-        mfu=model.model_flops(workload.seq) * samples / (float(middle) * config.plan.world * peak),
+        mfu=seconds_at_peak(model, config.cluster, config.plan, workload) / float(middle),
         mfu_denominator=f"{config.plan.world} × {format_flops(peak)} of {config.cluster.accelerator.name}",
-        tokens_per_s=samples / float(middle),
+        tokens_per_s=samples_per_step(model, workload) / float(middle),
         steps=len(records),
         warmup=warmup,
         spread=float((high - low) / middle),
