@@ -12,11 +12,11 @@ from rich.console import Console
 
 from meshwright.describe.config import Config
 from meshwright.training.folder import RunFolder, StepWriter
-from meshwright.training.page import ProgressDisplay, progress_display
 from meshwright.training.records import StepRecord
 from meshwright.training.run import predicted
 from meshwright.view.live import LiveRun, line_of, picture
 from meshwright.view.sparkline import sparkline
+from meshwright.view.watch import ProgressDisplay, progress_display
 
 PLAN = {"param_dtype": "fp32", "master": False, "replicate": 2}
 ROUTER = {"entropy": 0.5, "peak": 3.1, "idle": 0.1, "dropped": 0.2}
@@ -165,7 +165,7 @@ def test_lines_without_a_terminal_go_by_time(tmp_path: Path) -> None:
 def test_two_seconds_without_a_step_are_not_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("meshwright.training.page.SILENCE_S", 0.1)
+    monkeypatch.setattr("meshwright.view.watch.SILENCE_S", 0.1)
     with progress_display(3, tmp_path) as display:
         display.announce("measuring this machine")
         time.sleep(0.5)
@@ -191,7 +191,7 @@ def test_steps_before_a_resume_are_not_printed(tmp_path: Path, capsys: pytest.Ca
 def test_on_a_terminal_the_picture_is_drawn_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(
-        "meshwright.training.page.console", lambda: Console(file=written, force_terminal=True, width=100, height=40)
+        "meshwright.view.watch.console", lambda: Console(file=written, force_terminal=True, width=100, height=40)
     )
     folder = create(tmp_path)
     with progress_display(100, tmp_path):

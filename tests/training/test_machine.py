@@ -14,7 +14,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.proof.shrink import small_config
 from meshwright.training import machine
 from meshwright.training.run import run_training
-from meshwright.view.report import page, read_run
+from meshwright.view.report import page
 
 LARGE = "examples/llama3-70b-64xh100.toml"
 DEMO = "examples/demo-dp2-tp2.toml"
@@ -105,4 +105,4 @@ def test_a_small_copy_trains_and_is_reported_under_its_own_plan(tmp_path):
     training = api.train(LARGE, steps=2, device="cpu", shrink=True, out=tmp_path, calibrate=False)
     assert training.measurement.steps == 2
     assert training.diverged_at is None
-    assert training.config.plan.title() in page([read_run(tmp_path)])
+    assert training.config.plan.title() in page([tmp_path])

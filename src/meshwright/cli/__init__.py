@@ -65,7 +65,8 @@ COMMANDS: dict[str, Command] = {
     "emulate": Command("Emulate a cluster on this Linux machine: nodes with links of a chosen rate and delay."),
     "calibrate": Command("Fit a cluster file to the results of `bench`, and say whether the network is normal."),
     "web": Command("Serve a page in the browser: plans, predictions, timelines and runs, live."),
-    "report": Command("Write one HTML page about training runs: proof, loss, predicted and measured values."),
+    "runs": Command("List the training runs of a folder, compare some of them, or watch one that runs."),
+    "report": Command("Write one HTML page about training runs: curves, proof, predicted and measured values."),
     "catalog": Command("List the models, clusters, accelerators, links and stacks in the catalog, with sources."),
     "config": Command(
         "Show a resolved configuration and the origin of each value; print its schema; compare two files."

@@ -8,25 +8,26 @@ import typer
 
 
 def command(
-    runs: list[Path] = typer.Argument(..., help="Run folders that `train` wrote."),
+    runs: list[Path] = typer.Argument(..., help="Run folders that `train` wrote, or writes at the moment."),
     html: Path = typer.Option(Path("report.html"), "--html", help="The file to write."),
     title: str = typer.Option("", "--title", help="The heading of the page."),
     trace: Path | None = typer.Option(
-        None, "--trace", help="Write the measured and the simulated step of one run as a trace for Perfetto."
+        None,
+        "--trace",
+        help="Write the profiled or measured and the simulated step of one run as a trace for Perfetto.",
     ),
 ) -> None:
-    """Write one HTML page about training runs: the proof, the loss, and predicted and measured values by part."""
+    """Write one HTML page about training runs: curves, the proof, and predicted and measured values by part."""
     from meshwright.cli.output import writable
     from meshwright.describe.files import write_text
-    from meshwright.view.report import page, read_run, trace_of
+    from meshwright.view.report import page, trace_of
+    from meshwright.view.trace import write_trace
 
-    found = [read_run(folder) for folder in runs]
-    text = page(found, title)
+    text = page(runs, title)
+    traced = trace_of(runs) if trace is not None else {}
     writable(html, trace, make=True)
     if trace is not None:
-        from meshwright.view.trace import write_trace
-
-        write_trace(trace_of(found), trace)
+        write_trace(traced, trace)
     write_text(html, text)
     for file in (html, trace):
         if file is not None:

@@ -62,8 +62,9 @@ def command(
 
     from meshwright import api
     from meshwright.cli.output import patient, writable
-    from meshwright.training.page import page, progress_display
+    from meshwright.training.page import page
     from meshwright.view.tables import show, show_json
+    from meshwright.view.watch import progress_display
 
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
     if shrink:

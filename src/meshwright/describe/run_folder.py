@@ -162,6 +162,19 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return list(old_rows(file)) if file.name == OLD_STEPS else new_lines(file, 0)[0]
 
 
+def last_rows(folder: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
+    """The rows at the end of a run: those in the last `size` bytes."""
+    file = steps_file(folder)
+    if file.name == OLD_STEPS:
+        return list(old_rows(file))[-size // 256 :]
+    try:
+        begin = max(0, file.stat().st_size - size)
+    except FileNotFoundError:
+        return []
+    lines = list(complete_lines(file, begin))[1 if begin else 0 :]  # the first one may have begun before
+    return [row for line in lines for row in parsed(line)]
+
+
 def read_events(folder: Path) -> list[dict[str, Any]]:
     return new_lines(folder / EVENTS, 0)[0]
 

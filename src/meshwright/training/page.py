@@ -1,122 +1,26 @@
-"""A training in the terminal: progress while it runs, and at the end the measurement and the prediction.
-
-Progress is read from the run folder (`view.live`). On a terminal it is a live picture. Otherwise it is lines by time: at least one
-every two seconds (less often after the first minute), also while processes start or while one step takes long.
-"""
+"""The result of a training in the terminal: the measurement and the prediction. `view.watch` shows it while it runs."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
-from pathlib import Path
-from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.cost.predict import COMMUNICATION
 from meshwright.describe.result import MEASURED_PARTS, Difference, part_label
-from meshwright.errors import MeshwrightError
 from meshwright.training.run import Training, predicted
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
-from meshwright.view.live import LiveRun, expert_balance, line_of, picture
+from meshwright.view.live import expert_balance
 from meshwright.view.sparkline import sparkline
-from meshwright.view.tables import console, filled, heading
+from meshwright.view.tables import filled, heading
 
-STEP_S, SILENCE_S = 1.0, 1.8  # in the first minute, between lines about steps; at most between any two lines
 PARTS = ("compute", *MEASURED_PARTS, "other")
 PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} | {
     "bubble": "bubble: waits for other stages",
     "other": "other groups",
 }
-QUIET_EVENTS = ("checkpoint-begun", "evaluation")  # the end of a checkpoint has a line, and so has every evaluated step
-BACK_OFF = 33.0  # later, a line after 1/33 of the time since the start
-
-
-class ProgressDisplay:
-    """Shows a run from its folder: as a live picture on a terminal, otherwise as lines by time."""
-
-    def __init__(self, run: LiveRun, out: Console) -> None:
-        self.run, self.out = run, out
-        self.started = self.printed = time.monotonic()
-        self.doing = "starting processes"
-
-    def announce(self, text: str) -> None:
-        """Show what happens before the first step."""
-        self.doing = text
-
-    def refresh(self) -> list[dict[str, Any]]:
-        """Read what is new; a file that is being replaced is read the next time."""
-        try:
-            return self.run.refresh()
-        except (OSError, MeshwrightError):
-            return []
-
-    def picture(self) -> RenderableType:
-        self.refresh()
-        return picture(self.run, self.out.width, self.doing)
-
-    def print_new(self) -> None:
-        """Print lines about new steps and events, or what the run waits for if nothing happened for a while."""
-        seen = len(self.run.events)
-        rows = self.refresh()
-        for event in self.run.events[seen:]:
-            if event.get("kind") not in QUIET_EVENTS:
-                self.print(f"{event.get('text', '')} (step {event.get('step', '?')})")
-        for row in rows:
-            first_or_last = row["step"] == 0 or row["step"] == self.run.steps - 1
-            if first_or_last or self.is_due(STEP_S):
-                self.print(line_of(self.run, row))
-        if self.is_due(SILENCE_S):
-            self.print(f"{self.activity()} ({time.monotonic() - self.started:.0f} s since the start)")
-
-    def is_due(self, interval: float) -> bool:
-        """Whether the last line is `interval` seconds old, or more after the first minute."""
-        now = time.monotonic()
-        return now - self.printed >= max(interval, (now - self.started) / BACK_OFF)
-
-    def print(self, line: str) -> None:
-        self.out.print(line, markup=False)
-        self.printed = time.monotonic()
-
-    def activity(self) -> str:
-        done, steps = self.run.done, self.run.steps
-        if not self.run.rows:
-            return self.doing
-        return f"step {done} of {steps} is running" if done < steps else "tracing and observing a few more steps"
-
-    def print_until(self, stop: threading.Event) -> None:
-        while not stop.wait(0.1):
-            self.print_new()
-        self.print_new()
-
-
-@contextmanager
-def progress_display(steps: int, folder: Path) -> Iterator[ProgressDisplay]:
-    """Show the progress of the run that writes to `folder`. On a terminal the picture disappears when the run has ended well, since
-    the result follows; after an error it stays."""
-    out = console()
-    display = ProgressDisplay(LiveRun(folder, steps), out)
-    display.refresh()  # steps before a resume are not news
-    if out.is_terminal:
-        live = Live(console=out, get_renderable=display.picture, refresh_per_second=4)
-        with live:
-            yield display
-            live.transient = True
-        return
-    stop = threading.Event()
-    thread = threading.Thread(target=display.print_until, args=(stop,), daemon=True)
-    thread.start()
-    try:
-        yield display
-    finally:
-        stop.set()
-        thread.join()
 
 
 def page(training: Training, folder: str) -> RenderableType:

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from meshwright.describe.config import Config, load
 from meshwright.describe.result import AXES
-from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, read_json, state
+from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, read_json
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_seconds
 from meshwright.view.sparkline import sparkline
@@ -83,8 +83,7 @@ class LiveRun:
     @property
     def comparable(self) -> bool:
         """Whether the run uses the kind of device that the prediction is for."""
-        name = self.config.cluster.accelerator.name if self.config else ""
-        return str(self.about.get("device", "")) != "cpu" or name == "cpu"
+        return is_comparable(self.about, self.config)
 
     def series(self, key: str) -> list[float]:
         return [nan if row[key] is None else float(row[key]) for row in self.rows if key in row]
@@ -289,5 +288,6 @@ def format_clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def has_ended(run: LiveRun) -> bool:
-    return bool(run.about) and state(run.folder) != "running"
+def is_comparable(about: dict[str, Any], config: Config | None) -> bool:
+    """Whether a run used the kind of device that its prediction is for."""
+    return str(about.get("device", "")) != "cpu" or config is None or config.cluster.accelerator.name == "cpu"

@@ -31,7 +31,7 @@ from meshwright.describe.run_folder import (
     steps_file,
 )
 from meshwright.errors import unknown
-from meshwright.view.report import plan_title
+from meshwright.view.runs import configuration, summary
 
 PARTS = ("prediction", *RESULTS, "proof")
 MOST_RUNS, MOST_ROWS = 200, 4000
@@ -76,11 +76,8 @@ class RunFolders:
         return {path.name: path for path in inside[:MOST_RUNS]}
 
     def listing(self) -> dict[str, Any]:
-        """All runs, each with its plan and whether it is running, done or stopped."""
-        rows = [
-            {"name": name, "title": plan_title(path), "state": state(path), "modified_s": modified(path)}
-            for name, path in self.found().items()
-        ]
+        """All runs, each with its plan and whether it is running, done, failed or stopped."""
+        rows = [{**run_entry(path), "name": name} for name, path in self.found().items()]
         return {"folder": self.root.name if self.root else "", "runs": rows}
 
     def run(self, name: str, seen: str = "") -> dict[str, Any]:
@@ -88,35 +85,50 @@ class RunFolders:
         known = self.found()
         if name not in known:
             raise unknown("MW-REP-001", "run folder", name, known)
-        folder, before = known[name], Seen.parse(seen)
-        about, file = read_about(folder), steps_file(folder)
-        attempts = len(about.get("attempts") or [])
-        size = file.stat().st_size if is_inside(file, folder) else 0
-        if attempts != before.attempts or size < before.steps:
-            before = Seen()
-        parts, newest = {}, before.newest
-        for part in PARTS:
-            result = folder / f"{part}.json"
-            changed = result.stat().st_mtime_ns if is_inside(result, folder) else 0
-            if changed > before.newest:
-                parts[part], newest = read_json(result), max(newest, changed)
-        rows, offset, count = rows_after(file, before) if size else ([], 0, 0)
-        events, events_offset = (
-            new_lines(folder / EVENTS, before.events) if is_inside(folder / EVENTS, folder) else ([], 0)
-        )
-        return {
-            "name": name,
-            "title": plan_title(folder),
-            "state": state(folder),
-            "about": about,
-            "parts": parts,
-            "columns": list(STEP_KEYS),
-            "rows": rows,
-            "events": events[-MOST_ROWS:],
-            "steps": count,
-            "fresh": before == Seen(),
-            "seen": str(Seen(offset, events_offset, count, newest, attempts)),
-        }
+        return {**run_data(known[name], seen), "name": name}
+
+
+def run_entry(folder: Path) -> dict[str, Any]:
+    """A run in a list."""
+    return {key: value for key, value in summary(folder).items() if key != "folder"}
+
+
+def run_data(folder: Path, seen: str = "") -> dict[str, Any]:
+    """The rows, events and files of a run that are newer than `seen`."""
+    about, file, before = read_about(folder), steps_file(folder), Seen.parse(seen)
+    attempts = len(about.get("attempts") or [])
+    size = file.stat().st_size if is_inside(file, folder) else 0
+    if attempts != before.attempts or size < before.steps:
+        before = Seen()
+    parts, newest = {}, before.newest
+    for part in PARTS:
+        result = folder / f"{part}.json"
+        changed = result.stat().st_mtime_ns if is_inside(result, folder) else 0
+        if changed > before.newest:
+            parts[part], newest = read_json(result), max(newest, changed)
+    rows, offset, count = rows_after(file, before) if size else ([], 0, 0)
+    events, events_offset = new_lines(folder / EVENTS, before.events) if is_inside(folder / EVENTS, folder) else ([], 0)
+    return {
+        "name": folder.name,
+        **plan_facts(folder),
+        "state": state(folder),
+        "about": about,
+        "parts": parts,
+        "columns": list(STEP_KEYS),
+        "rows": rows,
+        "events": events[-MOST_ROWS:],
+        "steps": count,
+        "fresh": before == Seen(),
+        "seen": str(Seen(offset, events_offset, count, newest, attempts)),
+    }
+
+
+def plan_facts(folder: Path) -> dict[str, Any]:
+    """The plan that was trained, its model, and the accelerator that the prediction is for."""
+    config = configuration(folder)
+    if config is None:
+        return {"title": "", "model": "", "accelerator": ""}
+    return {"title": config.plan.title(), "model": config.model.name, "accelerator": config.cluster.accelerator.name}
 
 
 def rows_after(file: Path, seen: Seen) -> tuple[list[list[Any]], int, int]:

@@ -71,6 +71,8 @@ export const text = (config, signal) => json("/api/text", { body: config, signal
 export const plan = (config, signal) => json("/api/plan", { body: config, signal });
 export const model = (table) => json("/api/model", { body: table });
 export const cluster = (toml) => json("/api/cluster", { body: { lines: toml.split("\n") } });
-export const runs = (signal) => json("/api/runs", { signal });
+/** Whether there may be training runs: a server knows some, or `meshwright report` wrote them into the file. */
+export const hasRuns = live || Boolean(embedded.runs);
+export const runs = (signal) => (live ? json("/api/runs", { signal }) : Promise.resolve(embedded.runs));
 /** One run; `seen` of the last answer leaves out what was sent before. */
-export const run = (name, seen, signal) => json(`/api/runs/${encodeURIComponent(name)}${seen ? `?seen=${encodeURIComponent(seen)}` : ""}`, { signal });
+export const run = (name, seen, signal) => (live ? json(`/api/runs/${encodeURIComponent(name)}${seen ? `?seen=${encodeURIComponent(seen)}` : ""}`, { signal }) : Promise.resolve(embedded.run[name]));

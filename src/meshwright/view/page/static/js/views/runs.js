@@ -1,26 +1,27 @@
-// Runs: the folders that `meshwright train` writes. Curves grow while a run trains; at its end, predicted against measured by part, and a
-// measured step above the simulated one.
+// Runs: the folders that `meshwright train` writes, on the live page and in the file of `meshwright report`. Curves grow while a run trains; at
+// its end there are predicted against measured by part, and a measured step above the simulated one.
 
-import { area, axis, band, bars, canvas, choice, clear, colourOf, figure, format, h, hide, legend, linear, line, panel, show, stat, table } from "meshwright/draw.js";
+import { choice, clear, format, h, panel, stat, table } from "meshwright/draw.js";
 import { refusal } from "meshwright/notice.js";
+import { column, curves, parts, steps } from "meshwright/run-charts.js";
 import * as source from "meshwright/source.js";
 
-const POLL_MS = 1500;
-let known = { list: null, run: null }, timer = 0, asked = null;
+const POLL_MS = 1500, MOST_COMPARED = 3;
+let known = { list: null, runs: new Map() }, timer = 0, asked = null;
 
 export const view = {
   name: "runs",
   title: "Training runs",
   short: "Runs",
   group: "runs",
-  sentence: "Runs of `meshwright train --out DIR` below the folder given by `meshwright web --runs DIR`: measured against predicted.",
+  sentence: source.live ? "Runs of `meshwright train --out DIR` below the folder given by `meshwright web --runs DIR`: measured against predicted." : "Runs of `meshwright train`: each was predicted before it ran.",
   needs: [],
-  liveOnly: true,
+  liveOnly: !source.hasRuns,
   localOptions: true,
   draw(element, data, context) {
     const body = h("div", null);
     element.append(body);
-    if (known.run && known.run.name === (context.options.run ?? known.run.name)) paint(body, context);
+    if (known.list && known.runs.has(chosen(context))) paint(body, context);
     clearTimeout(timer);
     follow(body, context);
   },
@@ -30,51 +31,54 @@ export const view = {
   },
 };
 
-/** Ask for the list and for what is new in the chosen run; go on while it trains. */
+const chosen = (context) => (known.list.runs.some((r) => r.name === context.options.run) ? context.options.run : known.list.runs[0]?.name);
+const compared = (context) => (context.options.compare ?? []).filter((name) => name !== chosen(context) && known.list.runs.some((r) => r.name === name)).slice(0, MOST_COMPARED);
+
+/** Ask for the list and for what is new in the chosen runs; go on while one of them trains. */
 async function follow(body, context) {
   asked?.abort();
   asked = new AbortController();
   const { signal } = asked;
   try {
+    const before = JSON.stringify(known.list);
     known.list = await source.runs(signal);
-    const name = known.list.runs.some((r) => r.name === context.options.run) ? context.options.run : known.list.runs[0]?.name;
+    const name = chosen(context);
     if (name === undefined) clear(body).append(h("p", { class: "empty" }, "There is no run yet. Train one with "), h("code", null, `meshwright train examples/demo-dp2-tp2.toml --out ${known.list.folder || "runs"}/demo`));
     else {
-      const before = known.run?.name === name ? known.run : null, found = await source.run(name, before?.seen ?? "", signal);
+      let fresh = before !== JSON.stringify(known.list);
+      for (const each of [name, ...compared(context)]) fresh = (await ask(each, signal)) || fresh;
       if (signal.aborted) return;
-      const fresh = !before || found.rows.length > 0 || Object.keys(found.parts).length > 0 || found.state !== before.state;
-      const kept = before && !found.fresh ? before : { rows: [], events: [], parts: {} };
-      known.run = { ...found, rows: [...kept.rows, ...found.rows], events: [...kept.events, ...found.events], parts: { ...kept.parts, ...found.parts } };
       if (fresh || !body.firstChild) paint(body, context);
     }
   } catch (error) {
     if (error.name === "AbortError") return;
     clear(body).append(refusal(error.error ?? { code: "", what: String(error), why: "", valid: [], fix: "" }));
   }
-  if (!signal.aborted && known.run?.state !== "done") timer = setTimeout(() => body.isConnected && follow(body, context), POLL_MS);
+  if (!signal.aborted && source.live) timer = setTimeout(() => body.isConnected && follow(body, context), POLL_MS);
 }
 
-const column = (run, name) => {
-  const at = run.columns.indexOf(name), step = run.columns.indexOf("step");
-  return at < 0 ? [] : run.rows.map((row) => ({ x: row[step], y: row[at] })).filter((p) => p.y !== null && p.y !== undefined);
-};
+/** Read on in one run; whether anything is new. */
+async function ask(name, signal) {
+  const before = known.runs.get(name), found = await source.run(name, before?.seen ?? "", signal);
+  if (signal.aborted) return false;
+  const kept = before && !found.fresh ? before : { rows: [], events: [], parts: {} };
+  known.runs.set(name, { ...found, rows: [...kept.rows, ...found.rows], events: [...kept.events, ...found.events], parts: { ...kept.parts, ...found.parts } });
+  return !before || found.rows.length + found.events.length + Object.keys(found.parts).length > 0 || found.state !== before.state;
+}
+
+const TONES = { done: "good", stopped: "warn", failed: "bad", unreadable: "bad" };
 
 function paint(body, context) {
-  const run = known.run, { prediction, measurement, difference, communication, timeline } = run.parts;
-  clear(body).append(h("div", { class: "controls" }, choice("Run", known.list.runs.map((r) => [r.name, `${r.name} (${r.state})`]), run.name, (name) => context.setOptions({ run: name }))), h("p", { class: "sentence" }, run.title));
-  const seconds = column(run, "seconds"), loss = column(run, "loss");
-  body.append(h("div", { class: "stats" },
-    stat("State", run.state, { detail: `${format.whole(run.steps)} steps`, tone: run.state === "done" ? "good" : run.state === "stopped" ? "warn" : "" }),
-    stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
-    measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", seconds.length ? format.seconds(seconds.at(-1).y) : "–"),
-    prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: measurement ? `${format.change(prediction.step_time_s / measurement.step_time_s - 1)} against the run` : `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` }) : null));
-  const curves = h("div", { class: "columns three" });
-  body.append(curves);
-  const shown = [["Loss", loss, { colour: "compute", unit: "loss" }], ["Step time", seconds, { colour: "tp", unit: "s", prediction }], ["Gradient norm", column(run, "grad_norm"), { colour: "optimizer", unit: "norm" }]].filter(([, points]) => points.length);
-  const boxes = shown.map(([title]) => panel(title, null));
-  curves.append(...boxes); // all panels first: their number decides their width
-  shown.forEach(([title, points, options], i) => curve(boxes[i], title, points, options));
-  if (communication) parts(body, communication);
+  const name = chosen(context), run = known.runs.get(name), others = compared(context).map((other) => known.runs.get(other)).filter(Boolean);
+  const { prediction, measurement, difference, communication, timeline, proof } = run.parts;
+  const comparable = run.about?.device !== "cpu" || !run.accelerator || run.accelerator === "cpu";
+  clear(body).append(h("div", { class: "controls" }, choice("Run", known.list.runs.map((r) => [r.name, `${r.name} (${r.state})`]), name, (next) => context.setOptions({ run: next, compare: [] }))), h("p", { class: "sentence" }, [run.model, run.title].filter(Boolean).join(" · ")));
+  if (known.list.runs.length > 1) overview(body, context, name);
+  stats(body, run, comparable);
+  if (!comparable) body.append(h("p", { class: "notice" }, `The prediction is for ${run.accelerator}, the run used CPU processes: times do not compare.`));
+  if (proof) body.append(proved(proof));
+  curves(body, run, comparable, others);
+  if (communication?.exposed_s && communication.predicted_exposed_s) parts(body, communication);
   if (difference) body.append(panel("Predicted against measured", "Each quantity that both the prediction and the run have.", table([
     { title: "quantity", key: "what" },
     { title: "predicted", key: "predicted", text: (v, row) => quantity(v, row.unit), align: "right" },
@@ -82,87 +86,91 @@ function paint(body, context) {
     { title: "error", key: "error", text: (v, row) => (row.measured ? format.change(row.predicted / row.measured - 1) : "–"), align: "right" },
   ], difference, { caption: "Prediction and measurement" })));
   if (timeline?.measured?.length) steps(body, timeline);
-  else if (run.state !== "done") body.append(h("p", { class: "empty" }, "Parts and timelines appear when the run ends."));
+  else if (run.state === "running") body.append(h("p", { class: "empty" }, "Parts and timelines appear when the run ends."));
+  history(body, run);
+  circumstances(body, run, measurement ?? prediction);
+}
+
+function stats(body, run, comparable) {
+  const { prediction, measurement } = run.parts, entry = known.list.runs.find((r) => r.name === run.name) ?? {};
+  const loss = column(run, "loss"), seconds = column(run, "seconds"), last = seconds.at(-1);
+  const error = prediction && entry.step_time_s && comparable ? `${format.change(prediction.step_time_s / entry.step_time_s - 1)} against the run` : "";
+  body.append(h("div", { class: "stats" },
+    stat("State", run.state, { detail: `${format.whole(run.steps)}${run.about?.steps ? ` of ${format.whole(run.about.steps)}` : ""} steps${left(run)}`, tone: TONES[run.state] ?? "" }),
+    stat("Loss", loss.length ? format.number(loss.at(-1).y, 4) : "–", { detail: loss.length ? `from ${format.number(loss[0].y, 4)}` : "" }),
+    measurement ? stat("Measured step", format.seconds(measurement.step_time_s), { detail: `${format.seconds(measurement.step_time_low_s)} to ${format.seconds(measurement.step_time_high_s)}` }) : stat("Last step", last ? format.seconds(last.y) : "–", { detail: entry.step_time_s ? `median ${format.seconds(entry.step_time_s)}` : "" }),
+    prediction ? stat("Predicted step", format.seconds(prediction.step_time_s), { detail: error || (Number.isFinite(prediction.step_time_low_s) ? `${format.seconds(prediction.step_time_low_s)} to ${format.seconds(prediction.step_time_high_s)}` : "") }) : null,
+    entry.tokens_per_s ? stat("Throughput", `${format.count(entry.tokens_per_s)} tokens/s`, { detail: entry.mfu && comparable ? `MFU ${format.percent(entry.mfu)}` : "" }) : null,
+    checkpoint(run)));
+}
+
+/** Time left at the rate of the last steps. */
+function left(run) {
+  if (run.state !== "running" || !run.about?.steps) return "";
+  const at = run.columns.indexOf("time"), step = run.columns.indexOf("step"), rows = run.rows.filter((row) => row[at]).slice(-200);
+  if (rows.length < 2 || rows.at(-1)[step] <= rows[0][step]) return "";
+  const rate = (rows.at(-1)[at] - rows[0][at]) / (rows.at(-1)[step] - rows[0][step]);
+  return `, about ${format.seconds(Math.max(0, rate * (run.about.steps - run.steps)), 2)} left`;
+}
+
+function checkpoint(run) {
+  const events = run.events.filter((event) => event.kind?.startsWith("checkpoint")), finished = events.filter((event) => event.kind === "checkpoint-finished").at(-1);
+  if (!events.length) return null;
+  const writing = events.at(-1).kind === "checkpoint-begun";
+  return stat("Checkpoint", writing ? `writing step ${format.whole(events.at(-1).step)}` : `step ${format.whole(finished.step)}`, { detail: finished ? `${writing ? `last: step ${format.whole(finished.step)}, ` : ""}${finished.seconds ? `took ${format.seconds(finished.seconds)}` : ""}` : "" });
+}
+
+/** All runs as a table; a run is shown, or its curves are drawn in the same figures. */
+function overview(body, context, name) {
+  const shown = new Set(compared(context));
+  const compare = (row) => h("input", { type: "checkbox", checked: shown.has(row.name), disabled: row.name === name || (!shown.has(row.name) && shown.size >= MOST_COMPARED), "aria-label": `Compare with ${row.name}`, onchange: (event) => {
+    const next = new Set(shown);
+    if (event.target.checked) next.add(row.name);
+    else next.delete(row.name);
+    context.setOptions({ run: name, compare: [...next] });
+  } });
+  body.append(panel("Runs", `The curves of up to ${MOST_COMPARED} other runs can be drawn in the same figures.`, table([
+    { title: "run", key: "name", text: (v) => h("button", { type: "button", class: "link", onclick: () => context.setOptions({ run: v, compare: [] }) }, v) },
+    { title: "compare", value: (row) => row, text: (row) => compare(row) },
+    { title: "state", key: "state" },
+    { title: "steps", key: "steps", text: format.whole, align: "right" },
+    { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
+    { title: "step", key: "step_time_s", text: format.seconds, align: "right" },
+    { title: "predicted", key: "predicted_step_time_s", text: format.seconds, align: "right" },
+    { title: "tokens/s", key: "tokens_per_s", text: (v) => (v ? format.count(v) : "–"), align: "right" },
+    { title: "plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
+  ], known.list.runs, { caption: "Training runs", chosen: (row) => row.name === name })));
+}
+
+/** The verdict of `verify --out` in the same folder. */
+function proved(proof) {
+  const copies = (proof.copies ?? [proof]).map((copy) => copy.plan).filter(Boolean), bounds = Object.entries(proof.errors ?? {}).map(([dtype, e]) => `${dtype} gradients within ${e.gradient?.toExponential(1)}`);
+  const first = proof.first_break, why = first ? `${first.what} ${first.name} of step ${first.step} on rank ${first.rank} differs; axis ${first.axis}` : "the collectives it issues differ from the step program";
+  const words = proof.passed ? `Proved to train the same model as one device, over ${proof.steps} steps on ${proof.ranks} ranks: ${bounds.join(", ")}.` : `Not proved: ${why}.`;
+  return h("p", { class: proof.passed ? "notice good" : "notice bad" }, words, copies.length ? ` Trained to prove it: ${copies.join("; ")}.` : "");
+}
+
+/** Attempts and events, if there was more than one uneventful attempt. */
+function history(body, run) {
+  const clock = (seconds) => new Date(1e3 * seconds).toLocaleString([], { dateStyle: "short", timeStyle: "medium" });
+  const attempts = run.about?.attempts ?? [], events = run.events.filter((event) => !["checkpoint-begun", "evaluation"].includes(event.kind)).slice(-50).reverse();
+  if (attempts.length > 1 || attempts[0]?.cause) body.append(panel("Attempts", "A run that lost a rank begins again at its last good checkpoint.", table([
+    { title: "attempt", value: (row) => attempts.indexOf(row) + 1 },
+    { title: "began", key: "start", text: clock },
+    { title: "ranks", key: "world", align: "right" },
+    { title: "plan", key: "plan" },
+    { title: "first step", key: "resumed_from", text: (v) => format.whole(v ?? 0), align: "right" },
+    { title: "ended", key: "ended", text: (v) => (v ? clock(v) : "–") },
+    { title: "cause", key: "cause", text: (v) => v ?? "" },
+  ], attempts, { caption: "Attempts" })));
+  if (events.length) body.append(panel("Events", "The newest first.", table([{ title: "time", key: "time", text: clock }, { title: "step", key: "step", text: format.whole, align: "right" }, { title: "event", key: "text" }], events, { caption: "Events" })));
+}
+
+/** What a run depends on besides its run file. */
+function circumstances(body, run) {
+  const about = run.about ?? {}, git = about.git, versions = Object.entries(about.versions ?? {}).map(([name, version]) => `${name} ${version}`).join(", ");
+  const rows = [["command", (about.command ?? []).join(" ")], ["hosts", (about.hosts ?? []).join(", ")], ["versions", versions], ["git", git ? `${git.commit.slice(0, 12)} on ${git.branch}${git.changed ? `, ${git.changed} changed files` : ""}` : ""], ["seed", about.seed], ["platform", about.platform]].filter(([, value]) => value !== undefined && value !== "");
+  if (rows.length) body.append(panel("How it was run", null, h("dl", { class: "reasons" }, rows.flatMap(([name, value]) => [h("dt", null, name), h("dd", null, String(value))]))));
 }
 
 const quantity = (value, unit) => ({ s: () => format.seconds(value), bytes: () => format.bytes(value), GiB: () => format.gib(value), "%": () => `${format.number(value)}%` })[unit]?.() ?? `${format.count(value)} ${unit}`;
-
-function curve(box, title, points, { colour, unit, prediction: given = null }) {
-  // A file that was written by hand, or only in part, may lack the band.
-  const prediction = given && [given.step_time_low_s, given.step_time_s, given.step_time_high_s].every(Number.isFinite) ? given : null;
-  const ys = points.map((p) => p.y);
-  const scale = unit === "s" && Math.max(...ys) < 1 ? 1e3 : 1, name = unit === "s" ? (scale === 1 ? "s" : "ms") : unit;
-  const most = Math.max(...ys, prediction?.step_time_s ?? 0), least = unit === "loss" ? Math.min(...ys) : 0;
-  const chart = figure(box, { height: 190, left: 54, label: `${title} over ${points.length} steps: from ${format.number(ys[0])} to ${format.number(ys.at(-1))} ${unit}` });
-  const x = linear([points[0].x, Math.max(points.at(-1).x, points[0].x + 1)], [0, chart.width]), y = linear([least, most * 1.02], [chart.height, 0], { nice: true });
-  axis(chart, y, "left", { label: name, format: (v) => format.number(v * scale) });
-  axis(chart, x, "bottom", { label: "step" });
-  if (prediction) {
-    const [low, high] = [prediction.step_time_low_s, Math.min(prediction.step_time_high_s, y.domain[1])];
-    area(chart, [{ x: x.domain[0], y: high, base: low }, { x: x.domain[1], y: high, base: low }], { x, y, colour: "bubble", opacity: 0.25 });
-    line(chart, [{ x: x.domain[0], y: prediction.step_time_s }, { x: x.domain[1], y: prediction.step_time_s }], { x, y, colour: "quiet", dash: "5 4", width: 1.5 });
-  }
-  line(chart, points, { x, y, colour, width: 1.6 });
-  if (prediction) box.append(legend([{ label: "measured", colour, shape: "line" }, { label: "predicted, with its band", colour: "quiet", shape: "line", dash: "5 4" }]));
-}
-
-/** Exposed seconds of the busiest rank by part, measured and predicted. */
-function parts(element, communication) {
-  const names = [...new Set([...Object.keys(communication.exposed_s), ...Object.keys(communication.predicted_exposed_s)])].filter((n) => communication.exposed_s[n] || communication.predicted_exposed_s[n]);
-  const box = panel("By part of the step", `Exposed seconds of the busiest rank (rank ${communication.busiest_rank}), mean of ${communication.steps} steps.`);
-  element.append(box);
-  const rows = names.flatMap((name) => [{ label: `${name}, measured`, value: communication.exposed_s[name] ?? 0, colour: "tp" }, { label: `${name}, predicted`, value: communication.predicted_exposed_s[name] ?? 0, colour: "compute", pattern: "hatch" }]);
-  const chart = figure(box, { height: 46 + 19 * rows.length, left: 150, right: 70, bottom: 38, label: rows.map((r) => `${r.label} ${format.seconds(r.value)}`).join(", ") });
-  const most = Math.max(...rows.map((r) => r.value)), scale = most < 1 ? 1e3 : 1;
-  const x = linear([0, most], [0, chart.width]), y = band(rows.map((r) => r.label), [0, chart.height], { gap: 0.2 });
-  axis(chart, x, "bottom", { label: scale === 1 ? "s" : "ms", format: (v) => format.number(v * scale) });
-  axis(chart, y, "left");
-  bars(chart, rows.map((r) => ({ ...r, formula: `${r.label}: ${format.seconds(r.value)}`, text: format.seconds(r.value) })), { x, y });
-}
-
-const FILL = { F: "forward", B: "backward", I: "backward", W: "weight", optimizer: "optimizer", overhead: "host" };
-const fill = (span) => (span.stream.startsWith("comm:") ? span.stream.slice(5) : FILL[span.category] ?? (span.stream === "host" ? "host" : "recompute"));
-
-/** The measured step above the simulated one on one time axis; rows are rank and stream. */
-function steps(element, timeline) {
-  const box = panel("A measured step above the simulated one", `Step ${timeline.step}. Ranks of the simulated step are pipeline stages. Point at a span for its name.`);
-  element.append(box);
-  const sides = ["measured", "simulated"].map((side) => [side, timeline[side]]);
-  const end = Math.max(...sides.flatMap(([, spans]) => spans.map((s) => s.start_s + s.duration_s)));
-  const rows = sides.flatMap(([side, spans]) => [{ title: side }, ...[...new Set(spans.map((s) => `${s.rank} ${s.stream}`))].sort(order).map((key) => ({ key, side, spans: spans.filter((s) => `${s.rank} ${s.stream}` === key) }))]);
-  const height = 17, left = 112, at = rows.map((_, i) => i * height + 4), hits = [];
-  const drawn = canvas(box, (pen, width) => {
-    const x = linear([0, end], [left, width - 8]), ink = colourOf("ink"), quiet = colourOf("quiet");
-    hits.length = 0;
-    rows.forEach((row, i) => {
-      pen.fillStyle = row.title ? ink : quiet;
-      pen.font = `${row.title ? "600 12px" : "11px"} system-ui, sans-serif`;
-      pen.fillText(row.title ? `${row.title[0].toUpperCase()}${row.title.slice(1)}` : `rank ${row.key}`, 0, at[i] + 11);
-      for (const span of row.spans ?? []) {
-        const [a, b] = [x(span.start_s), Math.max(x(span.start_s + span.duration_s), x(span.start_s) + 0.6)];
-        pen.fillStyle = colourOf(fill(span));
-        pen.fillRect(a, at[i], b - a, height - 4);
-        hits.push([a, b, at[i], at[i] + height - 4, span]);
-      }
-    });
-    pen.fillStyle = quiet;
-    pen.font = "11px system-ui, sans-serif";
-    pen.textAlign = "center";
-    for (const tick of linear([0, end], [0, 1]).ticks(6)) pen.fillText(`${format.number(tick * 1e3)} ms`, Math.min(x(tick), width - 22), rows.length * height + 18);
-    pen.textAlign = "start";
-  }, { height: rows.length * height + 28, label: `Timeline: measured ${format.seconds(length(timeline.measured))}, simulated ${format.seconds(length(timeline.simulated))}` });
-  drawn.node.addEventListener("pointermove", (event) => {
-    const hit = hits.find(([a, b, c, d]) => event.offsetX >= a && event.offsetX <= b && event.offsetY >= c && event.offsetY <= d);
-    if (hit) show(drawn.node, `${hit[4].name}\n${hit[4].stream}, rank ${hit[4].rank}: ${format.seconds(hit[4].start_s)} + ${format.seconds(hit[4].duration_s)}`, event);
-    else hide();
-  });
-  drawn.node.addEventListener("pointerleave", hide);
-  const axes = [...new Set(sides.flatMap(([, spans]) => spans.filter((s) => s.stream.startsWith("comm:")).map((s) => s.stream.slice(5))))];
-  box.append(legend([{ label: "forward", colour: "forward" }, { label: "backward", colour: "backward" }, { label: "block of the model", colour: "recompute" }, ...axes.map((a) => ({ label: `${a} communication`, colour: a })), { label: "optimizer", colour: "optimizer" }, { label: "host", colour: "host" }]));
-  box.append(table([{ title: "stream", key: "stream" }, { title: "measured", key: "measured", text: (v) => format.seconds(v), align: "right" }, { title: "simulated", key: "simulated", text: (v) => format.seconds(v), align: "right" }], totals(timeline), { caption: "Busy seconds of rank 0 by stream" }));
-}
-
-const STREAMS = ["schedule", "compute", "comm:tp", "comm:cp", "comm:ep", "comm:pp", "comm:dp", "host"];
-const order = (a, b) => Number(a.split(" ")[0]) - Number(b.split(" ")[0]) || STREAMS.indexOf(a.split(" ")[1]) - STREAMS.indexOf(b.split(" ")[1]);
-const length = (spans) => Math.max(0, ...spans.map((s) => s.start_s + s.duration_s));
-const totals = (timeline) => STREAMS.map((stream) => ({ stream, ...Object.fromEntries(["measured", "simulated"].map((side) => [side, timeline[side].filter((s) => s.rank === 0 && s.stream === stream).reduce((sum, s) => sum + s.duration_s, 0)])) })).filter((row) => row.measured || row.simulated);

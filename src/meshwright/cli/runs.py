@@ -1,0 +1,33 @@
+"""`meshwright runs`: list runs, compare them, watch one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def command(
+    places: list[Path] = typer.Argument(
+        None, help="A folder of runs, or run folders: two or more of these are compared. Default: runs."
+    ),
+    watch: bool = typer.Option(False, "--watch", help="Show the newest of these runs until it ends."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
+) -> None:
+    """List the training runs of a folder, compare some of them, or watch one that runs here or on another host."""
+    from meshwright.describe.run_folder import is_run
+    from meshwright.view.runs import comparison, find_runs, listing, summary
+    from meshwright.view.tables import show, show_json
+
+    places = places or [Path("runs")]
+    found = find_runs(places)
+    if watch:
+        from meshwright.view.watch import watch_run
+
+        watch_run(found)
+    elif as_json:
+        show_json({"runs": [summary(folder) for folder in found]})
+    elif len(places) > 1 and all(map(is_run, places)):
+        show(comparison(places))
+    else:
+        show(listing([summary(folder) for folder in found]))

@@ -1,0 +1,227 @@
+"""Runs in the terminal: a list of run folders, and several runs next to each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.describe.config import Config, diff, load
+from meshwright.describe.run_folder import PLAN, PREDICTION, is_run, last_rows, modified, read_about, read_json, state
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_bytes, format_count, format_seconds
+from meshwright.view.live import WINDOW, format_clock, is_comparable
+from meshwright.view.tables import filled
+
+UNREADABLE = "unreadable"
+STATES = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow", UNREADABLE: "red"}
+MOST_RUNS = 1000
+MEASURED_SECTIONS = (
+    "cluster.",
+    "stack.",
+)  # a calibration changes many constants of these: they are counted, not listed
+
+
+def find_runs(places: Sequence[Path]) -> list[Path]:
+    """The run folders that are given, and those directly below a folder that is none; the newest first."""
+    found: dict[Path, None] = {}
+    for place in places:
+        if not place.is_dir():
+            raise MeshwrightError(
+                "MW-REP-001",
+                f"the folder '{place}' does not exist",
+                fix="meshwright train PLAN.toml --out FOLDER",
+            )
+        inside = [place] if is_run(place) else sorted(p for p in place.iterdir() if p.is_dir() and is_run(p))
+        found |= dict.fromkeys(inside[:MOST_RUNS])
+    return sorted(found, key=modified, reverse=True)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """What a list shows of a run; a value that the folder does not have is None. A folder with a broken file is `unreadable`."""
+    try:
+        return {**_values(folder, modified(folder)), "state": state(folder)}
+    except MeshwrightError as error:
+        unread = dict.fromkeys(("planned_steps", *(key for _, key, _ in RESULTS)))
+        names = {"name": folder.name, "folder": str(folder), "model": "", "title": ""}
+        return {**unread, **names, "started": None, "modified_s": modified(folder), "attempts": 0, "steps": 0,
+                "state": UNREADABLE, "cause": str(error)}  # fmt: skip
+
+
+@lru_cache(maxsize=2 * MOST_RUNS)
+def _values(folder: Path, modified_s: float) -> dict[str, Any]:
+    """The summary of a folder that was last written at `modified_s`: the page asks for it every second or two."""
+    about, rows = read_about(folder), last_rows(folder)
+    measured, prediction = read_table(folder / "measurement.json"), read_table(folder / PREDICTION)
+    config = configuration(folder)
+    attempts = about.get("attempts") or []
+    begun, ended = about.get("started"), (attempts[-1].get("ended") if attempts else None)
+    last, recent = (rows[-1] if rows else {}), rows[-WINDOW:]
+
+    def middle(key: str, measured_key: str) -> float | None:
+        values = [row[key] for row in recent if isinstance(row.get(key), int | float)]
+        return measured.get(measured_key) or (median(values) if values else None)
+
+    validation = [row["validation_loss"] for row in rows if row.get("validation_loss") is not None]
+    validation = validation or [loss for _, loss in measured.get("validation_loss", [])]
+    return {
+        "name": folder.name,
+        "folder": str(folder),
+        "model": config.model.name if config else "",
+        "title": config.plan.title() if config else "",
+        "world": config.plan.world if config else None,
+        "steps": int(last["step"]) + 1 if "step" in last else 0,
+        "planned_steps": about.get("steps") or measured.get("steps"),
+        "loss": last.get("loss"),
+        "validation_loss": validation[-1] if validation else None,
+        "step_time_s": middle("seconds", "step_time_s"),
+        "predicted_step_time_s": prediction.get("step_time_s"),
+        "comparable": is_comparable(about, config),
+        "tokens_per_s": middle("tokens_per_s", "tokens_per_s"),
+        "mfu": middle("mfu", "mfu"),
+        "memory_gib": measured.get("memory_gib") or last.get("memory_gib"),
+        "started": begun,
+        "elapsed_s": max(0.0, (ended or modified_s) - begun) if begun else None,
+        "attempts": len(attempts),
+        "cause": (attempts[-1].get("cause") if attempts else None) or "",
+        "modified_s": modified_s,
+    }
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """A JSON file that holds a table; empty if there is none."""
+    found = read_json(file) if file.is_file() else {}
+    if not isinstance(found, dict):
+        raise MeshwrightError("MW-REP-002", f"{file.name} of {file.parent.name} is not a file that `train` writes")
+    return found
+
+
+def configuration(folder: Path) -> Config | None:
+    """The run file of a run; None if this release cannot read it."""
+    try:
+        return _loaded(folder / PLAN, (folder / PLAN).stat().st_mtime_ns)
+    except (OSError, MeshwrightError):
+        return None
+
+
+@lru_cache(maxsize=2 * MOST_RUNS)
+def _loaded(file: Path, modified_ns: int) -> Config:
+    return load(file)
+
+
+def listing(rows: Sequence[dict[str, Any]]) -> RenderableType:
+    """The table of `meshwright runs`."""
+    if not rows:
+        return Text("There is no run here. Train one with: meshwright train PLAN.toml --out runs/NAME", "dim")
+    columns = (
+        "run",
+        "state",
+        ">steps",
+        ">loss",
+        ">step",
+        ">predicted",
+        ">tokens/s",
+        ">MFU",
+        ">time",
+        "~plan",
+        "~begun",
+    )
+    cells = []
+    for row in rows:
+        steps = f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if row["planned_steps"] else "")
+        begun = time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"]))
+        plan = " · ".join(part for part in (row["model"], row["title"]) if part)
+        error = relative_error(row)
+        predicted = Text(formatted(row["predicted_step_time_s"], format_seconds))
+        if error is not None:
+            predicted.append(f" {error:+.0%}", "green" if abs(error) <= 0.25 else "yellow")
+        cells.append(
+            [
+                Text(row["name"], "bold"),
+                Text(
+                    row["state"] + (f", {row['attempts']} attempts" if row["attempts"] > 1 else ""),
+                    STATES[row["state"]],
+                ),
+                steps,
+                formatted(row["loss"], lambda x: f"{x:.4f}"),
+                formatted(row["step_time_s"], format_seconds),
+                predicted,
+                formatted(row["tokens_per_s"], format_count),
+                formatted(row["mfu"], lambda x: f"{x:.1%}"),
+                formatted(row["elapsed_s"], format_clock),
+                plan,
+                begun,
+            ]
+        )
+    return filled(columns, cells)
+
+
+def comparison(folders: Sequence[Path]) -> RenderableType:
+    """Several runs as columns: results first, then the values of the run files in which they differ from the first one."""
+    found = [summary(folder) for folder in folders]
+    lines: list[list[object]] = []
+    for name, key, form in RESULTS:
+        values = [row[key] for row in found]
+        if any(value not in (None, "") for value in values):
+            lines.append([name, *(formatted(value, form) for value in values)])
+    columns = ["", *(f">{row['name']}" for row in found)]
+    tables: list[RenderableType] = [filled(columns, lines, title="Results")]
+    changed = differences([configuration(folder) for folder in folders])
+    if changed:
+        tables.append(filled(["", *(row["name"] for row in found)], changed, title="Different in the run files"))
+    else:
+        tables.append(Text("The run files are equal", "dim"))
+    return Group(*tables)
+
+
+RESULTS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("state", "state", str),
+    ("steps", "steps", lambda x: f"{x:,}"),
+    ("loss", "loss", lambda x: f"{x:.4f}"),
+    ("validation loss", "validation_loss", lambda x: f"{x:.4f}"),
+    ("step", "step_time_s", format_seconds),
+    ("predicted step", "predicted_step_time_s", format_seconds),
+    ("tokens/s", "tokens_per_s", format_count),
+    ("MFU", "mfu", lambda x: f"{x:.1%}"),
+    ("memory", "memory_gib", lambda x: format_bytes(x * 2**30)),
+    ("time", "elapsed_s", format_clock),
+    ("attempts", "attempts", str),
+)
+
+
+def differences(configs: Sequence[Config | None]) -> list[list[object]]:
+    """Rows (field, value in each run) of the fields that are not the same in all runs."""
+    base = next((config for config in configs if config is not None), None)
+    if base is None:
+        return []
+    changed = [diff(base, config) if config is not None else {} for config in configs]
+    paths = dict.fromkeys(path for found in changed for path in found)
+    base_values = {path: next(found[path][0] for found in changed if path in found) for path in paths}
+    shown = [path for path in paths if not path.startswith(MEASURED_SECTIONS)]
+    rows: list[list[object]] = [
+        [path, *(plain(found[path][1] if path in found else base_values[path]) for found in changed)] for path in shown
+    ]
+    for section in MEASURED_SECTIONS:
+        counts = [sum(path.startswith(section) for path in found) for found in changed]
+        if any(counts):
+            rows.append([f"{section[:-1]} constants", *(f"{count} differ" if count else "base" for count in counts)])
+    return rows
+
+
+def relative_error(row: dict[str, Any]) -> float | None:
+    predicted, measured = row["predicted_step_time_s"], row["step_time_s"]
+    return predicted / measured - 1 if predicted and measured and row.get("comparable") else None
+
+
+def formatted(value: Any, form: Callable[[Any], str]) -> str:
+    return "–" if value is None or value == "" else form(value)
+
+
+def plain(value: Any) -> str:
+    return "–" if value in ("", None, ()) else str(value)
