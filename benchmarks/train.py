@@ -161,13 +161,13 @@ def main() -> None:
         found = launch.run("__main__:work", chosen.ranks, *arguments, silence=150.0)
     times, losses = found[0]["times"], found[0]["losses"]
     both = min(len(side) for side in losses.values())
-    apart = max(abs(a - b) for a, b in zip(losses["bare"][:both], losses["trainer"][:both], strict=True))
+    largest = max(abs(a - b) for a, b in zip(losses["bare"][:both], losses["trainer"][:both], strict=True))
     print(f"{'':44} {'base step':>11} {'median':>8}   95% interval")
     compare("trainer with hooks over the bare loop", times["hooks"], times["bare"])
     compare("trainer without hooks over the bare loop", times["plain"], times["bare"])
     compare("hooks over the trainer without them", times["hooks"], times["plain"])
     print(
-        f"limit: {LIMIT:.0%} over the bare loop. Largest difference of the losses in the first {both} steps: {apart:.1e}"
+        f"limit: {LIMIT:.0%} over the bare loop. Largest difference of the losses in the first {both} steps: {largest:.1e}"
     )
     waits = [result["waits"] for result in found]
     print(f"steps that waited for their batch: {sum(w for w, _ in waits)} of {sum(s for _, s in waits)}")

@@ -31,7 +31,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from meshwright import __version__
 from meshwright.describe.config import Config
 from meshwright.describe.files import write_text
 from meshwright.describe.result import Prediction
@@ -55,7 +54,14 @@ from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
 
-PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "transformers")  # whose versions are noted, if installed
+PACKAGES = (
+    "meshwright",
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+)  # whose versions are noted, if installed
 LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
 
 
@@ -286,7 +292,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def environment() -> dict[str, Any]:
     """What a run depends on and a plan does not contain: versions, git state, command line, host, start time."""
-    versions = {"meshwright": __version__, "python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)

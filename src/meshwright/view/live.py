@@ -36,6 +36,8 @@ from meshwright.view.tables import heading
 
 WINDOW = 20  # steps of which the median is shown
 EVENTS = 4  # last events that are shown
+SPARK, GAP, WIDE = 16, 2, 140  # width of a trend, of the space between columns, and of a wide terminal
+NARROW = 110  # a terminal on which notes are cut
 CLOSE, FAR = 0.2, 0.5  # difference from the prediction up to which it is green, and from which it is red
 COMMUNICATION = (*AXES, "bubble")  # parts of a prediction that a rank measures as time blocked in communication
 
@@ -115,9 +117,11 @@ class LiveRun:
 
 def picture(run: LiveRun, width: int = 100, doing: str = "") -> RenderableType:
     """The whole view; `doing` is what happens before the first step."""
-    lines: list[RenderableType] = [title(run), progress(run, width, doing)]
+    lines: list[RenderableType] = [title(run, width), progress(run, width, doing)]
     if run.rows:
         lines += [Text(""), quantities(run, width)]
+        if width < NARROW and run.prediction.get("mfu_denominator"):
+            lines.append(Text(f"MFU of {run.prediction['mfu_denominator']}", "dim"))
         if not run.comparable and run.config:
             name = run.config.cluster.accelerator.name
             lines.append(
@@ -127,14 +131,15 @@ def picture(run: LiveRun, width: int = 100, doing: str = "") -> RenderableType:
     return Group(*lines)
 
 
-def title(run: LiveRun) -> Text:
+def title(run: LiveRun, width: int) -> Text:
     if run.config is None:
         return heading(str(run.folder))
     about, attempts = run.about, run.follower.attempts
     world = attempts[-1]["world"] if attempts else run.config.plan.world
     aside = [f"{world} rank{'s' * (world != 1)} on {about.get('device', '?')}"]
     aside += [f"attempt {len(attempts)}"] if len(attempts) > 1 else []
-    return heading(f"{run.config.model.name}  {run.config.plan.title()}", " · ".join([*aside, str(run.folder)]))
+    name, where = f"{run.config.model.name}  {run.config.plan.title()}", " · ".join([*aside, str(run.folder)])
+    return heading(name, where) if len(name + where) + GAP <= width else heading(name) + Text(f"\n{where}", "dim")
 
 
 def progress(run: LiveRun, width: int, doing: str) -> RenderableType:
@@ -150,20 +155,23 @@ def progress(run: LiveRun, width: int, doing: str) -> RenderableType:
 
 
 def quantities(run: LiveRun, width: int) -> Table:
-    """The table of measured and predicted values. Trends and notes are left out where the terminal is narrow."""
-    out = Table.grid(padding=(0, 2))
+    """The table of measured and predicted values. Trends and notes use the width that these leave, and are left out on narrow terminals."""
+    rows = [("", "measured", "predicted", Text(""), [], ""), *rows_of(run)]
+    needed = sum(max(len(row[i]) for row in rows) for i in range(4)) + 4 * GAP
+    trend = max(0, min(SPARK if width < WIDE else 2 * SPARK, width - needed - GAP))
+    room = width - needed - trend - GAP
+    out = Table.grid(padding=(0, GAP, 0, 0))
     out.add_column(style="dim", no_wrap=True)
     for _ in range(3):
         out.add_column(justify="right", no_wrap=True)
-    room = width - 62
-    if room >= 8:
-        out.add_column(no_wrap=True, style="cyan")
-    out.add_column(no_wrap=True, style="dim", overflow="ellipsis")
-    empty = [Text("")] if room >= 8 else []
-    out.add_row("", Text("measured", "dim"), Text("predicted", "dim"), "", *empty, "")
-    for name, now, expected, against, values, note in rows_of(run):
-        trend = [Text(sparkline(values, min(24, room // 2)))] if room >= 8 else []
-        out.add_row(name, Text(now, "bold"), expected, against, *trend, note)
+    for style in ("cyan", "dim"):
+        out.add_column(style=style, no_wrap=True)
+    for number, (name, now, expected, against, values, note) in enumerate(rows):
+        style = "bold" if number else "dim"
+        note = note if len(note) <= room else note[: max(0, room - 1)] + "…" if room > 8 else ""
+        out.add_row(
+            name, Text(now, style), Text(expected, "" if number else "dim"), against, sparkline(values, trend), note
+        )
     return out
 
 
@@ -184,7 +192,7 @@ def rows_of(run: LiveRun) -> list[tuple[str, str, str, Text, list[float], str]]:
     band = [p.get(key) for key in ("step_time_low_s", "step_time_high_s")]
     bounds = f"predicted {format_seconds(band[0])} to {format_seconds(band[1])}" if all(band) else ""
     add("step", "seconds", format_seconds, p.get("step_time_s"), bounds)
-    add("throughput", "tokens_per_s", lambda x: f"{format_count(x)} tokens/s", p.get("tokens_per_s"))
+    add("tokens/s", "tokens_per_s", format_count, p.get("tokens_per_s"))
     add(
         "MFU",
         "mfu",
@@ -195,11 +203,9 @@ def rows_of(run: LiveRun) -> list[tuple[str, str, str, Text, list[float], str]]:
     exposed = run.exposed()
     if exposed:
         rows.append(exposed_row(run, exposed))
-    limit = f"of {format_bytes(p['memory_limit_gib'] * 2**30)}" if p.get("memory_limit_gib") else ""
-    on_gpu = str(run.about.get("device", "")) != "cpu"
-    where = f"rank 0, peak {limit}" if on_gpu else "rank 0, whole process; the prediction is of tensors"
-    predicted_memory = p.get("memory_gib") if on_gpu else tensors_gib(p)
-    add("memory", "memory_gib", lambda x: format_bytes(x * 2**30), predicted_memory, where)
+    on_gpu, limit = str(run.about.get("device", "")) != "cpu", p.get("memory_limit_gib")
+    where = f"peak of rank 0, of {format_bytes(limit * 2**30)}" if on_gpu and limit else "process of rank 0, peak"
+    add("memory", "memory_gib", lambda x: format_bytes(x * 2**30), p.get("memory_gib") if on_gpu else None, where)
     add("gradient norm", "grad_norm", lambda x: f"{x:.3g}", None)
     add("learning rate", "learning_rate", lambda x: f"{x:.3g}", None)
     add("expert balance", "router_entropy", lambda x: f"{x:.2f}", None, "1 = even")
@@ -216,13 +222,7 @@ def exposed_row(run: LiveRun, exposed: dict[str, float]) -> tuple[str, str, str,
     parts = ", ".join(f"{part} {format_seconds(s)}" for part, s in sorted(exposed.items(), key=lambda x: -x[1]) if s)
     shown = f"{format_seconds(now)}, {now / step:.0%}"
     against = difference(now, expected, run.comparable)
-    return "exposed communication", shown, format_seconds(expected) if expected else "", against, values, parts
-
-
-def tensors_gib(prediction: dict[str, Any]) -> float | None:
-    """Predicted memory of tensors of the first pipeline stage, which rank 0 belongs to."""
-    stages = prediction.get("memory_by_stage") or []
-    return sum(x for part, x in stages[0].items() if part not in ("context", "slack")) if stages else None
+    return "communication", shown, format_seconds(expected) if expected else "", against, values, f"exposed: {parts}"
 
 
 def checkpoint_state(run: LiveRun) -> tuple[str, str] | None:

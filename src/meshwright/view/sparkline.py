@@ -18,5 +18,8 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     )
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, list(edges)[1:], strict=False)]
     finite = [m for m in means if isfinite(m)] or [0.0]
-    low, span = min(finite), max(finite) - min(finite) or 1.0
+    low, span = min(finite), max(finite) - min(finite)
+    span = (
+        span if span > 1e-9 * max(map(abs, finite)) else 1.0
+    )  # the mean of equal numbers may differ in its last digit
     return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] if isfinite(m) else "×" for m in means)
