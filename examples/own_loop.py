@@ -11,25 +11,26 @@ from meshwright.parallel.apply import apply
 from meshwright.training.data.samples import training_samples
 from meshwright.training.join import joined
 from meshwright.training.loop import Trainer
-from meshwright.training.optimizer import clip, counted_squares, set_learning_rate
+from meshwright.training.optimizer.norm import clip, counted_squares
+from meshwright.training.optimizer.schedule import set_learning_rate
 from meshwright.training.placement import placement
 
 config = mw.load(sys.argv[1])
 with joined(placement(os.environ)) as here:
     parallel = apply(config.model, config.plan, config.workload, here.rank, device=here.device)
     trainer = Trainer(parallel, training_samples(config, config.run.seed), config.optimizer, ahead=2)
-    for step in range(config.run.steps):
-        batch = trainer.loader.batch(step, trainer.indices)
-        tokens = trainer.all_reduce(batch.valid.double(), "dp_cp")  # of all ranks: the loss is a mean over them
-        parallel.set_tokens(tokens, scale=1.0)
-        parallel.begin_step(step, trainer.indices, batch.documents_BS)
+    while trainer.step < config.run.steps:
+        batch = trainer.loader.batch(trainer.step, trainer.indices)
+        parallel.set_tokens(trainer.all_reduce(batch.valid.double(), "dp_cp"), scale=1.0)  # of all ranks
+        parallel.begin_step(trainer.step, trainer.indices, batch.documents_BS)
         loss = parallel.forward_backward(batch.inputs, batch.targets)  # through the pipeline, if there is one
         parallel.finish_gradients()
         norm = trainer.all_reduce(counted_squares(parallel.pieces), "world").sqrt()
         clip(parallel.pieces, norm, config.optimizer.clip)
-        set_learning_rate(trainer.optimizer, config.optimizer, step)
+        set_learning_rate(trainer.optimizer, trainer.learning_rate)
         trainer.update()
         parallel.zero_gradients()
         loss = trainer.all_reduce(trainer.counted_loss(loss), "world")
         if here.rank == 0:
-            print(f"step {step}: loss {loss.item():.6f}, gradient norm {norm.item():.4f}")
+            print(f"step {trainer.step}: loss {loss.item():.6f}, gradient norm {norm.item():.4f}")
+        trainer.step += 1

@@ -1,4 +1,4 @@
-"""The hook that adds to the record of a step what it did not need to know itself: learning rate, MFU, memory, exposed communication.
+"""The hook that adds to the record of a step what the step itself does not measure: MFU, memory, exposed communication.
 
     MFU       seconds that the model's FLOPs take at the peak rate of all devices, over the seconds of the step
     memory    peak of this rank so far: what a GPU's allocator has reserved, or the resident memory of the process
@@ -37,7 +37,6 @@ class Metrics(Hook):
         recorded = self.recorder.steps[-1] if self.recorder is not None and self.recorder.steps else None
         return replace(
             record,
-            learning_rate=trainer.optimizer.param_groups[0]["lr"],
             mfu=self.peak_s / record.seconds if record.seconds else None,
             memory_gib=process_memory(trainer.parallel.mesh.device) / GIB,
             exposed_s=self.exposed(trainer.parallel.mesh.rank, recorded) if recorded is not None else None,
