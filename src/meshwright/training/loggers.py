@@ -193,7 +193,7 @@ def stable_name(folder: Path) -> str:
 
 def parameters(config: Config) -> dict[str, str]:
     """The values of a run file under `section.field`, or under `section` where it names an entry of the catalog."""
-    out = {}
+    out: dict[str, str] = {}
     for section, value in config.to_dict().items():
         fields = {f"{section}.{name}": x for name, x in value.items()} if isinstance(value, dict) else {section: value}
         out |= {name: str(x)[:250] for name, x in fields.items()}

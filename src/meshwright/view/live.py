@@ -189,8 +189,8 @@ def rows_of(run: LiveRun) -> list[tuple[str, str, str, Text, list[float], str]]:
             shown = form(expected) if expected else ""
             rows.append((name, form(now), shown, difference(now, expected, run.comparable), run.series(key), note))
 
-    band = [p.get(key) for key in ("step_time_low_s", "step_time_high_s")]
-    bounds = f"predicted {format_seconds(band[0])} to {format_seconds(band[1])}" if all(band) else ""
+    low, high = p.get("step_time_low_s"), p.get("step_time_high_s")
+    bounds = f"predicted {format_seconds(low)} to {format_seconds(high)}" if low and high else ""
     add("step", "seconds", format_seconds, p.get("step_time_s"), bounds)
     add("tokens/s", "tokens_per_s", format_count, p.get("tokens_per_s"))
     add(

@@ -73,7 +73,7 @@ def read_part(folder: Path, name: str) -> Any:
             raise MeshwrightError(
                 "MW-REP-002", f"{path.name} of {folder.name} is not a file that `train` writes", why=why
             )
-    if name == "timeline":
+    if name == "timeline" and isinstance(value, dict):
         try:
             both_steps(value)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -38,12 +38,12 @@ MOST_RUNS, MOST_ROWS = 200, 4000
 
 
 class Seen(NamedTuple):
-    """What an earlier answer contained: positions in the files of steps and events, the number of steps, the time of the newest
+    """What an earlier answer contained: positions in the files of steps and events, the number of rows, the time of the newest
     file, and the number of attempts."""
 
     steps: int = 0
     events: int = 0
-    count: int = 0
+    rows: int = 0
     newest: int = 0
     attempts: int = 0
 
@@ -137,8 +137,8 @@ def rows_after(file: Path, seen: Seen) -> tuple[list[list[Any]], int, int]:
     if file.name == OLD_STEPS:
         rows = list(old_rows(file))
         stride = math.ceil(len(rows) / MOST_ROWS) or 1
-        return values(rows[seen.count :][::-stride][::-1]), file.stat().st_size, len(rows)
-    offset, count, last, stride = seen.steps, seen.count, b"", 0
+        return values(rows[seen.rows :][::-stride][::-1]), file.stat().st_size, len(rows)
+    offset, count, last, stride = seen.steps, seen.rows, b"", 0
     rows = []
     for line in complete_lines(file, offset):
         # Lines have about the same length: the first one says how many there are.
