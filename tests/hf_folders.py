@@ -39,7 +39,10 @@ CASES = {
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gpt2": ("GPT2", GPT2),
 }  # fmt: skip
-PACKED = {"gpt_oss-packed": ("GptOss", CASES["gpt_oss"][1] | {"intermediate_size": 64})}
+SPECIAL = {  # for single tests
+    "gpt_oss-packed": ("GptOss", CASES["gpt_oss"][1] | {"intermediate_size": 64}),
+    "bytes": ("Llama", GROUPED | {"vocab_size": 300}),
+}
 INEXACT = ("deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2")  # our transformer computes them in another way
 IDS = torch.arange(24).view(2, 12) * 7 % 40
 
@@ -49,7 +52,7 @@ def original(case: str):
     """A Transformers model with no bias at zero and no norm at one, in evaluation mode."""
     import transformers
 
-    name, keys = (CASES | PACKED)[case]
+    name, keys = (CASES | SPECIAL)[case]
     kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
     torch.manual_seed(0)
     model = kind(kind.config_class(**keys))

@@ -15,6 +15,7 @@ Each function imports what it needs when it is called: torch only for `verify`, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ def train(
     steps: int | None = None,
     seed: int | None = None,
     learning_rate: float | None = None,
+    start_from: str | Path = "",
     device: str = "auto",
     backend: str = "auto",
     out: str | Path | None = None,
@@ -151,17 +153,18 @@ def train(
 ) -> Training:
     """Train a plan on local processes and compare the run with its prediction.
 
-    `steps`, `seed` and `learning_rate` replace those of the run file. `backend` is the one of torch.distributed: auto, gloo,
-    meshwright or nccl. `out` is the run folder (default: nothing is written); `shrink` trains the small copy of the plan
-    that `verify` uses; `listen` is called with the record of every finished step. A run on CPU processes with gloo is
-    predicted from a calibration of this machine, measured in seconds and cached (`calibrate`); `recalibrate` measures anew;
-    `announce` is called with what a calibration is doing.
+    `steps`, `seed` and `learning_rate` replace those of the run file; `start_from` is a Transformers folder with the initial
+    weights. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `out` is the run folder (default: nothing
+    is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every
+    finished step. A run on CPU processes with gloo is predicted from a calibration of this machine, measured in seconds and
+    cached (`calibrate`); `recalibrate` measures anew; `announce` is called with what a calibration is doing.
     """
     from meshwright.training import calibration
     from meshwright.training.machine import resolve_device
     from meshwright.training.run import check, run_training
 
-    given = {"run.steps": steps, "run.seed": seed, "optimizer.learning_rate": learning_rate}
+    given: dict[str, Any] = {"run.steps": steps, "run.seed": seed, "optimizer.learning_rate": learning_rate}
+    given["run.start_from"] = json.dumps(str(start_from)) if start_from else None
     config = load(source, set=[*set, *(f"{path}={value}" for path, value in given.items() if value is not None)])
     steps, seed = config.run.steps, config.run.seed
     if shrink:

@@ -26,6 +26,11 @@ def command(
         help="Learning rate after the warm-up. Default: that of [optimizer], or 0.001.",
         min=0.0,
     ),
+    start_from: Path | None = typer.Option(
+        None,
+        "--from",
+        help="Start from the weights in a Transformers folder. A run file without a model also takes the folder's model.",
+    ),
     device: str = typer.Option("auto", "--device", help="cpu, cuda, or auto (GPUs if there is one for each rank)."),
     backend: str = typer.Option(
         "auto",
@@ -57,6 +62,7 @@ def command(
 
     The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
+    import json
     import time
     from functools import partial
 
@@ -66,6 +72,8 @@ def command(
     from meshwright.view.tables import show, show_json
     from meshwright.view.watch import progress_display
 
+    if start_from is not None:
+        settings = [*settings, f"run.start_from={json.dumps(str(start_from))}"]
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
     if shrink:
         from meshwright.proof.shrink import small_config

@@ -130,8 +130,14 @@ class Config:
 
     @classmethod
     def _resolved(cls, draft: Draft, overrides: Iterable[str]) -> Self:
-        for override in overrides:
-            draft.override(override)
+        words = list(overrides)
+        of_run = [word for word in words if word.strip().startswith("run.")]
+        for word in of_run:
+            draft.override(word)
+        draft.model_from_start()
+        for word in words:
+            if word not in of_run:
+                draft.override(word)
         if "stack" not in draft.tables:
             draft.merge("stack", "default", "default", HERE)
         for section in ("model", "cluster"):

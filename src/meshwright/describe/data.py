@@ -81,8 +81,8 @@ class Data(Described):
         return self.but(**{name: value for name, value in paths_in(self.as_dict(), folder).items() if name in PATHS})
 
 
-def paths_in(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table of a section [data] with its relative paths joined to `folder`; values that are not paths stay as they are."""
+def paths_in(table: dict[str, Any], folder: Path, fields: tuple[str, ...] = PATHS) -> dict[str, Any]:
+    """The table of a section with the relative paths in `fields` joined to `folder`; other values stay as they are."""
 
     def joined(value: Any) -> Any:
         return str(folder / value) if isinstance(value, str) and value and value != "bytes" else value
@@ -90,4 +90,4 @@ def paths_in(table: dict[str, Any], folder: Path) -> dict[str, Any]:
     def all_joined(value: Any) -> Any:
         return [joined(one) for one in value] if isinstance(value, list | tuple) else joined(value)
 
-    return {name: all_joined(value) if name in PATHS else value for name, value in table.items()}
+    return {name: all_joined(value) if name in fields else value for name, value in table.items()}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.describe import catalog, hf
+from meshwright.describe import catalog, data, hf, run
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.data import paths_in
 from meshwright.describe.files import DEPTH, parse_toml, read_text
@@ -29,6 +29,7 @@ NAMED = {
     "cluster.accelerator": "accelerators",
     "cluster.levels.link": "links",
 }
+PATHS = {"data": data.PATHS, "run": run.PATHS}  # fields that hold paths, by section
 POSITION = re.compile(r"\.\d+(?=\.|$)", re.ASCII)
 
 
@@ -84,13 +85,19 @@ class Draft:
         if not isinstance(given, str | dict):
             raise MeshwrightError("MW-CONF-009", f"in {origin}: [{section}] is neither a name nor a table")
         given = {"extends": given} if isinstance(given, str) else dict(given)
-        if section == "data":
-            given = paths_in(given, folder)
+        if section in PATHS:
+            given = paths_in(given, folder, PATHS[section])
         source = Source(origin, lines or {})
         if "extends" in given:
             self.clear(section)
             self.tables[section] = self._table_of(section, given.pop("extends"), section, source, folder)
         self._overlay(self.tables.setdefault(section, {}), given, section, source)
+
+    def model_from_start(self) -> None:
+        """Without a model: take that of the Transformers folder from which the run starts."""
+        start = self.tables.get("run", {}).get("start_from")
+        if start and isinstance(start, str) and "model" not in self.tables:
+            self.merge("model", start, "run.start_from", HERE)
 
     def clear(self, section: str) -> None:
         """Drop a section and its origins."""

@@ -3,19 +3,23 @@
 [run]
 steps = 100_000
 seed = 1
+start_from = "Qwen3-8B"     # a folder of Transformers with the initial weights; without [model], also the model
 restarts = 3                # after the failure of a rank, from the last good checkpoint
 loggers = ["tensorboard"]   # besides the rows in the run folder, which are always written
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from meshwright.describe.base import Described, Seconds, Size, Whole
+from meshwright.describe.data import paths_in
 from meshwright.errors import MeshwrightError
 
+PATHS = ("start_from",)  # fields that hold paths
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
@@ -24,6 +28,9 @@ class Run(Described):
 
     steps: Size = Field(default=100, description="training steps in all, those before a resume included")
     seed: Whole = Field(default=0, description="of the initial weights, of dropout and of the order of the samples")
+    start_from: str = Field(
+        default="", description="a Transformers folder with the initial weights; empty: they are drawn from the seed"
+    )
     deterministic: bool = Field(
         default=False, description="only kernels that give the same bits in every run; slower on GPUs"
     )
@@ -51,3 +58,7 @@ class Run(Described):
                 fix="--set run.spike=3",
             )
         return self
+
+    def with_paths_in(self, folder: Path) -> Self:
+        """A copy whose relative paths start at `folder`."""
+        return self.but(**paths_in(self.as_dict(), folder, PATHS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from meshwright.describe import catalog
 from meshwright.describe.config import Config
+from meshwright.errors import MeshwrightError
 from meshwright.proof.small import small_copy
 from meshwright.training.data.token_file import open_tokens
 from meshwright.training.machine import resolve_device
@@ -19,6 +20,12 @@ RANKS = 8
 
 def small_config(config: Config, device: str = "cpu", ranks: int = RANKS) -> tuple[Config, tuple[str, ...]]:
     """The small copy on at most `ranks` ranks, and a list of the changes as text."""
+    if config.run.start_from:
+        raise MeshwrightError(
+            "MW-HF-021",
+            f"the weights in '{config.run.start_from}' do not fit a small copy of the model",
+            fix="--shrink without --from, or --from without --shrink",
+        )
     small = small_copy(config, ranks)
     tp, world = small.plan.tp, small.plan.world
     model = small.model

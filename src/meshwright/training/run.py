@@ -102,6 +102,7 @@ def run_training(
     config = replace(
         config,
         data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
+        run=config.run.with_paths_in(Path.cwd()),
         optimizer=config.optimizer.with_steps(steps),
     )
     memory = config.cluster.accelerator.memory
@@ -160,6 +161,10 @@ def check(config: Config, steps: int) -> None:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
     config.check_trainable()
     check_data(config)
+    if config.run.start_from:
+        from meshwright.training.start import check_start
+
+        check_start(config)
 
 
 def predicted(config: Config) -> Prediction:

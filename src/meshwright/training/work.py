@@ -29,6 +29,7 @@ from meshwright.training.observe import Observer
 from meshwright.training.rank import RankContext
 from meshwright.training.record_comm import CommRecorder
 from meshwright.training.records import RankReport, StepRecord
+from meshwright.training.start import initial_weights
 from meshwright.training.trace_step import trace_steps
 
 PREDICTED_AXIS = {**AXES, **TRAFFIC_AXIS}  # observed axis → axis under which its bytes are predicted
@@ -49,6 +50,7 @@ def train_and_report(context: RankContext, config: Config, steps: int, seed: int
         device=context.device,
         dtype=DTYPES[config.plan.param_dtype],
         seed=seed,
+        weights=initial_weights(config),
         order=config.plan.order or config.stack.order,
     )
     trainer = Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)

@@ -1,0 +1,94 @@
+"""Where a run starts: weights drawn from the seed, or those of a Transformers folder (`run.start_from`, `train --from`).
+
+Everything that can be wrong with a folder is found before any rank starts: no tensor is read, only config.json, the headers of
+the safetensors files and the tokenizer. The model of the run may differ from the one in config.json only in what training is free
+to choose (dropout, losses of the router, padding of the vocabulary).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe import hf
+from meshwright.describe.config import Config
+from meshwright.describe.files import read_text
+from meshwright.errors import MeshwrightError, cannot_write, shown
+from meshwright.models.hf.folder import COMPANIONS, CONFIG
+from meshwright.models.hf.weights import FolderWeights
+from meshwright.models.initialise import Weights
+
+COPY = "huggingface"  # in the run folder: config and tokenizer of the folder that a run started from, for its export
+TOKENIZER, TOKENIZER_LIMIT = "tokenizer.json", 500_000_000
+
+
+def check_start(config: Config) -> None:
+    """Raise if the folder that a run starts from does not have the weights of its model, or has a tokenizer that is too large."""
+    folder = config.run.start_from
+    if not folder:
+        return
+    found = hf.read(folder)
+    if found.not_run:
+        raise MeshwrightError(
+            "MW-HF-020",
+            f"'{folder}' has a part that `train` computes in another way: {found.not_run[0]}",
+            why="Its weights would belong to another function",
+        )
+    if different := hf.different_fields(config.model, found):
+        fields = [f"{name} = {shown(ours)} instead of {shown(theirs)}" for name, (ours, theirs) in different.items()]
+        raise MeshwrightError(
+            "MW-HF-021",
+            f"the model of the run is not the one in '{folder}': {', '.join(fields[:4])}",
+            why="Its weights would not fit",
+            fix=f"--set model={folder}",
+        )
+    FolderWeights(folder, config.model).check()
+    check_tokenizer(Path(folder), config.model.vocab)
+
+
+def check_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Raise if the tokenizer of a folder has a token that its model does not have."""
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return
+    try:
+        largest = largest_token(json.loads(read_text(path, TOKENIZER_LIMIT)))
+    except (json.JSONDecodeError, RecursionError, KeyError, TypeError, AttributeError):
+        raise MeshwrightError("MW-DATA-013", f"'{path}' is not a tokenizer file", fix="download it again") from None
+    if largest >= vocabulary:
+        raise MeshwrightError(
+            "MW-HF-022",
+            f"the tokenizer in '{folder}' has the token {largest:,}, and the model has {vocabulary:,} tokens",
+            why="Tokens are counted from 0: the embedding has no row for it",
+            fix="add rows to the embedding in Transformers (resize_token_embeddings), or use the tokenizer of this model",
+        )
+
+
+def largest_token(tokenizer: dict[str, Any]) -> int:
+    """The largest token of a parsed tokenizer.json. A vocabulary is a table of numbers, or a list (Unigram)."""
+    vocabulary = tokenizer["model"].get("vocab", {})
+    tokens = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    added = [token["id"] for token in tokenizer.get("added_tokens", [])]
+    return max((*tokens, *added), default=-1)
+
+
+def initial_weights(config: Config) -> Weights | None:
+    """The weights that a run starts from; None: they are drawn from its seed."""
+    folder = config.run.start_from
+    return FolderWeights(folder, config.model) if folder else None
+
+
+def copy_companions(config: Config, run_folder: Path) -> None:
+    """Copy config and tokenizer into the run folder: its export then needs nothing else."""
+    if not config.run.start_from:
+        return
+    source, out = Path(config.run.start_from), run_folder / COPY
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in (CONFIG, *COMPANIONS):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, out / name)
+    except OSError as error:
+        raise cannot_write(out, error) from error
