@@ -38,7 +38,7 @@ from meshwright.describe.sharding.matrices import NEWTON_SCHULZ_STEPS, TENSOR_AX
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.gradients import sharded
-from meshwright.lower.op import Array, Op, StepProgram, present
+from meshwright.lower.op import NARROW, Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks
 
 EXCHANGE = "exchange-matrices"
@@ -47,11 +47,12 @@ LAUNCHES = 6.0 * NEWTON_SCHULZ_STEPS  # kernels for one matrix: three products a
 
 
 class MatrixShare(NamedTuple):
-    """One kind of matrix on the fullest rank, of each plan: elements of its box before and after ZeRO and of the whole matrix, the FLOPs of
-    its update, over which axes it is cut, and the number of ranks that divide such matrices among them."""
+    """One kind of matrix on the fullest rank, of each plan: elements of its box, of its shard, of the whole matrix (of a stack: of the
+    experts on one rank), the FLOPs of its update, over which axes it is cut, and the number of ranks that divide such matrices among them."""
 
     group: str
-    box: Array
+    size: Array  # elements of the box before ZeRO
+    box: Array  # those that are brought together on one rank of the ZeRO axis
     own: Array
     whole: Array
     flops: Array
@@ -84,13 +85,16 @@ def share_of(b: Batch, p: Parameter) -> MatrixShare:
     copies = b.size(KV_COPIES) if rule.partial == KV_COPIES else 1.0
     is_cut = any(axis == tensor and dim >= first for dim, axis in rule.cuts)
     by_tensor = is_cut & (b.size(tensor) / copies > 1)
-    experts = shape[0] if first else 1.0
+    own = np.where(sharded(b, rule.group), (size + padding(shape, parts)) / parts, size)
+    kept = np.where(by_zero, 1.0, own / size)  # ZeRO that cuts between experts leaves each rank some of them, whole
+    experts = (shape[0] if first else 1.0) * kept
     return MatrixShare(
         rule.group,
         size,
-        np.where(sharded(b, rule.group), (size + padding(shape, parts)) / parts, size),
-        experts * math.prod(p.shape[-2:]) * np.ones(b.n),
-        experts * newton_schulz_flops(*p.shape[-2:]) * np.ones(b.n),
+        size * kept,
+        own,
+        experts * math.prod(p.shape[-2:]),
+        experts * newton_schulz_flops(*p.shape[-2:]),
         by_zero,
         by_tensor,
         np.where(by_zero, parts, 1.0) * np.where(by_tensor, b.size(tensor), 1.0),
@@ -104,7 +108,7 @@ def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple
     for block, found in program.matrices.items():
         for m in found:
             before, after = out.get(m.group, (0.0, 0.0))
-            out[m.group] = before + held.counts[block] * m.box, after + held.counts[block] * m.own
+            out[m.group] = before + held.counts[block] * m.size, after + held.counts[block] * m.own
     return out
 
 
@@ -160,7 +164,7 @@ def exchange(b: Batch, axis: str, sent: Array, returned: Array, on: Array = True
 
 def products(b: Batch, flops: Array, elements: Array, number: Array) -> Op:
     """The orthogonalisation of a rank's matrices."""
-    dtype = "bf16" if np.all(b.param_bytes < 4) else b.workload.precision
+    dtype = "bf16" if b.workload.precision in NARROW else b.workload.precision
     return Op(
         "orthogonalise",
         "optimizer",

@@ -24,8 +24,8 @@ from meshwright.parallel.numerics.precision import LossScale
 class Rollback(MeshwrightError):
     """Restore the last good checkpoint and continue without the update of `step`.
 
-    Raised on all ranks in the same step, when the state of the trainer is that after a skipped step. Whoever restores a checkpoint catches
-    it, adds `step` to `trainer.skip_steps` and continues. Not caught (no checkpoint, or a loop of the user), it ends the run."""
+    Raised on all ranks in the same step, when the state of the trainer is that after a skipped step. The code that restores a checkpoint
+    catches it, adds `step` to `trainer.skip_steps` and continues. If nothing catches it (no checkpoint), it ends the run."""
 
     def __init__(self, step: int, cause: str) -> None:
         self.step, self.cause = step, cause
