@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.training.faults.spike import LEAST, LossSpikes, Rollback
+from meshwright.training.faults.spike import LEAST, LossSpikes
+from meshwright.training.optimizer.finite import Rollback
 from meshwright.training.records import StepRecord
 
 TRAINER = SimpleNamespace(parallel=SimpleNamespace(local=None))

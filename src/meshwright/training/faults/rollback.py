@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwright.training.faults.spike import LossSpikes, Rollback
+from meshwright.training.faults.spike import LossSpikes
+from meshwright.training.optimizer.finite import Rollback
 from meshwright.training.records import StepRecord
 
 Restore = Callable[[Any], int | None]  # fills a trainer with the last good checkpoint; its step, None if there is none

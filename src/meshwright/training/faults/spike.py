@@ -21,18 +21,11 @@ from statistics import median
 from typing import Any
 
 from meshwright.training.hooks import Hook
+from meshwright.training.optimizer.finite import Rollback
 from meshwright.training.records import StepRecord
 
 WINDOW = 64
 LEAST = 8  # losses before the first comparison
-
-
-class Rollback(Exception):
-    """Raised on all ranks in the same step: continue from the last good checkpoint."""
-
-    def __init__(self, step: int, cause: str) -> None:
-        self.step, self.cause = step, cause
-        super().__init__(f"step {step}: {cause}")
 
 
 class LossSpikes(Hook):

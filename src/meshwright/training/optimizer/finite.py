@@ -5,9 +5,8 @@ further message is needed. What happens then is `optimizer.on_nan`:
 
     stop       the step is reported without an update, and the run ends with MW-OPT-003
     skip       the update is left out; the next batch may be better. After `most_skips` such steps in a row the run stops
-    rollback   `Rollback` is raised on every rank: the run restores its last good checkpoint (`training.checkpoint`) and leaves out the
-               update of the step that failed, since the same weights and the same batch would give the same gradients. After `most_skips`
-               rollbacks without a later step that is finite the run stops
+    rollback   `Rollback` is raised on every rank, and the run goes back to its last good checkpoint (`training.faults.rollback`). After
+               `most_skips` rollbacks without a later step that is finite the run stops
 
 In fp16 an overflow is expected: the loss scale is halved and the step skipped, whatever on_nan says, until the scale is 1.
 """
@@ -22,18 +21,19 @@ from meshwright.parallel.numerics.precision import LossScale
 
 
 class Rollback(MeshwrightError):
-    """Restore the last good checkpoint and continue without the update of `step`.
+    """Go back to the last good checkpoint.
 
-    Raised on all ranks in the same step, when the state of the trainer is that after a skipped step. The code that restores a checkpoint
-    catches it, adds `step` to `trainer.skip_steps` and continues. If nothing catches it (no checkpoint), it ends the run."""
+    Raised on all ranks in the same step, when the state of the trainer is that after a complete step. The code that restores a checkpoint
+    catches it; updates of steps in `trainer.skip_steps` are left out when they are trained again. If nothing catches it (no checkpoint), it
+    ends the run."""
 
     def __init__(self, step: int, cause: str) -> None:
         self.step, self.cause = step, cause
         super().__init__(
             "MW-OPT-004",
-            f"step {step}: {cause}, and there is no checkpoint to roll back to",
-            why="on_nan = rollback restores the last good checkpoint of the run",
-            fix="--save-every 100, or --set optimizer.on_nan=skip",
+            f"step {step}: {cause}, and going back to a checkpoint did not help",
+            why="The run has no good checkpoint, or has gone back to it without getting further",
+            fix="--save-every 100, and a lower learning rate (--learning-rate)",
             exit_code=1,
         )
 
