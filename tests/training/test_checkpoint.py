@@ -25,7 +25,8 @@ BF16 = {"param_dtype": "bf16"}
 
 
 def trainer_of(context, case):
-    """A new trainer of a case: (model, fields of the plan, fields of the workload, dtype)."""
+    """A new trainer of a case: (model, fields of the plan, fields of the workload, dtype). Every trainer averages its weights."""
+    from meshwright.describe.optimizer import Optimizer
     from meshwright.parallel.apply import apply
     from meshwright.training.data.random_tokens import RandomSamples
     from meshwright.training.loop import Trainer
@@ -33,12 +34,16 @@ def trainer_of(context, case):
     model, plan, fields, dtype = (*case, *({}, "float64")[len(case) - 2 :])
     model, workload = MODELS[model], WORKLOAD.but(**fields)
     parallel = apply(model, Plan(**plan), workload, context.rank, dtype=getattr(torch, dtype))
-    return Trainer(parallel, RandomSamples(model, workload.seq, 0))
+    return Trainer(
+        parallel, RandomSamples(model, workload.seq, 0), Optimizer(ema=0.9, schedule="cosine", decay_steps=9, warmup=1)
+    )
 
 
 def wiped(trainer):
     """The trainer with other weights: what is right after a resume came from the checkpoint."""
     with torch.no_grad():
+        for value in trainer.average.values:
+            value.fill_(0.5)
         for piece in (*trainer.parallel.pieces, *(trainer.masters.pieces if trainer.masters else ())):
             piece.local.fill_(0.5)
     return trainer
@@ -85,15 +90,15 @@ def stop_and_resume(context, cases, folder):
 
 CASES = [
     (1, [("dense", {"param_dtype": "fp16"}, {}, "float16"), ("dense", {"offload": "states"}, {"optimizer": "momentum"})]),
-    (2, [("dense", {"replicate": 2, "bucket": 2000}), ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", {"tp": 2, "sp": True}),
-         ("tied", ZBV), ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
+    (2, [("dense", {"replicate": 2, "bucket": 2000}), ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", ZBV),
+         ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}), ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
          ("dense", {"replicate": 2, "compression": "powersgd"}), ("dense", {**Z3, "compression": "top-k"})]),
 ]  # fmt: skip
 MORE = [
     (1, [("dense", {}), ("tied", {"microbatch": 2}), ("experts", {}), ("dense", BF16, {}, "bfloat16"), ("dense", {}, {"optimizer": "sgd"})]),
     (2, [("tied", {"shard": 2, "zero": 1}), ("dense", {"pp": 2}), ("dense", {"cp": 2}), ("dense", {"replicate": 2, "compression": "random-k"}),
          ("dense", {**Z3, "compression": "int8"}), ("dense", {"replicate": 2, "compression": "int4"}),
-         ("experts", {**Z3, "ep": 2}), ("dense", {"replicate": 2, "param_dtype": "fp16"}, {}, "float16")]),
+         ("experts", {**Z3, "ep": 2}, {"optimizer": "muon"}), ("dense", {"replicate": 2, "param_dtype": "fp16"}, {}, "float16")]),
     (4, [("tied", {**Z3, "tp": 2}), ("experts", {**Z3, "pp": 2, "ep": 2}), ("dense", {**Z3, "replicate": 2}), ("tied", {"tp": 2, "pp": 2}),
          ("dense", {"replicate": 2, "tp": 2, "average_every": 3})]),
 ]  # fmt: skip

@@ -26,10 +26,11 @@ from torch.distributed import ProcessGroup
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.save import run_description, safetensors_version, save
-from meshwright.training.checkpoint.state import State, state_of, updated_pieces
+from meshwright.training.checkpoint.state import OPTIMIZER, State, expected_states, state_of
 from meshwright.training.checkpoint.store import Entry
 from meshwright.training.checkpoint.together import is_first, on_first, together
 from meshwright.training.loop import Trainer
+from meshwright.training.optimizer.make import updated_pieces
 from meshwright.units import format_bytes, format_seconds
 
 TIMEOUT = timedelta(hours=1)  # how long the ranks' threads wait for the slowest disk
@@ -77,13 +78,16 @@ class Saver:
 
     def expected_bytes(self) -> int:
         """Bytes that this rank writes per save, with the states that the optimizer is going to have."""
-        state = state_of(self.trainer)
-        now = state.bytes
+        state, parallel = state_of(self.trainer), self.trainer.parallel
         if any(self.trainer.optimizer.state.values()):
-            return now
-        trained = {piece.name for piece in updated_pieces(self.trainer) if piece.parameter.requires_grad}
-        written = [e for e in state.entries if e.written and e.key.rpartition("weight/")[2] in trained]
-        return now + self.trainer.parallel.workload.state_copies * sum(e.tensor.nbytes for e in written)
+            return state.bytes
+        moments = {
+            piece.name: sum(kind.startswith(OPTIMIZER) for kind in expected_states(piece, parallel.workload.optimizer))
+            for piece in updated_pieces(parallel)
+            if piece.parameter.requires_grad
+        }
+        written = [(e.key.rpartition("weight/")[2], e.tensor.nbytes) for e in state.entries if e.written]
+        return state.bytes + sum(moments.get(name, 0) * size for name, size in written)
 
     def save(self, wait: bool = False) -> None:
         """Save the state of this moment, between two steps; on all ranks. With `wait` the save is complete when this returns,

@@ -30,8 +30,13 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pieces import Piece, local_tensor
 from meshwright.training.checkpoint.store import Entry
 from meshwright.training.loop import Trainer
+from meshwright.training.optimizer.groups import role_of
+from meshwright.training.optimizer.make import updated_pieces
 
-WEIGHT, OPTIMIZER, NUMBER = "weight", "optimizer.", "optimizer-number."
+WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
+ADAM_STATES = frozenset({f"{OPTIMIZER}exp_avg", f"{OPTIMIZER}exp_avg_sq", f"{NUMBER}step"})
+MOMENTUM = frozenset({f"{OPTIMIZER}momentum_buffer"})
+STATES = {"adamw": ADAM_STATES, "adam": ADAM_STATES, "muon": ADAM_STATES, "momentum": MOMENTUM, "sgd": frozenset()}
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,6 @@ def state_of(trainer: Trainer) -> State:
     return State(trainer.step, entries, rank_numbers(trainer))
 
 
-def updated_pieces(trainer: Trainer) -> list[Piece]:
-    """The pieces that the optimizer updates: masters, or the parameters."""
-    return trainer.masters.pieces if trainer.masters is not None else trainer.parallel.pieces
-
-
 def replicas_of(trainer: Trainer) -> int:
     """The number of replicas whose tensors differ (local SGD); 0: none do."""
     return trainer.parallel.mesh.size("replicate") if trainer.parallel.local is not None else 0
@@ -74,17 +74,27 @@ def optimizer_states(trainer: Trainer) -> dict[int, dict[str, torch.Tensor]]:
     state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
     return {
         i: {name: value for name, value in state.get(piece.parameter, {}).items() if isinstance(value, torch.Tensor)}
-        for i, piece in enumerate(updated_pieces(trainer))
+        for i, piece in enumerate(updated_pieces(trainer.parallel))
     }
 
 
-def shared_entries(trainer: Trainer, states: Mapping[int, Mapping[str, torch.Tensor]]) -> Iterator[Entry]:
-    """The boxes that a plan shares out: weights and the given states of the optimizer."""
+def expected_states(piece: Piece, optimizer: str) -> frozenset[str]:
+    """The states that an optimizer keeps for a trained piece, after its first update."""
+    return MOMENTUM if optimizer == "muon" and role_of(piece) == "matrix" else STATES[optimizer]
+
+
+def shared_entries(
+    trainer: Trainer, states: Mapping[int, Mapping[str, torch.Tensor]], average: bool = True
+) -> Iterator[Entry]:
+    """The boxes that a plan shares out: weights, their moving average, and the given states of the optimizer."""
+    averages = trainer.average.values if average and trainer.average is not None else []
     mesh, prefix = trainer.parallel.mesh, replica_prefix(trainer)
     kv_copies = degrees_of(trainer.parallel.model, trainer.parallel.plan).kv_copies
-    for i, piece in enumerate(updated_pieces(trainer)):
+    for i, piece in enumerate(updated_pieces(trainer.parallel)):
         writes = is_writer(piece, i, mesh, kv_copies)
         yield box_entry(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
+        if averages:
+            yield box_entry(f"{prefix}{AVERAGE}/{piece.name}", piece, averages[i], writes)
         for name, value in states.get(i, {}).items():
             if value.ndim:
                 yield box_entry(f"{prefix}{OPTIMIZER}{name}/{piece.name}", piece, local_tensor(value), writes)
@@ -127,6 +137,7 @@ def rank_numbers(trainer: Trainer) -> dict[str, Any]:
         "loss_scale": [scale.value, scale.good_steps, scale.skipped],
         "scale": parallel.scale,
         "normal_numbers": unused_normal_numbers(),
+        "skip_steps": sorted(trainer.skip_steps),
     }
     if parallel.local is not None:
         out["replica"] = parallel.mesh.index("replicate")

@@ -27,6 +27,12 @@ class WeightAverage:
         self.values = [p.local.detach().to(at_least_single(p.local.dtype), copy=True) for p in self.pieces]
 
     @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again with the current weights."""
+        for value, piece in zip(self.values, self.pieces, strict=True):
+            value.copy_(piece.local)
+
+    @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the current weights."""
         for value, piece in zip(self.values, self.pieces, strict=True):

@@ -1,0 +1,108 @@
+"""Whether a checkpoint fits a run: the same model and optimizer. What differs without preventing a resume becomes a message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.describe.model import Model
+from meshwright.describe.sharding import parameters
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError, listed
+from meshwright.training.checkpoint.manifest import Manifest
+from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, expected_states
+from meshwright.training.loop import Trainer
+from meshwright.training.optimizer.make import updated_pieces
+
+
+def check_fits(trainer: Trainer, manifest: Manifest) -> None:
+    """Raise if a checkpoint is not one of this model and optimizer: nothing has been changed yet."""
+    model, workload = trainer.parallel.model, trainer.parallel.workload
+    saved = {
+        key.rpartition(f"{WEIGHT}/")[2]: tensor.shape
+        for key, tensor in manifest.tensors.items()
+        if key.startswith((f"{WEIGHT}/", f"replica-0/{WEIGHT}/"))
+    }
+    expected = {p.name: p.shape for p in parameters(model, range(model.layers))}
+    check_model(model, manifest, expected, saved)
+    optimizer = Workload(**manifest.workload).optimizer
+    kinds = states_by_parameter(manifest)
+    if kinds and optimizer != workload.optimizer:
+        raise MeshwrightError(
+            "MW-CKPT-008",
+            f"the checkpoint contains the states of the optimizer {optimizer}; this run uses {workload.optimizer}",
+            why="States of one optimizer mean something else in another",
+            fix=f"--set workload.optimizer={optimizer}",
+        )
+    for piece in updated_pieces(trainer.parallel) if kinds else ():
+        missing = expected_states(piece, optimizer) - kinds.get(piece.name, set())
+        if missing and piece.parameter.requires_grad:
+            raise MeshwrightError(
+                "MW-CKPT-005",
+                f"the checkpoint has no {min(missing)}/{piece.name}",
+                why="It has states of the optimizer, but not all of them",
+            )
+
+
+def check_model(model: Model, manifest: Manifest, expected: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raise if the weights of a checkpoint are not those of the model."""
+    if saved == expected:
+        return
+    changes = list(model_changes(manifest.model, json.loads(json.dumps(model.as_dict()))))
+    if changes:
+        raise MeshwrightError(
+            "MW-CKPT-004",
+            "the checkpoint is of another model",
+            why=f"Saved and now: {listed(changes, 6)}",
+            fix="resume with the model of the checkpoint, or start a new run in another folder",
+        )
+    missing, extra = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
+    wrong = [name for name in sorted(expected.keys() & saved.keys()) if expected[name] != saved[name]]
+    text = [
+        f"{what} {listed(names, 4)}"
+        for what, names in (("missing:", missing), ("not in the model:", extra), ("of another shape:", wrong))
+        if names
+    ]
+    raise MeshwrightError(
+        "MW-CKPT-005", "the tensors of the checkpoint are not those of the model", why="; ".join(text)
+    )
+
+
+def model_changes(saved: dict[str, Any], given: dict[str, Any]) -> Iterator[str]:
+    """The fields that differ between two models."""
+    for name in sorted(saved.keys() | given.keys()):
+        if saved.get(name) != given.get(name):
+            yield f"{name} {saved.get(name, 'default')} and {given.get(name, 'default')}"
+
+
+def states_by_parameter(manifest: Manifest) -> dict[str, set[str]]:
+    """The names of the optimizer's states (with their prefix) of each parameter."""
+    out: dict[str, set[str]] = {}
+    for key in manifest.tensors:
+        kind, _, name = key.removeprefix("replica-0/").partition("/")
+        if kind.startswith((OPTIMIZER, NUMBER)):
+            out.setdefault(name, set()).add(kind)
+    return out
+
+
+def same_layout(trainer: Trainer, manifest: Manifest) -> bool:
+    """Whether every rank has the place and the messages that it had when the checkpoint was written."""
+    parallel = trainer.parallel
+    now = (parallel.plan.as_dict(), parallel.mesh.layout.axes, parallel.mesh.size("world"), parallel.workload.batch)
+    saved = (manifest.plan, manifest.order, manifest.world, Workload(**manifest.workload).batch)
+    return json.dumps(now) == json.dumps(saved)
+
+
+def behaviour_changes(trainer: Trainer, manifest: Manifest) -> Iterator[str]:
+    """Differences that do not prevent a resume, but change what follows."""
+    parallel = trainer.parallel
+    for change in model_changes(manifest.model, json.loads(json.dumps(parallel.model.as_dict()))):
+        yield f"model.{change}: the model has changed since the checkpoint"
+    if manifest.ranks and (batch := Workload(**manifest.workload).batch) != parallel.workload.batch:
+        yield (
+            f"workload.batch was {batch} and is {parallel.workload.batch}: step {manifest.step} draws other samples than "
+            "the run that was saved would have drawn"
+        )
+    if manifest.ranks and manifest.seed != parallel.seed:
+        yield f"seed was {manifest.seed} and is {parallel.seed}: the order of the data and dropout change"

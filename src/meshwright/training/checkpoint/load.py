@@ -1,0 +1,181 @@
+"""Fill a trainer from a checkpoint, under any plan.
+
+A tensor of a checkpoint is a set of boxes, and a piece of the running plan is a box: what a rank needs of a saved tensor is the
+intersection, whatever plan wrote it. What cannot be carried over to another plan, each with a message:
+
+    compression residuals    belong to the messages of one rank: they start empty, and what was not sent yet is lost
+    local SGD                replicas are averaged, weighted by the tokens that each has seen since the last average
+    random states            belong to one rank: kept where the number of ranks is the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from meshwright.parallel.data import zero
+from meshwright.parallel.data.reduction import compressors_in
+from meshwright.parallel.pieces import Piece
+from meshwright.training.checkpoint.fit import behaviour_changes, same_layout, states_by_parameter
+from meshwright.training.checkpoint.manifest import Manifest
+from meshwright.training.checkpoint.state import (
+    AVERAGE,
+    NUMBER,
+    OPTIMIZER,
+    WEIGHT,
+    expected_states,
+    replica_prefix,
+    restore_compression,
+    restore_random,
+    shared_entries,
+)
+from meshwright.training.checkpoint.store import Entry, read
+from meshwright.training.loop import Trainer
+from meshwright.training.optimizer.make import updated_pieces
+from meshwright.training.optimizer.muon import Muon
+
+
+@torch.no_grad()
+def load(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
+    """Fill a trainer from a checkpoint that fits it. Returns messages about what could not be carried over."""
+    messages = list(behaviour_changes(trainer, manifest))
+    pieces, states = updated_pieces(trainer.parallel), make_states(trainer, manifest)
+    if not states and manifest.step and any(expected_states(p, trainer.parallel.workload.optimizer) for p in pieces):
+        messages.append("The checkpoint has no states of the optimizer: they start from zero")
+    averaged = any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors)
+    if averaged != (trainer.average is not None):
+        has = (
+            "has a moving average of the weights, which is dropped" if averaged else "has no moving average: it starts"
+        )
+        messages.append(f"The checkpoint {has} (optimizer.ema)")
+    entries = [*shared_entries(trainer, states, averaged)]
+    own = replica_prefix(trainer)
+    same = same_layout(trainer, manifest)
+    if not manifest.replicas:
+        read(path, manifest, with_prefix(entries, own, ""))
+    elif same:
+        read(path, manifest, entries)
+    else:
+        messages.append(f"The {manifest.replicas} replicas of local SGD are averaged")
+        read_average(path, manifest, entries, own)
+    for i, state in states.items():
+        trainer.optimizer.state[pieces[i].parameter] = state
+    if trainer.masters is not None:
+        trainer.masters.give_parameters()
+    if trainer.average is not None and not averaged:
+        trainer.average.restart()
+    zero.reshard(trainer.parallel.stages.values())  # parameters that were gathered before are out of date
+    trainer.step = manifest.step
+    restore_numbers(trainer, manifest, same)
+    messages += restore_rank(trainer, path, manifest, same)
+    return messages
+
+
+def make_states(trainer: Trainer, manifest: Manifest) -> dict[int, dict[str, torch.Tensor]]:
+    """Empty states of the optimizer for each piece, of the kinds that the checkpoint has, as the optimizer itself makes them."""
+    kinds, out = states_by_parameter(manifest), {}
+    groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
+    prefix = "replica-0/" if manifest.replicas else ""
+    for i, piece in enumerate(updated_pieces(trainer.parallel)):
+        if piece.parameter.requires_grad and piece.name in kinds:
+            group = groups.get(id(piece.parameter), {})
+            on_device = group.get("fused") or group.get("capturable")
+            out[i] = {
+                kind.partition(".")[2]: empty_state(
+                    kind,
+                    piece,
+                    manifest.tensors[f"{prefix}{kind}/{piece.name}"].dtype,
+                    bool(on_device),
+                    local=bool(group.get("orthogonal")) and isinstance(trainer.optimizer, Muon),
+                )
+                for kind in sorted(kinds[piece.name])
+            }
+    return out
+
+
+def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool, local: bool) -> torch.Tensor:
+    """A state as the optimizer makes it: torch's have the kind of the parameter (a DTensor under ZeRO), Muon's are `local` tensors."""
+    if kind.startswith(OPTIMIZER):
+        return torch.zeros_like(piece.local if local else piece.parameter.detach())
+    return torch.zeros((), dtype=getattr(torch, dtype), device=piece.local.device if on_device else "cpu")
+
+
+def with_prefix(entries: list[Entry], own: str, saved: str) -> list[Entry]:
+    return [replace(entry, key=saved + entry.key.removeprefix(own)) for entry in entries]
+
+
+def read_average(path: Path, manifest: Manifest, entries: list[Entry], own: str) -> None:
+    """Fill the entries with the average of all replicas: weights by tokens since the last average, moments with equal weights."""
+    tokens = [0.0] * manifest.replicas
+    for numbers in manifest.ranks:
+        tokens[numbers["replica"]] = float(numbers["local_sgd"][1])
+    sums = [torch.zeros_like(entry.tensor, dtype=torch.float64) for entry in entries]
+    for replica, count in enumerate(tokens):
+        read(path, manifest, with_prefix(entries, own, f"replica-{replica}/"))
+        for entry, total in zip(entries, sums, strict=True):
+            kind = entry.key.removeprefix(own)
+            if kind.startswith((NUMBER,) if any(tokens) else (NUMBER, WEIGHT, AVERAGE)):
+                share = float(replica == 0)  # equal in all replicas, or a count
+            elif kind.startswith((WEIGHT, AVERAGE)):
+                share = count / sum(tokens)
+            else:
+                share = 1 / manifest.replicas
+            total.add_(entry.tensor, alpha=share)
+    for entry, total in zip(entries, sums, strict=True):
+        entry.tensor.copy_(total)
+
+
+def restore_numbers(trainer: Trainer, manifest: Manifest, same: bool) -> None:
+    if not manifest.ranks:
+        return
+    parallel = trainer.parallel
+    numbers = manifest.ranks[parallel.mesh.rank if same else 0]
+    trainer.skip_steps.update(numbers["skip_steps"])
+    if trainer.scale.dynamic:
+        trainer.scale.value, trainer.scale.good_steps, trainer.scale.skipped = numbers["loss_scale"]
+    if parallel.local is not None:
+        since, tokens = numbers["local_sgd"] if same else (0, 0.0)
+        parallel.local.since = since
+        parallel.local.tokens.fill_(tokens)
+
+
+def restore_rank(trainer: Trainer, path: Path, manifest: Manifest, same: bool) -> Iterator[str]:
+    """Restore what belongs to this rank alone; yields messages about what starts anew."""
+    parallel = trainer.parallel
+    rank, device = parallel.mesh.rank, parallel.mesh.device
+    for compressor in compressors_in(parallel.reductions):
+        compressor.feedback.errors.clear()
+        for kept in ("bases", "steps"):
+            getattr(compressor, kept, {}).clear()
+    if manifest.world == parallel.mesh.size("world"):
+        numbers = manifest.ranks[rank]
+        states = rank_tensors(path, manifest, rank, "random/", "cpu")
+        if states:
+            restore_random(states, numbers["normal_numbers"], device)
+    if same:
+        numbers = manifest.ranks[rank]
+        tensors = rank_tensors(path, manifest, rank, "compression/", device)
+        restore_compression(trainer, tensors, numbers.get("compression_steps", []))
+        parallel.scale = numbers["scale"]
+    elif any(key.startswith("rank-") and "/compression/" in key for key in manifest.tensors):
+        yield "The plan has changed: what gradient compression had not sent yet is lost, and its residuals start empty"
+
+
+def rank_tensors(path: Path, manifest: Manifest, rank: int, kind: str, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of one rank whose names start with `kind`."""
+    prefix = f"rank-{rank}/"
+    entries = [
+        Entry(
+            key,
+            saved.shape,
+            (0,) * len(saved.shape),
+            torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device=device),
+        )
+        for key, saved in manifest.tensors.items()
+        if key.startswith(prefix + kind)
+    ]
+    read(path, manifest, entries)
+    return {entry.key.removeprefix(prefix): entry.tensor for entry in entries}
