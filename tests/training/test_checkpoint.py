@@ -91,7 +91,8 @@ def stop_and_resume(context, cases, folder):
 CASES = [
     (1, [("dense", {"param_dtype": "fp16"}, {}, "float16"), ("dense", {"offload": "states"}, {"optimizer": "momentum"})]),
     (2, [("dense", {"replicate": 2, "bucket": 2000}), ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", ZBV),
-         ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}), ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
+         ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}), ("experts", {"replicate": 2, "ep": 2}),
+         ("dense", {"replicate": 2, "average_every": 3}),
          ("dense", {"replicate": 2, "compression": "powersgd"}), ("dense", {**Z3, "compression": "top-k"})]),
 ]  # fmt: skip
 MORE = [
