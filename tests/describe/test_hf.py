@@ -355,7 +355,9 @@ def test_values_that_training_uses():
     model = hf.interpret({"model_type": "llama", **GROUPED, "rope_theta": 5e5, "rms_norm_eps": 1e-6})
     assert (model.rope_theta, model.norm_epsilon) == (5e5, 1e-6)
     gpt2 = hf.interpret({"model_type": "gpt2", **GPT2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.1})
-    assert (gpt2.dropout, gpt2.dropout_rate, gpt2.attention_dropout) == (True, 0.2, 0.1)
+    assert (gpt2.dropout, gpt2.dropout_rate, gpt2.attention_dropout, gpt2.embedding_dropout) == (True, 0.2, 0.1, None)
+    other = hf.interpret({"model_type": "gpt2", **GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.2, "attn_pdrop": 0.0})
+    assert (other.dropout_rate, other.embedding_rate, other.attention_dropout) == (0.0, 0.2, 0.0)
 
 
 def test_activations():

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.describe import hf
 from meshwright.models import build
+from meshwright.models.hf.weights import FolderWeights
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,6 +67,7 @@ CASES = [
     ("deepseek_v3", LATENT | {"q_lora_rank": None, "rope_interleave": False, "rope_scaling": SCALED["linear"]}),
     ("gpt_oss", MIXTRAL | {"head_dim": 12, "sliding_window": 5, "swiglu_limit": 0.5}),
     ("gpt_oss", MIXTRAL | {"head_dim": 8, "attention_bias": False, "layer_types": ["full_attention"] * 3} | TIED),
+    ("qwen2_moe", ROUTED | {"shared_expert_intermediate_size": 20, "qkv_bias": False}),
     ("gpt2", GPT2),
     ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 40, "tie_word_embeddings": False}),
     ("gpt2", GPT2 | {"scale_attn_weights": False, "activation_function": "quick_gelu"}),
@@ -110,83 +112,15 @@ def correction_biases(reference):
     return {name: buffer for name, buffer in reference.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
-WORDS = {
-    "embedding.tokens": "embed_tokens", "head.norm": "norm", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attention.heads": "self_attn", "attention": "self_attn", "q_a_norm": "q_a_layernorm", "kv_a_norm": "kv_a_layernorm",
-    "q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj", "q": "q_proj", "k": "k_proj",
-    "v": "v_proj", "o": "o_proj", "ffn": "mlp", "moe.shared": "mlp.shared_experts", "gate": "gate_proj", "up": "up_proj",
-    "down": "down_proj", "moe.router.balance_bias": "mlp.gate.e_score_correction_bias", "sinks.weight": "sinks",
-}  # fmt: skip
-
-
-def translated(name):
-    """The name in Transformers of one of our parameters that is stored as it is, in models other than GPT-2."""
-    if name.startswith("head.project"):
-        return name.replace("head.project", "lm_head")
-    parts, out, at = name.split("."), [], 0
-    while at < len(parts):
-        length = next((n for n in (3, 2) if ".".join(parts[at : at + n]) in WORDS), 1)
-        key = ".".join(parts[at : at + length])
-        out.append(WORDS.get(key, key))
-        at += length
-    return "model." + ".".join(out)
-
-
-def expert_weight(name, state):
-    """A tensor of all experts: gate and up are stored together, in gpt-oss alternating and transposed."""
-    layer, part, kind = name.split(".")[1], name.split(".")[4], name.split(".")[5]
-    alternating = "sinks" in "".join(state)
-    base = f"model.layers.{layer}.mlp.experts."
-    suffix = "_bias" if kind == "bias" else ""
-    stored = state[base + ("down_proj" if part == "down" else "gate_up_proj") + suffix]
-    stored = stored.mT if alternating and kind == "weight" else stored
-    if part == "down":
-        return stored
-    if alternating:
-        return stored[:, part == "up" :: 2]
-    return stored.chunk(2, dim=1)[part == "up"]
-
-
-GPT2_WORDS = {
-    "attention_norm": "ln_1", "ffn_norm": "ln_2", "attention.o": "attn.c_proj", "ffn.up": "mlp.c_fc", "ffn.down": "mlp.c_proj",
-}  # fmt: skip
-
-
-def gpt2_weight(name, state):
-    """GPT-2 stores matrices as [in, out], and queries, keys and values together."""
-    ends = {"embedding.tokens": "wte", "embedding.positions": "wpe", "head.norm": "ln_f"}
-    module, _, kind = name.rpartition(".")
-    if module == "head.project":
-        return state["lm_head.weight"]
-    if module in ends:
-        return state[f"transformer.{ends[module]}.{kind}"]
-    _, layer, part = module.split(".", 2)
-    path = f"transformer.h.{layer}."
-    if part in ("attention.q", "attention.k", "attention.v"):
-        stored = state[f"{path}attn.c_attn.{kind}"].chunk(3, dim=-1)["qkv".index(part[-1])]
-    else:
-        stored = state[f"{path}{GPT2_WORDS[part]}.{kind}"]
-    return stored.mT if stored.ndim == 2 else stored
-
-
-def copied(reference, family, model):
-    """Our network with the weights of Transformers' model."""
+def copied(reference, model, folder):
+    """Our network with the weights of Transformers' model, through a folder."""
+    reference.save_pretrained(folder)
+    weights = FolderWeights(folder, model)
     network = build(model).to_empty(device="cpu").double().eval()
     if model.tied:
         network.head.project.weight = network.embedding.tokens.weight
-    state = reference.state_dict()
     for name, parameter in network.named_parameters():
-        if family == "gpt2":
-            stored = gpt2_weight(name, state)
-        elif ".moe.experts." in name:
-            stored = expert_weight(name, state)
-        elif ".moe.router." in name and not name.endswith("balance_bias"):
-            _, layer, _, _, kind = name.split(".")
-            stored = state[f"model.layers.{layer}.mlp.{'router' if model.sinks else 'gate'}.{kind}"]
-        else:
-            stored = state[translated(name)]
-        assert stored.shape == parameter.shape, name
-        parameter.data.copy_(stored)
+        parameter.data.copy_(weights.read(name, parameter.shape, [0] * parameter.ndim, parameter.shape))
     return network
 
 
@@ -197,11 +131,11 @@ def named(case):
 
 
 @pytest.mark.parametrize(("family", "shape"), CASES, ids=[named(case) for case in CASES])
-def test_logits_equal_those_of_transformers(family, shape):
+def test_logits_equal_those_of_transformers(family, shape, tmp_path):
     reference = scattered(family, shape)
     model = hf.interpret(reference.config.to_dict())
     assert model.not_run == ()
-    network = copied(reference, family, model)
+    network = copied(reference, model, tmp_path)
     ids = torch.randint(0, 61, (2, SEQ), generator=torch.Generator().manual_seed(1))
     expected, got = reference(ids).logits, network(ids)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))

@@ -288,9 +288,11 @@ MODELS = {
     "llama": Model(**LLAMA, tied=True, qk_norm=True),
     "gpt": Model(**{**LLAMA, "kv_heads": 0}, norm="layernorm", positions="learned", max_positions=24, activation="gelu",
                  qkv_bias=True, out_bias=True, ffn_bias=True),
-    "gemma": Model(**{**LLAMA, "vocab": 51}, norms_per_layer=4, window=3, full_every=2, head_dim=10, activation="geglu"),
+    "gemma": Model(**{**LLAMA, "vocab": 51}, norms_per_layer=4, window=3, full_every=2, head_dim=10, activation="geglu",
+                   sinks=True),
     "bert": Model(**{**LLAMA, "kv_heads": 0}, causal=False, norm="layernorm", positions="learned", max_positions=24),
-    "deepseek": Model(**{**LLAMA, "kv_heads": 0}, attention="mla", q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=10),
+    "deepseek": Model(**{**LLAMA, "kv_heads": 0}, attention="mla", q_rank=12, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=10,
+                      attention_scale=0.5),
 }  # fmt: skip
 GATHER, ULYSSES = {"cp_kind": "all-gather"}, {"cp_kind": "ulysses"}
 LAYOUTS = [

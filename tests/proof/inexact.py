@@ -54,6 +54,8 @@ COMPRESSED += [
     ("gemma", {**CP[0], **Z3, **KINDS["fp8"], "microbatch": 2}),
     ("five", {**CP[1], **DP, "reduce": "microbatch", **KINDS["threshold"]}),
     ("drops", {**CP[0], **DP, **KINDS["int8"]}),
+    ("gpt-oss", {**CP[2], **SP, **KINDS["int8"]}),  # the gradient of a sink is that of all queries of its head
+    ("gpt-oss", {**CP[1], **DP, **KINDS["int8"]}),  # that of this rank's queries
     ("mlp", {**Z3, "pp": 2, **KINDS["powersgd"]}),
     ("five", {**DP, "pp": 2, "schedule": "looped-bfs", "virtual": 2, "reduce": "microbatch", **KINDS["int8"]}),
 ]

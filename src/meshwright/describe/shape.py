@@ -82,6 +82,9 @@ class ModelShape(Described):
     causal: bool = True
     dropout: bool = Field(default=False, description="dropout masks are kept for backward, a byte an element")
     dropout_rate: float = Field(default=0.0, ge=0, lt=1, description="share of elements dropped when training")
+    embedding_dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="the same at the output of the embedding; default: dropout_rate"
+    )
     attention_dropout: float = Field(
         default=0.0, ge=0, lt=1, description="share of attention's probabilities dropped when training"
     )
@@ -233,6 +236,11 @@ class ModelShape(Described):
     @property
     def gated(self) -> bool:
         return self.activation in ("swiglu", "geglu", "geglu-tanh")
+
+    @property
+    def embedding_rate(self) -> float:
+        """Share of elements of the embedding's output dropped when training."""
+        return self.dropout_rate if self.embedding_dropout is None else self.embedding_dropout
 
     @property
     def rotated_width(self) -> int:

@@ -43,6 +43,13 @@ def computes_masks(b: Batch) -> bool:
     return bool(b.model.dropout_rate) and not b.model.dropout
 
 
+def computed_masks(b: Batch, kind: str) -> int:
+    """The number of computed masks of a block: two of a layer, one of the embedding."""
+    if kind == "embedding":
+        return int(bool(b.model.embedding_rate) and not b.model.dropout)
+    return 2 if computes_masks(b) and kind != "head" else 0
+
+
 def core_ops(b: Batch, core: AttentionCore, heads: Array, positions: float) -> dict[str, list[Op]]:
     """softmax(QKᵀ)V with some of its probabilities dropped, forward and backward."""
     seq = float(b.workload.seq)

@@ -165,8 +165,8 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
             copies = b.tp / b.model.router.travelling
             split = copies if linear.part == "experts" else row_split if linear.style == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
-    if attention_dropout.computes_masks(b) and block.kind != "head":
-        add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * (1 if block.kind == "embedding" else 2))
+    if drops := attention_dropout.computed_masks(b, block.kind):
+        add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)
     if block.kind in ("dense", "moe") and recompute:
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}

@@ -7,8 +7,8 @@
 attention: grouped queries (`attention`), or latent (`mla`); positions by rotation (RoPE), learned, or none. ffn: one network,
 or experts (`moe`).
 
-A dropout rate applies to the output of the embedding and to what attention and FFN add to x (`dropout`); attention
-probabilities have a separate rate.
+A dropout rate applies to the output of the embedding and to what attention and FFN add to x (`dropout`); the embedding may have
+another rate, and attention probabilities have a separate one.
 
 Legend: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -81,7 +81,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(model.padded_vocab, model.hidden)
         self.positions = LearnedPositions(model, geometry) if model.positions == "learned" else None
         self.norm = make_norm(model) if model.embedding_norm else nn.Identity()
-        self.drop = make_dropout(model.dropout_rate, "embedding", geometry)
+        self.drop = make_dropout(model.embedding_rate, "embedding", geometry)
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = self.tokens(ids_BS)

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.describe.model import Model
 
 FREE = {
-    "name", "published", "notes", "not_run", "vocab_multiple", "dropout", "dropout_rate", "attention_dropout",
+    "name", "published", "notes", "not_run", "vocab_multiple", "dropout", "dropout_rate", "embedding_dropout", "attention_dropout",
     "given_parameters", "given_flops", "given_activations",
 }  # fmt: skip
 FREE_IN_ROUTER = {"aux", "aux_scope", "z", "balance_rate", "capacity"}

@@ -4,7 +4,7 @@ Costs do not depend on these, so such a model is planned and estimated as it is.
 both commands show all entries, so that no difference in the mathematics is silent.
 Rotary positions with their scaling (`rope`), epsilon of the norms, dropout rates and the scale of attention scores are fields of the
 Model and are run as the config says. Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V2 and V3, gpt-oss and GPT-2 have no
-entries: tests compare their logits with those of Transformers.
+entries (except the noise of Mixtral's router, which released models do not use): tests compare their logits with those of Transformers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ NEUTRAL: dict[str, tuple[Any, str]] = {
     "attn_temperature_tuning": (False, "attention temperature by position"),
     "no_rope_layer_interval": (0, "layers without rotary positions"),
     "mlp_layernorm_in_ffn": (False, "a norm inside the FFN"),
+    "router_jitter_noise": (0.0, "noise on the input of the experts during training"),
 }
 # Keys whose absence means the default of the family's class, where that default is not neutral.
 ASSUMED: dict[str, dict[str, Any]] = {
@@ -84,10 +85,8 @@ def numbers(c: Config) -> dict[str, float]:
     attention, residual, embedding = c.rate("attention"), c.rate("residual"), c.rate("embedding")
     if attention:
         fields["attention_dropout"] = attention
-    if residual or embedding:
-        fields["dropout_rate"] = residual or embedding or 0.0
-        if residual != embedding and embedding is not None:
-            c.notes.append(
-                f"embedding dropout {embedding:g} differs from {residual or 0.0:g}: {fields['dropout_rate']:g} is used"
-            )
+    if residual:
+        fields["dropout_rate"] = residual
+    if embedding is not None and embedding != (residual or 0.0):
+        fields["embedding_dropout"] = embedding
     return fields

@@ -48,8 +48,6 @@ def _options(top_k: int, normalise: bool, **options: Any) -> dict[str, Any]:
 
 def _coefficient(c: Config, top_k: int, layers: int) -> dict[str, float]:
     """The balancing loss of the classes that average it over layers."""
-    if c.decimal("router_jitter_noise", 0.0):
-        c.notes.append("router_jitter_noise is not run: the router sees its input as it is")
     coefficient = c.decimal("router_aux_loss_coef", 0.001)
     if not c.flag("output_router_logits", False):
         if "router_aux_loss_coef" in c.data and coefficient:

@@ -182,7 +182,7 @@ def _gpt2(m: Model) -> dict[str, Any]:
         "tie_word_embeddings": m.tied,
         "attn_pdrop": m.attention_dropout,
         "resid_pdrop": m.dropout_rate,
-        "embd_pdrop": m.dropout_rate,
+        "embd_pdrop": m.embedding_rate,
     }
 
 
