@@ -172,3 +172,102 @@ def test_a_checkpoint_opens_under_any_other_plan(model, plan, others, tmp_path):
                 assert not messages, case
                 if "compression" not in case[1]:
                     np.testing.assert_allclose(found, losses, rtol=FP64_BOUND, atol=0, err_msg=str(case))
+
+
+def save_on_a_full_disk(context, folder):
+    """Save; save where rank 1 cannot write; save again. Returns the events of rank 0, the error of each rank, and the steps on the disk."""
+    import resource
+
+    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.folder import complete
+    from meshwright.training.checkpoint.hook import Checkpoints
+
+    events, errors = [], []
+    trainer = trainer_of(context, ("dense", {"replicate": 2}))
+    saver = Saver(
+        trainer, Path(folder), checkpoint_group(), report=lambda kind, step, text, **fields: events.append(kind)
+    )
+    trainer.hooks.append(Checkpoints(saver, every=1))
+    for limit in (resource.RLIM_INFINITY, 1000, resource.RLIM_INFINITY):
+        if context.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        trainer.train_step()
+        errors.append(getattr(saver.finish(), "code", None))
+    names = sorted(path.name for path in Path(folder).iterdir())
+    return events, errors, [step for step, _ in complete(Path(folder))], names
+
+
+def test_a_full_disk_on_one_rank_is_an_event_and_training_goes_on(tmp_path):
+    results = ranks.run(2, save_on_a_full_disk, str(tmp_path))
+    for _, errors, steps, names in results:
+        assert errors == [None, "MW-CKPT-007", None]
+        assert steps == [1, 3]
+        assert names == ["step-00000001", "step-00000003"]
+    finished, failed = ["checkpoint-begun", "checkpoint-finished"], ["checkpoint-begun", "checkpoint-failed"]
+    assert results[0][0] == [*finished, *failed, *finished]
+    assert results[1][0] == []
+
+
+def change_the_plan(context, folder):
+    """Save with compression and with local SGD, and resume each without. Returns messages, and a weight of each."""
+    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.resume import resume
+
+    out = []
+    for number, fields in enumerate(({"compression": "top-k"}, {"average_every": 3})):
+        root = Path(folder) / str(number)
+        first = trainer_of(context, ("dense", {"replicate": 2, **fields}))
+        first.train(2)
+        group = checkpoint_group()
+        Saver(first, root, group).save(wait=True)
+        second = wiped(trainer_of(context, ("dense", {"replicate": 2})))
+        found = resume(second, root, group)
+        second.train_step()
+        pieces = [[p.local.detach().double().numpy().copy() for p in t.parallel.pieces] for t in (first, second)]
+        tokens = float(first.parallel.local.tokens) if first.parallel.local is not None else 0.0
+        third = trainer_of(context, ("dense", {"replicate": 2}))
+        resume(third, root, group)
+        out.append(
+            (found.messages, pieces[0], [p.local.detach().numpy().copy() for p in third.parallel.pieces], tokens)
+        )
+    return out
+
+
+def test_what_belongs_to_one_plan_is_given_up_on_another_with_a_message(tmp_path):
+    (compressed, averaged), (_, other) = ranks.run(2, change_the_plan, str(tmp_path))
+    ((message,), saved, restored, _) = compressed
+    assert "compression" in message
+    assert all((a == b).all() for a, b in zip(saved, restored, strict=True))
+    ((message,), mine, restored, tokens), (_, theirs, _, their_tokens) = averaged, other
+    assert "2 replicas of local SGD are averaged" in message
+    for a, b, mean in zip(mine, theirs, restored, strict=True):
+        expected = (tokens * a + their_tokens * b) / (tokens + their_tokens)
+        np.testing.assert_allclose(mean, expected, rtol=1e-12, atol=1e-15)
+    assert any((a != b).any() for a, b in zip(mine, theirs, strict=True))
+
+
+def resume_another(context, folder):
+    """Save, then resume with another model and another optimizer. Returns the codes, and whether the weights were left as they were."""
+    from meshwright.errors import MeshwrightError
+    from meshwright.training.checkpoint.background import Saver, checkpoint_group
+    from meshwright.training.checkpoint.resume import resume
+
+    trainer, group = trainer_of(context, ("dense", {"tp": 2})), checkpoint_group()
+    trainer.train_step()
+    Saver(trainer, Path(folder), group).save(wait=True)
+    codes, kept = [], True
+    for case in (("tied", {"tp": 2}), ("dense", {"tp": 2}, {"optimizer": "momentum"})):
+        other = trainer_of(context, case)
+        before = bits(other)
+        try:
+            resume(other, Path(folder), group)
+        except MeshwrightError as error:
+            codes.append(error.code)
+        kept &= bits(other) == before
+    return codes, kept
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_changes(tmp_path):
+    for codes, kept in ranks.run(2, resume_another, str(tmp_path)):
+        assert codes == ["MW-CKPT-004", "MW-CKPT-008"]
+        assert kept

@@ -49,6 +49,8 @@ STEP_KEYS = (
 EVENT_KINDS = {
     "checkpoint-begun": "a checkpoint of `step` is being written",
     "checkpoint-finished": "it is complete; `seconds` since it was begun",
+    "checkpoint-failed": "it could not be written; earlier checkpoints are not touched",
+    "resumed": "what a resume found damaged, or could not carry over to another plan",
     "restart": "another attempt begins, at `step`",
     "fault": "why an attempt ended: a killed, hung or failed rank",
     "skipped": "gradients were NaN or infinite, and the update was left out",

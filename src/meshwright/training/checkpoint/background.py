@@ -34,7 +34,7 @@ from meshwright.training.optimizer.make import updated_pieces
 from meshwright.units import format_bytes, format_seconds
 
 TIMEOUT = timedelta(hours=1)  # how long the ranks' threads wait for the slowest disk
-Report = Callable[[str, str, dict[str, Any]], None]  # kind of event, text, details
+Report = Callable[..., None]  # as `RunFolder.event`: kind, step, text, further fields
 
 
 def checkpoint_group() -> ProcessGroup | None:
@@ -56,12 +56,12 @@ class Saver:
         keep: int = 2,
         asynchronous: bool = True,
         data: dict[str, Any] | None = None,
-        report: Report = lambda kind, text, details: None,
+        report: Report = lambda kind, step, text, **fields: None,
     ) -> None:
         self.trainer, self.root, self.group = trainer, root, group
         self.keep, self.asynchronous = keep, asynchronous
         self.description = run_description(trainer, data)
-        self.report: Report = report if is_first(group) else lambda kind, text, details: None
+        self.report: Report = report if is_first(group) else lambda kind, step, text, **fields: None
         self.stalled_s = 0.0
         self.saved_step: int | None = None  # the last one that is complete
         self._copies: dict[str, torch.Tensor] = {}
@@ -95,7 +95,7 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         state = self.copy_to_host(state_of(self.trainer))
-        self.report("checkpoint begun", f"saving step {state.step}", {"step": state.step})
+        self.report("checkpoint-begun", state.step, f"saving step {state.step}")
         if self.asynchronous and not wait:
             self._thread = threading.Thread(target=self._save, args=(state,), name="checkpoint", daemon=True)
             self._thread.start()
@@ -137,16 +137,16 @@ class Saver:
         try:
             path, size = save(self.root, state, self.description, self.group, self.keep)
         except MeshwrightError as error:
-            self._error = error
-            details = {"step": state.step, **error.as_dict()}
-            self.report("checkpoint failed", f"step {state.step} was not saved: {error}", details)
+            self._fail(state.step, error)
         except Exception as error:  # a lost rank, or an error of torch: the loop meets it too, in its next collective
-            self._error = MeshwrightError(
-                "MW-CKPT-007", f"cannot save step {state.step}", why=f"{type(error).__name__}: {error}"[:300]
-            )
-            self.report("checkpoint failed", str(self._error), {"step": state.step})
+            why = f"{type(error).__name__}: {error}"[:300]
+            self._fail(state.step, MeshwrightError("MW-CKPT-007", f"cannot save step {state.step}", why=why))
         else:
             seconds = time.perf_counter() - began
             self.saved_step = state.step
             text = f"saved {path.name}: {format_bytes(size)} in {format_seconds(seconds)}"
-            self.report("checkpoint finished", text, {"step": state.step, "bytes": size, "seconds": seconds})
+            self.report("checkpoint-finished", state.step, text, bytes=size, seconds=seconds)
+
+    def _fail(self, step: int, error: MeshwrightError) -> None:
+        self._error = error
+        self.report("checkpoint-failed", step, f"step {step} was not saved: {error}", code=error.code)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.describe.plan import Plan
@@ -17,7 +17,7 @@ from meshwright.training.checkpoint.manifest import Listen, Manifest, check_file
 from meshwright.units import format_bytes, format_count
 from meshwright.view.tables import filled
 
-COLUMNS = ("checkpoint", ">step", "written", ">size", ">parameters", ">ranks", "plan", "state")
+COLUMNS = (">checkpoint", ">step", ">written", ">size", ">parameters", ">ranks", "plan", "state")
 
 
 def summary(path: Path, verify: bool = False, listen: Listen | None = None) -> dict[str, Any]:
@@ -67,11 +67,13 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def page(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    return filled(COLUMNS, [_cells(row) for row in rows])
+    """A table of checkpoints; below it why damaged ones are."""
+    reasons = [Text(f"{Path(row['path']).name}: {row['state']}", "red") for row in rows if not row["good"]]
+    return Group(filled(COLUMNS, [_cells(row) for row in rows]), *reasons)
 
 
 def _cells(row: dict[str, Any]) -> list[object]:
-    state = Text(str(row["state"]), "green" if row["good"] else "red")
+    state = Text(row["state"], "green") if row["good"] else Text("damaged", "red")
     if "step" not in row:
         return [Path(row["path"]).name, "", "", "", "", "", "", state]
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["created"]))
