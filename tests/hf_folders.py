@@ -24,6 +24,19 @@ LATENT = SIZES | {
     "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 48}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
+
+def rope(kind, original=0, **options):
+    """Scaled rotary positions; `original`: positions before scaling."""
+    positions = {"original_max_position_embeddings": original} if original else {}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **positions, **options}}
+
+
 CASES = {
     "llama": ("Llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("Llama", GROUPED | {"tie_word_embeddings": True, "head_dim": 12}),
@@ -38,12 +51,17 @@ CASES = {
     "deepseek_v3": ("DeepseekV3", LATENT | {"n_group": 2, "topk_group": 1}),
     "gpt_oss": ("GptOss", GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gpt2": ("GPT2", GPT2),
+    "llama-linear": ("Llama", GROUPED | rope("linear", factor=4.0)),
+    "llama-dynamic": ("Llama", GROUPED | rope("dynamic", factor=2.0) | {"max_position_embeddings": 8}),
+    "llama-llama3": ("Llama", GROUPED | rope("llama3", 8, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    "qwen2-yarn": ("Qwen2", GROUPED | rope("yarn", 8, factor=4.0) | WINDOWS),
+    "mistral-longrope": ("Mistral", GROUPED | rope("longrope", 8, factor=4.0, short_factor=[1.0] * 4, long_factor=[1.0, 2.0, 3.0, 4.0])),
+    "deepseek_v3-yarn": ("DeepseekV3", LATENT | rope("yarn", 8, factor=4.0, mscale=1.0, mscale_all_dim=0.5)),
 }  # fmt: skip
 SPECIAL = {  # for single tests
     "gpt_oss-packed": ("GptOss", CASES["gpt_oss"][1] | {"intermediate_size": 64}),
     "bytes": ("Llama", GROUPED | {"vocab_size": 300}),
 }
-INEXACT = ("deepseek_v2", "deepseek_v3", "gpt_oss", "gpt2")  # our transformer computes them in another way
 IDS = torch.arange(24).view(2, 12) * 7 % 40
 
 

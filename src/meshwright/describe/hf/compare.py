@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.describe.model import Model
+from meshwright.describe.rope import NEED_ORIGINAL
 
 FREE = {
     "name", "published", "notes", "not_run", "vocab_multiple", "dropout", "dropout_rate", "embedding_dropout", "attention_dropout",
     "given_parameters", "given_flops", "given_activations",
 }  # fmt: skip
 FREE_IN_ROUTER = {"aux", "aux_scope", "z", "balance_rate", "capacity"}
-NEEDS_POSITIONS = ("dynamic", "llama3", "yarn", "longrope")  # scaled rotary positions that depend on max_positions
 
 
 def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
@@ -30,24 +30,46 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
 def canonical(model: Model) -> dict[str, Any]:
     """The fields that decide what a model computes, each written in one way."""
     fields = {name: value for name, value in model.model_dump().items() if name not in FREE}
-    rope = fields.pop("rope", {})
-    fields |= {f"rope.{name}": value for name, value in rope.items() if model.positions == "rope"}
-    router = fields.pop("router")
-    fields |= {"kv_heads": model.kv_groups, "head_dim": model.head_width if model.attention == "gqa" else 0}
+    for name in ("moe_every", "dense_layers", "full_every", "full_layers", "router", "rope"):
+        del fields[name]
+    latent, expert = model.attention == "mla", bool(model.experts)
     fields |= {
+        "kv_heads": model.kv_groups,
+        "head_dim": 0 if latent else model.head_width,
         "ffn": model.ffn if model.has_dense_layers else 0,
-        "expert_ffn": model.expert_width if model.experts else 0,
+        "expert_ffn": model.expert_width if expert else 0,
+        "shared_ffn": model.shared_width if expert else 0,
+        "latent_norm_epsilon": (model.latent_norm_epsilon or model.norm_epsilon) if latent else 0.0,
+        "attention_scale": model.attention_scale or default_scale(model),
+        "layer_kinds": model.layer_kinds,
+        "window": model.window if model.full_count < model.layers else 0,
+        "layers with a window": tuple(i for i in range(model.layers) if not model.sees_all(i)),
     }
-    fields["shared_ffn"] = model.shared_width if model.experts else 0
-    fields["moe_every"] = fields["dense_layers"] = None
-    fields["layer_kinds"] = model.layer_kinds
-    if model.experts:
-        normalise = model.top_k > 1 if model.router.normalise is None else model.router.normalise
-        router["normalise"], router["groups_kept"] = normalise, model.router.groups_kept or model.router.groups
-        router["score"] = model.router.score or ("sigmoid" if model.balance_bias else "softmax")
-        fields |= {f"router.{name}": value for name, value in router.items() if name not in FREE_IN_ROUTER}
+    return fields | routing(model) | rotation(model)
+
+
+def default_scale(model: Model) -> float:
+    return (model.nope_dim + model.rope_dim if model.attention == "mla" else model.head_width) ** -0.5
+
+
+def routing(model: Model) -> dict[str, Any]:
+    """How tokens choose experts."""
+    if not model.experts:
+        return {}
+    fields, options = model.router.model_dump(), model.router
+    fields["normalise"] = model.top_k > 1 if options.normalise is None else options.normalise
+    fields["groups_kept"] = options.groups_kept or options.groups
+    fields["score"] = options.score or ("sigmoid" if model.balance_bias else "softmax")
+    return {f"router.{name}": value for name, value in fields.items() if name not in FREE_IN_ROUTER}
+
+
+def rotation(model: Model) -> dict[str, Any]:
+    """Rotary positions; the number of positions matters where frequencies are scaled by it, and where positions are learned."""
     if model.positions != "rope":
-        fields["rope_theta"] = None
-    if model.positions == "rope" and rope.get("kind", "default") not in NEEDS_POSITIONS:
-        fields["max_positions"] = None
-    return fields
+        return {"rope_theta": None, "rope_dim": None}
+    options, out = model.rope, {"rope_dim": model.rotated_width, "max_positions": None}
+    kept = {"kind", "interleaved"} if options.kind == "default" else set(type(options).model_fields)
+    fields = {name: value for name, value in options.model_dump().items() if name in kept}
+    if options.kind in NEED_ORIGINAL:
+        fields["original_positions"] = options.original_positions or model.max_positions
+    return out | {f"rope.{name}": value for name, value in fields.items()}

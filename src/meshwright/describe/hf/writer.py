@@ -16,10 +16,27 @@ from typing import Any
 from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.hf.reader import family_of, interpret
 from meshwright.describe.model import Model
+from meshwright.describe.rope import NEED_ORIGINAL
 from meshwright.errors import MeshwrightError, shown
 
 QUANTISED = "quantization_config"
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "gelu": "gelu", "relu": "relu"}
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu-tanh": "gelu_pytorch_tanh",
+    "gelu": "gelu",
+    "gelu-tanh": "gelu_new",
+    "quick-gelu": "quick_gelu",
+    "relu": "relu",
+}
+# Options of [model.rope] that a kind of scaling reads, by the same names in a config.
+SCALING = {
+    "linear": (),
+    "dynamic": (),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "attention_factor"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
+}
 
 
 def write(model: Model, original: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -69,6 +86,19 @@ def _decoder(m: Model) -> dict[str, Any]:
         keys["max_position_embeddings"] = m.max_positions
     if m.attention == "gqa":
         keys["head_dim"] = m.head_width
+    if m.rope.kind != "default":
+        keys["rope_scaling"] = _scaling(m)
+    return keys
+
+
+def _scaling(m: Model) -> dict[str, Any]:
+    """The table of scaled rotary positions, with the keys that Transformers 4 and 5 read."""
+    options = m.rope
+    given = {name: getattr(options, name) for name in SCALING[options.kind]}
+    keys = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value != 0 or value is False}
+    keys |= {"rope_type": options.kind, "factor": options.factor}
+    if options.kind in NEED_ORIGINAL and options.kind != "dynamic":
+        keys["original_max_position_embeddings"] = options.original_positions or m.max_positions
     return keys
 
 
@@ -78,11 +108,9 @@ def _window(m: Model) -> dict[str, Any]:
 
 def _layer_types(m: Model) -> dict[str, Any]:
     """Windows that some layers have: by layer."""
-    if not m.window:
-        return {"use_sliding_window": False}
-    full = [bool(m.full_every) and (i + 1) % m.full_every == 0 for i in range(m.layers)]
-    kinds = ["full_attention" if yes else "sliding_attention" for yes in full]
-    return {"use_sliding_window": True, "sliding_window": m.window, "layer_types": kinds}
+    kinds = ["full_attention" if m.sees_all(i) else "sliding_attention" for i in range(m.layers)]
+    windows = {"use_sliding_window": True, "sliding_window": m.window} if m.window else {"use_sliding_window": False}
+    return windows | {"layer_types": kinds}
 
 
 def _biased(m: Model) -> dict[str, Any]:
@@ -122,7 +150,8 @@ def _mixtral(m: Model) -> dict[str, Any]:
 
 
 def _qwen3_moe(m: Model) -> dict[str, Any]:
-    return _qwen3(m) | _qwen_experts(m)
+    keys = _qwen3(m) | _qwen_experts(m)
+    return {name: value for name, value in keys.items() if name != "layer_types"}  # this class does not read it
 
 
 def _qwen2_moe(m: Model) -> dict[str, Any]:
@@ -161,12 +190,14 @@ def _deepseek_v2(m: Model) -> dict[str, Any]:
 
 
 def _deepseek_v3(m: Model) -> dict[str, Any]:
-    return _deepseek(m) | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    rotation = {"rope_interleave": m.rope.interleaved}  # V2 always pairs neighbours
+    return _deepseek(m) | rotation | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def _gpt_oss(m: Model) -> dict[str, Any]:
     keys = _decoder(m) | _biased(m) | _routed(m, "num_local_experts") | _layer_types(m)
-    return keys | {"intermediate_size": m.expert_width}
+    keys |= {"intermediate_size": m.expert_width, "swiglu_limit": m.swiglu_limit, "swiglu_alpha": m.swiglu_alpha}
+    return {"rope_scaling": {"rope_type": "default"}} | keys  # without this table the class scales
 
 
 def _gpt2(m: Model) -> dict[str, Any]:
@@ -180,6 +211,8 @@ def _gpt2(m: Model) -> dict[str, Any]:
         "activation_function": ACTIVATIONS[m.activation],
         "layer_norm_epsilon": m.norm_epsilon,
         "tie_word_embeddings": m.tied,
+        "scale_attn_weights": not m.attention_scale,
+        "scale_attn_by_inverse_layer_idx": m.attention_scale_by_layer,
         "attn_pdrop": m.attention_dropout,
         "resid_pdrop": m.dropout_rate,
         "embd_pdrop": m.embedding_rate,
