@@ -19,7 +19,7 @@ command = typer.Typer(
 )
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Source = Annotated[Path, typer.Argument(help="A run folder, a folder of checkpoints, or one checkpoint.")]
-TARGETS = ("meshwright",)
+TARGETS = ("meshwright", "huggingface")
 
 
 @command.command("ls")
@@ -90,28 +90,73 @@ def convert_command(
     ],
     out: Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist.")],
     to: Annotated[
-        str, typer.Option("--to", help="The format to write: meshwright, a checkpoint that any plan resumes.")
+        str,
+        typer.Option(
+            "--to",
+            help="The format to write: meshwright, a checkpoint that any plan resumes, or huggingface, a Transformers folder.",
+        ),
     ] = "meshwright",
     model: Annotated[
         str, typer.Option("--model", help="The model of a torch checkpoint: a catalog name, config.json or run file.")
     ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="huggingface: bf16, fp16 or fp32. Default: as the run's original folder or plan."),
+    ] = "",
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            "--like",
+            help="huggingface: a Transformers folder whose config and tokenizer to use. Default: the one the run started from.",
+        ),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="huggingface: write the moving average of the weights.")] = False,
     json: Json = False,
 ) -> None:
     """Convert a checkpoint. Sources: Meshwright's, and torch's distributed checkpoints with torchtitan's names.
 
     A torch checkpoint has pickled metadata: it is read as data, and nothing in it is executed."""
     from meshwright.cli.output import patient
-    from meshwright.errors import unknown
+    from meshwright.errors import MeshwrightError, unknown
     from meshwright.training.checkpoint.convert import convert
     from meshwright.training.checkpoint.page import page, summary
     from meshwright.view.tables import show, show_json
 
     if to not in TARGETS:
         raise unknown("MW-CKPT-015", "the format", to, TARGETS, "--to {}")
+    if to == "huggingface":
+        if model:
+            raise MeshwrightError("MW-CKPT-015", "--model has no effect with --to huggingface", fix="without --model")
+        export_to_huggingface(source, out, dtype, like, ema, json)
+        return
+    if dtype or like or ema:
+        raise MeshwrightError(
+            "MW-CKPT-015", "--dtype, --like and --ema have no effect with --to meshwright", fix="--to huggingface"
+        )
     with patient("converting") as set_share:
         written = convert(source, out, named_model(model), set_share)
     rows = [summary(written)]
     show_json(rows) if json else show(page(rows))
+
+
+def export_to_huggingface(source: Path, out: Path, dtype: str, like: Path | None, ema: bool, as_json: bool) -> None:
+    """Write a Transformers folder and print what was written."""
+    from dataclasses import asdict
+
+    from meshwright.cli.output import patient
+    from meshwright.training.checkpoint.huggingface import to_huggingface
+    from meshwright.units import format_bytes
+    from meshwright.view.tables import show, show_json
+
+    with patient("converting") as set_share:
+        done = to_huggingface(source, out, dtype=dtype, like=like, average=ema, progress=set_share)
+    if as_json:
+        show_json({**asdict(done), "folder": str(done.folder)})
+        return
+    files = f"{done.files} file{'s' * (done.files > 1)}"
+    show(
+        f"{done.folder}: {done.family}, {done.tensors} tensors in {done.dtype}, {format_bytes(done.nbytes)} in {files}"
+    )
 
 
 def named_model(name: str) -> Model | None:

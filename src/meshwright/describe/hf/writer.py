@@ -95,7 +95,11 @@ def _scaling(m: Model) -> dict[str, Any]:
     """The table of scaled rotary positions, with the keys that Transformers 4 and 5 read."""
     options = m.rope
     given = {name: getattr(options, name) for name in SCALING[options.kind]}
-    keys = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items() if value != 0 or value is False}
+    keys = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in given.items()
+        if value != 0 or value is False
+    }
     keys |= {"rope_type": options.kind, "factor": options.factor}
     if options.kind in NEED_ORIGINAL and options.kind != "dynamic":
         keys["original_max_position_embeddings"] = options.original_positions or m.max_positions

@@ -3,6 +3,7 @@
 source                                       target
 a torch checkpoint with torchtitan's names   meshwright: a checkpoint that any plan resumes
 a checkpoint of Meshwright                   meshwright: the same tensors whole, in a few files
+a checkpoint of Meshwright                   a Transformers folder (`huggingface`)
 """
 
 from __future__ import annotations
