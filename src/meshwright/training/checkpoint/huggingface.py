@@ -20,14 +20,14 @@ from meshwright.errors import MeshwrightError, unknown
 from meshwright.models.hf.export import Exported, export
 from meshwright.models.hf.folder import CONFIG
 from meshwright.training.checkpoint.folder import checkpoints_in
+from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import Manifest, check_files, read_manifest
-from meshwright.training.checkpoint.resume import read_average
+from meshwright.training.checkpoint.state import AVERAGE, WEIGHT
 from meshwright.training.checkpoint.store import Entry, read
 from meshwright.training.start import COPY
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in a config.json
-WEIGHT, AVERAGE = "weight", "ema"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def to_huggingface(
     manifest = read_manifest(path)
     check_files(path, manifest)
     weights = CheckpointWeights(path, manifest, AVERAGE if average else WEIGHT)
-    if average and not any(key.partition("/")[0] == AVERAGE for key in manifest.tensors):
+    if average and not any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors):
         raise MeshwrightError(
             "MW-CKPT-016",
             f"'{path}' has no moving average of the weights",
