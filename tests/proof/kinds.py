@@ -42,8 +42,6 @@ def features(layout: Any) -> dict[str, Any]:
     for option in OPTIONS:
         if getattr(plan, option) != getattr(UNSET, option):
             found[option] = getattr(plan, option)
-    if layout.optimizer != "adamw":
-        found["optimizer"] = layout.optimizer
     if layout.prepare:
         found["prepare"] = layout.prepare
     if layout.precision == "fp8" or layout.dtype != "fp64":
@@ -52,16 +50,19 @@ def features(layout: Any) -> dict[str, Any]:
 
 
 def exact_kinds(layout: Any) -> set[tuple[Any, ...]]:
-    """Each feature, each value of an axis combined with each other axis, fp8 and Muon combined with each axis, an axis of more than two ranks,
-    and all axes together. Of the layouts of eight ranks, which are expensive, only the one with all axes is in the daily run."""
+    """Each feature, each value of an axis combined with each other axis, fp8 combined with each axis, an axis of more than two ranks, and
+    all axes together; another optimizer than AdamW with each value of an axis. Of the layouts of eight ranks, which are expensive, only the
+    one with all axes is in the daily run."""
     found, plan = features(layout), layout.plan
     axes = [axis for axis in AXES if axis in found]
+    if layout.optimizer != "adamw":
+        return {(layout.optimizer, axis, found[axis]) for axis in axes if axis != "recompute"}
     if set(AXES) <= set(axes):
         return {("all axes",)}
     if plan.world > 4:
         return set()
     combined = {(axis, found[axis], other) for axis in axes for other in axes if other != axis}
-    combined |= {(one, found[one], axis) for one in ("precision", "optimizer") for axis in axes if one in found}
+    combined |= {("precision", found["precision"], axis) for axis in axes if "precision" in found}
     longer = {(name, "above 2") for name in ("tp", "cp", "pp", "replicate", "shard") if getattr(plan, name) > 2}
     return set(found.items()) | combined | longer
 

@@ -23,6 +23,7 @@ from meshwright.parallel.numerics import precision
 from meshwright.parallel.numerics.compress import base
 from meshwright.proof import prove as proofs
 from meshwright.training import loop
+from meshwright.training.optimizer import whole_matrices
 
 
 def ring_takes_blocks_from_the_wrong_rank():
@@ -83,6 +84,11 @@ def rounding_not_fed_back():
     base.Feedback.keep = lambda self, index, error: None
 
 
+def each_rank_orthogonalises_its_shard():
+    """Muon on the rows of a rank, as if they were the matrix."""
+    whole_matrices.WholeMatrices.apply = lambda self, boxes, function: [function(box).to(box) for box in boxes]
+
+
 def averages_without_token_weights():
     """Local SGD averages replicas without their numbers of tokens."""
     after = local_sgd.Average.after_update
@@ -132,6 +138,15 @@ def test_a_plan_is_proved_in_its_own_16_bits(bug, dtype, what):
     first = proof.agreements[-1].breaks[0]
     assert (first.dtype, first.what) == (dtype, what)
     assert "norm" in first.name or "bias" in first.name
+
+
+def test_muon_on_shards_is_not_muon():
+    workload = {"batch": 4, "seq": 8, "precision": "fp32", "optimizer": "muon"}
+    plan = {"shard": 2, "zero": 1}
+    proof = proof_of("each_rank_orthogonalises_its_shard", TINY, workload, plan, most=2, steps=1)
+    first = proof.agreements[0].breaks[0]
+    assert (proof.passed, first.what, first.step) == (False, "parameter", 0)
+    assert "layers." in first.name
 
 
 def test_a_bug_of_a_compressor_is_not_repeated_by_its_emulation(monkeypatch):
