@@ -163,6 +163,7 @@ EXAMPLES = {
     "ScheduleHasMicrobatches": ({"pp": 8, "virtual": 2, "schedule": "dualpipev"}, LLAMA, {"batch": 15}),
     "ProgramIsBounded": ({"pp": 8}, LLAMA, {"batch": 10**7}),
     "InterleavedRounds": ({"pp": 8, "virtual": 2, "schedule": "interleaved"}, LLAMA, {"batch": 12}),
+    "MuonNeedsMatrices": ({"replicate": 8}, COUNTS, {"optimizer": "muon"}),
     "ModelHasShape": ({"replicate": 8}, COUNTS, {}),
     "TransformerHasParts": ({"tp": 8}, LLAMA.but(positions="alibi"), {}),
     "PositionsAreLearned": ({"replicate": 8}, LEARNED, {"seq": 65}),

@@ -1,4 +1,4 @@
-"""Rules of the machine, the batch, the training stack, and the dtypes."""
+"""Rules of the machine, the batch, the training stack, the dtypes and the optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshwright.describe.legality.fixes import divisors, fitting_microbatch, val
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import GATHER_DTYPES
 from meshwright.describe.schedules import IN_ROUNDS, LEAST_MICROBATCHES, MOST_ACTIONS, RULES, action_count
-from meshwright.describe.workload import FP8
+from meshwright.describe.workload import FP8, STATE_COPIES
 
 ALWAYS_THERE = ("fp64", "fp32")  # every device computes in these, if slowly
 FP8_GATHERS = GATHER_DTYPES.index("fp8")
@@ -187,10 +187,32 @@ class GathersNeedFp8Products(Rule):
         )
 
 
+# The optimizer
+
+
+class MuonNeedsMatrices(Rule):
+    code = "MW-PLAN-022"
+    needs = ("model", "workload")
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.workload.optimizer == "muon" and p.model.kind == "counts"
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return Problem(
+            f"workload.optimizer=muon with {p.model.name or 'a model'} of which only totals are known",
+            why="Muon's update depends on the shapes of the matrices",
+            valid=[f"optimizer={name}" for name in STATE_COPIES if name != "muon"],
+            fixes=[{"workload.optimizer": "adamw"}],
+        )
+
+
 RUN_RULES: tuple[type[Rule], ...] = (
     BatchDivides,
     ScheduleHasMicrobatches,
     ProgramIsBounded,
     InterleavedRounds,
     GathersNeedFp8Products,
+    MuonNeedsMatrices,
 )
