@@ -172,7 +172,9 @@ def test_runs_are_listed_and_compared(tmp_path, capsys):
     }  # fmt: skip
     assert (listed["two"]["steps"], listed["two"]["planned_steps"], listed["two"]["elapsed_s"]) == (3, 10, 60.0)
     shown = printed(tmp_path)
-    assert re.search(r"one +failed +3 of 10 +3\.5000 +50 ms +40 ms -20%", shown)
+    assert re.search(r"one +failed +3 of 10 +3\.500 +50 ms +40 ms -20%", shown)
+    assert "one: rank 1 died" in shown
+    assert len(shown.splitlines()) < 12  # one line for each run
     compared = printed(tmp_path / "one", tmp_path / "two")
     assert re.search(r"plan\.microbatch +4 +2", compared)
     assert re.search(r"time +0:01:00 +0:01:00", compared)

@@ -17,7 +17,7 @@ def command(
     """List the training runs of a folder, compare some of them, or watch one that runs here or on another host."""
     from meshwright.describe.run_folder import is_run
     from meshwright.view.runs import comparison, find_runs, listing, summary
-    from meshwright.view.tables import show, show_json
+    from meshwright.view.tables import console, show, show_json
 
     places = places or [Path("runs")]
     found = find_runs(places)
@@ -30,4 +30,4 @@ def command(
     elif len(places) > 1 and all(map(is_run, places)):
         show(comparison(places))
     else:
-        show(listing([summary(folder) for folder in found]))
+        show(listing([summary(folder) for folder in found], console().width))

@@ -16,7 +16,7 @@ from meshwright.describe.config import Config, diff, load
 from meshwright.describe.run_folder import PLAN, PREDICTION, is_run, last_rows, modified, read_about, read_json, state
 from meshwright.errors import MeshwrightError
 from meshwright.units import format_bytes, format_count, format_seconds
-from meshwright.view.live import WINDOW, format_clock, is_comparable
+from meshwright.view.live import WIDE, WINDOW, format_clock, is_comparable
 from meshwright.view.tables import filled
 
 UNREADABLE = "unreadable"
@@ -115,51 +115,43 @@ def _loaded(file: Path, modified_ns: int) -> Config:
     return load(file)
 
 
-def listing(rows: Sequence[dict[str, Any]]) -> RenderableType:
-    """The table of `meshwright runs`."""
+def listing(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
+    """The table of `meshwright runs`: one line for each run; the plan is cut to the width that is left, and a narrow terminal
+    does not show when a run began."""
     if not rows:
         return Text("There is no run here. Train one with: meshwright train PLAN.toml --out runs/NAME", "dim")
-    columns = (
-        "run",
-        "state",
-        ">steps",
-        ">loss",
-        ">step",
-        ">predicted",
-        ">tokens/s",
-        ">MFU",
-        ">time",
-        "~plan",
-        "~begun",
-    )
-    cells = []
-    for row in rows:
-        steps = f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if row["planned_steps"] else "")
-        begun = time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"]))
-        plan = " · ".join(part for part in (row["model"], row["title"]) if part)
-        error = relative_error(row)
-        predicted = Text(formatted(row["predicted_step_time_s"], format_seconds))
-        if error is not None:
-            predicted.append(f" {error:+.0%}", "green" if abs(error) <= 0.25 else "yellow")
-        cells.append(
-            [
-                Text(row["name"], "bold"),
-                Text(
-                    row["state"] + (f", {row['attempts']} attempts" if row["attempts"] > 1 else ""),
-                    STATES[row["state"]],
-                ),
-                steps,
-                formatted(row["loss"], lambda x: f"{x:.4f}"),
-                formatted(row["step_time_s"], format_seconds),
-                predicted,
-                formatted(row["tokens_per_s"], format_count),
-                formatted(row["mfu"], lambda x: f"{x:.1%}"),
-                formatted(row["elapsed_s"], format_clock),
-                plan,
-                begun,
-            ]
-        )
-    return filled(columns, cells)
+    columns = ["run", "state", ">steps", ">loss", ">step", ">predicted", ">tokens/s", ">MFU", ">time", "begun", "plan"]
+    cells = [listed_cells(row) for row in rows]
+    if width < WIDE:
+        cells, columns = [[*line[:-2], line[-1]] for line in cells], [*columns[:-2], columns[-1]]
+    used = sum(max(len(name.lstrip(">")), *(len(line[i]) for line in cells)) + 3 for i, name in enumerate(columns[:-1]))
+    for line in cells:
+        line[-1].truncate(max(10, width - used - 2), overflow="ellipsis")
+    notes = [
+        f"{row['name']}: {row['cause']}" for row in rows if row["state"] in ("failed", UNREADABLE) and row["cause"]
+    ]
+    return Group(filled(columns, cells), *(Text(note.splitlines()[0], "red") for note in notes))
+
+
+def listed_cells(row: dict[str, Any]) -> list[Text]:
+    steps = f"{row['steps']:,}" + (f" of {row['planned_steps']:,}" if row["planned_steps"] else "")
+    restarts = f" ({row['attempts']})" if row["attempts"] > 1 else ""
+    predicted, error = Text(formatted(row["predicted_step_time_s"], format_seconds)), relative_error(row)
+    if error is not None:
+        predicted.append(f" {error:+.0%}", "green" if abs(error) <= 0.25 else "yellow")
+    return [
+        Text(row["name"], "bold"),
+        Text(row["state"] + restarts, STATES[row["state"]]),
+        Text(steps),
+        Text(formatted(row["loss"], lambda x: f"{x:.3f}")),
+        Text(formatted(row["step_time_s"], format_seconds)),
+        predicted,
+        Text(formatted(row["tokens_per_s"], format_count)),
+        Text(formatted(row["mfu"], lambda x: f"{x:.1%}")),
+        Text(formatted(row["elapsed_s"], format_clock)),
+        Text(time.strftime("%d %b %H:%M", time.localtime(row["started"] or row["modified_s"])), "dim"),
+        Text(" · ".join(part for part in (row["model"], row["title"]) if part), "dim"),
+    ]
 
 
 def comparison(folders: Sequence[Path]) -> RenderableType:

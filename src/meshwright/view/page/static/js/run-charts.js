@@ -32,7 +32,7 @@ export function curves(element, run, comparable, others = []) {
     { title: "Learning rate", lines: series("learning_rate"), colour: "recompute" },
     { title: "Memory", lines: series("memory_gib"), colour: "gathered", unit: "GiB", sentence: run.about?.device === "cpu" ? "Resident memory of the process of rank 0, peak until then." : "Memory that rank 0 reserved, peak until then." },
   ].filter(({ lines }) => lines[0].length > 1);
-  const boxes = all.map(({ title, sentence }) => panel(title, sentence || null)), grid = h("div", { class: "columns three" }, boxes);
+  const boxes = all.map(({ title, sentence }) => panel(title, sentence || null)), grid = h("div", { class: "columns" }, boxes);
   element.append(grid); // all panels first: their number decides their width
   all.forEach((one, i) => curve(boxes[i], one, [run.name, ...others.map((other) => other.name)]));
 }

@@ -135,8 +135,8 @@ function overview(body, context, name) {
     { title: "state", key: "state" },
     { title: "steps", key: "steps", text: format.whole, align: "right" },
     { title: "loss", key: "loss", text: (v) => format.number(v, 4), align: "right" },
-    { title: "step", key: "step_time_s", text: format.seconds, align: "right" },
-    { title: "predicted", key: "predicted_step_time_s", text: format.seconds, align: "right" },
+    { title: "step", key: "step_time_s", text: (v) => format.seconds(v), align: "right" },
+    { title: "predicted", key: "predicted_step_time_s", text: (v) => format.seconds(v), align: "right" },
     { title: "tokens/s", key: "tokens_per_s", text: (v) => (v ? format.count(v) : "–"), align: "right" },
     { title: "plan", value: (row) => [row.model, row.title].filter(Boolean).join(" · ") },
   ], known.list.runs, { caption: "Training runs", chosen: (row) => row.name === name })));
