@@ -28,7 +28,7 @@ import numpy as np
 from meshwright.describe.config import Config
 from meshwright.training import launch
 
-MODEL = {"hidden": 256, "layers": 4, "heads": 4, "ffn": 1024, "vocab": 512}
+MODEL = {"hidden": 128, "layers": 4, "heads": 4, "ffn": 512, "vocab": 256}
 LIMIT = 0.03
 
 
@@ -129,6 +129,7 @@ def work(context: Any, config: Config, pairs: int, block: int, folder: str) -> d
     for pair in range(pairs):
         for kind in list(runs) if pair % 2 else list(runs)[::-1]:
             times[kind].append(runs[kind]())
+        context.send(pair)  # the parent ends ranks that are silent for long
     waited = trainer.loader.waits - waits, trainer.loader.steps - steps
     return {"times": times, "losses": losses, "waits": waited}
 
@@ -153,7 +154,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=20)
     options.add_argument("--block", type=int, default=5)
     chosen = options.parse_args()
-    workload = {"batch": 4 * chosen.ranks, "seq": 128, "precision": "fp32"}
+    workload = {"batch": 4 * chosen.ranks, "seq": 64, "precision": "fp32"}
     plan = {"replicate": chosen.ranks, "microbatch": 4, "param_dtype": "fp32", "master": False}
     config = Config.from_parts(MODEL, "laptop", "gloo-cpu", workload, plan)
     with tempfile.TemporaryDirectory() as folder:
