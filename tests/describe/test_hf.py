@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.describe import hf
 from meshwright.describe.catalog import load
+from meshwright.describe.hf.compare import different_fields
 from meshwright.describe.model import Model
 from meshwright.errors import MeshwrightError
 
@@ -129,12 +130,15 @@ REAL = {
     "llama3.1-405b": {
         "model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-        "hidden_act": "silu", "tie_word_embeddings": False,
+        "hidden_act": "silu", "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 8192},
     },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
         "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     },
     "deepseek-v3": {
         "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
@@ -142,7 +146,10 @@ REAL = {
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_intermediate_size": 2048,
         "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
         "moe_layer_freq": 1, "vocab_size": 129280, "max_position_embeddings": 163840, "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
+        "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+        "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                         "original_max_position_embeddings": 4096},
     },
     "gemma2-9b": {
         "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
@@ -159,18 +166,21 @@ REAL = {
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 128,
         "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128, "attention_bias": True,
         "layer_types": ["sliding_attention", "full_attention"] * 18, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 150000, "swiglu_limit": 7.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                         "original_max_position_embeddings": 4096},
     },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
         "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
         "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "max_window_layers": 48, "use_sliding_window": False, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": False, "norm_topk_prob": True, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     },
     "mistral-7b": {
         "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096,
-        "max_position_embeddings": 32768,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
     },
 }  # fmt: skip
 
@@ -186,6 +196,8 @@ def test_released_configs_agree_with_the_catalog(name, tmp_path):
     assert model.flops(8192) == ours.flops(8192)
     assert model.activations(8192) == ours.activations(8192)
     assert model.max_positions == ours.max_positions
+    if not model.not_run:
+        assert different_fields(model, ours) == {}
 
 
 def notes_of(**config) -> list[str]:
