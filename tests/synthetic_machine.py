@@ -9,7 +9,7 @@ from meshwright.calibrate.points import DevicePoint
 SIZES = ({"tokens": 4.0, "width": 16.0}, {"tokens": 128.0, "width": 64.0}, {"tokens": 512.0, "width": 256.0})
 TRUE = {
     "launch": 10e-6, "byte": 1e-10, "exponential": 4e-9, "product_launch": 50e-6, "flop": 3e-11, "attention_launch": 80e-6,
-    "attention_flop": 9e-11, "tile_launch": 7e-6, "update_launch": 8e-6, "update_byte": 5e-11, "sharded_launch": 40e-6,
+    "attention_flop": 9e-11, "tile_launch": 7e-6, "update_launch": 8e-6, "update_byte": 5e-11,
 }  # fmt: skip
 
 
@@ -32,18 +32,16 @@ def synthetic(factor: float = 1.0) -> list[DevicePoint]:
     ]
     shapes += [("tile", {"batch": 2.0, "heads": 4.0, "seq": s, "width": 16.0, "operators": 60.0}) for s in (8.0, 32.0)]
     shapes += [("optimizer", {"tensors": 16.0, "elements": n}) for n in (64.0, 16384.0)]
-    shapes.append(("sharded-optimizer", {"tensors": 16.0, "elements": 64.0}))
     launches = {
         "linear": "product_launch",
         "attention": "attention_launch",
         "tile": "tile_launch",
         "optimizer": "update_launch",
-        "sharded-optimizer": "sharded_launch",
     }
     out = []
     for kind, shape in shapes:
         f = device_fit.features(point(kind, shape))
-        updates = kind.endswith("optimizer")
+        updates = kind == "optimizer"
         flop = TRUE["attention_flop" if kind == "attention" else "flop"]
         seconds = f.launches * TRUE[launches.get(kind, "launch")]
         seconds += f.other_launches * TRUE["update_launch" if updates else "launch"]

@@ -80,7 +80,7 @@ def test_operations_in_mixed_order_raise_the_constants() -> None:
     assert slow.flop == pytest.approx(1.5 * plain.flop, rel=0.02)
 
 
-def test_zero_1_pays_for_its_units_and_sharded_updates_as_zero_3_does() -> None:
+def test_zero_1_pays_for_its_updates_as_zero_3_does() -> None:
     parts = [
         predict(c.model, c.cluster, c.plan, c.workload, c.stack).exposed_s["optimizer"]
         for c in (calibrated(measurement(), replicate=1, tp=1, shard=4, zero=zero) for zero in (1, 3))

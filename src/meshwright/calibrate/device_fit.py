@@ -13,7 +13,7 @@ The fits go part by part, each with the constants of the part before, weighted b
     attention in tiles of torch operators       → tile_launch
     top-k                                       → selection
     different operations in one chain           → factors on all of these: caches hold what other operations left
-    optimizer, plain and sharded; ZeRO units    → update_launch, update_byte, sharded_launch, unit_launch
+    optimizer; ZeRO units                       → update_launch, update_byte, unit_launch
 
 An update has a separate rate: it works in place, while other operators allocate their results.
 """
@@ -55,7 +55,6 @@ class DeviceFit(NamedTuple):
     selection: float
     update_launch: float
     update_byte: float
-    sharded_launch: float
     unit_launch: float
     residuals: dict[str, float]  # by kind, the median of |fitted / measured − 1|
 
@@ -85,7 +84,7 @@ def lowered(point: DevicePoint) -> list[Op]:
         launches = {"F": s["operators"], "I": 0.0}
         phases = attention_tiles.tile_ops(s["batch"] * s["heads"], s["seq"], s["seq"], s["width"], s["width"], launches)
         return [op for ops in phases.values() for op in ops]
-    elif point.kind in ("optimizer", "sharded-optimizer"):
+    elif point.kind == "optimizer":
         low = _lowering(1, 16)
         return sync.optimizer(low.b, np.array([s["tensors"] * s["elements"]]), np.array([s["tensors"]]))
     else:
@@ -142,8 +141,6 @@ def features(point: DevicePoint) -> Features:
     if point.kind == "attention":  # one softmax forward, and one more backward
         exponentials = float(sum(np.sum(op.shape[0] * op.shape[1] * op.shape[2]) for op in ops))
     main = [op for op in ops if op.kind != "memory"] or ops
-    if point.kind == "sharded-optimizer":  # the norm and clipping work on local tensors
-        main = [op for op in ops if op.name == "update"]
     launches = float(sum(np.sum(np.asarray(op.count) * op.launches) for op in main))
     return Features(launches, total("flops"), total("bytes"), exponentials, total("launches") - launches)
 
@@ -174,10 +171,6 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         (tile,) = solve(("tile",), ("launches",), {"flops": flop, "bytes": byte, "exponentials": exponential})
     selections = [p.median_s / p.shape["elements"] for p in by_kind.get("top-k", [])]
     update, update_byte = solve(("optimizer",), ("launches", "bytes"), {})
-    sharded = update
-    if "sharded-optimizer" in by_kind:
-        known = {"bytes": update_byte, "other_launches": update}
-        (sharded,) = solve(("sharded-optimizer",), ("launches",), known)
     unit = 0.0
     if "sharded-units" in by_kind:
         with_units, without = (by_kind[kind][0] for kind in ("sharded-units", "plain-units"))
@@ -194,7 +187,6 @@ def fit_device(points: Iterable[DevicePoint]) -> DeviceFit:
         max(selections, default=0.0),
         update,
         update_byte,
-        sharded,
         unit,
         residuals,
     )

@@ -20,7 +20,7 @@ from meshwright.describe.cluster import Accelerator, Cluster, Collectives, Effic
 from meshwright.describe.stack import Stack
 from meshwright.programs.collectives.formulas import FORMULAS, Shape, Terms
 
-VERSION = 3
+VERSION = 4
 MEASURED = "measured on this machine"
 IDLE_SHARE = 0.10  # a machine is idle if other processes use less than this share of its cores
 ACCELERATOR = "cpu"
@@ -106,7 +106,6 @@ def stack(fit: DeviceFit, sharing: float, plain: Stack, source: str) -> Stack:
         attention_launch=fit.attention_launch * sharing,
         tile_launch=fit.tile_launch * sharing,
         update_launch=fit.update_launch * sharing,
-        sharded_launch=fit.sharded_launch * sharing,
         unit_launch=fit.unit_launch * sharing,
         action=ACTION_LAUNCHES * fit.launch * sharing,
         step_overhead=STEP_LAUNCHES * fit.update_launch * sharing,

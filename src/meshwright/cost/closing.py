@@ -74,9 +74,7 @@ def _on_device(b: Batch, device: Accelerator, op: Op) -> Array:
 def _update_time(b: Batch, op: Op, seconds: Array) -> Array:
     """Seconds of an optimizer operation: launched on the device, or run by the host if the states are offloaded."""
     stack = b.stack
-    plain = stack.update_launch or stack.launch
-    by_unit = in_units(b, "dense") & (op.name == "update")
-    host = op.launches * np.where(by_unit, stack.sharded_launch or plain, plain)
+    host = op.launches * (stack.update_launch or stack.launch)
     launched = seconds if op.axis else np.maximum(seconds, host) if stack.asynchronous else seconds + host
     return np.where(b.offload_states & (op.name == "update"), op.bytes / HOST_RATE, launched)
 

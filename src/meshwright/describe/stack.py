@@ -6,14 +6,15 @@ In small runs these differences dominate: a layer of 60 launches at 6 µs takes 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from meshwright.describe.base import Bytes, Described, Seconds
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
 Axis = Literal["dp", "tp", "cp", "pp", "ep"]
+DROPPED = ("sharded_launch",)  # keys of earlier versions that nothing reads: their files still load
 
 
 class Stack(Described):
@@ -29,10 +30,6 @@ class Stack(Described):
     )
     update_launch: Seconds = Field(
         default=0.0, description="host time of one launch outside autograd: optimizer, norm; 0: that of any launch"
-    )
-    sharded_launch: Seconds = Field(
-        default=0.0,
-        description="host time of one launch of an update of sharded parameters (DTensor); 0: update_launch",
     )
     unit_launch: Seconds = Field(
         default=0.0, description="host time of one gather or reduction of a ZeRO unit; 0: collective_launch"
@@ -94,3 +91,8 @@ class Stack(Described):
     context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
     communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
     source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_keys_of_earlier_versions(cls, table: Any) -> Any:
+        return {k: v for k, v in table.items() if k not in DROPPED} if isinstance(table, dict) else table

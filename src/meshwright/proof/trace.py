@@ -129,7 +129,7 @@ class TraceRecorder(Hook):
 
 def record_updates(trainer: Trainer, trace: Trace) -> None:
     """Record every update of the following steps: what the optimizer was given, and its result."""
-    updated = trainer.masters.pieces if trainer.masters is not None else trainer.parallel.pieces
+    updated = trainer.parallel.updated
     trained = [(i, piece) for i, piece in enumerate(updated) if piece.parameter.requires_grad]
     name_of = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -199,7 +199,7 @@ def in_flight_together(plan: Plan, workload: Workload) -> list[int]:
 @torch.no_grad()
 def average(trainers: list[Trainer], tokens: list[int]) -> None:
     """Replace every parameter by its mean over replicas, weighted by tokens; with masters, average the masters and round them."""
-    updated = [(t.masters.pieces if t.masters is not None else t.parallel.pieces) for t in trainers]
+    updated = [t.parallel.updated for t in trainers]
     for copies in zip(*updated, strict=True):
         mean = sum(piece.local * (count / sum(tokens)) for piece, count in zip(copies, tokens, strict=True))
         for piece in copies:

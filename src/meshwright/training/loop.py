@@ -103,7 +103,8 @@ class Trainer:
             if parallel.workload.clip:
                 clip(parallel.pieces, norm.to(at_least_single(self.dtype)), self.settings.clip)
             set_learning_rate(self.optimizer, rate)
-            self.update()
+            with parallel.updating():
+                self.optimizer.step()
         if parallel.local is not None:
             parallel.local.after_update(tokens * updated)
         router = parallel.balance_experts(updated)
@@ -127,14 +128,6 @@ class Trainer:
     def learning_rate(self) -> float:
         """Of the current step, before the factors of parameter groups."""
         return base_rate(self.settings, self.parallel.workload) * share_at(self.settings, self.step)
-
-    def update(self) -> None:
-        if self.masters is None:
-            self.optimizer.step()
-            return
-        self.masters.take_gradients()
-        self.optimizer.step()
-        self.masters.give_parameters()
 
     def counted_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The ranks of a tp group compute the same loss: the first of them counts it."""

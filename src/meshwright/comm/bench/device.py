@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from meshwright.calibrate.points import DevicePoint, Timed
@@ -105,7 +104,7 @@ def amount_of_work(case: Case) -> tuple[float, str]:
         return 3.5 * 2.0 * s["batch"] * s["heads"] * s["seq"] ** 2 * s["width"], "FLOP"
     if case.kind == "copy":
         return 2.0 * s["bytes"], "byte"
-    if case.kind in ("optimizer", "sharded-optimizer"):
+    if case.kind == "optimizer":
         return 28.0 * s["tensors"] * s["elements"], "byte"  # AdamW in fp32: reads 16 bytes per element, writes 12
     return 1.0, "launch"
 
@@ -306,8 +305,7 @@ def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
     optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=fused)
 
     def update() -> None:
-        found = [p.grad for p in parameters if p.grad is not None]
-        gradients = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = nn.utils.get_total_norm([g.to(g.dtype) for g in gradients])
         factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
         for g in gradients:
@@ -318,7 +316,7 @@ def update_call(values: list[torch.Tensor], fused: bool | None = None) -> Call:
 
 
 def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The update of parameters that ZeRO shards, and the gathers and reductions of its units, of a few parameters each."""
+    """The gathers and reductions of ZeRO units, of a few parameters each."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -331,9 +329,6 @@ def sharded_cases(dtype: torch.dtype) -> Iterator[Case]:
     x, start = torch.randn(1, 16, 16, dtype=dtype), torch.randn(1, 16, 16, dtype=dtype)
     for kind, module in (("sharded-units", units), ("plain-units", plain)):
         yield Case(kind, {"units": CHAIN}, 1, partial(forward_backward, module, x, start))
-    shards = [p.detach() for p in units.parameters()]
-    tensors, elements = len(shards), 256 / distributed.get_world_size()
-    yield Case("sharded-optimizer", {"tensors": tensors, "elements": elements}, 1, update_call(shards))
 
 
 def small_unit(dtype: torch.dtype) -> nn.Module:

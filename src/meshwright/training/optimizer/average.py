@@ -15,15 +15,14 @@ import torch
 
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import at_least_single
-from meshwright.training.optimizer.make import updated_pieces
 
 
 class WeightAverage:
-    """The moving average of the pieces of one rank; `values` are in the order of `updated_pieces`."""
+    """The moving average of the pieces of one rank; `values` are in the order of `Parallel.updated`."""
 
     def __init__(self, parallel: Parallel, decay: float) -> None:
         self.parallel, self.decay = parallel, decay
-        self.pieces = updated_pieces(parallel)
+        self.pieces = parallel.updated
         self.values = [p.local.detach().to(at_least_single(p.local.dtype), copy=True) for p in self.pieces]
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """The optimizer of a run: AdamW, Adam, momentum or SGD of torch, or Muon, on the pieces of this rank.
 
-On a GPU AdamW runs fused: one kernel for many parameters, instead of a dozen for each. torch fuses plain tensors or sharded ones but not a
-mixture, and computes 16-bit parameters with other roundings than the operations one by one, so these run unfused.
+On a GPU AdamW runs fused: one kernel for many parameters, instead of a dozen for each. torch's fused kernel computes 16-bit parameters with
+other roundings than the operations one by one, so these run unfused.
 """
 
 from __future__ import annotations
@@ -10,27 +10,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.workload import ADAM
 from meshwright.parallel.apply import Parallel
 from meshwright.parallel.numerics.precision import narrow
-from meshwright.parallel.pieces import Piece
 from meshwright.training.optimizer.groups import parameter_groups
 from meshwright.training.optimizer.muon import Muon
 from meshwright.training.optimizer.schedule import base_rate
 
 
-def updated_pieces(parallel: Parallel) -> list[Piece]:
-    """What the optimizer updates: the masters, or the pieces of the model where there are none."""
-    return parallel.pieces if parallel.masters is None else parallel.masters.pieces
-
-
 def make_optimizer(parallel: Parallel, settings: Optimizer) -> torch.optim.Optimizer:
     """The workload's optimizer over the trained pieces of this rank."""
     kind = parallel.workload.optimizer
-    trained = [p for p in updated_pieces(parallel) if p.parameter.requires_grad]
+    trained = [p for p in parallel.updated if p.parameter.requires_grad]
     groups = parameter_groups(trained, kind, settings, parallel.model.hidden) or [nothing_to_train()]
     rate = base_rate(settings, parallel.workload)
     if kind == "muon":
@@ -54,5 +47,4 @@ def nothing_to_train() -> dict[str, Any]:
 
 def can_fuse(parameters: list[nn.Parameter]) -> bool:
     """Whether torch has a fused AdamW for these parameters that rounds as the unfused one."""
-    one_kind = len({isinstance(p, DTensor) for p in parameters}) == 1
-    return one_kind and all(p.is_cuda and not narrow(p.dtype) for p in parameters)
+    return all(p.is_cuda and not narrow(p.dtype) for p in parameters)
