@@ -30,7 +30,6 @@ from meshwright.training.checkpoint.state import OPTIMIZER, State, expected_stat
 from meshwright.training.checkpoint.store import Entry
 from meshwright.training.checkpoint.together import is_first, on_first, together
 from meshwright.training.loop import Trainer
-from meshwright.training.optimizer.make import updated_pieces
 from meshwright.units import format_bytes, format_seconds
 
 TIMEOUT = timedelta(hours=1)  # how long the ranks' threads wait for the slowest disk
@@ -83,7 +82,7 @@ class Saver:
             return state.bytes
         moments = {
             piece.name: sum(kind.startswith(OPTIMIZER) for kind in expected_states(piece, parallel.workload.optimizer))
-            for piece in updated_pieces(parallel)
+            for piece in parallel.updated
             if piece.parameter.requires_grad
         }
         written = [(e.key.rpartition("weight/")[2], e.tensor.nbytes) for e in state.entries if e.written]

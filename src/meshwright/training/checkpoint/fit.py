@@ -13,7 +13,6 @@ from meshwright.errors import MeshwrightError, listed
 from meshwright.training.checkpoint.manifest import Manifest
 from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT, expected_states
 from meshwright.training.loop import Trainer
-from meshwright.training.optimizer.make import updated_pieces
 
 
 def check_fits(trainer: Trainer, manifest: Manifest) -> None:
@@ -35,7 +34,7 @@ def check_fits(trainer: Trainer, manifest: Manifest) -> None:
             why="States of one optimizer mean something else in another",
             fix=f"--set workload.optimizer={optimizer}",
         )
-    for piece in updated_pieces(trainer.parallel) if kinds else ():
+    for piece in trainer.parallel.updated if kinds else ():
         missing = expected_states(piece, optimizer) - kinds.get(piece.name, set())
         if missing and piece.parameter.requires_grad:
             raise MeshwrightError(

@@ -34,15 +34,13 @@ from meshwright.training.checkpoint.state import (
 )
 from meshwright.training.checkpoint.store import Entry, read
 from meshwright.training.loop import Trainer
-from meshwright.training.optimizer.make import updated_pieces
-from meshwright.training.optimizer.muon import Muon
 
 
 @torch.no_grad()
 def load(trainer: Trainer, path: Path, manifest: Manifest) -> list[str]:
     """Fill a trainer from a checkpoint that fits it. Returns messages about what could not be carried over."""
     messages = list(behaviour_changes(trainer, manifest))
-    pieces, states = updated_pieces(trainer.parallel), make_states(trainer, manifest)
+    pieces, states = trainer.parallel.updated, make_states(trainer, manifest)
     if not states and manifest.step and any(expected_states(p, trainer.parallel.workload.optimizer) for p in pieces):
         messages.append("The checkpoint has no states of the optimizer: they start from zero")
     averaged = any(key.removeprefix("replica-0/").startswith(f"{AVERAGE}/") for key in manifest.tensors)
@@ -79,7 +77,7 @@ def make_states(trainer: Trainer, manifest: Manifest) -> dict[int, dict[str, tor
     kinds, out = states_by_parameter(manifest), {}
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
     prefix = "replica-0/" if manifest.replicas else ""
-    for i, piece in enumerate(updated_pieces(trainer.parallel)):
+    for i, piece in enumerate(trainer.parallel.updated):
         if piece.parameter.requires_grad and piece.name in kinds:
             group = groups.get(id(piece.parameter), {})
             on_device = group.get("fused") or group.get("capturable")
@@ -89,17 +87,16 @@ def make_states(trainer: Trainer, manifest: Manifest) -> dict[int, dict[str, tor
                     piece,
                     manifest.tensors[f"{prefix}{kind}/{piece.name}"].dtype,
                     bool(on_device),
-                    local=bool(group.get("orthogonal")) and isinstance(trainer.optimizer, Muon),
                 )
                 for kind in sorted(kinds[piece.name])
             }
     return out
 
 
-def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool, local: bool) -> torch.Tensor:
-    """A state as the optimizer makes it: torch's have the kind of the parameter (a DTensor under ZeRO), Muon's are `local` tensors."""
+def empty_state(kind: str, piece: Piece, dtype: str, on_device: bool) -> torch.Tensor:
+    """A state as the optimizer makes it: of the shape of the piece, or one number."""
     if kind.startswith(OPTIMIZER):
-        return torch.zeros_like(piece.local if local else piece.parameter.detach())
+        return torch.zeros_like(piece.local)
     return torch.zeros((), dtype=getattr(torch, dtype), device=piece.local.device if on_device else "cpu")
 
 

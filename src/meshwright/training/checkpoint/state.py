@@ -31,7 +31,6 @@ from meshwright.parallel.pieces import Piece, local_tensor
 from meshwright.training.checkpoint.store import Entry
 from meshwright.training.loop import Trainer
 from meshwright.training.optimizer.groups import role_of
-from meshwright.training.optimizer.make import updated_pieces
 
 WEIGHT, AVERAGE, OPTIMIZER, NUMBER = "weight", "ema", "optimizer.", "optimizer-number."
 ADAM_STATES = frozenset({f"{OPTIMIZER}exp_avg", f"{OPTIMIZER}exp_avg_sq", f"{NUMBER}step"})
@@ -74,7 +73,7 @@ def optimizer_states(trainer: Trainer) -> dict[int, dict[str, torch.Tensor]]:
     state: Mapping[Any, Mapping[str, Any]] = trainer.optimizer.state
     return {
         i: {name: value for name, value in state.get(piece.parameter, {}).items() if isinstance(value, torch.Tensor)}
-        for i, piece in enumerate(updated_pieces(trainer.parallel))
+        for i, piece in enumerate(trainer.parallel.updated)
     }
 
 
@@ -90,7 +89,7 @@ def shared_entries(
     averages = trainer.average.values if average and trainer.average is not None else []
     mesh, prefix = trainer.parallel.mesh, replica_prefix(trainer)
     kv_copies = degrees_of(trainer.parallel.model, trainer.parallel.plan).kv_copies
-    for i, piece in enumerate(updated_pieces(trainer.parallel)):
+    for i, piece in enumerate(trainer.parallel.updated):
         writes = is_writer(piece, i, mesh, kv_copies)
         yield box_entry(f"{prefix}{WEIGHT}/{piece.name}", piece, piece.local, writes)
         if averages:
