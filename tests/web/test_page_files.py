@@ -9,8 +9,10 @@ from typing import Any
 
 from meshwright.describe.config import load
 from meshwright.describe.run_folder import STEPS, json_line
+from meshwright.training.folder import RunFolder
 from meshwright.training.records import StepRecord
 from meshwright.view.page.subject import Subject
+from meshwright.view.report import page as report
 from web.browser import fragment, shows
 
 Open = Callable[..., Any]
@@ -86,3 +88,27 @@ def test_a_run_grows_on_the_page(server: str, open_page: Open, run_folders: Path
     shows(page, "done", "#view .stats")
     shows(page, "A measured step above the simulated one", "#view")
     shows(page, "tp, predicted", "#view")
+
+
+def test_a_report_opens_from_disk_and_compares_runs(open_page: Open, tmp_path: Path) -> None:
+    config = load("examples/demo-dp2-tp2.toml")
+    for name, seconds in (("first", 0.3), ("second", 0.2)):
+        folder = RunFolder.create(tmp_path / name, config, Subject(config).estimate.prediction, steps=9, device="cpu")
+        folder.begin_attempt(world=4, plan=config.plan.title())
+        for step in range(4):
+            measured = {"mfu": 0.1, "exposed_s": {"tp": 0.1}, "validation_loss": 4.5 if step == 2 else None}
+            folder.add(StepRecord(step, 5.0 - step, 1.0, 1024, seconds, **measured))
+        folder.event("fault", 3, "rank 2 was killed by signal 9")
+        folder.end_attempt("rank 2 was killed by signal 9" if name == "first" else "")
+        folder.close()
+    file = tmp_path / "report.html"
+    file.write_text(report([tmp_path / "first", tmp_path / "second"]), "utf-8")
+    page = open_page(f"file://{file}")
+    shows(page, "failed", "#view .stats")
+    for title in ("Loss", "Step time", "Throughput", "MFU", "Exposed communication", "Attempts", "Events"):
+        shows(page, title, "#view")
+    assert page.locator("#inputs").is_hidden()
+    page.get_by_label("Compare with second").check()
+    shows(page, "second", "#view .legend")
+    page.get_by_role("button", name="second").click()
+    shows(page, "done", "#view .stats")
