@@ -107,12 +107,14 @@ def test_a_restart_repeats_steps_and_says_why(tmp_path: Path) -> None:
         folder.add(record(step))
     run = LiveRun(tmp_path)
     assert "step 6 of 100" in drawn(run)
+    folder.event("checkpoint-failed", 4, "step 4 was not saved: no space left")
     folder.event("fault", 5, "rank 1 was killed by signal 9")
     folder.begin_attempt(world=1, plan="one device", first_step=4)
     folder.add(record(4))
     text = drawn(run)
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3, 4]
     assert "rank 1 was killed by signal 9" in text
+    assert "step 4 was not saved: no space left" in text
     assert "attempt 2 begins at step 4 on 1 ranks" in text
     assert "1 rank on cpu · attempt 2" in text
 

@@ -39,6 +39,7 @@ EVENTS = 4  # last events that are shown
 SPARK, GAP, WIDE = 16, 2, 140  # width of a trend, of the space between columns, and of a wide terminal
 NARROW = 110  # a terminal on which notes are cut
 CLOSE, FAR = 0.2, 0.5  # difference from the prediction up to which it is green, and from which it is red
+IN_TABLE = ("checkpoint-begun", "checkpoint-finished", "evaluation")  # events that the table shows
 COMMUNICATION = (*AXES, "bubble")  # parts of a prediction that a rank measures as time blocked in communication
 
 
@@ -249,9 +250,16 @@ def difference(now: float, expected: float | None, comparable: bool = True) -> T
 
 
 def event_lines(run: LiveRun) -> list[Text]:
-    """The last events that are not checkpoints or evaluations, which the table shows."""
-    shown = [e for e in run.events if not str(e.get("kind", "")).startswith(("checkpoint", "evaluation"))]
-    styles = {"fault": "red", "spike": "yellow", "skipped": "yellow", "restart": "yellow", "logger": "yellow"}
+    """The last events that are not in the table."""
+    shown = [event for event in run.events if event.get("kind") not in IN_TABLE]
+    styles = {
+        "fault": "red",
+        "checkpoint-failed": "red",
+        "spike": "yellow",
+        "skipped": "yellow",
+        "restart": "yellow",
+        "logger": "yellow",
+    }
     lines = [
         Text.assemble((time.strftime("%H:%M:%S  ", time.localtime(e.get("time", 0))), "dim"), f"{e.get('text', '')}")
         for e in shown[-EVENTS:]

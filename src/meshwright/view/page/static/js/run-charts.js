@@ -14,7 +14,7 @@ const exposed = (run) => {
   return run.rows.filter((row) => row[at] && typeof row[at] === "object").map((row) => ({ x: row[step], y: Object.values(row[at]).reduce((a, b) => a + b, 0) }));
 };
 
-const MARKS = { restart: ["warn", "restart"], fault: ["bad", "fault"], spike: ["warn", "loss spike"], skipped: ["bubble", "skipped update"] };
+const MARKS = { restart: ["warn", "restart"], fault: ["bad", "fault"], spike: ["warn", "loss spike"], skipped: ["bubble", "skipped update"], "checkpoint-failed": ["bad", "checkpoint failed"] };
 
 /** All curves of a run. `others`: further runs whose curves are drawn in the same figures. */
 export function curves(element, run, comparable, others = []) {
