@@ -150,6 +150,8 @@ def changed(name, **fields):
         file_of(changed("b", data_offsets=[7, 10])),
         file_of(changed("b", data_offsets=[9, 12])),
         file_of({**HEADER, "c": 1}),
+        file_of({**HEADER, "c": HEADER["b"]}),
+        file_of(changed("b", data_offsets=[9, 12]), b"\0" * 12),
     ],
 )
 def test_a_damaged_file(tmp_path, content):

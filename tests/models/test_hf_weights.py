@@ -197,8 +197,11 @@ def test_padded_rows_of_the_vocabulary_are_zero_and_not_exported(tmp_path):
     weights.check()
     last = weights.read("head.project.weight", (48, 32), (36, 0), (12, 32))
     assert torch.equal(last[:4], original("llama").lm_head.weight[36:])
+    assert last.shape == (12, 32)
     assert not last[4:].any()
-    assert not weights.read("head.project.weight", (48, 32), (42, 0), (6, 32)).any()
+    padding = weights.read("head.project.weight", (48, 32), (42, 0), (6, 32))
+    assert padding.shape == (6, 32)
+    assert not padding.any()
     done = export(tmp_path / "ours", weights.model, weights, dtype=torch.float32, like=tmp_path / "theirs")
     assert torch.equal(logits(loaded(done.folder)), logits(original("llama")))
 
@@ -212,3 +215,15 @@ def test_a_base_model_without_its_prefix_is_read(tmp_path):
     weights.check()
     done = export(tmp_path / "ours", weights.model, weights, dtype=torch.float32, like=folder)
     assert torch.equal(logits(loaded(done.folder)), logits(original("gpt2")))
+
+
+def test_tensors_that_the_model_does_not_need_are_ignored(tmp_path):
+    """The head of tied embeddings, and the layers that predict further tokens."""
+    folder = saved("llama-tied", tmp_path / "tied")
+    tensors = tensors_of(folder)
+    assert "lm_head.weight" not in tensors
+    opened(rewritten(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})).check()
+    folder = saved("deepseek_v3", tmp_path / "predicting")
+    tensors = tensors_of(folder)
+    more = {name.replace("layers.2.", "layers.3."): t for name, t in tensors.items() if "layers.2." in name}
+    opened(rewritten(folder, tensors | more, num_nextn_predict_layers=1)).check()
