@@ -5,6 +5,7 @@
     steps.jsonl                  a line for each step, appended when the step ends (`STEP_KEYS`, and router_… of models with experts)
     events.jsonl                 a line for each event: time, step, kind (`EVENT_KINDS`), text, and what else the kind has
     checkpoints/step-00001000/   `training.checkpoint`
+    huggingface/                 config and tokenizer of the Transformers folder that the run started from
     measurement.json  difference.json  interference.json  communication.json  timeline.json     at the end
     rank-N.log                   what rank N printed
     lock                         locked while a run writes to the folder
@@ -38,6 +39,7 @@ PLAN, PREDICTION, RUN, STEPS, EVENTS, LOCK = (
     "events.jsonl",
     "lock",
 )
+ORIGINAL = "huggingface"
 OLD_STEPS = "steps.csv"
 CHECKPOINTS, PROFILE = "checkpoints", "profile"
 RESULTS = ("measurement", "difference", "interference", "communication", "timeline")  # JSON files written at the end

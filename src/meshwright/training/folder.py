@@ -102,6 +102,10 @@ class RunFolder:
         folder = cls(path)
         with folder._closed_on_error():
             folder._write_plan(config, prediction)
+            if config.run.start_from:
+                from meshwright.training.start import copy_companions
+
+                copy_companions(config, path)
             folder.about = {"version": VERSION, **environment(), **about, "attempts": []}
             folder._write_about()
             folder._open(STEPS)

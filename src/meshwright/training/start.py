@@ -15,12 +15,12 @@ from typing import Any
 from meshwright.describe import hf
 from meshwright.describe.config import Config
 from meshwright.describe.files import read_text
+from meshwright.describe.run_folder import ORIGINAL
 from meshwright.errors import MeshwrightError, cannot_write, shown
 from meshwright.models.hf.folder import COMPANIONS, CONFIG
 from meshwright.models.hf.weights import FolderWeights
 from meshwright.models.initialise import Weights
 
-COPY = "huggingface"  # in the run folder: config and tokenizer of the folder that a run started from, for its export
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer.json", 500_000_000
 
 
@@ -84,7 +84,7 @@ def copy_companions(config: Config, run_folder: Path) -> None:
     """Copy config and tokenizer into the run folder: its export then needs nothing else."""
     if not config.run.start_from:
         return
-    source, out = Path(config.run.start_from), run_folder / COPY
+    source, out = Path(config.run.start_from), run_folder / ORIGINAL
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, *COMPANIONS):

@@ -16,6 +16,7 @@ import torch
 from meshwright.describe import hf
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
+from meshwright.describe.run_folder import ORIGINAL
 from meshwright.errors import MeshwrightError, unknown
 from meshwright.models.hf.export import Exported, export
 from meshwright.models.hf.folder import CONFIG
@@ -24,7 +25,6 @@ from meshwright.training.checkpoint.load import read_average
 from meshwright.training.checkpoint.manifest import Manifest, check_files, read_manifest
 from meshwright.training.checkpoint.state import AVERAGE, WEIGHT
 from meshwright.training.checkpoint.store import Entry, read
-from meshwright.training.start import COPY
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # in a config.json
@@ -85,7 +85,7 @@ def to_huggingface(
 
 def copied_folder(checkpoint: Path) -> Path | None:
     """The copy of the Transformers folder in the run folder of a checkpoint, RUN/checkpoints/step-…"""
-    copy = checkpoint.resolve().parents[1] / COPY
+    copy = checkpoint.resolve().parents[1] / ORIGINAL
     return copy if (copy / CONFIG).is_file() else None
 
 
