@@ -85,9 +85,9 @@ def work(context: Any, config: Config, pairs: int, block: int, every: int, folde
     from meshwright.training.data.samples import training_samples
     from meshwright.training.folder import RunFolder, StepWriter
     from meshwright.training.loop import Trainer
+    from meshwright.training.measurement import predicted
     from meshwright.training.metrics import Metrics
     from meshwright.training.record_comm import CommRecorder
-    from meshwright.training.run import predicted
 
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     samples = training_samples(config, 0)

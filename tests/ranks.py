@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.training import launch
 
-launch.PRELOAD += ["meshwright.proof.trace", "meshwright.training.work"]
+launch.PRELOAD += ["meshwright.proof.trace", "meshwright.training.worker"]
 launch.PRELOAD += [
     "transformers.models.llama.modeling_llama"
 ]  # seconds in every rank otherwise; ignored where it is missing

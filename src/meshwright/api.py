@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from meshwright.parallel.user_module.module import ParallelModule
     from meshwright.planner.result import Result
     from meshwright.proof.prove import Proof
+    from meshwright.training.measurement import Training
     from meshwright.training.records import StepRecord
-    from meshwright.training.run import Training
 
 
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:

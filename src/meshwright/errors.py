@@ -15,8 +15,11 @@ from collections.abc import Iterable, Sequence
 class MeshwrightError(ValueError):
     """One clear error. `code` is `MW-AREA-NNN`; the other fields are sentences or values for the user.
 
-    It is a `ValueError`, so that a pydantic validator may raise it and `describe.base` can pass it on unchanged.
+    It is a `ValueError`, so that a pydantic validator may raise it and `describe.base` can pass it on unchanged. A `quiet` error is
+    not printed: another process reports it.
     """
+
+    quiet = False
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ from meshwright.describe.run_folder import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder, check_unused, git_state
+from meshwright.training.measurement import predicted
 from meshwright.training.records import StepRecord
-from meshwright.training.run import predicted
 
 CONFIG = Config.from_parts(
     {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},

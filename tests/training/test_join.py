@@ -23,7 +23,7 @@ def test_placement_of_torchrun_and_slurm():
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}
     assert placement(torchrun) == Placement(3, 8, 1, "h0", 1234)
     restarted = {**torchrun, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert placement(restarted) == Placement(3, 8, 1, "h0", 1234, store_is_running=True, attempt="2")
+    assert placement(restarted) == Placement(3, 8, 1, "h0", 1234, store_is_running=True, restarts=2)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5", "SLURM_JOB_ID": "71234"}
     assert placement(slurm) is None  # in the batch script, which runs on the first node only
     slurm["SLURM_STEP_NODELIST"] = "gpu[03-04]"
@@ -117,19 +117,23 @@ def test_ranks_exchange_values_and_only_the_first_failure_is_reported():
     assert {error.exit_code for error in (zero, one, two)} == {3}
 
 
-def test_keys_of_an_ended_attempt_are_not_read():
-    """torchrun keeps its store: a restart has another number, and the same number again is refused."""
+def test_a_store_that_outlived_its_ranks():
+    """torchrun keeps its store: a rank that comes before the new rank 0 finds the session of ranks that have ended."""
     from torch import distributed
 
     server = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def meeting(attempt):
-        return Meeting(Placement(0, 1, 0, "127.0.0.1", server.port, True, attempt), 5.0)
+    def meeting(rank):
+        return Meeting(Placement(rank, 2, rank, "127.0.0.1", server.port, store_is_running=True), 10.0)
 
-    assert meeting("0").exchange("first") == ["first"]
-    assert meeting("1").exchange("second") == ["second"]
-    with pytest.raises(MeshwrightError, match=r"MW-RANK-009.*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        meeting("1").exchange("third")
+    for value in ("first", "second"):
+        found = {}
+        one = threading.Thread(target=lambda found=found, value=value: found.update(one=meeting(1).exchange(value)))
+        one.start()
+        time.sleep(0.2)
+        assert meeting(0).exchange(value) == [value, value]
+        one.join(10)
+        assert found["one"] == [value, value]
 
 
 def test_the_device_of_a_rank(monkeypatch):

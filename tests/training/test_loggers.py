@@ -15,8 +15,8 @@ from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder
 from meshwright.training.loggers import OPEN, Logging, check_loggers, flat, stable_name
+from meshwright.training.measurement import predicted
 from meshwright.training.records import StepRecord
-from meshwright.training.run import predicted
 
 CONFIG = Config.from_parts(
     {"hidden": 32, "layers": 2, "heads": 2, "ffn": 64, "vocab": 256},

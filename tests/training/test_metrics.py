@@ -14,8 +14,8 @@ import ranks
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import read_events, read_steps
 from meshwright.training.folder import RunFolder, StepWriter
+from meshwright.training.measurement import predicted
 from meshwright.training.records import StepRecord
-from meshwright.training.run import predicted
 from trace_format import problems
 
 STEPS = 6

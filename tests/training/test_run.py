@@ -11,9 +11,10 @@ from meshwright.describe.config import Config, load
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
+from meshwright.training.measurement import Training, measure, predicted
 from meshwright.training.page import page, percent
 from meshwright.training.records import RankReport, StepRecord
-from meshwright.training.run import Training, measure, predicted, run_training
+from meshwright.training.run import run_training
 from meshwright.view.report import page as report_page
 from meshwright.view.tables import console
 from meshwright.view.watch import progress_display
@@ -223,13 +224,14 @@ def test_steps_until_an_interruption_are_kept(tmp_path, error):
     (tmp_path / "difference.json").write_text("[]")  # of an earlier run
     with pytest.raises(error):
         run_training(config(), 10_000, folder=tmp_path, listen=interrupt)
-    assert len(read_steps(tmp_path)) == 6
+    steps = len(read_steps(tmp_path))
+    assert steps >= 6  # rank 0 writes on until it is ended
     assert state(tmp_path) == "stopped"
     measurement = json.loads((tmp_path / "measurement.json").read_text())
-    assert measurement["steps"] == len(measurement["loss"]) == 6
-    assert "interrupted after 6 of 10000 steps" in measurement["assumed"]
+    assert measurement["steps"] == len(measurement["loss"]) == steps
+    assert f"interrupted after {steps} of 10000 steps" in measurement["assumed"]
     assert json.loads((tmp_path / "difference.json").read_text())[0]["what"] == "step time"
-    assert "interrupted after 6 of 10000 steps" in report_page([tmp_path])  # `report` reads it
+    assert f"interrupted after {steps} of 10000 steps" in report_page([tmp_path])  # `report` reads it
 
 
 def test_a_diverged_run_exits_with_one(tmp_path, monkeypatch, capsys):

@@ -180,7 +180,8 @@ def exit_code_of(run: Callable[[], object], as_json: bool) -> int:
         discard_stdout()
         return 0
     except MeshwrightError as error:
-        print_error(error, as_json)
+        if not error.quiet:
+            print_error(error, as_json)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -53,6 +53,20 @@ class Failure:
         """Whether this failure only follows from the failure of another rank."""
         return self.state == "raised" and lost_connection(self.text)
 
+    @property
+    def summary(self) -> str:
+        """One line: which rank, and why."""
+        if self.error is not None:
+            return f"rank {self.rank}: {self.error['code']}: {self.error['what']}"
+        lines = [line for line in self.text.splitlines() if line.strip()] or [""]
+        return f"rank {self.rank} {self.state}: {lines[-1] if self.state == 'raised' else lines[0]}"
+
+
+class FailedElsewhere(MeshwrightError):
+    """Another rank failed and reports why; this one ends without a message."""
+
+    quiet = True
+
 
 class RankFailure(MeshwrightError):
     """A rank raised, died or hung; `text` is its traceback, `others` the tracebacks of ranks that failed after it."""

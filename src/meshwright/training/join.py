@@ -4,8 +4,11 @@ One process uses one GPU: that of its local rank, or the only one that it sees (
 
 Ranks meet in the store (`Meeting`) before any process group is made. So a missing rank is named after `timeout_s`, on every
 rank that is there, instead of an error about sockets; a rank whose checks fail reports it before the others wait for it; and ranks that
-share a GPU, or use different kinds of devices, are found. torchrun keeps its store when it restarts ranks: keys of an attempt begin with
-its number, otherwise ranks would find the addresses of processes that have ended.
+share a GPU, or use different kinds of devices, are found.
+
+torchrun keeps its store when it restarts ranks, and its agents may count restarts differently, so that ranks would look for each
+other under the addresses of processes that have ended. Therefore rank 0 names a session for each meeting, and confirms it to the
+processes that have signed in to it.
 """
 
 from __future__ import annotations
@@ -13,27 +16,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from torch import distributed
 
 from meshwright.comm.bench.session import host_name
 from meshwright.errors import MeshwrightError, listed
+from meshwright.training.failure import FailedElsewhere
 from meshwright.training.machine import gpu_count, resolve_backend, resolve_device
 from meshwright.training.placement import Placement
 from meshwright.training.rank import RankContext
 
 JOIN_TIMEOUT_S = 60.0
 GROUP_TIMEOUT_S = 600.0
+POLL_S = 0.02
 Result = TypeVar("Result")
-
-
-class FailedElsewhere(MeshwrightError):
-    """Another rank failed and reports why; this one ends without a message."""
 
 
 class Meeting:
@@ -41,6 +44,7 @@ class Meeting:
 
     def __init__(self, place: Placement, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         self.place, self.timeout = place, timedelta(seconds=timeout_s)
+        self.host, self.exchanges = host_name(), 0
         try:
             server = distributed.TCPStore(
                 place.address,
@@ -52,27 +56,49 @@ class Meeting:
             )
         except (RuntimeError, ValueError) as error:
             raise self._unreachable(error) from None
-        self.store = distributed.PrefixStore(f"meshwright/{place.attempt}", server)
-        self.exchanges = 0
+        lobby = distributed.PrefixStore("meshwright", server)
+        self.session = self._open_session(lobby) if place.rank == 0 else self._find_session(lobby)
+        self.store = distributed.PrefixStore(self.session, lobby)
+
+    def _open_session(self, lobby: Any) -> str:
+        """Rank 0 names a new session, waits until all ranks have signed in, and confirms who is in it."""
+        session = uuid4().hex
+        lobby.set("session", session)
+        signed = [f"{session}/{rank}" for rank in range(1, self.place.world)]
+        self._wait(lobby, ["", *signed], signed)
+        lobby.set(
+            f"{session}/members", json.dumps([text.decode() for text in lobby.multi_get(signed)] if signed else [])
+        )
+        return session
+
+    def _find_session(self, lobby: Any) -> str:
+        """The session that rank 0 confirms for this process. The name that is found first may be that of an earlier session, in a
+        store that outlived its ranks."""
+        own, session, until = uuid4().hex, "", time.monotonic() + self.timeout.total_seconds()
+        while time.monotonic() < until:
+            if lobby.check(["session"]) and (found := lobby.get("session").decode()) != session:
+                session = found
+                lobby.set(f"{session}/{self.place.rank}", own)
+            if session and lobby.check([f"{session}/members"]) and own in json.loads(lobby.get(f"{session}/members")):
+                return session
+            time.sleep(POLL_S)
+        signed = [f"{session}/{rank}" for rank in range(1, self.place.world)] if session else []
+        missing = [str(rank) for rank, key in enumerate(signed, 1) if not lobby.check([key])]
+        raise self._missing(missing or ["0"])
+
+    def _wait(self, store: Any, keys: Sequence[str], needed: Sequence[str]) -> None:
+        """Wait until the store has all needed keys; `keys` has one for each rank, to name the missing ones."""
+        try:
+            store.wait(list(needed), self.timeout)
+        except RuntimeError:
+            raise self._missing([str(r) for r, key in enumerate(keys) if key and not store.check([key])]) from None
 
     def exchange(self, value: Any) -> list[Any]:
         """The values (plain data) of all ranks, by rank. Raises on every rank with the names of ranks that do not come."""
         keys = [f"{self.exchanges}/{rank}" for rank in range(self.place.world)]
-        own = keys[self.place.rank]
-        if self.exchanges == 0 and self.store.check([own]):
-            raise MeshwrightError(
-                "MW-RANK-009",
-                "the store of the launcher still has the addresses of ranks that have ended",
-                why="torchrun started the ranks again after the number of nodes changed, and kept its store",
-                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
-            )
         self.exchanges += 1
-        self.store.set(own, json.dumps(value))
-        try:
-            self.store.wait(keys, self.timeout)
-        except RuntimeError:
-            missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise self._missing(missing) from None
+        self.store.set(keys[self.place.rank], json.dumps(value))
+        self._wait(self.store, keys, keys)
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def succeed(self, action: Callable[[], Result]) -> Result:
@@ -89,7 +115,7 @@ class Meeting:
         first = min(failed)
         if error is not None and self.place.rank == first:
             raise error
-        raise FailedElsewhere("MW-RANK-010", f"rank {first} failed and reports why", exit_code=failed[first])
+        raise FailedElsewhere("MW-RANK-009", f"rank {first} failed and reports why", exit_code=failed[first])
 
     def _unreachable(self, error: Exception) -> MeshwrightError:
         place = self.place
@@ -160,10 +186,11 @@ def join(
         device = device_of(device, place)
     else:
         device = meeting.succeed(lambda: device_of(device, place))
-        ranks = meeting.exchange({"host": host_name(), "device": device, "id": device_id(device)})
+        ranks = meeting.exchange({"host": meeting.host, "device": device, "id": device_id(device)})
         meeting.succeed(lambda: check_devices(ranks))
-        kind = device.partition(":")[0]
-        join_group(meeting, resolve_backend(backend, kind) if backend == "auto" else backend, device, group_timeout_s)
+        if backend == "auto":
+            backend = resolve_backend(backend, device.partition(":")[0])
+        join_group(meeting, backend, device, group_timeout_s)
     return RankContext(place.rank, place.world, device, lambda message: None)
 
 

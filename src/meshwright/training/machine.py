@@ -69,23 +69,24 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def check_machine(plan: Plan, prediction: Prediction, device: str, folder: Path | None, steps: int) -> None:
-    """Raise if this machine lacks the memory or the disk space for a run."""
+def check_machine(
+    plan: Plan, prediction: Prediction, device: str, folder: Path | None, steps: int, ranks: int = 0
+) -> None:
+    """Raise if this machine lacks the memory or the disk space for a run. `ranks` are those on this machine; 0: all."""
     if device == "cuda":
         check_gpu_memory(prediction)
     else:
-        check_cpu_memory(plan, prediction)
+        check_cpu_memory(plan, prediction, ranks)
     if folder is not None:
         check_disk(plan, folder, steps)
 
 
-def check_cpu_memory(plan: Plan, prediction: Prediction) -> None:
+def check_cpu_memory(plan: Plan, prediction: Prediction, ranks: int = 0) -> None:
     per_rank = [gib * GIB + PROCESS_BYTES for gib in prediction.tensors_gib]  # one value per pipeline rank
-    needed, available = sum(per_rank) * plan.world / len(per_rank), available_memory()
+    ranks = ranks or plan.world
+    needed, available = sum(per_rank) * ranks / len(per_rank), available_memory()
     if needed > available:
-        arithmetic = (
-            f"{plan.world} processes of up to {format_bytes(max(per_rank))} need {format_bytes(needed)} of memory"
-        )
+        arithmetic = f"{ranks} processes of up to {format_bytes(max(per_rank))} need {format_bytes(needed)} of memory"
         raise does_not_fit(plan, f"{arithmetic}, and {format_bytes(available)} are available")
 
 

@@ -26,7 +26,7 @@ class Placement(NamedTuple):
     address: str
     port: int
     store_is_running: bool = False  # torchrun's agent already serves the store
-    attempt: str = ""  # different for every restart of the ranks
+    restarts: int = 0  # of torchrun's agent on this host
 
 
 class Launcher(NamedTuple):
@@ -72,7 +72,7 @@ def _placed(environment: Mapping[str, str], launcher: Launcher, address: str) ->
             address or ("127.0.0.1" if environment[launcher.world] == "1" else ""),
             int(environment.get("MASTER_PORT", default_port)),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            environment.get("TORCHELASTIC_RESTART_COUNT", ""),
+            int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except (KeyError, ValueError) as error:
         why = f"{launcher.rank} and {launcher.world} are needed and must be numbers: {error}"

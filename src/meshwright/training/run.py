@@ -1,88 +1,38 @@
-"""A training run, seen from the parent process: check, start the ranks, record the steps, measure, compare.
+"""A training run, as its user starts it: check, predict, start ranks on this machine or join those of a launcher, return the result.
 
-The measurement is the median step after warm-up, with the 10th and 90th percentile as its band; it has the same fields
-as the prediction, so that the two subtract. `describe.run_folder` lists the files of the run folder; after an interruption the
-measurement is that of the steps until then.
+    no launcher in the environment       `elastic` starts the ranks here, and starts them anew after a failure
+    torchrun, Slurm, Open MPI, env://    this process is one rank (`launched`)
+
+Ranks do the work (`worker`), and rank 0 writes the run folder (`describe.run_folder` lists its files). All that watch a run read the
+folder, also the process that started it: `StepReader` reads the rows of finished steps while rank 0 appends them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from meshwright.calibrate.machine import IDLE_SHARE, MachineMeasurement
-from meshwright.comm.bench.interference import Moment, busy_cores
-from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
+from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
-from meshwright.describe.result import GIB, Difference, Measurement, Prediction
+from meshwright.describe.run_folder import STEPS, new_lines, read_about
 from meshwright.errors import MeshwrightError
-from meshwright.training import communication, launch, timeline
-from meshwright.training.calibration import Interference, with_this_machine
+from meshwright.training import launch
 from meshwright.training.data.sources import check_data
-from meshwright.training.folder import RunFolder
+from meshwright.training.folder import check_unused
+from meshwright.training.job import Job
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
-from meshwright.training.records import RankReport, StepRecord
-from meshwright.units import format_flops, format_seconds
-from meshwright.view.timeline import both_steps
+from meshwright.training.measurement import LoadWatch, Training, conclude_interrupted
+from meshwright.training.placement import placement
+from meshwright.training.records import StepRecord
 
-TARGET = "meshwright.training.work:work"
-SILENCE_S = 600.0
-
-
-@dataclass
-class Training:
-    """The result of a run: its steps, its measurement and its prediction."""
-
-    config: Config
-    steps: list[StepRecord]
-    measurement: Measurement
-    prediction: Prediction
-    device: str = "cpu"
-    interference: Interference | None = None  # unknown without a calibration of this machine
-    communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
-    timeline: dict[str, Any] | None = None
-
-    @property
-    def differences(self) -> list[Difference]:
-        """Predicted and measured values. Where a router's capacity drops token copies, only the run knows how many: the
-        traffic is predicted again for the share that was kept, so that both are of the same copies."""
-        kept = self.measurement.kept_copies
-        return self.measurement.compare(self.prediction, None if kept is None else routed_traffic(self.config, kept))
-
-    @property
-    def diverged_at(self) -> int | None:
-        """The first step whose loss is NaN or infinite."""
-        return next((record.step for record in self.steps if not isfinite(record.loss)), None)
-
-    @property
-    def comparable(self) -> bool:
-        """Whether the run used the kind of device that the prediction is for."""
-        return self.device != "cpu" or self.config.cluster.accelerator.name == "cpu"
-
-    def trace(self) -> dict[str, Any]:
-        """A measured and the simulated step in the trace-event format, for Perfetto; without events if none was traced."""
-        return both_steps(self.timeline, {"plan": self.config.plan.title()})
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "plan": self.config.plan.title(),
-            "not_run": list(self.config.model.not_run),
-            "device": self.device,
-            "diverged_at_step": self.diverged_at,
-            "interference": {**asdict(self.interference), "busy": self.interference.busy}
-            if self.interference
-            else None,
-            "router": self.steps[-1].router if self.steps else {},  # of the last step, for models with experts
-            "measurement": self.measurement.as_dict(),
-            "prediction": self.prediction.as_dict(),
-            "difference": [{**asdict(d), "error": d.error if np.isfinite(d.error) else None} for d in self.differences],
-        }
+TARGET = "meshwright.training.worker:local_rank"
+Listen = Callable[[StepRecord], None]
 
 
 def run_training(
@@ -93,12 +43,37 @@ def run_training(
     device: str = "cpu",
     backend: str = "auto",
     folder: Path | None = None,
-    listen: Callable[[StepRecord], None] | None = None,
+    listen: Listen | None = None,
     machine: MachineMeasurement | None = None,
-) -> Training:
-    """Train a plan for some steps on local processes. `listen` is called with the record of every finished step. With a
-    calibration of this `machine` its constants replace those of the plan's cluster and stack."""
+) -> Training | None:
+    """Train a plan for some steps. `listen` is called with the record of every finished step. With a calibration of this
+    `machine` its constants replace those of the plan's cluster and stack. Among ranks of a launcher, only rank 0 returns a result."""
+
+    def prepare(path: Path, ranks_here: int) -> Job:
+        return make_job(config, steps, seed, device, backend, path, ranks_here, machine)
+
+    place = placement(os.environ)
+    with kept_or_temporary(folder) as path:
+        if place is None:
+            return run_here(prepare(path, config.plan.world), listen, config.run.restarts if folder else 0)
+        from meshwright.training.launched import train_launched
+
+        return train_launched(place, prepare, path, listen)
+
+
+def make_job(
+    config: Config,
+    steps: int,
+    seed: int,
+    device: str,
+    backend: str,
+    folder: Path,
+    ranks_here: int,
+    machine: MachineMeasurement | None,
+) -> Job:
+    """Check a run, complete its configuration and predict it; raises if it is illegal or does not fit on this machine."""
     check(config, steps)
+    check_unused(folder)
     config = replace(
         config,
         data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
@@ -107,52 +82,10 @@ def run_training(
     )
     memory = config.cluster.accelerator.memory
     config = replace(config, plan=resolve_recompute(config.model, config.plan, config.workload, config.stack, memory))
-    device, watch = resolve_device(device, config.plan.world), LoadWatch(config, machine)
-    config, prediction = watch.config, watch.prediction
+    device, watch = resolve_device(device, ranks_here), LoadWatch(config, machine)
     backend = resolve_backend(backend, device)
-    check_machine(config.plan, prediction, device, folder, steps)
-    log = RunLog(config, prediction, folder, steps=steps, seed=seed, device=device, backend=backend)
-
-    def receive(rank: int, message: dict[str, Any]) -> None:
-        watch.step_finished()
-        log.add(StepRecord(**message))
-        if listen is not None:
-            listen(log.records[-1])
-
-    try:
-        reports = launch.run(
-            TARGET,
-            config.plan.world,
-            config,
-            steps,
-            seed,
-            silence=SILENCE_S,
-            group_timeout=SILENCE_S,
-            folder=folder,
-            listen=receive,
-            device=device,
-            backend=backend,
-        )
-    except BaseException as error:  # also Ctrl-C and SIGTERM: the steps until now are measured
-        if log.records:
-            measurement = measure(config, log.records, [], steps)
-            log.save(Training(config, log.records, measurement, prediction, device, watch.interference([])))
-        log.close(cause_of(error))
-        raise
-    ranks = communication.by_rank(config, reports, warmup_of(log.records))
-    training = Training(
-        config,
-        log.records,
-        measure(config, log.records, reports, steps, ranks),
-        prediction,
-        device,
-        watch.interference(reports),
-        communication.as_json(ranks, prediction, len(reports[0].recorded)) if ranks else None,
-        timeline.both_steps(config, reports),
-    )
-    log.save(training)
-    log.close("")
-    return training
+    check_machine(watch.config.plan, watch.prediction, device, folder, steps, ranks_here)
+    return Job(watch.config, watch, steps, seed, device, backend, folder)
 
 
 def check(config: Config, steps: int) -> None:
@@ -167,151 +100,80 @@ def check(config: Config, steps: int) -> None:
         check_start(config)
 
 
-def predicted(config: Config) -> Prediction:
-    return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
+@contextmanager
+def kept_or_temporary(folder: Path | None) -> Iterator[Path]:
+    """The run folder; without one, a temporary folder for the time of the run."""
+    if folder is not None:
+        yield folder
+        return
+    path = Path(tempfile.mkdtemp(prefix="meshwright-", dir=launch.memory_folder()))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def routed_traffic(config: Config, kept: float) -> dict[str, float]:
-    """Predicted traffic by axis if routers keep this share of the token copies: a capacity below 1 keeps at most itself."""
-    router = config.model.router.but(capacity=kept)
-    return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
+    """Train on ranks of this machine. The steps until an interruption or a failure are measured too."""
+    with launch.main_hidden(unless=False):
+        launch.ensure_forkserver(TARGET.partition(":")[0])  # it imports torch while this process does
+    from meshwright.training import elastic
 
-
-def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
-    """The share of token copies kept, by the ranks of the pipeline stage that sends the most bytes to experts."""
-    routing = [r for r in reports if r.kept_copies is not None]
-    if not routing:
-        return None
-    busiest = max(routing, key=lambda r: r.sent_bytes.get("ep", 0.0)).stage
-    return float(np.mean([r.kept_copies for r in routing if r.stage == busiest]))
-
-
-class LoadWatch:
-    """The prediction of a run for the load on this machine before it, and the load during its steps."""
-
-    def __init__(self, config: Config, machine: MachineMeasurement | None) -> None:
-        self.uncalibrated, self.machine, self.before = config, machine, 0.0
-        self.first: Moment | None = None
-        self.last: Moment | None = None
-        if machine is None:
-            self.config, self.prediction = config, predicted(config)
-            return
-        still_idle = IDLE_SHARE * machine.cores
-        idle, self.before = with_this_machine(config, machine), busy_cores(still_idle)
-        self.idle_s = predicted(idle).step_time_s
-        busy = self.before if self.before > still_idle else 0.0
-        self.config = with_this_machine(config, machine, busy) if busy else idle
-        assumed = [f"device, links and host times: {self.config.cluster.source}"]
-        if busy:
-            assumed.append(
-                f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
-            )
-        c = self.config
-        self.prediction = predict(c.model, c.cluster, c.plan, c.workload, c.stack, assumed)
-
-    def step_finished(self) -> None:
-        self.last = Moment.read()
-        self.first = self.first or self.last
-
-    def interference(self, reports: list[RankReport]) -> Interference | None:
-        """What other processes did; their load during the run is known only once all ranks have reported."""
-        if self.machine is None:
-            return None
-        during = loaded = None
-        if reports and self.first is not None and self.last is not None and self.last.wall > self.first.wall:
-            during = self.last.busy_cores_since(self.first, sum(r.cpu_s for r in reports))
-            loaded = predicted(with_this_machine(self.uncalibrated, self.machine, during)).step_time_s
-        return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
-
-
-def warmup_of(records: list[StepRecord]) -> int:
-    """The number of first steps that are not measured."""
-    return min(10, len(records) // 4)
-
-
-def measure(
-    config: Config,
-    records: list[StepRecord],
-    reports: list[RankReport],
-    steps: int,
-    ranks: Sequence[communication.RankParts] = (),
-) -> Measurement:
-    """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
-    no memory, no traffic and no parts. The parts have the shares of the mean step, and sum to the median one."""
-    warmup = warmup_of(records)
-    seconds = np.array([r.seconds for r in records[warmup:]])
-    low, middle, high = np.percentile(seconds, (10, 50, 90))
-    model, workload = config.model, config.workload
-    peak = config.cluster.accelerator.peak_for(workload.precision)
-    stages = sorted({report.stage for report in reports})
-    by_stage = [
-        {
-            "tensors": max(r.tensor_bytes for r in reports if r.stage == s) / GIB,
-            "process": max(r.process_bytes for r in reports if r.stage == s) / GIB,
-        }
-        for s in stages
-    ]
-    axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
-    assumed = ["traffic is what the step's collectives must send"]
-    busiest = communication.busiest(ranks) if ranks else None
-    scale = float(middle) / busiest.step_s if busiest is not None else 0.0
-    if len(records) < steps:
-        assumed.append(f"interrupted after {len(records)} of {steps} steps")
-    return Measurement(
-        step_time_s=float(middle),
-        step_time_low_s=float(low),
-        step_time_high_s=float(high),
-        exposed_s={part: s * scale for part, s in busiest.exposed_s.items()} if busiest is not None else {},
-        hidden_s={axis: s * scale for axis, s in busiest.hidden_s.items()} if busiest is not None else {},
-        memory_gib=max((stage["process"] for stage in by_stage), default=None),
-        memory_by_stage=by_stage,
-        traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
-        mfu=seconds_at_peak(model, config.cluster, config.plan, workload) / float(middle),
-        mfu_denominator=f"{config.plan.world} × {format_flops(peak)} of {config.cluster.accelerator.name}",
-        tokens_per_s=samples_per_step(model, workload) / float(middle),
-        steps=len(records),
-        warmup=warmup,
-        spread=float((high - low) / middle),
-        loss=[r.loss for r in records],
-        validation_loss=[(r.step, r.validation_loss) for r in records if r.validation_loss is not None],
-        kept_copies=kept_in_busiest_stage(reports),
-        assumed=assumed,
-    )
-
-
-class RunLog:
-    """The records of a run, written to its folder as they arrive (without a folder: kept in memory only)."""
-
-    def __init__(self, config: Config, prediction: Prediction, folder: Path | None, **about: Any) -> None:
-        self.records: list[StepRecord] = []
-        self.folder = RunFolder.create(folder, config, prediction, **about) if folder is not None else None
-        if self.folder is not None:
-            self.folder.begin_attempt(world=config.plan.world, plan=config.plan.title())
-
-    def add(self, record: StepRecord) -> None:
-        self.records.append(record)
-        if self.folder is not None:
-            self.folder.add(record)
-
-    def save(self, training: Training) -> None:
-        """Write the measurement and its difference from the prediction."""
-        if self.folder is None:
-            return
-        result = training.as_dict()
-        for name in ("measurement", "difference"):
-            self.folder.save(name, result[name])
-        if training.interference is not None:
-            self.folder.save("interference", result["interference"])
-        for name, content in (("communication", training.communication), ("timeline", training.timeline)):
-            if content is not None:
-                self.folder.save(name, content, indent=2 if name == "communication" else None)
-
-    def close(self, cause: str) -> None:
-        if self.folder is not None:
-            self.folder.end_attempt(cause)
-            self.folder.close()
+    reader = StepReader(job.folder, listen)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        training: Training = elastic.run(
+            TARGET,
+            job.config.plan.world,
+            job,
+            folder=job.folder,
+            restarts=restarts,
+            poll=reader.poll,
+            restarting=lambda cause: reader.next_attempt(),
+        )
+    except BaseException as error:  # also Ctrl-C and SIGTERM
+        conclude_interrupted(job.folder, job.config, job.steps, job.device, job.watch, cause_of(error))
+        raise
+    return training
 
 
 def cause_of(error: BaseException) -> str:
     """Why a run ended, for run.json: "stopped" after Ctrl-C and SIGTERM."""
     return "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else str(error) or type(error).__name__
+
+
+class StepReader:
+    """Reads the rows of finished steps from the run folder, and calls `listen` with each.
+
+    An attempt that resumes first removes the rows of steps that it repeats, and then notes itself in run.json. From then on its rows are
+    read: those that are new by attempt and step."""
+
+    def __init__(self, folder: Path, listen: Listen | None) -> None:
+        self.folder, self.listen = folder, listen
+        self.begun, self.offset, self.attempts = False, 0, self.count()
+        self.last = self.attempts - 1, float("inf")  # attempt and step
+        self.finished, self.tries = 0, 0  # steps of this attempt; attempts since the last one that finished a step
+
+    def next_attempt(self) -> bool:
+        """Wait for the rows of the next attempt; false if it is not worth one: the first attempt, or two in a row, finished no step."""
+        self.tries = 0 if self.finished else self.tries + 1
+        first = self.last[0] < 0
+        self.begun, self.offset, self.attempts, self.finished = False, 0, self.count(), 0
+        return not first and self.tries < 2
+
+    def count(self) -> int:
+        """Attempts that have begun."""
+        return len(read_about(self.folder).get("attempts", ()))
+
+    def poll(self) -> None:
+        self.begun = self.begun or self.count() > self.attempts
+        if not self.begun:
+            return
+        rows, self.offset = new_lines(self.folder / STEPS, self.offset)
+        for row in rows:
+            key = row.get("attempt", 0), row["step"]
+            if key > self.last:
+                self.last = key
+                self.finished += 1
+                if self.listen is not None:
+                    self.listen(StepRecord.of_row(row))

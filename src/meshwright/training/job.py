@@ -1,0 +1,31 @@
+"""What every rank of a run must know. The process that starts local ranks makes it; under a launcher each rank makes the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.describe.config import Config
+from meshwright.training.measurement import LoadWatch
+
+
+class Attempt(NamedTuple):
+    """One start of all ranks. After a failure follows the next one, which knows why."""
+
+    number: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of a plan: `config` is complete (recompute, paths of data, length of the schedule), and `watch` has its prediction."""
+
+    config: Config
+    watch: LoadWatch
+    steps: int  # in all, those before a resume included
+    seed: int
+    device: str  # cpu, cuda or auto: each rank finds its device
+    backend: str
+    folder: Path
+    resume: bool = False  # continue the run that is in the folder

@@ -1,0 +1,126 @@
+"""A rank that torchrun, Slurm, Open MPI, Kubernetes or Ray started: meet the others, check together, train.
+
+Every rank runs the same command, so every rank finds the same errors. They agree before anything starts: only the first rank that fails
+prints its error (`Meeting.succeed`). Later, a rank whose failure only follows from that of another one stays silent too: each writes its
+failure to the run folder, waits a second, and reads those of the others.
+
+Rank 0 prints and writes the run folder. What the others print goes to `rank-N.log` of the same folder, which should be on a disk that
+all hosts share; where it is not, each host gets the logs of its ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import distributed
+
+from meshwright.describe.run_folder import rank_log
+from meshwright.errors import MeshwrightError
+from meshwright.training.failure import (
+    INTERNAL_ERROR,
+    FailedElsewhere,
+    Failure,
+    error_of,
+    failure_of,
+    read_failures,
+    remove_failures,
+    root_cause,
+    write_failure,
+)
+from meshwright.training.job import Attempt, Job
+from meshwright.training.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.measurement import Training, conclude_interrupted
+from meshwright.training.placement import Placement
+from meshwright.training.worker import Listen, train
+
+GRACE_S = 1.0  # for other ranks to write their failures
+
+
+def train_launched(
+    place: Placement, prepare: Callable[[Path, int], Job], folder: Path, listen: Listen | None = None
+) -> Training | None:
+    """Train as one rank of a launcher; rank 0 returns the result. `prepare` makes the job from the run folder and the number of ranks
+    on this host."""
+    exists = distributed.is_initialized()  # Ray has made the group of its workers
+    meeting = Meeting(place._replace(store_is_running=place.store_is_running or exists))
+    ranks = meeting.exchange([str(folder), meeting.host, place.restarts])
+    folder, here = Path(ranks[0][0]), sum(host == meeting.host for _, host, _ in ranks)
+    restarts = max(count for *_, count in ranks)  # an agent counts only the failures of its own ranks
+    attempt = Attempt(restarts, last_cause(folder) if place.rank == 0 else "")
+    job = meeting.succeed(lambda: prepare(folder, here))
+    with logged_output(folder, place.rank):
+        try:
+            context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, None if exists else meeting)
+            return train(context, job, attempt, listen)
+        except (FailedElsewhere, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            traceback.print_exc()
+            shown = reported(folder, failure_of(place.rank, error))
+            if place.rank == 0:
+                conclude_interrupted(folder, job.config, job.steps, job.device, job.watch, root_of(folder))
+            raise shown from error
+        finally:
+            if not exists and distributed.is_initialized():
+                distributed.destroy_process_group()
+
+
+def last_cause(folder: Path) -> str:
+    """Why the attempt before ended, as its ranks wrote it; their failures are removed."""
+    cause = root_of(folder)
+    remove_failures(folder)
+    return cause
+
+
+def root_of(folder: Path) -> str:
+    """The root cause of the failures that ranks have written."""
+    failures = read_failures(folder)
+    return root_cause(failures).summary if failures else ""
+
+
+def reported(folder: Path, failure: Failure) -> MeshwrightError:
+    """The error that this rank shows for its failure: its own, or none if another rank shows the root cause."""
+    write_failure(folder, failure)
+    if not failure.is_consequence:
+        return error_of([failure], folder)
+    time.sleep(GRACE_S)
+    failures = read_failures(folder) or [failure]
+    root = root_cause(failures)
+    if not root.is_consequence or min(f.rank for f in failures) != failure.rank:
+        return FailedElsewhere("MW-RANK-009", f"rank {root.rank} failed and reports why", exit_code=INTERNAL_ERROR)
+    return MeshwrightError(
+        "MW-RANK-010",
+        f"rank {failure.rank} lost the connection to another rank",
+        why=f"No rank has reported another failure: a process was killed, or a host or the network is gone. Per-rank logs: {folder}",
+        exit_code=INTERNAL_ERROR,
+    )
+
+
+@contextlib.contextmanager
+def logged_output(folder: Path, rank: int) -> Iterator[None]:
+    """Send what this process prints to its log; not on rank 0, which shows the run."""
+    if rank == 0:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = os.dup(1), os.dup(2)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, stream in zip((1, 2), before, strict=True):
+            os.dup2(stream, number)
+            os.close(stream)
+        os.close(log)

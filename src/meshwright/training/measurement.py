@@ -1,0 +1,238 @@
+"""What a run measured, and how it differs from its prediction.
+
+The measurement is the median step after warm-up, with the 10th and 90th percentile as its band; it has the same fields
+as the prediction, so that the two subtract. After an interruption, and after a restart, it is that of the steps since then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.calibrate.machine import IDLE_SHARE, MachineMeasurement
+from meshwright.comm.bench.interference import Moment, busy_cores
+from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
+from meshwright.describe.config import Config
+from meshwright.describe.result import GIB, Difference, Measurement, Prediction
+from meshwright.describe.run_folder import RUN, read_steps
+from meshwright.training import communication, timeline
+from meshwright.training.calibration import Interference, with_this_machine
+from meshwright.training.folder import RunFolder
+from meshwright.training.records import RankReport, StepRecord
+from meshwright.units import format_flops, format_seconds
+from meshwright.view.timeline import both_steps
+
+
+@dataclass
+class Training:
+    """The result of a run: its steps, its measurement and its prediction."""
+
+    config: Config
+    steps: list[StepRecord]
+    measurement: Measurement
+    prediction: Prediction
+    device: str = "cpu"
+    interference: Interference | None = None  # unknown without a calibration of this machine
+    communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
+    timeline: dict[str, Any] | None = None
+
+    @property
+    def differences(self) -> list[Difference]:
+        """Predicted and measured values. Where a router's capacity drops token copies, only the run knows how many: the
+        traffic is predicted again for the share that was kept, so that both are of the same copies."""
+        kept = self.measurement.kept_copies
+        return self.measurement.compare(self.prediction, None if kept is None else routed_traffic(self.config, kept))
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The first step whose loss is NaN or infinite."""
+        return next((record.step for record in self.steps if not isfinite(record.loss)), None)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the run used the kind of device that the prediction is for."""
+        return self.device != "cpu" or self.config.cluster.accelerator.name == "cpu"
+
+    def trace(self) -> dict[str, Any]:
+        """A measured and the simulated step in the trace-event format, for Perfetto; without events if none was traced."""
+        return both_steps(self.timeline, {"plan": self.config.plan.title()})
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.config.plan.title(),
+            "not_run": list(self.config.model.not_run),
+            "device": self.device,
+            "diverged_at_step": self.diverged_at,
+            "interference": {**asdict(self.interference), "busy": self.interference.busy}
+            if self.interference
+            else None,
+            "router": self.steps[-1].router if self.steps else {},  # of the last step, for models with experts
+            "measurement": self.measurement.as_dict(),
+            "prediction": self.prediction.as_dict(),
+            "difference": [{**asdict(d), "error": d.error if np.isfinite(d.error) else None} for d in self.differences],
+        }
+
+
+def predicted(config: Config) -> Prediction:
+    return predict(config.model, config.cluster, config.plan, config.workload, config.stack)
+
+
+def routed_traffic(config: Config, kept: float) -> dict[str, float]:
+    """Predicted traffic by axis if routers keep this share of the token copies: a capacity below 1 keeps at most itself."""
+    router = config.model.router.but(capacity=kept)
+    return predicted(replace(config, model=config.model.but(router=router))).traffic_bytes
+
+
+def kept_in_busiest_stage(reports: list[RankReport]) -> float | None:
+    """The share of token copies kept, by the ranks of the pipeline stage that sends the most bytes to experts."""
+    routing = [r for r in reports if r.kept_copies is not None]
+    if not routing:
+        return None
+    busiest = max(routing, key=lambda r: r.sent_bytes.get("ep", 0.0)).stage
+    return float(np.mean([r.kept_copies for r in routing if r.stage == busiest]))
+
+
+class LoadWatch:
+    """The prediction of a run for the load on this machine before it, and the load during its steps."""
+
+    def __init__(self, config: Config, machine: MachineMeasurement | None) -> None:
+        self.uncalibrated, self.machine, self.before = config, machine, 0.0
+        self.first: Moment | None = None
+        self.last: Moment | None = None
+        if machine is None:
+            self.config, self.prediction = config, predicted(config)
+            return
+        still_idle = IDLE_SHARE * machine.cores
+        idle, self.before = with_this_machine(config, machine), busy_cores(still_idle)
+        self.idle_s = predicted(idle).step_time_s
+        busy = self.before if self.before > still_idle else 0.0
+        self.config = with_this_machine(config, machine, busy) if busy else idle
+        assumed = [f"device, links and host times: {self.config.cluster.source}"]
+        if busy:
+            assumed.append(
+                f"other processes keep using {busy:.1f} of {machine.cores:g} cores; idle: {format_seconds(self.idle_s)}"
+            )
+        c = self.config
+        self.prediction = predict(c.model, c.cluster, c.plan, c.workload, c.stack, assumed)
+
+    def begin(self) -> None:
+        """The first step has ended: from now on the load is measured."""
+        self.first = self.last = Moment.read()
+
+    def end(self) -> None:
+        """The last step has ended."""
+        self.last = Moment.read()
+
+    def interference(self, reports: list[RankReport]) -> Interference | None:
+        """What other processes did; their load during the run is known only once all ranks have reported."""
+        if self.machine is None:
+            return None
+        during = loaded = None
+        if reports and self.first is not None and self.last is not None and self.last.wall > self.first.wall:
+            during = self.last.busy_cores_since(self.first, sum(r.cpu_s for r in reports))
+            loaded = predicted(with_this_machine(self.uncalibrated, self.machine, during)).step_time_s
+        return Interference(self.machine.cores, self.before, during, self.idle_s, loaded)
+
+
+def warmup_of(records: list[StepRecord]) -> int:
+    """The number of first steps that are not measured."""
+    return min(10, len(records) // 4)
+
+
+def measure(
+    config: Config,
+    records: list[StepRecord],
+    reports: list[RankReport],
+    steps: int,
+    ranks: Sequence[communication.RankParts] = (),
+    earlier: int = 0,
+) -> Measurement:
+    """The measurement of a run of `steps` steps. After an interruption there are fewer records and no reports, and so
+    no memory, no traffic and no parts. The parts have the shares of the mean step, and sum to the median one. The first `earlier`
+    records are those of earlier attempts, which may have had another number of ranks: their times do not count."""
+    warmup = earlier + warmup_of(records[earlier:])
+    seconds = np.array([r.seconds for r in records[warmup:]])
+    low, middle, high = np.percentile(seconds, (10, 50, 90))
+    model, workload = config.model, config.workload
+    peak = config.cluster.accelerator.peak_for(workload.precision)
+    stages = sorted({report.stage for report in reports})
+    by_stage = [
+        {
+            "tensors": max(r.tensor_bytes for r in reports if r.stage == s) / GIB,
+            "process": max(r.process_bytes for r in reports if r.stage == s) / GIB,
+        }
+        for s in stages
+    ]
+    axes = dict.fromkeys(axis for report in reports for axis in report.sent_bytes)
+    assumed = ["traffic is what the step's collectives must send"]
+    busiest = communication.busiest(ranks) if ranks else None
+    scale = float(middle) / busiest.step_s if busiest is not None else 0.0
+    if len(records) < steps:
+        assumed.append(f"interrupted after {len(records)} of {steps} steps")
+    return Measurement(
+        step_time_s=float(middle),
+        step_time_low_s=float(low),
+        step_time_high_s=float(high),
+        exposed_s={part: s * scale for part, s in busiest.exposed_s.items()} if busiest is not None else {},
+        hidden_s={axis: s * scale for axis, s in busiest.hidden_s.items()} if busiest is not None else {},
+        memory_gib=max((stage["process"] for stage in by_stage), default=None),
+        memory_by_stage=by_stage,
+        traffic_bytes={axis: max(r.sent_bytes.get(axis, 0.0) for r in reports) for axis in axes},
+        mfu=seconds_at_peak(model, config.cluster, config.plan, workload) / float(middle),
+        mfu_denominator=f"{config.plan.world} × {format_flops(peak)} of {config.cluster.accelerator.name}",
+        tokens_per_s=samples_per_step(model, workload) / float(middle),
+        steps=len(records),
+        warmup=warmup,
+        spread=float((high - low) / middle),
+        loss=[r.loss for r in records],
+        validation_loss=[(r.step, r.validation_loss) for r in records if r.validation_loss is not None],
+        kept_copies=kept_in_busiest_stage(reports),
+        assumed=assumed,
+    )
+
+
+def conclude(
+    config: Config, folder: RunFolder, reports: list[RankReport], steps: int, device: str, watch: LoadWatch
+) -> Training:
+    """The result of a run, from the rows of its folder and the reports of its ranks (none if it was stopped); written to the folder."""
+    rows = read_steps(folder.path)
+    records = [StepRecord.of_row(row) for row in rows]
+    attempt = max((row.get("attempt", 0) for row in rows), default=0)
+    earlier = sum(row.get("attempt", 0) < attempt for row in rows)
+    first = records[earlier].step + warmup_of(records[earlier:]) if records else 0
+    ranks = communication.by_rank(config, reports, first)
+    training = Training(
+        config,
+        records,
+        measure(config, records, reports, steps, ranks, earlier),
+        watch.prediction,
+        device.partition(":")[0],
+        watch.interference(reports),
+        communication.as_json(ranks, watch.prediction, len(reports[0].recorded)) if ranks else None,
+        timeline.both_steps(config, reports),
+    )
+    result = training.as_dict()
+    contents = {name: result[name] for name in ("measurement", "difference", "interference")}
+    contents |= {"communication": training.communication, "timeline": training.timeline}
+    for name, content in contents.items():
+        if content is not None:
+            folder.save(name, content, indent=None if name == "timeline" else 2)
+    return training
+
+
+def conclude_interrupted(path: Path, config: Config, steps: int, device: str, watch: LoadWatch, cause: str) -> None:
+    """Measure the steps until a run was stopped or failed for the last time, unless rank 0 has done it."""
+    if not (path / RUN).is_file() or (path / "measurement.json").is_file():
+        return
+    folder = RunFolder.reopen(path, config, watch.prediction)
+    try:
+        if read_steps(path):
+            conclude(config, folder, [], steps, device, watch)
+        folder.end_attempt(cause)
+    finally:
+        folder.close()
