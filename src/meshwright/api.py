@@ -5,7 +5,7 @@
     plan        the fastest plan that fits                   → Result
     simulate    the step of a plan, walked rank by rank      → Simulation
     verify      parity of a plan with one device             → Proof
-    train       a plan on local processes                    → Training
+    train       a plan, on this machine or in every rank     → Training
     parallelize a plan on a user's own `nn.Module`           → ParallelModule
 
 The first argument is what a command takes: a plan file (`.toml`), a catalog name, a Hugging Face `config.json`, or an object (`Model`,
@@ -135,12 +135,14 @@ def verify(
 
 
 def train(
-    source: Any,
+    source: Any = "",
     *,
     steps: int | None = None,
     seed: int | None = None,
     learning_rate: float | None = None,
     start_from: str | Path = "",
+    save_every: int | None = None,
+    resume: str | Path | None = None,
     device: str = "auto",
     backend: str = "auto",
     out: str | Path | None = None,
@@ -150,20 +152,28 @@ def train(
     calibrate: bool = True,
     recalibrate: bool = False,
     announce: Callable[[str], None] | None = None,
-) -> Training:
-    """Train a plan on local processes and compare the run with its prediction.
+) -> Training | None:
+    """Train a plan and compare the run with its prediction: on processes of this machine, or as one rank of torchrun, Slurm, Open MPI or
+    Ray, where rank 0 gets the result and the other ranks None (docs/launching.md).
 
-    `steps`, `seed` and `learning_rate` replace those of the run file; `start_from` is a Transformers folder with the initial
-    weights. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `out` is the run folder (default: nothing
-    is written); `shrink` trains the small copy of the plan that `verify` uses; `listen` is called with the record of every
-    finished step. A run on CPU processes with gloo is predicted from a calibration of this machine, measured in seconds and
-    cached (`calibrate`); `recalibrate` measures anew; `announce` is called with what a calibration is doing.
+    `steps`, `seed`, `learning_rate` and `save_every` replace those of the run file; `start_from` is a Transformers folder with the
+    initial weights. `out` is the run folder (default: nothing is written); `resume` is the folder of a run to continue, by default with
+    its plan. `backend` is the one of torch.distributed: auto, gloo, meshwright or nccl. `shrink` trains the small copy of the plan that
+    `verify` uses; `listen` is called with the record of every finished step. A run on CPU processes with gloo is predicted from
+    a calibration of this machine, measured in seconds and cached (`calibrate`); `recalibrate` measures anew; `announce` is called with
+    what a calibration is doing.
     """
+    import os
+
     from meshwright.training import calibration
     from meshwright.training.machine import resolve_device
-    from meshwright.training.run import check, run_training
+    from meshwright.training.placement import placement
+    from meshwright.training.run import check, plan_of_run, run_training
 
+    if resume is not None:
+        source, out = source or plan_of_run(Path(resume)), resume
     given: dict[str, Any] = {"run.steps": steps, "run.seed": seed, "optimizer.learning_rate": learning_rate}
+    given["checkpoint.every"] = save_every
     given["run.start_from"] = json.dumps(str(start_from)) if start_from else None
     config = load(source, set=[*set, *(f"{path}={value}" for path, value in given.items() if value is not None)])
     steps, seed = config.run.steps, config.run.seed
@@ -173,7 +183,8 @@ def train(
         config, _ = small_config(config.check_trainable(), device)
     folder = Path(out) if out is not None else None
     machine = None
-    on_cpu = resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
+    started_here = placement(os.environ) is None
+    on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
         check(config, steps)
         machine = calibration.machine_measurement(config.plan.world, recalibrate=recalibrate, listen=announce)
@@ -186,6 +197,7 @@ def train(
         folder=folder,
         listen=listen,
         machine=machine,
+        resume=resume is not None,
     )
 
 

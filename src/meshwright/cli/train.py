@@ -1,4 +1,4 @@
-"""`meshwright train`: run a plan on local processes and compare the run with its prediction."""
+"""`meshwright train`: run a plan on this machine, or as one rank of a launcher, and compare the run with its prediction."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.errors import MeshwrightError
 
 
 def command(
-    plan: Path = typer.Argument(..., help="A plan file."),
+    plan: Path | None = typer.Argument(None, help="A plan file or run file. Default: that of the run to resume."),
     steps: int | None = typer.Option(
         None, "--steps", help="Number of training steps. Default: that of [run], or 100.", min=1, max=10**9
     ),
@@ -38,6 +39,17 @@ def command(
         help="gloo, meshwright (our collectives, on the CPU), nccl, or auto (nccl on GPUs, else gloo).",
     ),
     out: Path | None = typer.Option(None, "--out", help="The run folder. Default: runs/PLAN-TIME."),
+    save_every: int | None = typer.Option(
+        None,
+        "--save-every",
+        help="Steps between checkpoints. Default: that of [checkpoint], or only at the end.",
+        min=0,
+    ),
+    resume: Path | None = typer.Option(
+        None,
+        "--resume",
+        help="Continue the run in this folder, from its last good checkpoint, until it has done --steps.",
+    ),
     trace: Path | None = typer.Option(
         None, "--trace", help="Write a measured and the simulated step as one trace for Perfetto or chrome://tracing."
     ),
@@ -58,52 +70,72 @@ def command(
     settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
-    """Train a plan on local processes and compare the run with its prediction.
+    """Train a plan and compare the run with its prediction.
 
+    It starts one process for each rank on this machine; under torchrun, srun or mpirun it is one of their ranks (docs/launching.md).
     The text is that of [data] in the run file; without it, the source code of Python's standard library. Exit code 1 if the
     loss becomes NaN or infinite, 3 if the run does not fit on this machine."""
     import json
+    import os
     import time
     from functools import partial
 
     from meshwright import api
     from meshwright.cli.output import patient, writable
     from meshwright.training.page import page
+    from meshwright.training.placement import placement
+    from meshwright.training.run import plan_of_run
     from meshwright.view.tables import show, show_json
     from meshwright.view.watch import progress_display
 
     if start_from is not None:
         settings = [*settings, f"run.start_from={json.dumps(str(start_from))}"]
+    place = placement(os.environ)
+    chief = place is None or place.rank == 0  # the other ranks of a launcher print nothing
+    plan = plan or (plan_of_run(resume) if resume is not None else None)
+    if plan is None:
+        raise MeshwrightError(
+            "MW-CLI-005", "there is no plan to train", fix="meshwright train PLAN.toml, or --resume RUN"
+        )
+    if out is not None and resume is not None and out != resume:
+        raise MeshwrightError("MW-CLI-005", "--out and --resume name two folders", fix=f"--resume {resume}")
     config = api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings)
     if shrink:
         from meshwright.proof.shrink import small_config
 
         config, changes = small_config(config.check_trainable(), device)
-        if not as_json:
+        if chief and not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
-    folder = out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    writable(folder / "measurement.json", make=True)
-    writable(trace)
+    folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     run = partial(
         api.train,
         config,
         steps=steps,
         seed=seed,
         learning_rate=learning_rate,
+        save_every=save_every,
+        resume=resume,
         device=device,
         backend=backend,
         out=folder,
         calibrate=calibrate or recalibrate,
         recalibrate=recalibrate,
     )
+    if not chief:
+        run()
+        return
+    writable(folder / "measurement.json", make=True)
+    writable(trace)
     with kept_after_interruption(folder):
         if as_json:
             with patient("training", measurable=False):
                 training = run()
+            assert training is not None, "rank 0 has the result"
             show_json(training.as_dict())
         else:
             with progress_display(steps or config.run.steps, folder) as display:
                 training = run(announce=display.announce)
+            assert training is not None, "rank 0 has the result"
             show(page(training, str(folder)))
     if trace is not None:
         from meshwright.view.trace import write_trace

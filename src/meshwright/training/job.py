@@ -29,3 +29,4 @@ class Job:
     backend: str
     folder: Path
     resume: bool = False  # continue the run that is in the folder
+    saves: bool = True  # false if the folder is removed after the run: there are no checkpoints

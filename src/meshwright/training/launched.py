@@ -43,17 +43,17 @@ GRACE_S = 1.0  # for other ranks to write their failures
 
 
 def train_launched(
-    place: Placement, prepare: Callable[[Path, int], Job], folder: Path, listen: Listen | None = None
+    place: Placement, prepare: Callable[[Path, int, bool], Job], folder: Path, listen: Listen | None = None
 ) -> Training | None:
-    """Train as one rank of a launcher; rank 0 returns the result. `prepare` makes the job from the run folder and the number of ranks
-    on this host."""
+    """Train as one rank of a launcher; rank 0 returns the result. `prepare` makes the job from the run folder, the number of ranks
+    on this host, and whether this is a restart of the run."""
     exists = distributed.is_initialized()  # Ray has made the group of its workers
     meeting = Meeting(place._replace(store_is_running=place.store_is_running or exists))
     ranks = meeting.exchange([str(folder), meeting.host, place.restarts])
     folder, here = Path(ranks[0][0]), sum(host == meeting.host for _, host, _ in ranks)
     restarts = max(count for *_, count in ranks)  # an agent counts only the failures of its own ranks
     attempt = Attempt(restarts, last_cause(folder) if place.rank == 0 else "")
-    job = meeting.succeed(lambda: prepare(folder, here))
+    job = meeting.succeed(lambda: prepare(folder, here, restarts > 0))
     with logged_output(folder, place.rank):
         try:
             context = join(place, job.device, job.backend, GROUP_TIMEOUT_S, None if exists else meeting)

@@ -98,8 +98,8 @@ def decode(data: bytes) -> RankReport:
 
 
 def recorded_step(row: list[Any]) -> RecordedStep:
-    *fields, events = row
-    return RecordedStep(*fields, [CommEvent(*event) for event in events])
+    step, began, gradients, ended, events = row
+    return RecordedStep(step, began, gradients, ended, [CommEvent(*event) for event in events])
 
 
 def shifted(report: RankReport, offset: float) -> RankReport:
@@ -109,7 +109,7 @@ def shifted(report: RankReport, offset: float) -> RankReport:
 
     def step(found: RecordedStep) -> RecordedStep:
         events = [CommEvent(*e[:4], *(t + offset for t in e[4:])) for e in found.events]
-        return RecordedStep(found.step, *(t + offset for t in found[1:4]), events)
+        return RecordedStep(found.step, found.began + offset, found.gradients + offset, found.ended + offset, events)
 
     def intervals(found: list[Interval]) -> list[Interval]:
         return [x._replace(start=x.start + offset, end=x.end + offset) for x in found]

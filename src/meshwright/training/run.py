@@ -20,7 +20,7 @@ from pathlib import Path
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
-from meshwright.describe.run_folder import STEPS, new_lines, read_about
+from meshwright.describe.run_folder import PLAN, PREDICTION, STEPS, is_run, new_lines, read_about
 from meshwright.errors import MeshwrightError
 from meshwright.training import launch
 from meshwright.training.data.sources import check_data
@@ -45,17 +45,26 @@ def run_training(
     folder: Path | None = None,
     listen: Listen | None = None,
     machine: MachineMeasurement | None = None,
+    resume: bool = False,
 ) -> Training | None:
-    """Train a plan for some steps. `listen` is called with the record of every finished step. With a calibration of this
-    `machine` its constants replace those of the plan's cluster and stack. Among ranks of a launcher, only rank 0 returns a result."""
-
-    def prepare(path: Path, ranks_here: int) -> Job:
-        return make_job(config, steps, seed, device, backend, path, ranks_here, machine)
-
+    """Train a plan until it has done `steps` steps, or continue the run in the folder (`resume`). `listen` is called with the record of
+    every finished step. With a calibration of this `machine` its constants replace those of the plan's cluster and stack. Among ranks
+    of a launcher, only rank 0 returns a result."""
     place = placement(os.environ)
+
+    def prepare(path: Path, ranks_here: int, restarted: bool) -> Job:
+        if place is not None:
+            check_world(config, place.world)
+        if resume:
+            plan_of_run(path)
+        elif not restarted:
+            check_unused(path)
+        job = make_job(config, steps, seed, device, backend, path, ranks_here, machine)
+        return replace(job, resume=resume, saves=folder is not None)
+
     with kept_or_temporary(folder) as path:
         if place is None:
-            return run_here(prepare(path, config.plan.world), listen, config.run.restarts if folder else 0)
+            return run_here(prepare(path, config.plan.world, False), listen, config.run.restarts if folder else 0)
         from meshwright.training.launched import train_launched
 
         return train_launched(place, prepare, path, listen)
@@ -73,7 +82,6 @@ def make_job(
 ) -> Job:
     """Check a run, complete its configuration and predict it; raises if it is illegal or does not fit on this machine."""
     check(config, steps)
-    check_unused(folder)
     config = replace(
         config,
         data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
@@ -98,6 +106,25 @@ def check(config: Config, steps: int) -> None:
         from meshwright.training.start import check_start
 
         check_start(config)
+
+
+def check_world(config: Config, world: int) -> None:
+    """Raise if a launcher started another number of ranks than the plan has."""
+    if config.plan.world != world:
+        raise MeshwrightError(
+            "MW-MESH-001",
+            f"the plan needs {config.plan.world} ranks and {world} were started",
+            why=config.plan.title(),
+            fix=f"start {config.plan.world} processes, or find a plan for {world} with `meshwright plan`",
+        )
+
+
+def plan_of_run(folder: Path) -> Path:
+    """The plan file of a run that is to be continued; raises if there is no run in the folder."""
+    if not is_run(folder):
+        why = f"It has no {PLAN} and {PREDICTION} of a run"
+        raise MeshwrightError("MW-TRAIN-005", f"'{folder}' is not a run folder", why=why)
+    return folder / PLAN
 
 
 @contextmanager

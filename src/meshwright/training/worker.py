@@ -24,14 +24,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
+from typing import Any
 
 import torch
 from torch import distributed
 
 from meshwright.describe.config import Config
-from meshwright.describe.run_folder import rank_log
+from meshwright.describe.run_folder import CHECKPOINTS, rank_log
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.apply import apply
 from meshwright.parallel.numerics.precision import DTYPES
+from meshwright.training.checkpoint.background import Saver, checkpoint_group
+from meshwright.training.checkpoint.hook import Checkpoints
+from meshwright.training.checkpoint.resume import resume
 from meshwright.training.data.samples import training_samples, validation_samples
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
@@ -79,24 +84,31 @@ def local_rank(attempt: Attempt, job: Job) -> Training | None:
 def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | None = None) -> Training | None:
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
-    with deterministic_kernels(config.run.deterministic):
+    with deterministic_kernels(config.run.deterministic), run_folder(context, job, attempt) as folder:
         trainer = make_trainer(context, config, job.seed)
+        saver = make_saver(trainer, job, folder)
+        if attempt.number or job.resume:
+            resume_run(trainer, job, attempt, saver, folder)
+        if folder is not None:
+            title = config.plan.title()
+            folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=attempt.cause)
         usage = Usage(job)
-        with run_folder(context, job, attempt, trainer) as folder:
-            with CommRecorder(trainer) as recorder:
-                trainer.hooks += [*hooks_of(trainer, config, recorder), usage]
-                if folder is not None:
-                    trainer.hooks.append(StepRows(folder, listen))
-                for _ in trainer.until(job.steps):
-                    pass
-            trainer.hooks.clear()
-            reports = []
-            if not trainer.stopped:
-                reports = gather_reports(context, rank_report(context, trainer, job.steps, recorder, usage.cpu_s))
-            training = None
+        with CommRecorder(trainer) as recorder:
+            trainer.hooks += [*hooks_of(trainer, config, recorder), usage]
             if folder is not None:
-                training = conclude(config, folder, reports, job.steps, context.device, job.watch)
-                folder.end_attempt("stopped" if trainer.stopped else "")
+                trainer.hooks.append(StepRows(folder, listen))
+            if saver is not None:
+                trainer.hooks.append(Checkpoints(saver, config.checkpoint.every))
+            for _ in trainer.until(job.steps):
+                pass
+        trainer.hooks.clear()
+        reports = []
+        if not trainer.stopped:
+            reports = gather_reports(context, rank_report(context, trainer, job.steps, recorder, usage.cpu_s))
+        training = None
+        if folder is not None:
+            training = conclude(config, folder, reports, job.steps, context.device, job.watch)
+            folder.end_attempt("stopped" if trainer.stopped else "")
     trainer.loader.close()
     if distributed.is_initialized():
         distributed.barrier()  # no rank ends while another one still needs it
@@ -127,21 +139,49 @@ def hooks_of(trainer: Trainer, config: Config, recorder: CommRecorder) -> list[H
 
 
 @contextlib.contextmanager
-def run_folder(context: RankContext, job: Job, attempt: Attempt, trainer: Trainer) -> Iterator[RunFolder | None]:
+def run_folder(context: RankContext, job: Job, attempt: Attempt) -> Iterator[RunFolder | None]:
     """The run folder, locked by rank 0 as long as it trains; None on the other ranks."""
     if context.rank:
         yield None
         return
-    config, prediction = job.config, job.watch.prediction
     about = {"steps": job.steps, "seed": job.seed, "device": context.device.partition(":")[0], "backend": job.backend}
     make = RunFolder.reopen if attempt.number or job.resume else RunFolder.create
-    folder = make(job.folder, config, prediction, **about)
+    folder = make(job.folder, job.config, job.watch.prediction, **about)
     try:
-        plan = config.plan.title()
-        folder.begin_attempt(world=context.world, plan=plan, first_step=trainer.step, cause=attempt.cause)
         yield folder
     finally:
         folder.close()
+
+
+def make_saver(trainer: Trainer, job: Job, folder: RunFolder | None) -> Saver | None:
+    """What writes the checkpoints of a run; None if its folder is temporary. Rank 0 writes events about it."""
+    if not job.saves:
+        return None
+
+    settings, root, group = job.config.checkpoint, job.folder / CHECKPOINTS, checkpoint_group()
+    options: dict[str, Any] = {"keep": settings.keep, "asynchronous": settings.asynchronous}
+    if folder is not None:
+        options["report"] = folder.event
+    return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)
+
+
+def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None, folder: RunFolder | None) -> None:
+    """Continue from the last good checkpoint of the run folder; without one, from the first step."""
+    if saver is None:
+        return
+
+    def notify(text: str) -> None:
+        if folder is not None:
+            folder.event("resume", trainer.step, text)
+
+    resume(trainer, job.folder, saver.group, notify)
+    if attempt.number == 0 and trainer.step >= job.steps:
+        raise MeshwrightError(
+            "MW-TRAIN-004",
+            f"the run in '{job.folder}' has done {trainer.step} steps, and --steps is {job.steps}",
+            why="--steps is the number of steps in all, those before the resume included",
+            fix=f"--steps {2 * trainer.step}",
+        )
 
 
 class StepRows(Hook):
@@ -160,7 +200,8 @@ class Usage(Hook):
     """Seconds that the threads of this process computed after the first step, and on rank 0 the load of its machine meanwhile."""
 
     def __init__(self, job: Job) -> None:
-        self.watch, self.began, self.cpu_s = job.watch, None, 0.0
+        self.watch, self.cpu_s = job.watch, 0.0
+        self.began: float | None = None
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
         if self.began is None:

@@ -20,7 +20,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright import __version__
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.manifest import Manifest, SavedFile, SavedTensor, file_hash
@@ -41,7 +40,11 @@ def run_description(trainer: Trainer, data: dict[str, Any] | None = None) -> dic
         "replicas": replicas_of(trainer),
         "seed": parallel.seed,
         "data": data or {},
-        "versions": {"meshwright": __version__, "torch": torch.__version__, "safetensors": safetensors_version()},
+        "versions": {
+            "meshwright": version("meshwright"),
+            "torch": torch.__version__,
+            "safetensors": safetensors_version(),
+        },
     }
 
 
