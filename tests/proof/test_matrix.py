@@ -103,9 +103,10 @@ ON_OUR_BACKEND = (
 
 @pytest.mark.timeout(200)
 def test_layouts_on_the_backend_meshwright_train_what_one_device_trains():
-    """The same steps over our collectives: data, tensor, context and pipeline parallelism, ZeRO 2 and 3, and experts."""
+    """The same steps over our collectives: data, tensor, context and pipeline parallelism, ZeRO 2 and 3, experts, and Muon."""
     chosen = [layouts.Layout("llama", layouts.Plan(**fields)) for fields in ON_OUR_BACKEND]
     chosen.append(layouts.Layout("mixtral", layouts.Plan(replicate=4, ep=2)))
+    chosen.append(layouts.Layout("llama", layouts.Plan(shard=2, zero=1, tp=2), optimizer="muon"))
     one = train_on_one([layout.reference.job() for layout in chosen])
     by_rank = train(4, [layout.job() for layout in chosen], backend="meshwright")
     for i, layout in enumerate(chosen):

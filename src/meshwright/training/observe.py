@@ -9,7 +9,7 @@ with its group and its tensors. It counts the operation, the group, and n, the f
 A group of the backend `meshwright` is called without the dispatcher: it notifies the observer itself.
 
 Memory is the bytes of all live storages: added when an operator allocates one, removed when it is freed or resized
-(`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, errors of
+(`fully_shard` resizes). Storages from before the step (parameters, gradients, optimizer states, their moving average, errors of
 compressors) are added first.
 """
 
@@ -74,6 +74,8 @@ class Observer(TorchDispatchMode):
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self.memory.add(local_tensor(value))
+        for value in trainer.average.values if trainer.average is not None else ():
+            self.memory.add(value)
         for compressor in compressors_in(trainer.parallel.reductions):
             bases = compressor.bases if isinstance(compressor, PowerSGD) else {}
             for kept in (*compressor.feedback.errors.values(), *bases.values()):
