@@ -90,13 +90,13 @@ def stop_and_resume(context, cases, folder):
 
 CASES = [
     (1, [("dense", {"param_dtype": "fp16"}, {}, "float16"), ("dense", {"offload": "states"}, {"optimizer": "momentum"})]),
-    (2, [("dense", {"replicate": 2, "bucket": 2000}), ("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", ZBV),
-         ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}), ("experts", {"replicate": 2, "ep": 2}),
-         ("dense", {"replicate": 2, "average_every": 3}),
-         ("dense", {"replicate": 2, "compression": "powersgd"}), ("dense", {**Z3, "compression": "top-k"})]),
+    (2, [("dense", {**Z3, **BF16}, {}, "bfloat16"), ("tied", {"tp": 2, "sp": True}, {"optimizer": "muon"}),
+         ("experts", {"replicate": 2, "ep": 2}), ("dense", {"replicate": 2, "average_every": 3}),
+         ("dense", {"replicate": 2, "bucket": 2000, "compression": "powersgd"})]),
 ]  # fmt: skip
 MORE = [
     (1, [("dense", {}), ("tied", {"microbatch": 2}), ("experts", {}), ("dense", BF16, {}, "bfloat16"), ("dense", {}, {"optimizer": "sgd"})]),
+    (2, [("tied", ZBV), ("dense", {**Z3, "compression": "top-k"}), ("dense", {"replicate": 2, "bucket": 2000})]),
     (2, [("tied", {"shard": 2, "zero": 1}), ("dense", {"pp": 2}), ("dense", {"cp": 2}), ("dense", {"replicate": 2, "compression": "random-k"}),
          ("dense", {**Z3, "compression": "int8"}), ("dense", {"replicate": 2, "compression": "int4"}),
          ("experts", {**Z3, "ep": 2}, {"optimizer": "muon"}), ("dense", {"replicate": 2, "param_dtype": "fp16"}, {}, "float16")]),
@@ -151,10 +151,12 @@ def resume_under(context, cases, folder):
 
 
 CROSSINGS = [
-    ("tied", {"shard": 2, "zero": 3}, {1: [{}], 2: [{"tp": 2, "sp": True}, ZBV]}),
-    ("experts", {"replicate": 2, "ep": 2}, {1: [{}], 2: [{"tp": 2}, {**Z3, "ep": 2}]}),
-]  # fmt: skip
+    ("tied", Z3, {1: [{}], 2: [ZBV]}),
+    ("experts", {"replicate": 2, "ep": 2}, {2: [{"tp": 2}]}),
+]
 MORE_CROSSINGS = [
+    ("tied", Z3, {2: [{"tp": 2, "sp": True}]}),
+    ("experts", {"replicate": 2, "ep": 2}, {1: [{}], 2: [{**Z3, "ep": 2}]}),
     ("tied", {**Z3, "tp": 2}, {1: [{}], 2: [{"cp": 2, "zero": 3}, {"shard": 2, "zero": 1}, {"pp": 2}], 4: [{"tp": 2, "pp": 2}]}),
     ("experts", {"pp": 2, "ep": 2, "replicate": 2}, {2: [{"tp": 2}, Z3], 4: [{**Z3, "tp": 2}]}),
     ("dense", {}, {2: [Z3, {"tp": 2}, {"replicate": 2, "compression": "top-k"}]}),
@@ -256,6 +258,8 @@ def resume_another(context, folder):
     trainer.train_step()
     Saver(trainer, Path(folder), group).save(wait=True)
     codes, kept = [], True
+    if context.rank == 0:  # as if a process had been killed while it replaced this checkpoint
+        (Path(folder) / "step-00000001").rename(Path(folder) / ".replaced-step-00000001")
     for case in (("tied", {"tp": 2}), ("dense", {"tp": 2}, {"optimizer": "momentum"})):
         other = trainer_of(context, case)
         before = bits(other)

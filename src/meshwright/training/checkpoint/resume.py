@@ -38,7 +38,10 @@ def resume(
     trainer: Trainer, source: Path, group: ProcessGroup | None = None, notify: Notify = lambda text: None
 ) -> Resumed | None:
     """Fill a trainer from `source`: one checkpoint, or a run folder, of which the last good checkpoint is used. None if a run folder
-    has no checkpoint. A collective of a group of all ranks on the CPU; `notify` gets messages on the first rank."""
+    has no checkpoint. A collective of a group of all ranks on the CPU; `notify` gets messages on the first rank.
+
+    A run folder must be that of this run: what a killed process of it left unfinished is cleaned up."""
+    on_first(lambda: folder.recover(checkpoints_of(source)), group)
     found = open_checkpoint(source, group, notify)
     if found is None:
         return None
@@ -54,8 +57,7 @@ def open_checkpoint(
 ) -> Resumed | None:
     """The checkpoint to load, with its files verified; the ranks share the work. A checkpoint that was named must be good; of a run
     folder damaged ones are set aside and the last good one is used."""
-    if (source / folder.CHECKPOINTS).is_dir():
-        source = source / folder.CHECKPOINTS
+    source = checkpoints_of(source)
     if on_first(lambda: (source / MANIFEST).exists(), group):
         verify_together(source, group)
         return Resumed(source, read_manifest(source))
@@ -73,6 +75,12 @@ def open_checkpoint(
             aside = on_first(partial(set_aside, path), group)
             if is_first(group):
                 notify(f"{name} is damaged ({error.why}); it is now {aside}, and the checkpoint before it is used")
+
+
+def checkpoints_of(source: Path) -> Path:
+    """The folder of checkpoints in a run folder; other folders as they are."""
+    inner = source / folder.CHECKPOINTS
+    return inner if inner.is_dir() else source
 
 
 def set_aside(path: Path) -> str:
