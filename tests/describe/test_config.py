@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meshwright.describe import catalog
 from meshwright.describe.config import Config, configure, diff, load
 from meshwright.describe.files import LIMIT
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schema import schema
 from meshwright.errors import MeshwrightError
@@ -186,6 +187,48 @@ def test_bad_overrides(base, override, code, fix) -> None:
     assert error.code == code
     assert error.fix == fix or not fix
     assert len(str(error)) < 3000
+
+
+LONG = {
+    "kind": "longrope", "factor": 2.0, "original_positions": 16, "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0],
+    "interleaved": True, "attention_factor": 1.2,
+}  # fmt: skip
+
+
+def test_rotary_positions_windows_and_scales_round_trip_through_toml(tmp_path) -> None:
+    model = {
+        "hidden": 16,
+        "layers": 4,
+        "heads": 4,
+        "ffn": 16,
+        "vocab": 32,
+        "rope": LONG,
+        "window": 3,
+        "full_layers": [1, 2],
+    }
+    model |= {"sinks": True, "swiglu_limit": 7.0, "attention_scale": 0.5, "embedding_dropout": 0.1}
+    config = Config.from_parts(model, "dgx-h100", workload={"batch": 8, "seq": 64})
+    assert config.model.rope.long_factor == (2.0, 3.0)
+    path = tmp_path / "model.toml"
+    path.write_text(config.to_toml())
+    assert load(path).model == config.model
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_dim": 5},
+        {"positions": "learned", "rope": {"kind": "linear", "factor": 2.0}},
+        {"activation": "gelu", "swiglu_limit": 7.0},
+        {"rope": {"kind": "yarn", "factor": 2.0}},
+        {"rope": {"kind": "dynamic", "factor": 2.0}, "rope_dim": 2, "max_positions": 8},
+        {"rope": LONG | {"long_factor": [1.0]}},
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(fields) -> None:
+    with pytest.raises(MeshwrightError, match=r"MW-MODEL-009.*Fix: --set") as caught:
+        Model(hidden=16, layers=4, heads=4, ffn=16, vocab=32, **fields)
+    assert caught.value.exit_code == 2
 
 
 def test_a_round_trip_through_toml(base, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Small copies: legal, small, and with every flag and axis of the original."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,9 @@ from meshwright.describe.config import Config
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.models.rotary import frequencies
 from meshwright.proof.fold import AXES, axis_sizes, folds
-from meshwright.proof.small import shrink, small_copies, small_copy
+from meshwright.proof.small import shrink, small_copies, small_copy, small_seq
 
 FLAGS = (
     "kind",
@@ -130,6 +132,43 @@ def test_uneven_sizes_stay_uneven():
     tiny = shrink(model, plan, plan)
     assert tiny.layers % 2 == 1
     assert tiny.padded_vocab % 2 == 1
+
+
+ROPES = [
+    {"kind": "dynamic", "factor": 4.0},
+    {"kind": "yarn", "factor": 4.0, "original_positions": 4096},
+    {
+        "kind": "longrope",
+        "factor": 4.0,
+        "original_positions": 4096,
+        "short_factor": (1.0,) * 16,
+        "long_factor": (2.0,) * 16,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["kind"])
+def test_scaled_rotary_positions_and_windows_stay_in_the_small_copy(rope):
+    """The sequence of the copy is longer than the original positions, and it has a layer with a window and one without."""
+    model = Model(
+        hidden=512,
+        layers=8,
+        heads=8,
+        ffn=512,
+        vocab=99,
+        max_positions=16384,
+        rope=rope,
+        rope_dim=32,
+        window=64,
+        full_layers=(6, 7),
+    )
+    plan = Plan(tp=2)
+    tiny = shrink(model, plan, plan)
+    assert tiny.rope.kind == rope["kind"]
+    assert tiny.rotated_width == 4
+    seq = small_seq(plan)
+    assert not torch.equal(frequencies(tiny, seq), frequencies(tiny.but(rope={}), seq))
+    assert {tiny.sees_all(i) for i in range(tiny.layers)} == {True, False}
 
 
 def test_layers_per_stage_shrink_and_stay_uneven():
