@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.describe.config import Config
+from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_events
 from meshwright.errors import MeshwrightError
 from meshwright.training.folder import RunFolder
@@ -88,6 +90,18 @@ def test_every_logger_receives_each_nth_row(folder: RunFolder, calls: list[tuple
     assert ("validation_loss", 4.5, 1) in scalars
     assert {"wandb.finish", "mlflow.end_run", "trackio.finish", "tensorboard.close"} <= {name for name, *_ in calls}
     assert read_events(folder.path) == []
+
+
+def test_a_worker_logs_where_the_run_file_says_so(folder: RunFolder, calls: list[tuple[Any, ...]]) -> None:
+    from meshwright.training.worker import writers_of
+
+    trainer: Any = SimpleNamespace(step=5)
+    named = replace(CONFIG, run=Run(loggers=("trackio",), log_every=3))
+    for config, kinds in ((CONFIG, ["StepRows"]), (named, ["StepRows", "Logging"])):
+        assert [type(hook).__name__ for hook in writers_of(trainer, config, folder, None)] == kinds
+    hook = writers_of(trainer, named, folder, None)[-1]
+    assert isinstance(hook, Logging)
+    assert (hook.every, hook.step, list(hook.loggers)) == (3, 5, ["trackio"])
 
 
 def test_nothing_leaves_this_machine_by_default(folder: RunFolder, calls: list[tuple[Any, ...]]) -> None:

@@ -43,7 +43,7 @@ def train(context: Any, config: Config, path: str) -> list[StepRecord]:
     parallel = apply(config.model, config.plan, config.workload, context.rank)
     trainer = Trainer(parallel, training_samples(config, 0))
     with CommRecorder(trainer) as recorder:
-        trainer.hooks += [Profiler(Path(path), 2, folder), Metrics(config, recorder)]
+        trainer.hooks += [Profiler(Path(path), 2, STEPS, folder), Metrics(config, recorder)]
         trainer.hooks += [StepWriter(folder)] if folder is not None else []
         return trainer.train(STEPS)
 

@@ -9,6 +9,7 @@ import pytest
 import ranks  # noqa: F401  preloads what ranks need
 from meshwright.describe.config import Config, load
 from meshwright.describe.optimizer import Optimizer
+from meshwright.describe.run import Run
 from meshwright.describe.run_folder import read_steps, state
 from meshwright.errors import MeshwrightError
 from meshwright.training.measurement import Training, measure, predicted
@@ -34,7 +35,8 @@ def with_rate(made, learning_rate):
 
 def test_training_learns_and_is_measured(tmp_path):
     with progress_display(24, tmp_path) as display:
-        training = run_training(with_rate(config(tp=2), 5e-3), 24, folder=tmp_path)
+        made = replace(with_rate(config(tp=2), 5e-3), run=Run(profile_steps=2))
+        training = run_training(made, 24, folder=tmp_path)
     m = training.measurement
     assert len(display.run.rows) == m.steps == 24
     assert sum(m.loss[-4:]) / 4 < m.loss[0] - 0.5
@@ -50,6 +52,8 @@ def test_training_learns_and_is_measured(tmp_path):
     rows = read_steps(tmp_path)
     assert [r["loss"] for r in rows] == m.loss
     assert [StepRecord.of_row(r) for r in rows] == training.steps
+    assert {"mfu", "memory_gib", "learning_rate", "exposed_s"} <= set(rows[0])
+    assert sorted(file.name for file in (tmp_path / "profile").iterdir()) == ["rank-0.json", "rank-1.json"]
     assert state(tmp_path) == "done"
     assert json.loads((tmp_path / "measurement.json").read_text())["steps"] == 24
     assert json.loads((tmp_path / "prediction.json").read_text())["step_time_s"] > 0

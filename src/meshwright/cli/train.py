@@ -50,6 +50,12 @@ def command(
         "--resume",
         help="Continue the run in this folder, from its last good checkpoint, until it has done --steps.",
     ),
+    profile: int | None = typer.Option(
+        None,
+        "--profile",
+        help="Steps of which torch's profiler writes traces to profile/ in the run folder. Default: that of [run], or none.",
+        min=0,
+    ),
     trace: Path | None = typer.Option(
         None, "--trace", help="Write a measured and the simulated step as one trace for Perfetto or chrome://tracing."
     ),
@@ -90,6 +96,7 @@ def command(
 
     if start_from is not None:
         settings = [*settings, f"run.start_from={json.dumps(str(start_from))}"]
+    settings = settings if profile is None else [*settings, f"run.profile_steps={profile}"]
     place = placement(os.environ)
     chief = place is None or place.rank == 0  # the other ranks of a launcher print nothing
     plan = plan or (plan_of_run(resume) if resume is not None else None)

@@ -37,16 +37,17 @@ STEP, GRADIENTS, UPDATE = "step", "forward and backward", "norm and update"
 
 
 class Profiler(Hook):
-    """Profiles `steps` steps. It stands in front of the other hooks, whose work then is not in the trace."""
+    """Profiles `steps` steps of a training that ends with step `end`. It stands in front of the other hooks, whose work then is not
+    in the trace."""
 
-    def __init__(self, folder: Path, steps: int, writer: RunFolder | None = None) -> None:
-        self.folder, self.steps, self.writer = folder, steps, writer
+    def __init__(self, folder: Path, steps: int, end: int, writer: RunFolder | None = None) -> None:
+        self.folder, self.steps, self.end, self.writer = folder, steps, end, writer
         self.first = 0
         self.running: profile | None = None
         self.spans: list[AbstractContextManager[Any]] = []
 
     def start(self, trainer: Trainer) -> None:
-        self.first = trainer.step + WARMUP
+        self.first = min(trainer.step + WARMUP, max(trainer.step, self.end - self.steps))
 
     def before_step(self, trainer: Trainer) -> None:
         if trainer.step == self.first and is_profiled(trainer):

@@ -102,6 +102,10 @@ def check(config: Config, steps: int) -> None:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
     config.check_trainable()
     check_data(config)
+    if config.run.loggers:
+        from meshwright.training.loggers import check_loggers
+
+        check_loggers(config.run.loggers)
     if config.run.start_from:
         from meshwright.training.start import check_start
 

@@ -41,14 +41,16 @@ from meshwright.training.data.samples import training_samples, validation_sample
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
 from meshwright.training.failure import failure_of, write_failure
-from meshwright.training.folder import RunFolder
+from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Attempt, Job
 from meshwright.training.join import GROUP_TIMEOUT_S, Meeting, join
+from meshwright.training.loggers import Logging
 from meshwright.training.loop import Trainer
 from meshwright.training.measurement import Training, conclude
 from meshwright.training.metrics import Metrics
 from meshwright.training.placement import placement
+from meshwright.training.profile import Profiler
 from meshwright.training.rank import RankContext, end_with_parent, prepare_local_rank, redirect_output
 from meshwright.training.rank_report import rank_report
 from meshwright.training.record_comm import CommRecorder
@@ -94,9 +96,9 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
             folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=attempt.cause)
         usage = Usage(job)
         with CommRecorder(trainer) as recorder:
-            trainer.hooks += [*hooks_of(trainer, config, recorder), usage]
+            trainer.hooks += [*hooks_of(trainer, job, recorder, folder), usage]
             if folder is not None:
-                trainer.hooks.append(StepRows(folder, listen))
+                trainer.hooks += writers_of(trainer, config, folder, listen)
             if saver is not None:
                 trainer.hooks.append(Checkpoints(saver, config.checkpoint.every))
             for _ in trainer.until(job.steps):
@@ -130,11 +132,23 @@ def make_trainer(context: RankContext, config: Config, seed: int) -> Trainer:
     return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
 
 
-def hooks_of(trainer: Trainer, config: Config, recorder: CommRecorder) -> list[Hook]:
+def hooks_of(trainer: Trainer, job: Job, recorder: CommRecorder, folder: RunFolder | None) -> list[Hook]:
     """The hooks of every rank, the nearest to the step first."""
-    hooks: list[Hook] = [Metrics(config, recorder)]
+    config = job.config
+    hooks: list[Hook] = []
+    if config.run.profile_steps:
+        hooks.append(Profiler(job.folder, config.run.profile_steps, job.steps, folder))
+    hooks.append(Metrics(config, recorder))
     if (validation := validation_samples(config)) is not None:
         hooks.append(Evaluation(trainer, validation, config.data.eval_every))
+    return hooks
+
+
+def writers_of(trainer: Trainer, config: Config, folder: RunFolder, listen: Listen | None) -> list[Hook]:
+    """The hooks of rank 0 that write the records of steps, which all other hooks have completed."""
+    hooks: list[Hook] = [StepRows(folder, listen)]
+    if config.run.loggers:
+        hooks.append(Logging(config.run.loggers, config.run.log_every, folder, config, trainer.step))
     return hooks
 
 
@@ -184,14 +198,15 @@ def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None
         )
 
 
-class StepRows(Hook):
-    """Rank 0 writes the row of every step."""
+class StepRows(StepWriter):
+    """Rank 0 writes the row of every step, and calls `listen` with its record."""
 
     def __init__(self, folder: RunFolder, listen: Listen | None) -> None:
-        self.folder, self.listen = folder, listen
+        super().__init__(folder)
+        self.listen = listen
 
     def after_step(self, trainer: Trainer, record: StepRecord) -> None:
-        self.folder.add(record)
+        super().after_step(trainer, record)
         if self.listen is not None:
             self.listen(record)
 
