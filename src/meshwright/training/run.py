@@ -20,7 +20,7 @@ from pathlib import Path
 from meshwright.calibrate.machine import MachineMeasurement
 from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
-from meshwright.describe.run_folder import PLAN, PREDICTION, STEPS, is_run, new_lines, read_about
+from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.training import launch
 from meshwright.training.data.sources import check_data
@@ -174,37 +174,23 @@ def cause_of(error: BaseException) -> str:
 
 
 class StepReader:
-    """Reads the rows of finished steps from the run folder, and calls `listen` with each.
-
-    An attempt that resumes first removes the rows of steps that it repeats, and then notes itself in run.json. From then on its rows are
-    read: those that are new by attempt and step."""
+    """Calls `listen` with each finished step, as the run folder has it."""
 
     def __init__(self, folder: Path, listen: Listen | None) -> None:
-        self.folder, self.listen = folder, listen
-        self.begun, self.offset, self.attempts = False, 0, self.count()
-        self.last = self.attempts - 1, float("inf")  # attempt and step
+        self.follower, self.listen = RunFollower(folder), listen
+        self.steps = len(self.follower.new_steps())  # in all attempts; `listen` does not get those before a resume
         self.finished, self.tries = 0, 0  # steps of this attempt; attempts since the last one that finished a step
 
     def next_attempt(self) -> bool:
-        """Wait for the rows of the next attempt; false if it is not worth one: the first attempt, or two in a row, finished no step."""
+        """Whether another attempt is worth it: not if the first one, or two in a row, finished no step."""
+        self.poll()
         self.tries = 0 if self.finished else self.tries + 1
-        first = self.last[0] < 0
-        self.begun, self.offset, self.attempts, self.finished = False, 0, self.count(), 0
-        return not first and self.tries < 2
-
-    def count(self) -> int:
-        """Attempts that have begun."""
-        return len(read_about(self.folder).get("attempts", ()))
+        self.finished = 0
+        return self.steps > 0 and self.tries < 2
 
     def poll(self) -> None:
-        self.begun = self.begun or self.count() > self.attempts
-        if not self.begun:
-            return
-        rows, self.offset = new_lines(self.folder / STEPS, self.offset)
-        for row in rows:
-            key = row.get("attempt", 0), row["step"]
-            if key > self.last:
-                self.last = key
-                self.finished += 1
-                if self.listen is not None:
-                    self.listen(StepRecord.of_row(row))
+        for row in self.follower.new_steps():
+            self.steps += 1
+            self.finished += 1
+            if self.listen is not None:
+                self.listen(StepRecord.of_row(row))
