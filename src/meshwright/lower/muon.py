@@ -116,6 +116,8 @@ def updated_elements(program: StepProgram, held: StageBlocks) -> dict[str, tuple
 
 def step_ops(program: StepProgram, held: StageBlocks) -> list[Op]:
     """What the ranks that hold these blocks do for Muon once per step, besides the update of each element."""
+    if not program.matrices:
+        return []
     b, ops = program.batch, []
     found = [(held.counts[block], m) for block, several in program.matrices.items() for m in several]
     for group, (_, shard, _) in DATA_AXES.items():
