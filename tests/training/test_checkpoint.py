@@ -187,7 +187,11 @@ def save_on_a_full_disk(context, folder):
     events, errors = [], []
     trainer = trainer_of(context, ("dense", {"replicate": 2}))
     saver = Saver(
-        trainer, Path(folder), checkpoint_group(), report=lambda kind, step, text, **fields: events.append(kind)
+        trainer,
+        Path(folder),
+        checkpoint_group(),
+        report=lambda kind, step, text, **fields: events.append(kind),
+        sync=lambda: events.append("sync"),
     )
     trainer.hooks.append(Checkpoints(saver, every=1))
     for limit in (resource.RLIM_INFINITY, 1000, resource.RLIM_INFINITY):
@@ -205,7 +209,7 @@ def test_a_full_disk_on_one_rank_is_an_event_and_training_goes_on(tmp_path):
         assert errors == [None, "MW-CKPT-007", None]
         assert steps == [1, 3]
         assert names == ["step-00000001", "step-00000003"]
-    finished, failed = ["checkpoint-begun", "checkpoint-finished"], ["checkpoint-begun", "checkpoint-failed"]
+    finished, failed = (["checkpoint-begun", "sync", f"checkpoint-{end}"] for end in ("finished", "failed"))
     assert results[0][0] == [*finished, *failed, *finished]
     assert results[1][0] == []
 

@@ -167,7 +167,7 @@ class RunFolder:
 
     def sync(self) -> None:
         """Make sure that all rows until now survive a loss of power."""
-        for descriptor in self.files.values():
+        for descriptor in list(self.files.values()):  # a thread that writes a checkpoint calls this
             os.fsync(descriptor)
 
     def close(self) -> None:

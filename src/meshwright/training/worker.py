@@ -175,7 +175,7 @@ def make_saver(trainer: Trainer, job: Job, folder: RunFolder | None) -> Saver | 
     settings, root, group = job.config.checkpoint, job.folder / CHECKPOINTS, checkpoint_group()
     options: dict[str, Any] = {"keep": settings.keep, "asynchronous": settings.asynchronous}
     if folder is not None:
-        options["report"] = folder.event
+        options |= {"report": folder.event, "sync": folder.sync}
     return Saver(trainer, root, group, data=job.config.data.as_dict(), **options)
 
 
@@ -186,7 +186,7 @@ def resume_run(trainer: Trainer, job: Job, attempt: Attempt, saver: Saver | None
 
     def notify(text: str) -> None:
         if folder is not None:
-            folder.event("resume", trainer.step, text)
+            folder.event("resumed", trainer.step, text)
 
     resume(trainer, job.folder, saver.group, notify)
     if attempt.number == 0 and trainer.step >= job.steps:

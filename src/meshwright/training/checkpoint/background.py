@@ -44,7 +44,8 @@ def checkpoint_group() -> ProcessGroup | None:
 
 
 class Saver:
-    """Saves the state of a trainer under `root`. `report` gets events on the first rank; `stalled_s` is what saves cost the loop."""
+    """Saves the state of a trainer under `root`. On the first rank `report` gets events, and `sync` is called before a checkpoint is
+    complete: it makes the rows of its steps durable. `stalled_s` is what saves cost the loop."""
 
     def __init__(
         self,
@@ -56,11 +57,13 @@ class Saver:
         asynchronous: bool = True,
         data: dict[str, Any] | None = None,
         report: Report = lambda kind, step, text, **fields: None,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         self.trainer, self.root, self.group = trainer, root, group
         self.keep, self.asynchronous = keep, asynchronous
         self.description = run_description(trainer, data)
         self.report: Report = report if is_first(group) else lambda kind, step, text, **fields: None
+        self.sync = sync if is_first(group) else lambda: None
         self.stalled_s = 0.0
         self.saved_step: int | None = None  # the last one that is complete
         self._copies: dict[str, torch.Tensor] = {}
@@ -134,6 +137,7 @@ class Saver:
         began = time.perf_counter()
         self._error = None
         try:
+            self.sync()
             path, size = save(self.root, state, self.description, self.group, self.keep)
         except MeshwrightError as error:
             self._fail(state.step, error)
