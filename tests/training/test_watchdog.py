@@ -40,7 +40,7 @@ def watched(tmp_path, rank=0, world=1, **more):
         world,
         HeartbeatFolder(tmp_path, "one"),
         more.pop("activity", Idle()),
-        report=errors.append,
+        report=lambda error, rank: errors.append(error),
         leave=lambda code: errors.append(code),
         **more,
     )
@@ -149,7 +149,9 @@ def test_own_work_is_the_step_without_blocked_time(tmp_path):
         CommEvent("dp", "all_reduce", 8, -1, 1.0, 1.5, 2.0, 3.0, 3.0),
         CommEvent("dp", "all_reduce", 8, -1, 2.5, 2.6, 3.5, 4.0, 4.0),
     ]
-    activity.steps.append(RecordedStep(0, 0.0, 4.5, 5.0, events))
+    for step in range(9):
+        assert dog.beat(0.0).own_s == 0.0  # too few steps
+        activity.steps.append(RecordedStep(step, 0.0, 4.5, 5.0, events))
     dog.beat(0.0)
     assert dog.folder.read(0).own_s == pytest.approx(5.0 - 0.5 - 1.0 - 0.5)
 
@@ -158,10 +160,9 @@ def test_slow_ranks_are_noted_once_and_so_is_their_recovery(tmp_path):
     notes = []
     dog, _ = watched(tmp_path, world=3, note=lambda kind, text: notes.append((kind, text)))
     dogs = [dog, *(watched(tmp_path, rank, 3)[0] for rank in (1, 2))]
-    for slow in (3.0, 3.0, 1.0):
+    for slow in (3.0, 1.0, 3.0, 3.0, 3.0, 1.0):
         for one in dogs:
-            one.own.clear()
-            one.own.append(slow if one.rank == 2 else 1.0)
+            one.own.extend([slow if one.rank == 2 else 1.0] * one.own.maxlen)
             one.seconds.append(3.0)
             one.beat(0.0)
         dog.name_slow_ranks()
@@ -194,7 +195,7 @@ def hanging(context, folder, kind):
             HeartbeatFolder(Path(folder), "one"),
             recorder,
             hang_s=3.0,
-            report=lambda error: context.send(str(error)),
+            report=lambda error, rank: context.send(str(error)),
         )
         trainer.hooks += [dog, Injector([Fault(kind, 1, 6)], context.rank, Path(folder))]
         trainer.train(1000 if kind != "none" else 5)

@@ -55,6 +55,8 @@ EVENT_KINDS = {
     "resumed": "what a resume found damaged, or could not carry over to another plan",
     "restart": "another attempt begins, at `step`",
     "fault": "why an attempt ended: a killed, hung or failed rank",
+    "rollback": "all ranks went back to the last good checkpoint: a loss spike, or NaN gradients",
+    "slow": "a rank works longer than others with the same work, or no longer does",
     "skipped": "gradients were NaN or infinite, and the update was left out",
     "spike": "the loss rose far above its median",
     "evaluation": "`validation_loss` after this step",

@@ -85,7 +85,7 @@ def run(
         wrong_input = cause.error is not None and cause.error["exit_code"] != INTERNAL_ERROR
         if attempt.number == restarts or wrong_input or not restarting(cause):
             raise error_of(failures, folder)
-        attempt = Attempt(attempt.number + 1, cause.summary)
+        attempt = Attempt(attempt.number + 1, cause.summary, cause.at)
         world = resize(world, failures)
 
 

@@ -40,10 +40,10 @@ def lost_connection(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: it raised, died (of a signal or by exiting) or hung."""
+    """How one rank failed: it raised, died (of a signal or by exiting), hung, or ended because another rank hangs."""
 
     rank: int
-    state: str  # raised | died | hung
+    state: str  # raised | died | hung | ended
     text: str  # traceback, or signal and last lines of the log
     at: float  # seconds, of one clock for all ranks of a run
     error: dict[str, Any] | None = None  # the fields of a MeshwrightError, if the rank raised one
@@ -51,7 +51,7 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether this failure only follows from the failure of another rank."""
-        return self.state == "raised" and lost_connection(self.text)
+        return self.state == "ended" or (self.state == "raised" and lost_connection(self.text))
 
     @property
     def summary(self) -> str:

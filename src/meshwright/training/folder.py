@@ -131,9 +131,11 @@ class RunFolder:
             folder._write_about()
         return folder
 
-    def begin_attempt(self, *, world: int, plan: str, first_step: int = 0, cause: str = "") -> int:
+    def begin_attempt(
+        self, *, world: int, plan: str, first_step: int = 0, cause: str = "", failed_at: float = 0.0
+    ) -> int:
         """Note that ranks begin to train at `first_step`, and return the number of this attempt. `cause`: why the attempt before
-        ended, if it could not note it before its process died."""
+        ended, if it could not note it before its process died; `failed_at`: when that was noticed."""
         now, attempts = time.time(), self.about["attempts"]
         if attempts and attempts[-1]["ended"] is None:
             attempts[-1] |= {"ended": now, "cause": cause or "the process that wrote the run folder died"}
@@ -141,6 +143,8 @@ class RunFolder:
         attempts.append({**fields, "ended": None, "cause": None})
         remove_rows(self.path / STEPS, first_step)
         self._write_about()
+        if failed_at:
+            self.event("fault", first_step, cause, time=round(failed_at, 3))
         if len(attempts) > 1:
             self.event("restart", first_step, f"attempt {len(attempts)} begins at step {first_step} on {world} ranks")
         return len(attempts) - 1

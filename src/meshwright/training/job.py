@@ -15,6 +15,7 @@ class Attempt(NamedTuple):
 
     number: int = 0
     cause: str = ""
+    failed_at: float = 0.0  # when the failure was noticed
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def train_launched(
     ranks = meeting.exchange([str(folder), meeting.host, place.restarts])
     folder, here = Path(ranks[0][0]), sum(host == meeting.host for _, host, _ in ranks)
     restarts = max(count for *_, count in ranks)  # an agent counts only the failures of its own ranks
-    attempt = Attempt(restarts, last_cause(folder) if place.rank == 0 else "")
+    attempt = Attempt(restarts, *(last_cause(folder) if place.rank == 0 else ()))
     job = meeting.succeed(lambda: prepare(folder, here, restarts > 0))
     with logged_output(folder, place.rank):
         try:
@@ -71,11 +71,11 @@ def train_launched(
                 distributed.destroy_process_group()
 
 
-def last_cause(folder: Path) -> str:
-    """Why the attempt before ended, as its ranks wrote it; their failures are removed."""
-    cause = root_of(folder)
+def last_cause(folder: Path) -> tuple[str, float]:
+    """Why the attempt before ended, as its ranks wrote it, and when; their failures are removed."""
+    failures = read_failures(folder)
     remove_failures(folder)
-    return cause
+    return (root_cause(failures).summary, root_cause(failures).at) if failures else ("", 0.0)
 
 
 def root_of(folder: Path) -> str:

@@ -41,6 +41,7 @@ from meshwright.training.data.samples import training_samples, validation_sample
 from meshwright.training.deterministic import deterministic_kernels
 from meshwright.training.evaluation import Evaluation
 from meshwright.training.failure import failure_of, write_failure
+from meshwright.training.faults.guard import Guard
 from meshwright.training.folder import RunFolder, StepWriter
 from meshwright.training.hooks import Hook
 from meshwright.training.job import Attempt, Job
@@ -93,7 +94,8 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
             resume_run(trainer, job, attempt, saver, folder)
         if folder is not None:
             title = config.plan.title()
-            folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=attempt.cause)
+            cause, at = attempt.cause, attempt.failed_at
+            folder.begin_attempt(world=context.world, plan=title, first_step=trainer.step, cause=cause, failed_at=at)
         usage = Usage(job)
         with CommRecorder(trainer) as recorder:
             trainer.hooks += [*hooks_of(trainer, job, recorder, folder), usage]
@@ -101,7 +103,8 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
                 trainer.hooks += writers_of(trainer, config, folder, listen)
             if saver is not None:
                 trainer.hooks.append(Checkpoints(saver, config.checkpoint.every))
-            for _ in trainer.until(job.steps):
+            guard = Guard(context, job.folder, trainer, recorder, config, folder)
+            for _ in guard.train(job.steps, saver):
                 pass
         trainer.hooks.clear()
         reports = []

@@ -2,8 +2,8 @@
 
     MESHWRIGHT_FAULTS=faults.json meshwright train RUN.toml --out DIR
 
-The file is a list of {"kind", "rank", "step", "seconds", "steps"}. Each fault happens once, also if its step is repeated after a restart: a mark in
-the run folder says that it has happened. `injected.jsonl` in the run folder gets a row with the time before each.
+The file, relative to the run folder, is a list of {"kind", "rank", "step", "seconds", "steps"}. Each fault happens once, also if its step is
+repeated after a restart: a mark in the run folder says that it has happened. `injected.jsonl` in the run folder gets a row with the time before each.
 
     kill         SIGKILL `seconds` after the step began: the process is gone at once
     stop         SIGSTOP `seconds` after the step began: the process stays and does nothing, like a lost host
@@ -11,7 +11,7 @@ the run folder says that it has happened. `injected.jsonl` in the run folder get
     exception    the step raises
     slow         the rank sleeps `seconds` in each of `steps` steps
     nan          a gradient becomes NaN
-    spike        a weight is multiplied by 100
+    spike        a weight of the last layer is multiplied by 100
     kill-save    SIGKILL `seconds` after the step began, while the checkpoint of the step before is being written
     bit-flip     a bit of the newest checkpoint is flipped, then SIGKILL: the restart must find the damage
     truncate     a file of the newest checkpoint loses its end, then SIGKILL
@@ -69,13 +69,13 @@ def draw_faults(
     draw = random.Random(seed)
     faults = []
     for number, kind in enumerate(kinds):
-        step = first + number * spacing + draw.randrange(max(1, spacing // 2))
+        step = first + number * spacing + draw.randrange(max(1, spacing // 4))
         seconds, steps = 0.0, 1
         if kind == "kill-save" and save_every:
             step = -(-step // save_every) * save_every  # the first step after a save began
             seconds = draw.uniform(0.0, 0.05)
         if kind == "slow":
-            seconds, steps = draw.uniform(0.2, 0.4), spacing // 4 or 1
+            seconds, steps = draw.uniform(0.3, 0.5), 2 * spacing // 3 or 1
         if kind == "disk-full":
             steps = save_every + 1  # at least one save fails
         faults.append(Fault(kind, draw.randrange(world), step, seconds, steps))
@@ -165,4 +165,6 @@ class Injector(Hook):
                 self.left[number] = fault.steps
                 set_disk_full(True)
             case "spike":
-                trainer.parallel.pieces[0].local.mul_(100.0)
+                trainer.parallel.pieces[-1].local.detach().mul_(
+                    100.0
+                )  # of the head: a norm before it would remove the factor

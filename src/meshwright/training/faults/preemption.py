@@ -122,6 +122,13 @@ class StopOnSignal(Hook):
         self.previous.clear()
 
 
+def default_store() -> Any:
+    """The store of the default process group. Private name of torch: `distributed_c10d._get_default_store`."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def next_common_step(trainer: Any) -> int:
     """The next step in which all ranks communicate: the coming one, or under local SGD the one that averages."""
     local = trainer.parallel.local

@@ -1,7 +1,8 @@
 """Go back to the last good checkpoint without a restart: after a loss spike, or a NaN with `optimizer.on_nan = "rollback"`.
 
     1st rollback at a step    restore, and repeat the same batches: a fault of the hardware does not come back
-    2nd at the same step      restore, and leave out the updates from the checkpoint to this step: the batches are the cause
+    2nd at the same step      restore, and leave out updates, since the batches are the cause: of the step with a NaN gradient; of all steps
+                              from the checkpoint to a spike, since any of them may have caused it
 
 All ranks see the same loss and norm, so they all raise `Rollback` in the same step, and all restore.
 """
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwright.training.faults.spike import LossSpikes
+from meshwright.training.faults.spike import LossSpikes, Spike
 from meshwright.training.optimizer.finite import Rollback
 from meshwright.training.records import StepRecord
 
@@ -39,8 +40,10 @@ def train_with_rollback(
                 raise
             text = f"{cause.cause}: back to step {resumed}"
             if rollbacks[cause.step] > 1:
-                trainer.skip_steps.update(range(resumed, cause.step + 1))
-                text += f"; updates of steps {resumed} to {cause.step} are left out"
+                first = resumed if isinstance(cause, Spike) else cause.step
+                trainer.skip_steps.update(range(first, cause.step + 1))
+                steps = f"step {first}" if first == cause.step else f"steps {first} to {cause.step}"
+                text += f"; the updates of {steps} are left out"
             for hook in trainer.hooks:
                 if isinstance(hook, LossSpikes):
                     hook.reset()

@@ -28,8 +28,12 @@ WINDOW = 64
 LEAST = 8  # losses before the first comparison
 
 
+class Spike(Rollback):
+    """A rollback after which any step since the checkpoint may be the cause."""
+
+
 class LossSpikes(Hook):
-    """Raises `Rollback` after a step whose loss is `factor` times the usual one. It stands in front of the checkpoint hook."""
+    """Raises `Spike` after a step whose loss is `factor` times the usual one. It stands in front of the checkpoint hook."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -48,7 +52,7 @@ class LossSpikes(Hook):
         if local is not None:
             worst = largest_over_replicas(trainer, worst)
         if worst > self.factor:
-            raise Rollback(
+            raise Spike(
                 record.step, f"the loss rose to {worst:.3g} times its median of the last {len(self.losses)} steps"
             )
 

@@ -48,7 +48,7 @@ TICK_S = 0.25
 FAST_AFTER_S = 2.0  # without progress, from which on heartbeats are frequent
 CONFIRM_S = 2.5  # between the two readings that show which ranks are silent: several frequent heartbeats
 MARGIN_S = 10.0  # a hang is named within 2 × step + MARGIN_S
-REACT_S = 1.0  # of MARGIN_S, for the ticks and the reading
+REACT_S = 2.0  # of MARGIN_S, for the ticks and the reading
 UNKNOWN_S = 600.0  # limit where no duration is known
 SILENT_S = 60.0  # limit for silence where no duration is known: a long call may keep the interpreter from beating
 GRACE_S = 2.0  # for the rank that reports, before the others exit
@@ -69,7 +69,7 @@ class Activity(Protocol):
 
 
 class Watchdog(Hook):
-    """Watch the ranks of one attempt of a run. `report(error)` publishes the root cause; `note(kind, text)` writes an event."""
+    """Watch the ranks of one attempt of a run. `report(error, rank)` publishes the root cause; `note(kind, text)` writes an event."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Watchdog(Hook):
         *,
         stage: int = 0,
         hang_s: float = 0.0,
-        report: Callable[[MeshwrightError], None],
+        report: Callable[[MeshwrightError, int], None],
         note: Callable[[str, str], None] = lambda kind, text: None,
         signalled: Callable[[], bool] = lambda: False,
         leave: Callable[[int], None] = os._exit,
@@ -99,6 +99,7 @@ class Watchdog(Hook):
         self.moved = time.monotonic()
         self.next_beat = 0.0
         self.named_slow: set[int] = set()
+        self.slow_before: set[int] = set()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
 
@@ -162,7 +163,7 @@ class Watchdog(Hook):
             stalled_s=now - self.moved,
             operation=self.activity.open_operation(),
             issued=dict(self.activity.issued),
-            own_s=median(self.own) if self.own else 0.0,
+            own_s=median(self.own) if len(self.own) == self.own.maxlen else 0.0,
             step_s=median(self.seconds) if self.seconds else 0.0,
             **self.identity,
         )
@@ -233,7 +234,7 @@ class Watchdog(Hook):
         with contextlib.suppress(OSError):
             write_flight_record(self.folder.run_folder, self.rank)
         if self.rank == judges[0]:
-            self.report(hang_error(verdict, heartbeats))
+            self.report(hang_error(verdict, heartbeats), verdict.ranks[0])
             for rank in silent:
                 self.kill_on_this_host(heartbeats.get(rank))
         else:
@@ -250,8 +251,10 @@ class Watchdog(Hook):
                 os.kill(heartbeat.pid, signal.SIGKILL)
 
     def name_slow_ranks(self) -> None:
-        """Write an event for each rank that became slow."""
+        """Write an event for each rank that was slow twice in a row, and for each that is no longer."""
         found = {slow.rank: slow for slow in slow_ranks(self.folder.read_all(self.world).values())}
+        self.slow_before, before = set(found), self.slow_before
+        found = {rank: slow for rank, slow in found.items() if rank in before | self.named_slow}
         for rank in found.keys() - self.named_slow:
             self.note("slow", found[rank].text)
         for rank in self.named_slow - found.keys():
