@@ -30,4 +30,5 @@ class Job:
     backend: str
     folder: Path
     resume: bool = False  # continue the run that is in the folder
+    faults: str = ""  # a file of faults to inject (`faults.inject`), relative to the folder
     saves: bool = True  # false if the folder is removed after the run: there are no checkpoints

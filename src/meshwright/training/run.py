@@ -24,6 +24,7 @@ from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
 from meshwright.training import launch
 from meshwright.training.data.sources import check_data
+from meshwright.training.faults.inject import VARIABLE
 from meshwright.training.folder import check_unused
 from meshwright.training.job import Job
 from meshwright.training.machine import check_machine, resolve_backend, resolve_device
@@ -60,7 +61,7 @@ def run_training(
         elif not restarted:
             check_unused(path)
         job = make_job(config, steps, seed, device, backend, path, ranks_here, machine)
-        return replace(job, resume=resume, saves=folder is not None)
+        return replace(job, resume=resume, saves=folder is not None, faults=os.environ.get(VARIABLE, ""))
 
     with kept_or_temporary(folder) as path:
         if place is None:

@@ -103,7 +103,7 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
                 trainer.hooks += writers_of(trainer, config, folder, listen)
             if saver is not None:
                 trainer.hooks.append(Checkpoints(saver, config.checkpoint.every))
-            guard = Guard(context, job.folder, trainer, recorder, config, folder)
+            guard = Guard(context, job, trainer, recorder, folder)
             for _ in guard.train(job.steps, saver):
                 pass
         trainer.hooks.clear()

@@ -1,6 +1,6 @@
 """The guard of one rank: puts the watchdog, the stop on a signal, the search for loss spikes and injected faults around its steps.
 
-    guard = Guard(context, folder, trainer, recorder, config)
+    guard = Guard(context, job, trainer, recorder)
     for record in guard.train(steps, saver): ...            # goes back to the last good checkpoint where a hook asks for it
 
 Hooks, nearest to the step first: recorder of communication, watchdog, (evaluation), loss spikes, (checkpoints, rows of the run folder), stop on
@@ -13,24 +13,23 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import distributed
 
-from meshwright.describe.config import Config
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint.background import Saver
 from meshwright.training.checkpoint.resume import resume
 from meshwright.training.failure import Failure, write_failure
 from meshwright.training.faults.heartbeat import HeartbeatFolder, host_name
-from meshwright.training.faults.inject import VARIABLE, Injector, read_faults
+from meshwright.training.faults.inject import Injector, read_faults
 from meshwright.training.faults.preemption import StopFile, StopKey, StopOnSignal, StopRequests, default_store
 from meshwright.training.faults.rollback import train_with_rollback
 from meshwright.training.faults.spike import LossSpikes
 from meshwright.training.faults.watchdog import Watchdog
 from meshwright.training.folder import RunFolder
 from meshwright.training.hooks import Hook
+from meshwright.training.job import Job
 from meshwright.training.loop import Trainer
 from meshwright.training.rank import RankContext
 from meshwright.training.record_comm import CommRecorder
@@ -43,12 +42,12 @@ class Guard:
     def __init__(
         self,
         context: RankContext,
-        folder: Path,
+        job: Job,
         trainer: Trainer,
         recorder: CommRecorder,
-        config: Config,
         rows: RunFolder | None = None,
     ) -> None:
+        config, folder = job.config, job.folder
         self.context, self.folder, self.trainer, self.rows = context, folder, trainer, rows
         self.most = config.optimizer.most_skips
         identity, one_host = meet(context)
@@ -69,8 +68,8 @@ class Guard:
         )
         self.spikes = LossSpikes(config.run.spike) if config.run.spike else None
         self.injector: Injector | None = None
-        if VARIABLE in os.environ:
-            self.injector = Injector(read_faults(folder / os.environ[VARIABLE]), context.rank, folder)
+        if job.faults:
+            self.injector = Injector(read_faults(folder / job.faults), context.rank, folder)
 
     def attach(self) -> None:
         """Add the hooks to the trainer, whose first hook is the recorder."""

@@ -1,0 +1,78 @@
+"""Whole runs under faults: every loss is that of a run without faults, and the events say what happened."""
+
+import os
+import signal
+
+import pytest
+
+import ranks  # noqa: F401  preloads what ranks need
+from meshwright.describe.config import Config
+from meshwright.describe.run_folder import read_about, read_events, read_steps
+from meshwright.training.checkpoint.folder import complete
+from meshwright.training.faults.inject import Fault, write_faults
+from meshwright.training.run import run_training
+
+MODEL = {"hidden": 16, "layers": 2, "heads": 2, "ffn": 32, "vocab": 256}
+WORKLOAD = {"batch": 4, "seq": 8, "precision": "fp32"}
+PLAN = {"param_dtype": "fp32", "master": False, "replicate": 2}
+STEPS = 24
+
+
+def config(**run):
+    return Config.from_parts(
+        MODEL,
+        "laptop",
+        "gloo-cpu",
+        WORKLOAD,
+        PLAN,
+        optimizer={"on_nan": "rollback"},
+        checkpoint={"every": 5, "keep": 2},
+        run={"spike": 3.0, **run},
+    )
+
+
+def train(folder, faults=(), **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_FAULTS", "faults.json")
+        write_faults(folder / "faults.json", faults)
+        run_training(config(), STEPS, folder=folder, **options)
+    return [row["loss"] for row in read_steps(folder)]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("reference"))
+
+
+def kinds_of(folder):
+    return [(e["kind"], e["text"]) for e in read_events(folder) if not e["kind"].startswith("checkpoint")]
+
+
+def test_a_run_survives_a_kill_a_nan_a_spike_and_a_damaged_checkpoint(tmp_path, losses):
+    faults = [Fault("nan", 1, 7), Fault("bit-flip", 0, 12), Fault("spike", 1, 18), Fault("exception", 1, 21)]
+    assert train(tmp_path, faults) == losses
+    events = kinds_of(tmp_path)
+    assert ("rollback", "gradients are NaN or infinite: back to step 5") in events
+    assert ("fault", "rank 0 died: SIGKILL") in events
+    assert any(kind == "resume" and "damaged" in text for kind, text in events)
+    assert any(kind == "rollback" and "the loss rose" in text and "back to step 15" in text for kind, text in events)
+    assert any(kind == "fault" and "rank 1 raised: RuntimeError: injected fault 3" in text for kind, text in events)
+    resumed = [attempt["resumed_from"] for attempt in read_about(tmp_path)["attempts"]]
+    assert resumed == [None, 5, 5, 15, 20]  # step 10 was damaged
+    assert (tmp_path / "checkpoints" / "damaged-step-00000010").is_dir()
+
+
+def test_a_signal_saves_and_the_run_continues_where_it_stopped(tmp_path, losses):
+    def listen(record):
+        if record.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        train(tmp_path, listen=listen)
+    done = len(read_steps(tmp_path))
+    assert 8 <= done < STEPS
+    assert complete(tmp_path / "checkpoints")[-1][0] == done  # saved between the regular ones
+    assert read_about(tmp_path)["attempts"][-1]["cause"] == "stopped"
+    assert kinds_of(tmp_path)[-1] == ("signal", f"stopped after step {done - 1} by a signal")
+    assert train(tmp_path, resume=True) == losses
+    assert read_about(tmp_path)["attempts"][-1]["resumed_from"] == done
