@@ -26,7 +26,7 @@ def config(**run):
         WORKLOAD,
         PLAN,
         optimizer={"on_nan": "rollback"},
-        checkpoint={"every": 5, "keep": 2},
+        checkpoint={"every": 5, "keep": 3, "asynchronous": False},  # which checkpoints exist is then certain
         run={"spike": 3.0, **run},
     )
 
