@@ -186,7 +186,7 @@ def train(
     started_here = placement(os.environ) is None
     on_cpu = started_here and resolve_device(device, config.plan.world) == "cpu" and backend in ("auto", "gloo")
     if calibrate and on_cpu and calibration.is_for_this_machine(config):
-        check(config, steps)
+        check(config, steps, folder)
         machine = calibration.machine_measurement(config.plan.world, recalibrate=recalibrate, listen=announce)
     return run_training(
         config,

@@ -1,6 +1,7 @@
 """Runs that start from a Transformers folder: the first loss is that of Transformers, and a folder that does not fit is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -63,6 +64,10 @@ def test_the_first_loss_is_that_of_transformers(folder, run_file, tmp_path):
         scores = original("bytes")(input_ids=batch.inputs).logits
     expected = functional.cross_entropy(scores.flatten(0, 1), batch.targets.flatten()).item()
     assert run.steps[0].loss == pytest.approx(expected, rel=64 * 2**-24)
+    shutil.rmtree(folder)  # a run with a checkpoint needs it no more
+    resumed = api.train(None, resume=tmp_path / "run", steps=2, calibrate=False, device="cpu")
+    assert resumed.steps[0].loss == run.steps[0].loss
+    assert len(resumed.steps) == 2
 
 
 def test_a_run_file_of_another_model_is_refused(folder, run_file):

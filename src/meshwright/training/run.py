@@ -82,7 +82,7 @@ def make_job(
     machine: MachineMeasurement | None,
 ) -> Job:
     """Check a run, complete its configuration and predict it; raises if it is illegal or does not fit on this machine."""
-    check(config, steps)
+    check(config, steps, folder)
     config = replace(
         config,
         data=config.data.with_paths_in(Path.cwd()),  # the plan in the run folder must find them
@@ -97,8 +97,8 @@ def make_job(
     return Job(watch.config, watch, steps, seed, device, backend, folder)
 
 
-def check(config: Config, steps: int) -> None:
-    """Raise if the plan is illegal, or `train` cannot run it on any machine."""
+def check(config: Config, steps: int, folder: Path | None = None) -> None:
+    """Raise if the plan is illegal, or `train` cannot run it on any machine. `folder`: the run folder, of a run that goes on."""
     if steps < 1:
         raise MeshwrightError("MW-TRAIN-003", f"steps={steps}: a run needs at least one step", fix="--steps 1")
     config.check_trainable()
@@ -110,7 +110,7 @@ def check(config: Config, steps: int) -> None:
     if config.run.start_from:
         from meshwright.training.start import check_start
 
-        check_start(config)
+        check_start(config, folder)
 
 
 def check_world(config: Config, world: int) -> None:

@@ -20,14 +20,15 @@ from meshwright.errors import MeshwrightError, cannot_write, shown
 from meshwright.models.hf.folder import COMPANIONS, CONFIG
 from meshwright.models.hf.weights import FolderWeights
 from meshwright.models.initialise import Weights
+from meshwright.training.checkpoint.folder import CHECKPOINTS, complete
 
 TOKENIZER, TOKENIZER_LIMIT = "tokenizer.json", 500_000_000
 
 
-def check_start(config: Config) -> None:
+def check_start(config: Config, run_folder: Path | None = None) -> None:
     """Raise if the folder that a run starts from does not have the weights of its model, or has a tokenizer that is too large."""
     folder = config.run.start_from
-    if not folder:
+    if not folder or has_checkpoint(run_folder):
         return
     found = hf.read(folder)
     if found.not_run:
@@ -74,10 +75,15 @@ def largest_token(tokenizer: dict[str, Any]) -> int:
     return max((*tokens, *added), default=-1)
 
 
-def initial_weights(config: Config) -> Weights | None:
-    """The weights that a run starts from; None: they are drawn from its seed."""
+def initial_weights(config: Config, run_folder: Path | None = None) -> Weights | None:
+    """The weights that a run starts from; None: they are drawn from its seed, or a checkpoint of the run will replace them."""
     folder = config.run.start_from
-    return FolderWeights(folder, config.model) if folder else None
+    return FolderWeights(folder, config.model) if folder and not has_checkpoint(run_folder) else None
+
+
+def has_checkpoint(run_folder: Path | None) -> bool:
+    """Whether a run has got further than its start: it then needs the folder that it started from no more."""
+    return run_folder is not None and bool(complete(run_folder / CHECKPOINTS))
 
 
 def copy_companions(config: Config, run_folder: Path) -> None:

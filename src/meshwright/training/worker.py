@@ -88,7 +88,7 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
     """Train on this rank; rank 0 returns the result of the run. `listen` is called on rank 0 with every finished step."""
     config = job.config
     with deterministic_kernels(config.run.deterministic), run_folder(context, job, attempt) as folder:
-        trainer = make_trainer(context, config, job.seed)
+        trainer = make_trainer(context, job)
         saver = make_saver(trainer, job, folder)
         if attempt.number or job.resume:
             resume_run(trainer, job, attempt, saver, folder)
@@ -120,7 +120,8 @@ def train(context: RankContext, job: Job, attempt: Attempt, listen: Listen | Non
     return training
 
 
-def make_trainer(context: RankContext, config: Config, seed: int) -> Trainer:
+def make_trainer(context: RankContext, job: Job) -> Trainer:
+    config, seed = job.config, job.seed
     parallel = apply(
         config.model,
         config.plan,
@@ -129,7 +130,7 @@ def make_trainer(context: RankContext, config: Config, seed: int) -> Trainer:
         device=context.device,
         dtype=DTYPES[config.plan.param_dtype],
         seed=seed,
-        weights=initial_weights(config),
+        weights=initial_weights(config, job.folder),
         order=config.plan.order or config.stack.order,
     )
     return Trainer(parallel, training_samples(config, seed), config.optimizer, ahead=AHEAD)
