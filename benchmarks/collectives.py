@@ -34,7 +34,7 @@ PROGRAMS = ("ring", "halving-doubling", "tree", "two-level", "hierarchical", "ra
 
 def medians(ways: dict[str, Callable[[], Any]], tensor: Any, repeats: int, lead_s: float) -> dict[str, float]:
     """Median seconds of each way from a common start until the last rank is done, as `walk` counts; every result is compared with the sum.
-    All ranks are on one machine and read one clock, so rank 0 tells the time of the start, `lead_s` ahead."""
+    All ranks are on one machine and read one clock, so rank 0 sends the time of the start, `lead_s` ahead."""
     import torch
     from torch import distributed
 
@@ -182,8 +182,8 @@ def show_order(placement: str, delay: float, found: dict[str, Any]) -> None:
         print(f"    {name:18} {1e3 * predicted[name]:9.1f} → {1e3 * measured[name]:9.1f}")
     pairs = [(a, b) for a in predicted for b in predicted if predicted[a] < (1 - TIE) * predicted[b]]
     wrong = [f"{b} before {a}" for a, b in pairs if measured[a] >= measured[b]]
-    said = f"not in {len(wrong)}: {', '.join(wrong)}" if wrong else "in all of them"
-    print(f"    {len(pairs)} pairs are predicted over {TIE:.0%} apart; measured in the same order {said}", flush=True)
+    verdict = f"not in {len(wrong)}: {', '.join(wrong)}" if wrong else "in all of them"
+    print(f"    {len(pairs)} pairs are predicted over {TIE:.0%} apart; measured in the same order {verdict}", flush=True)
 
 
 def main() -> None:

@@ -206,7 +206,7 @@ def train_until_rank_1_fails(plan, folder, how):
 
 @pytest.mark.parametrize("how", ["raised", "killed"])
 def test_only_the_root_cause_of_a_failure_is_printed(tmp_path, how):
-    """A rank that lost rank 1 prints nothing if rank 1 has said why, and otherwise that a rank is lost."""
+    """A rank that lost rank 1 prints nothing if rank 1 has reported the cause, and otherwise that a rank is lost."""
     port, folder = free_port(), tmp_path / "run"
     variables = [env(r, 3, "127.0.0.1", port) for r in range(3)]
     plan = Config.from_parts(MODEL, "laptop", "gloo-cpu", {**WORKLOAD, "batch": 6}, {**FP32, "replicate": 3})

@@ -2,7 +2,7 @@
 
 Batches, initial weights and dropout are functions of the seed and the step under every plan, and collectives add in a fixed order. What is
 left are kernels that add with atomic operations, in an order that differs from run to run (the backward of an embedding on a GPU), and
-libraries that choose a kernel by timing. `run.deterministic` tells torch to use only kernels with a fixed order. On CPUs with one thread per
+libraries that choose a kernel by timing. `run.deterministic` makes torch use only kernels with a fixed order. On CPUs with one thread per
 rank all kernels have one already.
 """
 
