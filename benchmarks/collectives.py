@@ -183,7 +183,9 @@ def show_order(placement: str, delay: float, found: dict[str, Any]) -> None:
     pairs = [(a, b) for a in predicted for b in predicted if predicted[a] < (1 - TIE) * predicted[b]]
     wrong = [f"{b} before {a}" for a, b in pairs if measured[a] >= measured[b]]
     verdict = f"not in {len(wrong)}: {', '.join(wrong)}" if wrong else "in all of them"
-    print(f"    {len(pairs)} pairs are predicted over {TIE:.0%} apart; measured in the same order {verdict}", flush=True)
+    print(
+        f"    {len(pairs)} pairs are predicted over {TIE:.0%} apart; measured in the same order {verdict}", flush=True
+    )
 
 
 def main() -> None:
