@@ -50,7 +50,7 @@ class Guard:
         config, folder = job.config, job.folder
         self.context, self.folder, self.trainer, self.rows = context, folder, trainer, rows
         self.most = config.optimizer.most_skips
-        identity, one_host = meet(context)
+        identity, one_host = identify_run(context)
         self.stop_path = folder / f".stop-{identity}"
         requests: StopRequests = StopFile(self.stop_path) if one_host else StopKey(default_store(), f"stop-{identity}")
         self.stop = StopOnSignal(requests) if config.checkpoint.on_signal else None
@@ -126,7 +126,7 @@ class Guard:
         os._exit(code)
 
 
-def meet(context: RankContext) -> tuple[str, bool]:
+def identify_run(context: RankContext) -> tuple[str, bool]:
     """A name of this attempt that all ranks share, and whether all ranks are on one host; a collective of all ranks."""
     here = zlib.crc32(host_name().encode())
     own = torch.tensor([time.time_ns() if context.rank == 0 else 0, here, -here], device=context.device)
