@@ -56,6 +56,11 @@ def command(
         help="Steps of which torch's profiler writes traces to profile/ in the run folder. Default: that of [run], or none.",
         min=0,
     ),
+    dry_run: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Check configuration, data, memory, disk and rendezvous, run a step without memory or messages, and stop.",
+    ),
     trace: Path | None = typer.Option(
         None, "--trace", help="Write a measured and the simulated step as one trace for Perfetto or chrome://tracing."
     ),
@@ -114,6 +119,17 @@ def command(
         if chief and not as_json:
             show(*(f"[dim]{change}[/]" for change in changes))
     folder = resume or out or Path("runs") / f"{plan.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if dry_run:
+        from meshwright.training.dry_run import dry_run as check_run
+
+        given = {"run.steps": steps, "run.seed": seed, "checkpoint.every": save_every}
+        config = api.load(config, set=[f"{path}={value}" for path, value in given.items() if value is not None])
+        found = check_run(config, config.run.steps, config.run.seed, device, backend, folder)
+        if found is not None and as_json:
+            show_json(dict(found))
+        elif found is not None:
+            show(*(f"{what:<14} {result}" for what, result in found), "Nothing was written.")
+        return
     run = partial(
         api.train,
         config,

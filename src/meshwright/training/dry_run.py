@@ -1,0 +1,185 @@
+"""`train --dry-run`: find what would stop a run, without running it.
+
+    configuration   the plan is legal and `train` can run it
+    data            the token files are there and fit the model
+    memory, disk    of this machine, for its ranks, the run folder and the checkpoints
+    rendezvous      all ranks of a launcher meet
+    step            one step of the first rank of each pipeline stage, on a fake process group of the full number of ranks
+
+The step runs the strategies, hooks and optimizer of the real one. Its tensors are fake: they have shapes and dtypes, no memory and no
+values; its collectives send nothing. Where the step asks for a value (is the norm finite?), it gets one that lets it go on. The routing of
+tokens to experts depends on values, so a model with experts is checked without its step, and so is a plan with another such operation.
+
+Private names of torch: `FakeTensorMode`, `unset_fake_temporarily`, and `FakeStore` with the backend "fake".
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.describe.config import Config
+from meshwright.describe.layout import Layout
+from meshwright.describe.run_folder import CHECKPOINTS
+from meshwright.parallel import apply as strategies
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.numerics.precision import DTYPES, at_least_single
+from meshwright.training.checkpoint.folder import check_room
+from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.folder import check_unused
+from meshwright.training.job import Job
+from meshwright.training.join import Meeting
+from meshwright.training.loop import Trainer
+from meshwright.training.placement import placement
+from meshwright.training.run import check_world, make_job
+from meshwright.units import format_bytes
+
+
+def dry_run(
+    config: Config, steps: int, seed: int, device: str, backend: str, folder: Path
+) -> list[tuple[str, str]] | None:
+    """Check a run; what was checked, with what was found. None on the ranks of a launcher that do not report."""
+    place = placement(os.environ)
+
+    def checked(ranks_here: int) -> Job:
+        check_unused(folder)
+        if place is not None:
+            check_world(config, place.world)
+        job = make_job(config, steps, seed, device, backend, folder, ranks_here, None)
+        check_room(folder / CHECKPOINTS, checkpoint_bytes(config), config.checkpoint.keep)
+        return job
+
+    if place is None:
+        job, met = checked(config.plan.world), f"{config.plan.world} ranks will be started on this machine"
+    else:
+        meeting = Meeting(place)
+        hosts = meeting.exchange(meeting.host)
+        job = meeting.succeed(lambda: checked(hosts.count(meeting.host)))
+        met = f"{place.world} ranks on {len(set(hosts))} hosts have met"
+        if place.rank:
+            return None
+    prediction = job.watch.prediction
+    return [
+        ("configuration", f"{config.plan.title()} can be trained"),
+        ("data", ", ".join(config.data.path) or "the source code of Python's standard library"),
+        ("memory", f"{prediction.memory_gib or 0.0:.3g} GiB predicted on the fullest rank"),
+        ("disk", f"{format_bytes(checkpoint_bytes(config))} for each checkpoint"),
+        ("rendezvous", met),
+        ("step", fake_step(job.config)),
+    ]
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of a checkpoint: weights and optimizer states of all parameters in fp32."""
+    return int(4 * (1 + config.workload.state_copies) * config.model.total)
+
+
+def fake_step(config: Config) -> str:
+    """Run one step of a rank of each pipeline stage with fake tensors; what was run, in one line."""
+    if config.model.experts:
+        return "not run: the routing of tokens to experts depends on values"
+    began, layout = time.monotonic(), Layout(config.plan, config.plan.order or config.stack.order)
+    ranks = sorted({int(rank) for rank in layout.groups("pp")[0]}) if config.plan.pp > 1 else [0]
+    for rank in ranks:
+        try:
+            run_fake_rank(config, rank)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            return f"not run: an operation of the step depends on values ({error.func})"
+    of = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, one of each pipeline stage,"
+    return f"one step of {of} of {config.plan.world} in {time.monotonic() - began:.1f} s"
+
+
+def run_fake_rank(config: Config, rank: int) -> None:
+    plan = config.plan
+    workload = config.workload.but(batch=plan.dp * plan.microbatch * plan.pp)  # more micro-batches repeat the same work
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.world)
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), built_outside(config):
+            warnings.simplefilter("ignore")  # a fake tensor has no address
+            parallel = strategies.apply(
+                config.model,
+                plan,
+                workload,
+                rank,
+                dtype=DTYPES[plan.param_dtype],
+                order=plan.order or config.stack.order,
+                weights=NoWeights(),
+            )
+            trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
+            with Values():
+                trainer.train_step()
+    finally:
+        distributed.destroy_process_group()
+
+
+class NoWeights:
+    """Initial weights without values."""
+
+    def read(self, name: str, full: Sequence[int], start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return torch.empty(tuple(shape))
+
+
+class Values(TorchDispatchMode):
+    """Answers what a step asks of values: a number is 1, a condition holds, and a mask selects every element."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
+            return args[0].reshape(-1)
+        return func(*args, **(kwargs or {}))
+
+
+class RealMesh(Mesh):
+    """A mesh whose ranks are real numbers: torch reads them when it makes its groups."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            super().__init__(*args, **kwargs)
+
+    def sharding(self) -> Any:
+        with unset_fake_temporarily():
+            return super().sharding()
+
+    def new_groups(self, groups: list[list[int]]) -> Any:
+        with unset_fake_temporarily():
+            return super().new_groups(groups)
+
+
+@contextmanager
+def built_outside(config: Config) -> Iterator[None]:
+    """While a plan is applied, make the mesh and the modules (on the meta device) outside of the fake mode, which cannot replace the
+    parameters of a module."""
+    plain_build, plain_mesh = strategies.build, strategies.Mesh
+    dtype = DTYPES[config.plan.param_dtype]
+
+    def build(model: Any, layers: Any) -> Any:
+        with unset_fake_temporarily():
+            module = plain_build(model, layers)
+            sharded = config.plan.zero > 0 and config.plan.shard * config.plan.cp > 1 and config.plan.master
+            module.to(at_least_single(dtype) if sharded else dtype)
+        object.__setattr__(module, "to", lambda *_, **__: module)  # it has its dtype
+        return module
+
+    strategies.build, strategies.Mesh = build, RealMesh  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        strategies.build, strategies.Mesh = plain_build, plain_mesh  # type: ignore[misc]
