@@ -116,10 +116,13 @@ class Chaos(threading.Thread):
             process.join()
         while pipe.poll():  # it may have finished just before
             try:
-                event, step, _ = pipe.recv()
+                event, step, digest = pipe.recv()
             except EOFError:
                 break
-            self.finished = step if event == "finished" else self.finished
+            if event == "begun":  # it may even have completed the next save
+                self.hashes[step] = digest
+            else:
+                self.finished = step
         pipe.close()
         left = sorted(path.name for path in self.root.iterdir())
         return {**row, "after_s": after, "interrupted": any(name.startswith(".") for name in left)}
