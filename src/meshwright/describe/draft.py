@@ -97,7 +97,7 @@ class Draft:
         """Without a model: take that of the Transformers folder from which the run starts."""
         start = self.tables.get("run", {}).get("start_from")
         if start and isinstance(start, str) and "model" not in self.tables:
-            self.merge("model", start, "run.start_from", HERE)
+            self.merge("model", str(Path(start) / "config.json"), "run.start_from", HERE)
 
     def clear(self, section: str) -> None:
         """Drop a section and its origins."""
