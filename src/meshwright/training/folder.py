@@ -17,6 +17,7 @@ already has steps: nothing is overwritten.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,9 +25,10 @@ import platform
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,8 @@ PACKAGES = (
     "tokenizers",
     "transformers",
 )  # whose versions are noted, if installed
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room on the disk, or for this user, or in this file
+MOST_WAITING = 100_000  # lines
 LOCK_S = 1.0  # a reader that asks whether a run is running holds the lock for a moment
 
 
@@ -87,6 +91,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, int] = {}  # name → descriptor, opened for appending
+        self.waiting: dict[str, list[bytes]] = {}  # lines that a full disk did not take yet
+        self.appending = threading.Lock()
         self.about: dict[str, Any] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -176,6 +182,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder; may be called twice."""
+        for name in self.waiting:
+            with suppress(OSError):
+                self._write_waiting(name)
+        self.waiting.clear()
         for descriptor in self.files.values():
             os.close(descriptor)
         self.files.clear()
@@ -184,15 +194,25 @@ class RunFolder:
             self.lock = -1
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
+        """Append a row. On a full disk it waits in memory, with those after it, until the disk has room again."""
+        with self.appending:  # a thread that saves writes events too
+            waiting = self.waiting.setdefault(name, [])
+            waiting.append(json_line(row))
+            try:
+                self._write_waiting(name)
+            except OSError as error:
+                if error.errno not in FULL or len(waiting) > MOST_WAITING:
+                    raise cannot_write(self.path / name, error) from error
+
+    def _write_waiting(self, name: str) -> None:
         descriptor = self.files[name] if name in self.files else self._open(name)
-        line = json_line(row)
-        try:
-            written = os.write(descriptor, line)
-            if written < len(line):  # the disk became full in the middle: leave no unfinished line
+        waiting = self.waiting[name]
+        while waiting:
+            written = os.write(descriptor, waiting[0])
+            if written < len(waiting[0]):  # the disk became full in the middle: leave no unfinished line
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-                os.write(descriptor, line)
-        except OSError as error:
-            raise cannot_write(self.path / name, error) from error
+                os.write(descriptor, waiting[0])
+            waiting.pop(0)
 
     def _open(self, name: str) -> int:
         remove_unfinished_line(self.path / name)

@@ -21,6 +21,8 @@ class Checkpoints(Hook):
             self.saver.check()
 
     def after_step(self, trainer: Any, record: StepRecord) -> StepRecord | None:
+        if trainer.policy.error is not None:
+            return None  # gradients were not finite: the run goes back or stops, and this step is no good state to go back to
         if self.every and trainer.step % self.every == 0:
             self.requested_step = trainer.step
             self.saver.save()

@@ -43,7 +43,7 @@ class Verdict:
         who = ranks_in_words(self.ranks)
         one = len(self.ranks) == 1
         states = {
-            "silent": f"{who} {'does' if one else 'do'} not respond {self.moment}",
+            "silent": f"{who} {'does' if one else 'do'} not respond (last seen {self.moment})",
             "computing": f"{who} {'hangs' if one else 'hang'} {self.moment}, outside of any collective",
             "device": f"the GPU of {who} hangs {self.moment}, in a kernel before the next collective",
             "link": f"{who} {'hangs' if one else 'hang'} {self.moment}",

@@ -75,6 +75,7 @@ class Heartbeat:
     operation: Operation | None = None
     issued: dict[str, int] = field(default_factory=dict)  # operations so far, by `operation_key`
     own_s: float = 0.0  # median seconds of a step in which the rank was not blocked by communication
+    usual_s: float = 0.0  # the same over many more steps
     step_s: float = 0.0  # median seconds of a step
 
 

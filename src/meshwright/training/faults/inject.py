@@ -10,8 +10,8 @@ repeated after a restart: a mark in the run folder says that it has happened. `i
     hang         the rank never enters the next collective, and still answers
     exception    the step raises
     slow         the rank sleeps `seconds` in each of `steps` steps
-    nan          a gradient becomes NaN
-    spike        a weight of the last layer is multiplied by 100
+    nan          a gradient becomes NaN, on all ranks: the reduction would carry it to all of them
+    spike        the last weight of every rank is multiplied by 100
     kill-save    SIGKILL `seconds` after the step began, while the checkpoint of the step before is being written
     bit-flip     a bit of the newest checkpoint is flipped, then SIGKILL: the restart must find the damage
     truncate     a file of the newest checkpoint loses its end, then SIGKILL
@@ -38,6 +38,7 @@ from meshwright.training.hooks import Hook
 VARIABLE = "MESHWRIGHT_FAULTS"
 LOG = "injected.jsonl"
 CHECKPOINTS = "checkpoints"
+EVERYWHERE = ("nan", "spike")  # happen on all ranks
 KINDS = (
     "kill",
     "stop",
@@ -108,7 +109,10 @@ class Injector(Hook):
 
     def __init__(self, faults: Sequence[Fault], rank: int, folder: Path) -> None:
         self.folder = folder
-        self.faults = {number: fault for number, fault in enumerate(faults) if fault.rank == rank}
+        self.rank = rank
+        self.faults = {
+            number: fault for number, fault in enumerate(faults) if fault.rank == rank or fault.kind in EVERYWHERE
+        }
         self.left: dict[int, int] = {}  # faults that last: steps until their end
 
     def before_step(self, trainer: Any) -> None:
@@ -132,11 +136,14 @@ class Injector(Hook):
         return [(number, fault) for number, fault in found if not self.happened(number).exists()]
 
     def happened(self, number: int) -> Path:
-        return self.folder / f"fault-{number}.done"
+        rank = f"-{self.rank}" if self.faults[number].kind in EVERYWHERE else ""
+        return self.folder / f"fault-{number}{rank}.done"
 
     def mark(self, number: int, fault: Fault, step: int) -> None:
         """Write down that the fault happens now; on disk before it does."""
         self.happened(number).touch()
+        if fault.rank != self.rank:
+            return
         row = json.dumps({"time": time.time(), "number": number, "step": step, "kind": fault.kind, "rank": fault.rank})
         with (self.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(row + "\n")

@@ -5,7 +5,8 @@ while the others are blocked in communication. So compare, between ranks of the 
 
     own work = seconds of a step − seconds blocked in communication        (medians of the last steps)
 
-A rank is slow if its own work exceeds the median of its peers by half, and the excess is a tenth of the step or more.
+A rank is slow if its own work exceeds the median of its peers by half, and the excess is a tenth of the step or more. A rank that is
+alone in its stage is compared with its earlier steps.
 """
 
 from __future__ import annotations
@@ -29,24 +30,23 @@ class SlowRank:
     host: str
     own_s: float
     peers_s: float
+    alone: bool = False  # compared with its earlier steps
 
     @property
     def text(self) -> str:
         return (
             f"rank {self.rank} on {self.host} is slow: it works {format_seconds(self.own_s)} per step, "
-            f"ranks with the same work {format_seconds(self.peers_s)}; every step waits for it"
+            f"{'before' if self.alone else 'ranks with the same work'} {format_seconds(self.peers_s)}; every step waits for it"
         )
 
 
 def slow_ranks(heartbeats: Iterable[Heartbeat]) -> list[SlowRank]:
-    """The slow ranks among these heartbeats. A rank without peers in its stage is never slow: nothing is known to compare with."""
+    """The slow ranks among these heartbeats."""
     measured = [beat for beat in heartbeats if beat.own_s > 0]
     found = []
     for beat in measured:
         peers = [other.own_s for other in measured if other.stage == beat.stage and other.rank != beat.rank]
-        if not peers:
-            continue
-        usual = median(peers)
-        if beat.own_s > FACTOR * usual and beat.own_s - usual > LEAST_SHARE * beat.step_s:
-            found.append(SlowRank(beat.rank, beat.host, beat.own_s, usual))
+        usual = median(peers) if peers else beat.usual_s
+        if usual and beat.own_s > FACTOR * usual and beat.own_s - usual > LEAST_SHARE * beat.step_s:
+            found.append(SlowRank(beat.rank, beat.host, beat.own_s, usual, not peers))
     return found

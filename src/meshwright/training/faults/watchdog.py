@@ -55,6 +55,7 @@ GRACE_S = 2.0  # for the rank that reports, before the others exit
 SIGNAL_S = 3.0  # without progress after a signal, from which on the rank exits
 LEARNED = 3  # steps after which their time is known
 KEPT = 64
+ENOUGH = 5  # steps whose work is measured before it is compared
 HUNG_EXIT = 70
 
 
@@ -93,6 +94,7 @@ class Watchdog(Hook):
         self.phase, self.step, self.beats = "start", 0, 0
         self.seconds: deque[float] = deque(maxlen=KEPT)
         self.own: deque[float] = deque(maxlen=9)
+        self.earlier: deque[float] = deque(maxlen=16 * 9)
         self.last_step_end = 0.0
         self.last_measured = -1
         self.seen: tuple[Any, ...] = ()
@@ -163,7 +165,8 @@ class Watchdog(Hook):
             stalled_s=now - self.moved,
             operation=self.activity.open_operation(),
             issued=dict(self.activity.issued),
-            own_s=median(self.own) if len(self.own) == self.own.maxlen else 0.0,
+            own_s=median(self.own) if len(self.own) >= ENOUGH else 0.0,
+            usual_s=median(self.earlier) if len(self.earlier) >= ENOUGH else 0.0,
             step_s=median(self.seconds) if self.seconds else 0.0,
             **self.identity,
         )
@@ -177,6 +180,8 @@ class Watchdog(Hook):
                 continue
             self.last_measured = recorded.step
             blocked = union(span for e in recorded.events for span in ((e.issued, e.returned), (e.waited, e.resumed)))
+            if len(self.own) == self.own.maxlen:
+                self.earlier.append(self.own[0])
             self.own.append(recorded.ended - recorded.began - length(blocked))
 
     @property
