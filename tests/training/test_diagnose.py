@@ -36,7 +36,10 @@ def test_a_silent_rank_is_named_with_the_collective_that_waits_for_it():
     found = verdict_of(beat(0, DP[0]), beat(1, DP[1]), beat(2, TP[1]), last, silent={3})
     assert (found.kind, found.ranks, found.moment) == ("silent", (3,), "in step 9")
     assert found.operation in (DP[1], TP[1])
-    assert "rank 3 does not respond in step 9; rank 1 waits in all_reduce of dp (4 KiB, number 7)" in found.what
+    assert (
+        "rank 3 does not respond (last seen in step 9); rank 1 waits in all_reduce of dp (4 KiB, number 7)"
+        in found.what
+    )
 
 
 def test_a_rank_that_never_wrote_is_silent_too():
@@ -125,4 +128,8 @@ def test_a_rank_is_slow_against_those_with_the_same_work():
 def test_a_small_excess_or_a_rank_alone_is_not_slow():
     assert slow_ranks([beat(0, own_s=0.1, step_s=4.0), beat(1, own_s=0.2, step_s=4.0)]) == []
     assert slow_ranks([beat(0, own_s=1.0, step_s=4.0), beat(1, stage=1, own_s=3.0, step_s=4.0)]) == []
+    lone = [beat(0, own_s=1.0, step_s=4.0, usual_s=0.9), beat(1, stage=1, own_s=3.0, step_s=4.0, usual_s=1.0)]
+    (slow,) = slow_ranks(lone)
+    assert (slow.rank, slow.peers_s) == (1, 1.0)
+    assert "before 1 s" in slow.text
     assert slow_ranks([beat(0), beat(1, own_s=1.0, step_s=1.0)]) == []

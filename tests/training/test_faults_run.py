@@ -49,17 +49,24 @@ def kinds_of(folder):
 
 
 def test_a_run_survives_a_kill_a_nan_a_spike_and_a_damaged_checkpoint(tmp_path, losses):
-    faults = [Fault("nan", 1, 7), Fault("bit-flip", 0, 12), Fault("spike", 1, 18), Fault("exception", 1, 21)]
+    faults = [Fault("nan", 1, 9), Fault("bit-flip", 0, 12), Fault("spike", 1, 18), Fault("exception", 1, 21)]
     assert train(tmp_path, faults) == losses
     events = kinds_of(tmp_path)
     assert ("rollback", "gradients are NaN or infinite: back to step 5") in events
     assert ("fault", "rank 0 died: SIGKILL") in events
-    assert any(kind == "resume" and "damaged" in text for kind, text in events)
+    assert any(kind == "resumed" and "damaged" in text for kind, text in events)
     assert any(kind == "rollback" and "the loss rose" in text and "back to step 15" in text for kind, text in events)
     assert any(kind == "fault" and "rank 1 raised: RuntimeError: injected fault 3" in text for kind, text in events)
     resumed = [attempt["resumed_from"] for attempt in read_about(tmp_path)["attempts"]]
     assert resumed == [None, 5, 5, 15, 20]  # step 10 was damaged
     assert (tmp_path / "checkpoints" / "damaged-step-00000010").is_dir()
+
+
+def test_a_full_disk_loses_no_row(tmp_path, losses):
+    """Rank 0 cannot write for some steps: its rows wait, a checkpoint fails, and the run goes on."""
+    assert train(tmp_path, [Fault("disk-full", 0, 8, steps=4)]) == losses
+    assert [e["step"] for e in read_events(tmp_path) if e["kind"] == "checkpoint-failed"] == [10]
+    assert len(read_about(tmp_path)["attempts"]) == 1
 
 
 def test_a_signal_saves_and_the_run_continues_where_it_stopped(tmp_path, losses):

@@ -200,12 +200,21 @@ def test_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_an_error_with_the_path(tmp_path: Path) -> None:
+def test_rows_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.training.folder.MOST_WAITING", 3)
     folder = create(tmp_path)
-    os.close(folder.files[STEPS])
-    folder.files[STEPS] = os.open("/dev/full", os.O_WRONLY)
+    disk, folder.files[STEPS] = folder.files[STEPS], os.open("/dev/full", os.O_WRONLY)
+    for step in range(3):
+        folder.add(record(step))
+    assert read_steps(tmp_path) == []
+    full, folder.files[STEPS] = folder.files[STEPS], disk
+    folder.add(record(3))
+    assert [row["step"] for row in read_steps(tmp_path)] == [0, 1, 2, 3]
+    folder.files[STEPS] = full
     with pytest.raises(MeshwrightError, match=r"MW-CLI-004: cannot write '.*steps.jsonl'"):
-        folder.add(record(0))
+        for step in range(4, 8):
+            folder.add(record(step))
+    os.close(disk)
     with pytest.raises(MeshwrightError, match="MW-CLI-004"):
         RunFolder(tmp_path / STEPS / "inside")
 

@@ -86,7 +86,7 @@ class Guard:
             if saver is None:
                 return None
             saver.finish()
-            found = resume(trainer, saver.root, saver.group, lambda text: self.note("resume", text))
+            found = resume(trainer, saver.root, saver.group, lambda text: self.note("resumed", text))
             return found.manifest.step if found is not None else None
 
         self.attach()
