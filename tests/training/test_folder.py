@@ -211,9 +211,10 @@ def test_rows_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.Mo
     folder.add(record(3))
     assert [row["step"] for row in read_steps(tmp_path)] == [0, 1, 2, 3]
     folder.files[STEPS] = full
+    for step in range(4, 7):
+        folder.add(record(step))
     with pytest.raises(MeshwrightError, match=r"MW-CLI-004: cannot write '.*steps.jsonl'"):
-        for step in range(4, 8):
-            folder.add(record(step))
+        folder.add(record(7))
     os.close(disk)
     with pytest.raises(MeshwrightError, match="MW-CLI-004"):
         RunFolder(tmp_path / STEPS / "inside")
