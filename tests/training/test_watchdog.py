@@ -149,7 +149,7 @@ def test_own_work_is_the_step_without_blocked_time(tmp_path):
         CommEvent("dp", "all_reduce", 8, -1, 1.0, 1.5, 2.0, 3.0, 3.0),
         CommEvent("dp", "all_reduce", 8, -1, 2.5, 2.6, 3.5, 4.0, 4.0),
     ]
-    for step in range(9):
+    for step in range(module.ENOUGH):
         assert dog.beat(0.0).own_s == 0.0  # too few steps
         activity.steps.append(RecordedStep(step, 0.0, 4.5, 5.0, events))
     dog.beat(0.0)
