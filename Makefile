@@ -50,6 +50,8 @@ bench: setup
 soak: setup
 	$(BIN)/python -m pytest -m slow --timeout 1800
 	$(BIN)/python -m pytest $(DRAWN) --hypothesis-profile soak --timeout 1800
+	$(BIN)/python benchmarks/chaos.py --faults 220 --minutes 60
+	$(BIN)/python benchmarks/chaos_save.py --kills 1000 --minutes 60
 
 # Pages with computed figures, after the cost model changed; tests hold them to the code.
 pages: setup

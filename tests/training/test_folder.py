@@ -25,6 +25,7 @@ from meshwright.describe.run_folder import (
     state,
 )
 from meshwright.errors import MeshwrightError
+from meshwright.training.faults.damage import set_disk_full
 from meshwright.training.folder import RunFolder, check_unused, git_state
 from meshwright.training.measurement import predicted
 from meshwright.training.records import StepRecord
@@ -218,6 +219,19 @@ def test_rows_wait_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.Mo
     os.close(disk)
     with pytest.raises(MeshwrightError, match="MW-CLI-004"):
         RunFolder(tmp_path / STEPS / "inside")
+
+
+def test_a_disk_that_becomes_full_within_a_row_loses_none(tmp_path: Path) -> None:
+    folder = create(tmp_path)
+    set_disk_full(True)
+    try:
+        for step in range(60):  # the first rows fill a block
+            folder.add(record(step))
+        assert 0 < len(read_steps(tmp_path)) < 60
+    finally:
+        set_disk_full(False)
+    folder.add(record(60))
+    assert [row["step"] for row in read_steps(tmp_path)] == list(range(61))
 
 
 def test_git_state(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ class RunFolder:
             written = os.write(descriptor, waiting[0])
             if written < len(waiting[0]):  # the disk became full in the middle: leave no unfinished line
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
-                os.write(descriptor, waiting[0])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             waiting.pop(0)
 
     def _open(self, name: str) -> int:

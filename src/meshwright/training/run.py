@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from meshwright.cost.recompute import resolve_recompute
 from meshwright.describe.config import Config
 from meshwright.describe.run_folder import PLAN, PREDICTION, RunFollower, is_run
 from meshwright.errors import MeshwrightError
+from meshwright.planner.resize import plan_for_world
 from meshwright.training import launch
 from meshwright.training.data.sources import check_data
 from meshwright.training.faults.inject import VARIABLE
@@ -54,13 +55,14 @@ def run_training(
     place = placement(os.environ)
 
     def prepare(path: Path, ranks_here: int, restarted: bool) -> Job:
+        planned = config
         if place is not None:
-            check_world(config, place.world)
+            planned = config_for_ranks(config, place.world, continues=restarted or resume)
         if resume:
             plan_of_run(path)
         elif not restarted:
             check_unused(path)
-        job = make_job(config, steps, seed, device, backend, path, ranks_here, machine)
+        job = make_job(planned, steps, seed, device, backend, path, ranks_here, machine)
         return replace(job, resume=resume, saves=folder is not None, faults=os.environ.get(VARIABLE, ""))
 
     with kept_or_temporary(folder) as path:
@@ -164,9 +166,19 @@ def run_here(job: Job, listen: Listen | None, restarts: int) -> Training:
             restarting=lambda cause: reader.next_attempt(),
         )
     except BaseException as error:  # also Ctrl-C and SIGTERM
-        conclude_interrupted(job.folder, job.config, job.steps, job.device, job.watch, cause_of(error))
+        with suppress(MeshwrightError):  # a folder that cannot be written does not hide the cause
+            conclude_interrupted(job.folder, job.config, job.steps, job.device, job.watch, cause_of(error))
         raise
     return training
+
+
+def config_for_ranks(config: Config, world: int, continues: bool) -> Config:
+    """The configuration for the ranks that a launcher started. A run that continues on another number of ranks, because a node is gone
+    or has come back, gets another plan for the same batch (`planner.resize`)."""
+    if continues and world != config.plan.world:
+        config = plan_for_world(config, world)
+    check_world(config, world)
+    return config
 
 
 def cause_of(error: BaseException) -> str:
