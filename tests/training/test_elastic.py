@@ -143,7 +143,8 @@ def test_sigterm_reaches_the_ranks(tmp_path, reacts):
     def poll():
         if (tmp_path / "ready").exists() and not sent:
             sent.append(True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(2):  # as `timeout` does: to the process and to its group
+                os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as leaving:
         elastic.run("test_elastic:save_on_signal", 1, tmp_path, reacts, folder=tmp_path, poll=poll)

@@ -54,6 +54,7 @@ MONITOR_S = 0.1
 GRACE_S = 1.0  # after a failure that may be a consequence, the time for its cause to appear
 STUCK_S = 5.0
 STOP_S = 30.0
+REPEAT_S = 1.0  # signals within this time are one
 LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # by torch's agent
 
@@ -183,9 +184,12 @@ class Agent(LocalElasticAgent):
                 self.found[rank] = process.exitcode, time.time()
 
     def _stop(self, number: int, frame: object) -> None:
-        """Pass SIGTERM on to the ranks; at the second one, end at once."""
-        if self.stopped:
+        """Pass SIGTERM on to the ranks; at a later one, end at once. `timeout` and schedulers signal the process and its group: the
+        two arrive together and count once."""
+        if self.stopped and time.monotonic() > self.stop_until - STOP_S + REPEAT_S:
             raise SystemExit(128 + number)
+        if self.stopped:
+            return
         self.stopped, self.stop_until = True, time.monotonic() + STOP_S
         for process in self.processes:
             if process.is_alive():
