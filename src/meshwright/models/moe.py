@@ -111,7 +111,7 @@ class GroupedLinear(nn.Module):
         if self.bias is None:
             return y_RO
         expert_R = torch.arange(len(counts), device=x_RI.device).repeat_interleave(
-            torch.tensor(counts, device=x_RI.device)
+            torch.tensor(counts, device=x_RI.device), output_size=len(x_RI)
         )
         return y_RO + self.bias.to(x_RI.dtype)[expert_R] * self.bias_share
 

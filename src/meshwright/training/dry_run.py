@@ -7,8 +7,8 @@
     step            one step of the first rank of each pipeline stage, on a fake process group of the full number of ranks
 
 The step runs the strategies, hooks and optimizer of the real one. Its tensors are fake: they have shapes and dtypes, no memory and no
-values; its collectives send nothing. Where the step asks for a value (is the norm finite?), it gets one that lets it go on. The routing of
-tokens to experts depends on values, so a model with experts is checked without its step, and so is a plan with another such operation.
+values; its collectives send nothing. Where the step asks for a value (is the norm finite?), it gets one that lets it go on, and the routing of
+tokens to experts is balanced (`fake_routing`). A plan with another operation that depends on values is checked without its step.
 
 Private names of torch: `FakeTensorMode`, `unset_fake_temporarily`, and `FakeStore` with the backend "fake".
 """
@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.numerics.precision import DTYPES, at_least_single
 from meshwright.training.checkpoint.folder import check_room
 from meshwright.training.data.random_tokens import RandomSamples
+from meshwright.training.fake_routing import balanced_routing
 from meshwright.training.folder import check_unused
 from meshwright.training.job import Job
 from meshwright.training.join import Meeting
@@ -92,8 +94,6 @@ def checkpoint_bytes(config: Config) -> int:
 
 def fake_step(config: Config) -> str:
     """Run one step of a rank of each pipeline stage with fake tensors; what was run, in one line."""
-    if config.model.experts:
-        return "not run: the routing of tokens to experts depends on values"
     began, layout = time.monotonic(), Layout(config.plan, config.plan.order or config.stack.order)
     ranks = sorted({int(rank) for rank in layout.groups("pp")[0]}) if config.plan.pp > 1 else [0]
     for rank in ranks:
@@ -122,7 +122,7 @@ def run_fake_rank(config: Config, rank: int) -> None:
                 weights=NoWeights(),
             )
             trainer = Trainer(parallel, RandomSamples(config.model, config.workload.seq, 0), config.optimizer)
-            with Values():
+            with Values(config.model.top_k / config.model.experts if config.model.experts else 1.0), balanced_routing():
                 trainer.train_step()
     finally:
         distributed.destroy_process_group()
@@ -136,7 +136,12 @@ class NoWeights:
 
 
 class Values(TorchDispatchMode):
-    """Answers what a step asks of values: a number is 1, a condition holds, and a mask selects every element."""
+    """Answers what a step asks of values: a number is 1, a condition holds, a mask of one tensor selects every element, and a mask of
+    tokens and experts the share `chosen`."""
+
+    def __init__(self, chosen: float) -> None:
+        super().__init__()
+        self.chosen = chosen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -144,6 +149,8 @@ class Values(TorchDispatchMode):
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is torch.ops.aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             return args[0].reshape(-1)
+        if func is torch.ops.aten.nonzero.default:
+            return args[0].new_empty((round(args[0].numel() * self.chosen), args[0].ndim), dtype=torch.int64)
         return func(*args, **(kwargs or {}))
 
 
@@ -153,6 +160,11 @@ class RealMesh(Mesh):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
             super().__init__(*args, **kwargs)
+
+    @cached_property
+    def expert_sharding(self) -> Any:
+        with unset_fake_temporarily():
+            return Mesh.expert_sharding.func(self)
 
     def sharding(self) -> Any:
         with unset_fake_temporarily():
