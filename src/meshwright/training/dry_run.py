@@ -177,9 +177,9 @@ class RealMesh(Mesh):
 
 @contextmanager
 def built_outside(config: Config) -> Iterator[None]:
-    """While a plan is applied, make the mesh and the modules (on the meta device) outside of the fake mode, which cannot replace the
-    parameters of a module."""
-    plain_build, plain_mesh = strategies.build, strategies.Mesh
+    """While a plan is applied, make the mesh and the modules (on the meta device) and shard them outside of the fake mode, which cannot
+    replace the parameters of a module, and takes a millisecond for each shard of a parameter on another rank."""
+    plain_build, plain_mesh, plain_shard = strategies.build, strategies.Mesh, strategies.zero.shard
     dtype = DTYPES[config.plan.param_dtype]
 
     def build(model: Any, layers: Any) -> Any:
@@ -190,8 +190,12 @@ def built_outside(config: Config) -> Iterator[None]:
         object.__setattr__(module, "to", lambda *_, **__: module)  # it has its dtype
         return module
 
-    strategies.build, strategies.Mesh = build, RealMesh  # type: ignore[misc,assignment]
+    def shard(*args: Any) -> None:
+        with unset_fake_temporarily():
+            plain_shard(*args)
+
+    strategies.build, strategies.Mesh, strategies.zero.shard = build, RealMesh, shard  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        strategies.build, strategies.Mesh = plain_build, plain_mesh  # type: ignore[misc]
+        strategies.build, strategies.Mesh, strategies.zero.shard = plain_build, plain_mesh, plain_shard  # type: ignore[misc]
