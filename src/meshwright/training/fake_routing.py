@@ -26,7 +26,7 @@ class Counts(np.ndarray):
         """`rows` copies over `experts`: equal numbers, the first ones get one more where they do not divide."""
         return (rows // experts + (np.arange(experts) < rows % experts)).view(cls)
 
-    def view(self, *shape: Any) -> Any:
+    def view(self, *shape: Any) -> Any:  # type: ignore[override]
         return super().view(*shape) if isinstance(shape[0], type) else self.reshape(shape)
 
 
@@ -48,10 +48,15 @@ def balanced_routing() -> Iterator[None]:
     def rows_by_expert(dispatch: ExpertDispatch, device: torch.device) -> torch.Tensor:
         return torch.arange(int(dispatch.incoming.sum()), device=device)
 
-    Router.forward = forward  # type: ignore[method-assign]
-    ParallelPlacement.exchange_counts, ExpertDispatch._by_expert = exchange_counts, rows_by_expert  # type: ignore[method-assign]
+    replaced: tuple[tuple[Any, str, Any, Any], ...] = (
+        (Router, "forward", route, forward),
+        (ParallelPlacement, "exchange_counts", exchange, exchange_counts),
+        (ExpertDispatch, "_by_expert", by_expert, rows_by_expert),
+    )
+    for owner, name, _, new in replaced:
+        setattr(owner, name, new)
     try:
         yield
     finally:
-        Router.forward = route  # type: ignore[method-assign]
-        ParallelPlacement.exchange_counts, ExpertDispatch._by_expert = exchange, by_expert  # type: ignore[method-assign]
+        for owner, name, plain, _ in replaced:
+            setattr(owner, name, plain)
