@@ -62,7 +62,14 @@ def load(backend: str) -> Any:
 
 
 def names() -> list[str]:
-    """All tests, in the order of the file."""
+    """All tests, in the order of the file; read in another process, because PyTorch's module changes settings of torch and the
+    environment when it is imported."""
+    from meshwright.training import launch
+
+    return launch.run(f"{read_names.__module__}:read_names", 1)[0]
+
+
+def read_names(context: Any) -> list[str]:
     base = load("gloo").DistributedTest._DistTestBase
     return [name for name in vars(base) if name.startswith("test_")]
 

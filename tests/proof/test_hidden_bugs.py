@@ -68,8 +68,10 @@ def loss_of_the_last_two_microbatches_only():
 def masters_update_matrices_only():
     @torch.no_grad()
     def give(self):
+        initial = not hasattr(self, "has_given")  # the initial weights are given whole
+        self.has_given = True
         for source, master in zip(self.sources, self.pieces, strict=True):
-            if source.local.ndim > 1:
+            if initial or source.local.ndim > 1:
                 source.local.copy_(master.local)
 
     precision.Masters.give_parameters = give
