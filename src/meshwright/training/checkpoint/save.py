@@ -20,6 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright import __version__
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.manifest import Manifest, SavedFile, SavedTensor, file_hash
@@ -41,7 +42,7 @@ def run_description(trainer: Trainer, data: dict[str, Any] | None = None) -> dic
         "seed": parallel.seed,
         "data": data or {},
         "versions": {
-            "meshwright": version("meshwright"),
+            "meshwright": __version__,
             "torch": torch.__version__,
             "safetensors": safetensors_version(),
         },

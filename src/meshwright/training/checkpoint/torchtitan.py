@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from meshwright import __version__
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError, listed
@@ -65,7 +65,7 @@ def convert_torchtitan(
         "workload": {},
         "order": (),
         "versions": {
-            "meshwright": version("meshwright"),
+            "meshwright": __version__,
             "converted from": "torch.distributed.checkpoint (torchtitan)",
         },
         "created": time.time(),
