@@ -20,11 +20,12 @@ EXPERTS = {
 }
 BF16 = {"param_dtype": "bf16", "master": True}
 PLANS = (
-    (MODEL, {"shard": 256, "zero": 3, "recompute": "full"}),
-    (MODEL, {**BF16, "pp": 4, "tp": 2, "sp": True}),
-    (EXPERTS, {"tp": 2, "sp": True, "expert_tp": 2, "ep": 2, "shard": 4, "zero": 1}),
+    (MODEL, {**BF16, "pp": 2, "shard": 128, "zero": 1}),
+    (EXPERTS, {"tp": 2, "sp": True, "expert_tp": 2, "ep": 2, "replicate": 4}),
 )
 MORE_PLANS = (
+    (MODEL, {"shard": 64, "zero": 3, "recompute": "full"}),
+    (MODEL, {**BF16, "pp": 4, "tp": 2, "sp": True}),
     (MODEL, {"replicate": 8}),
     (MODEL, {"cp": 2, "replicate": 2, "shard": 2, "zero": 3}),
     (MODEL, {**BF16, "pp": 2, "tp": 2, "sp": True, "shard": 2, "zero": 1}),
@@ -48,9 +49,8 @@ def steps(context, plans):
 
 def test_a_step_of_every_kind_of_plan_runs_without_memory():
     texts = ranks.run(1, steps, PLANS, silence=120.0)[0]
-    assert "rank 0 of 256 in" in texts[0]
-    assert "4 ranks, one of each pipeline stage, of 8 in" in texts[1]
-    assert "rank 0 of 8 in" in texts[2]
+    assert "2 ranks, one of each pipeline stage, of 256 in" in texts[0]
+    assert "rank 0 of 8 in" in texts[1]
 
 
 @pytest.mark.slow

@@ -245,6 +245,7 @@ def rank_of_agent(folder, plan):
     return training is not None and len(training.steps)
 
 
+@pytest.mark.slow
 def test_two_agents_of_torchrun_restart_their_ranks(tmp_path):
     """Both agents start their rank again in a new group, in the store that the agents keep."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -217,7 +217,7 @@ def test_a_run_of_no_steps_is_refused():
         run_training(config(), 0)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(SystemExit, marks=pytest.mark.slow)])
 def test_steps_until_an_interruption_are_kept(tmp_path, error):
     """Ctrl-C and SIGTERM (which raises SystemExit) in the middle of a run."""
 
