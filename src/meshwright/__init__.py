@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from meshwright.version import VERSION
+
 if TYPE_CHECKING:
     from meshwright.api import estimate, load, parallelize, plan, simulate, train, verify
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = ["__version__", "estimate", "load", "parallelize", "plan", "simulate", "train", "verify"]
 
 

@@ -20,7 +20,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright import __version__
 from meshwright.errors import MeshwrightError
 from meshwright.training.checkpoint import folder
 from meshwright.training.checkpoint.manifest import Manifest, SavedFile, SavedTensor, file_hash
@@ -28,6 +27,7 @@ from meshwright.training.checkpoint.state import State, replicas_of
 from meshwright.training.checkpoint.store import write
 from meshwright.training.checkpoint.together import is_first, on_first, together
 from meshwright.training.loop import Trainer
+from meshwright.version import VERSION
 
 
 def run_description(trainer: Trainer, data: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def run_description(trainer: Trainer, data: dict[str, Any] | None = None) -> dic
         "seed": parallel.seed,
         "data": data or {},
         "versions": {
-            "meshwright": __version__,
+            "meshwright": VERSION,
             "torch": torch.__version__,
             "safetensors": safetensors_version(),
         },

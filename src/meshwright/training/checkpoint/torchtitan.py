@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from meshwright import __version__
 from meshwright.describe.model import Model
 from meshwright.describe.sharding import parameters
 from meshwright.errors import MeshwrightError, listed
@@ -22,6 +21,7 @@ from meshwright.training.checkpoint.full import write_checkpoint
 from meshwright.training.checkpoint.manifest import Manifest
 from meshwright.training.checkpoint.state import NUMBER, OPTIMIZER, WEIGHT
 from meshwright.training.checkpoint.torch_import import TorchCheckpoint
+from meshwright.version import VERSION
 
 NAMES = {
     "tok_embeddings.weight": "embedding.tokens.weight",
@@ -65,7 +65,7 @@ def convert_torchtitan(
         "workload": {},
         "order": (),
         "versions": {
-            "meshwright": __version__,
+            "meshwright": VERSION,
             "converted from": "torch.distributed.checkpoint (torchtitan)",
         },
         "created": time.time(),

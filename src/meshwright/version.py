@@ -1,0 +1,3 @@
+"""The version of Meshwright, which checkpoints name."""
+
+VERSION = "0.1.0"
