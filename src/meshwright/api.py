@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 def load(source: Any, *, cluster: Any = "", nodes: int = 0, gpus: int = 0, set: Sequence[str] = ()) -> Config:
     """The configuration of a plan file, or of a catalog model with `cluster="dgx-h100"` (a name, a file or an object)."""
-    from meshwright.describe.config import Config, configure
+    from meshwright.describe.config import Config
+    from meshwright.interop.configure import configure
 
     if isinstance(source, Config) and not (cluster or nodes or gpus or set):
         return source
@@ -61,7 +62,9 @@ def estimate(
     `model` is a plan file, or a model with a `cluster` and a `plan`. Without a plan the planner's best common plan is taken; `assumed` says so.
     """
     from meshwright.cost.estimate import estimate as estimate_plan
-    from meshwright.describe.config import Config, configure, is_plan_file
+    from meshwright.describe.config import Config, is_plan_file
+    from meshwright.interop.configure import configure
+    from meshwright.interop.files import is_settings_file
 
     config = configure(
         model,
@@ -75,7 +78,8 @@ def estimate(
         tokens=tokens,
         overrides=list(set),
     )
-    given = plan or is_plan_file(model) or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
+    file = is_plan_file(model) or is_settings_file(model)
+    given = plan or file or isinstance(model, Config) or any(w.strip().startswith("plan.") for w in set)
     config, assumed = (config, []) if given else with_best_plan(config)
     return estimate_plan(config.model, config.cluster, config.plan, config.workload, config.stack, assumed)
 

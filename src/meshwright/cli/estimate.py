@@ -9,12 +9,18 @@ from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 
 def command(
     model: str = typer.Argument(
-        "", help="A catalog name, a TOML file or a Hugging Face config.json. Default: the plan file's model."
+        "",
+        help="A catalog name, a TOML file, a Hugging Face config.json or a settings file of another framework. Default: the plan file's model.",
     ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
-    plan: str = typer.Option("", "--plan", "-p", help="A plan file. Default: the planner's best common plan."),
+    plan: str = typer.Option(
+        "",
+        "--plan",
+        "-p",
+        help="A plan file, or settings of another framework. Default: the planner's best common plan.",
+    ),
     stack: str = typer.Option("", "--stack", help="The training stack."),
     batch: int = typer.Option(0, "--batch", help="Global batch in sequences.", min=0),
     seq: int = typer.Option(0, "--seq", help="Sequence length.", min=0),
@@ -41,8 +47,12 @@ def command(
         tokens=tokens,
         set=settings,
     )
+    from meshwright.interop.files import is_settings_file, read_settings
+    from meshwright.view import settings as settings_view
     from meshwright.view.tables import show, show_json
 
+    source = next((f for f in (plan, model) if is_settings_file(f)), "")
+    reading = read_settings(source, gpus=result.plan.world) if source else None
     if html:
         from meshwright.describe.files import write_text
         from meshwright.view.page.bundle import document
@@ -50,8 +60,10 @@ def command(
 
         write_text(html, document(Subject.of_estimate(result)))
     if as_json:
-        show_json(result.as_dict())
+        show_json(result.as_dict() | ({"settings": settings_view.as_dict(reading)} if reading else {}))
         return
+    if reading:
+        show(settings_view.page(reading, source))
     from meshwright.view.estimate import page
     from meshwright.view.explain import explain as explained
 

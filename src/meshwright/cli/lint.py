@@ -1,37 +1,107 @@
-"""`meshwright lint`: anti-patterns of a plan, with their cost in seconds."""
+"""`meshwright lint`: anti-patterns of a plan, with their cost in seconds; and mistakes in recipes of other frameworks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import typer
 
 from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+from meshwright.errors import MeshwrightError
 
 
 def command(
-    file: str = typer.Argument(help="A plan file (TOML)."),
+    file: str = typer.Argument("", help="A plan file (TOML), or a settings file of another framework."),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
+    model: str = typer.Option("", "--model", help="The model, where a settings file does not give its shape."),
+    recipes: str = typer.Option(
+        "", "--recipes", metavar="FILE.jsonl", help="Check settings of other frameworks, one JSON object per line."
+    ),
     settings: list[str] = typer.Option(
         [], "--set", metavar="A.B=C", help="Override a field, such as --set plan.tp=8. Repeatable."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Find anti-patterns in a plan, each with its cost in seconds and a fix. Exit code 1 if a finding is significant."""
-    from meshwright.describe.config import configure
+    if bool(file) == bool(recipes):
+        raise MeshwrightError("MW-CLI-003", "lint takes a file or --recipes", fix="meshwright lint PLAN.toml")
+    if recipes:
+        lint_recipes(recipes, as_json)
+        return
+    from meshwright.interop.files import is_settings_file, read_settings
+
+    reading = read_settings(file, gpus=gpus, model=model) if is_settings_file(file) else None
+    if reading is not None and lint_settings(reading, file, as_json):
+        raise typer.Exit(1)
+    lint_plan(file, model, cluster, nodes, gpus, settings, as_json, reading)
+
+
+def lint_plan(
+    file: str, model: str, cluster: str, nodes: int, gpus: int, settings: list[str], as_json: bool, reading: Any
+) -> None:
+    """Print the findings of one plan; exit with 1 if one is significant."""
+    from meshwright.interop.configure import configure
     from meshwright.planner.advice.alternatives import Trial
     from meshwright.planner.advice.lint.check import check
     from meshwright.view.tables import show, show_json
 
-    config = configure(plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings)
+    config = configure(model, plan=file, cluster=cluster, nodes=nodes, gpus=gpus, overrides=settings)
     now = Trial(config.model, config.cluster, config.workload, config.stack).of(config.plan)
     findings = check(config, now)
     if as_json:
+        from meshwright.view.settings import as_dict
+
+        read = {"settings": as_dict(reading)} if reading else {}
         step = now.prediction.step_time_s if now else None
-        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings]})
+        show_json({"step_time_s": step, "findings": [f.as_dict() for f in findings], **read})
     else:
         from meshwright.view.lint import page
 
         show(page(config, findings, now))
     if any(f.weighs for f in findings):
         raise typer.Exit(1)
+
+
+def lint_settings(reading: Any, file: str, as_json: bool) -> bool:
+    """Print what was read of a settings file; whether its own contradictions end the check here."""
+    from meshwright.view import settings as view
+    from meshwright.view.tables import show, show_json
+
+    if not as_json:
+        show(view.page(reading, file))
+    if not reading.errors:
+        return False
+    if as_json:
+        findings = [problem.as_dict() for problem in reading.problems]
+        show_json({"step_time_s": None, "findings": findings, "settings": view.as_dict(reading)})
+    else:
+        for problem in reading.problems:
+            show(
+                f"[bold red]✗ {problem.code}[/]  {problem.what}. {problem.why}"
+                + (f"  [green]fix[/] {problem.fix}" if problem.fix else "")
+            )
+    return True
+
+
+def lint_recipes(file: str, as_json: bool) -> None:
+    """Print a verdict per recipe: a JSON object per line with --json, else a table."""
+    from meshwright.cli.output import patient
+    from meshwright.interop.recipes import check, rows
+
+    given, verdicts = list(rows(file)), []
+    with patient("checking recipes") as progress:
+        for row in given:
+            verdicts.append(check(row))
+            progress(len(verdicts) / len(given))
+    if as_json:
+        import json
+
+        for verdict in verdicts:
+            print(json.dumps(verdict.as_dict()))
+    else:
+        from meshwright.view.settings import recipes
+        from meshwright.view.tables import show
+
+        show(recipes(verdicts))

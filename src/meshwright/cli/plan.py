@@ -11,12 +11,14 @@ from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
 from meshwright.errors import MeshwrightError
 
 if TYPE_CHECKING:
-    pass
+    from meshwright.interop.frameworks.framework import Framework
 
 
 def command(
     context: typer.Context,
-    model: str = typer.Argument("", help="A catalog name, a plan file or a Hugging Face config.json."),
+    model: str = typer.Argument(
+        "", help="A catalog name, a plan file, a Hugging Face config.json or a settings file of another framework."
+    ),
     cluster: ClusterOption = "",
     nodes: NodesOption = 0,
     gpus: GpusOption = 0,
@@ -26,6 +28,12 @@ def command(
     days: str = typer.Option("", "--days", metavar="N", help="The fewest GPUs that train --tokens in N days."),
     budget: str = typer.Option("", "--budget", metavar="DOLLARS", help="The fewest GPUs that train --tokens for 2M$."),
     stack: str = typer.Option("", "--stack", help="The training stack."),
+    framework: str = typer.Option(
+        "", "--for", metavar="FRAMEWORK", help="Search only what it can run: torchtitan, megatron-lm, deepspeed, …"
+    ),
+    settings_file: str = typer.Option(
+        "", "--write", metavar="FILE", help="Write the winner as settings of the framework: TOML, YAML, JSON or flags."
+    ),
     fix: list[str] = typer.Option(
         [], "--fix", metavar="FIELD=VALUE", help="Fix a field: --fix tp=8, --fix schedule=1f1b."
     ),
@@ -44,7 +52,12 @@ def command(
     case: str = typer.Option(
         "", "--case", metavar="NAME", help="A published training, estimated: gpt3, llama3-405b, mixtral, …"
     ),
-    compare: str = typer.Option("", "--compare", metavar="FILE", help="Compare your own plan with the winner."),
+    compare: str = typer.Option(
+        "",
+        "--compare",
+        metavar="FILE",
+        help="Compare your own plan, or settings of another framework, with the winner.",
+    ),
     mtbf: str = typer.Option(
         "", "--mtbf", metavar="TIME", help="Time between failures of the whole cluster, such as 3h: adds goodput."
     ),
@@ -70,15 +83,13 @@ def command(
         show_case(case, as_json)
         return
     from meshwright.cli.output import patient, writable
-    from meshwright.describe.config import load_plan
 
-    user_plan = load_plan(compare) if compare else None
-    writable(out, html)
-    question: dict[str, Any] = {
-        name: value
-        for name, value in context.params.items()
-        if name not in ("model", "cluster", "case", "compare", "guides", "out", "html", "as_json", "days", "budget")
-    }
+    target = target_framework(framework, settings_file, model)
+    user_plan = UserPlan(compare) if compare else None
+    writable(out, html, settings_file)
+    question: dict[str, Any] = {name: value for name, value in context.params.items() if name not in NOT_ASKED}
+    if target and not stack:
+        question["stack"] = target.stack
     with patient("searching") as progress:
         if days or budget:
             from meshwright import planner
@@ -90,13 +101,57 @@ def command(
 
             sizing = None
             result = api.plan(model, cluster, progress=progress, set=question.pop("settings"), **question)
-    compared = result.compare(user_plan) if user_plan else None
-    written = write(result, out, html)
+    compared = result.compare(user_plan.for_gpus(result.config.cluster.world)) if user_plan else None
+    written = write(result, out, html, target if settings_file else None, settings_file)
     if as_json:
         show_as_json(sizing or result, compared, result if guides else None)
         return
     show_result(result, compared, Path(compare).name, guides, sizing)
     print("".join(f"{what} written to {where}\n" for what, where in written.items()), end="")
+
+
+NOT_ASKED = (
+    "model", "cluster", "case", "compare", "guides", "out", "html", "as_json", "days", "budget", "framework", "settings_file",
+)  # fmt: skip
+
+
+def target_framework(name: str, settings_file: str, model: str) -> Framework | None:
+    """The framework of --for, or of the settings file that is planned anew; --write needs one of them."""
+    from meshwright.interop.files import is_settings_file, read_settings
+    from meshwright.interop.frameworks import FRAMEWORKS, framework_named
+
+    if name:
+        return framework_named(name)
+    if is_settings_file(model):
+        return read_settings(model).framework
+    if settings_file:
+        raise MeshwrightError(
+            "MW-CLI-003",
+            "--write needs --for",
+            why="The settings are those of a framework",
+            valid=list(FRAMEWORKS),
+            fix="--for torchtitan",
+        )
+    return None
+
+
+class UserPlan:
+    """The plan to compare: of a plan file, or of settings, whose data parallelism follows from the number of GPUs."""
+
+    def __init__(self, path: str) -> None:
+        from meshwright.describe.config import load_plan
+        from meshwright.interop.files import is_settings_file, read_settings
+
+        self.path, self.plan = path, None
+        if is_settings_file(path):
+            read_settings(path)  # raises now, not after the search
+        else:
+            self.plan = load_plan(path)
+
+    def for_gpus(self, gpus: int) -> Any:
+        from meshwright.interop.configure import load_user_plan
+
+        return self.plan or load_user_plan(self.path, gpus)
 
 
 def check_given(context: typer.Context) -> None:
@@ -129,7 +184,7 @@ def show_as_json(answer: Any, compared: Any, guided: Any) -> None:
     show_json(out | ({"guides": [c.as_dict() for c in recommended(guided)]} if guided else {}))
 
 
-def write(result: Any, out: str, html: str) -> dict[str, str]:
+def write(result: Any, out: str, html: str, target: Framework | None = None, settings_file: str = "") -> dict[str, str]:
     """Write the requested files and return their paths by content."""
     from meshwright.describe.files import write_text
 
@@ -141,7 +196,12 @@ def write(result: Any, out: str, html: str) -> dict[str, str]:
         from meshwright.view.page.subject import Subject
 
         write_text(html, document(Subject.of_result(result), names=VIEWS))
-    return {what: where for what, where in (("plan file", out), ("page", html)) if where}
+    if target:
+        from meshwright.interop.write import write_file
+
+        write_file(result.config, target, settings_file)
+    what = f"settings of {target.title}" if target else "settings"
+    return {what: where for what, where in (("plan file", out), ("page", html), (what, settings_file)) if where}
 
 
 def show_result(result: Any, compared: Any, name: str, guides: bool, sizing: Any = None) -> None:

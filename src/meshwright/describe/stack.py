@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from meshwright.describe.abilities import Abilities
 from meshwright.describe.base import Bytes, Described, Seconds
 
 Fused = Literal["norm", "activation", "rope", "bias-dropout", "softmax", "loss", "optimizer", "accumulate"]
@@ -90,6 +91,9 @@ class Stack(Described):
     allocator_slack: float = Field(default=0.06, ge=0, le=1, description="reserved but unused share of live memory")
     context: Bytes = Field(default=1.2e9, description="driver context, libraries and workspaces per device")
     communicator: Bytes = Field(default=0.25e9, description="buffers per communicator and device")
+    can: Abilities = Field(
+        default=Abilities(), description="what the framework can run; the planner searches only that"
+    )
     source: str = ""
 
     @model_validator(mode="before")

@@ -10,15 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.describe import legality
 from meshwright.describe.cluster import Cluster
-from meshwright.describe.config import Config, configure
+from meshwright.describe.config import Config
+from meshwright.describe.legality import Case
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.interop.configure import configure
 from meshwright.planner.search import choices as search_choices
 from meshwright.planner.search.choices import Choices
 from meshwright.planner.search.space import Space
 
 HEADROOM = 0.05
+OWN_TRAINER = "Meshwright's own trainer"
 # Fields of a given plan that the search does not keep: they belong to its degrees, or (local SGD) to another algorithm.
 DROPPED = ("layers_per_stage", "recompute_every", "recompute_layers", "recompute_budget", "average_every")
 Words = Sequence[str] | Mapping[str, Any]
@@ -96,6 +100,17 @@ def assumptions(config: Config, stack: Any) -> list[str]:
     ]
     given = "stack.name" in config.origins and stack
     return assumed if given else [*assumed, f"training stack: {config.stack.name}"]
+
+
+def runs_in(config: Config) -> str:
+    """What the plan is for: the framework of the stack, or our own trainer; and what of it our trainer does not run."""
+    can = config.stack.can
+    if can.framework:
+        return can.framework
+    error = legality.problem(
+        Case.of(config.plan, config.model, config.workload, None, config.stack, trainer=True, dtypes=True)
+    )
+    return OWN_TRAINER if error is None else f"{OWN_TRAINER}, modelled only: {error.what}"
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -21,6 +21,7 @@ from meshwright.planner.advice.near_misses import NearMiss, near_misses
 from meshwright.planner.advice.reasons import batch_arithmetic, reasons
 from meshwright.planner.advice.sensitivity import scaling, sensitivities
 from meshwright.planner.goodput import Reliability, young_interval
+from meshwright.planner.question import runs_in
 from meshwright.planner.search.branch_and_bound import Found
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.leaders import Ranking
@@ -93,6 +94,11 @@ class Result:
     def searched(self) -> int:
         """Legal plans: each costed, or proved slower or too large."""
         return self.found.legal
+
+    @property
+    def runs_in(self) -> str:
+        """What the plan is for: the framework of the stack, or our own trainer."""
+        return runs_in(self.config)
 
     @property
     def chosen_from(self) -> str:
@@ -173,6 +179,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         x = self.explanation
         return {
+            "runs_in": self.runs_in,
             "searched": self.searched,
             "costed": self.found.costed,
             "seconds": self.seconds,

@@ -78,7 +78,7 @@ def header(r: Result) -> Panel:
         Text.assemble((e.model.name, "bold"), (f"  {count} parameters; {work}", "dim")),
         Text.assemble(
             (f"{e.plan.world:,} × {e.cluster.accelerator.name}", "bold"),
-            (f"  {e.cluster.name}, stack {e.stack.name}", "dim"),
+            (f"  {e.cluster.name}, stack {e.stack.name}; for {r.runs_in}", "dim"),
         ),
         Text(""),
         Text(e.plan.title(), "bold green"),

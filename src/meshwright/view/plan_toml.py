@@ -26,6 +26,7 @@ def opening(r: Result) -> list[str]:
     lines = [
         f"{r.plan.title()}",
         f"By `meshwright plan`: {r.chosen_from}.",
+        f"For {r.runs_in}.",
         *([f"It is {r.choice}."] if r.choice else []),
         f"step {format_seconds(p.step_time_s)} ({format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}), "
         f"MFU {100 * (p.mfu or 0):.1f}%, memory {memory_words(p)}",

@@ -6,8 +6,9 @@
 A rule has an error code, a condition that works on integers and on arrays, and a function that explains it: the arithmetic, the
 valid values, and changes that could mend it. Only a change after which **every** rule holds is offered as the fix.
 
-A rule needs some of model, workload, cluster, stack; it applies where these are given. Two more needs say what runs the plan: `trainer`
-(what `meshwright train` and `verify` can run at all) and `dtypes` (the dtypes in which `train` can run it). Readers: `Plan`, the planner's
+A rule needs some of model, workload, cluster, stack; it applies where these are given. Three more needs say what runs the plan: `trainer`
+(what `meshwright train` and `verify` can run at all), `dtypes` (the dtypes in which `train` can run it) and `framework` (what the framework of
+the stack can run). Readers: `Plan`, the planner's
 space, alternatives and sensitivity, `lint`, `verify`, `train`.
 """
 
@@ -71,8 +72,9 @@ def check(
     stack: Stack | None = None,
     trainer: bool = False,
     dtypes: bool = False,
+    framework: bool = False,
 ) -> None:
     """Raise the first rule that the plan breaks here."""
-    error = problem(Case.of(plan, model, workload, cluster, stack, trainer, dtypes))
+    error = problem(Case.of(plan, model, workload, cluster, stack, trainer, dtypes, framework))
     if error is not None:
         raise error

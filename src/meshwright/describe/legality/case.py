@@ -100,14 +100,15 @@ class Case:
         stack: Stack | None = None,
         trainer: bool = False,
         dtypes: bool = False,
+        framework: bool = False,
     ) -> None:
         self.fields = dict(fields)
         self.__dict__.update(self.fields)
         self._model, self._workload, self._cluster, self._stack = model, workload, cluster, stack
-        self.trainer, self.dtypes = trainer, dtypes
+        self.trainer, self.dtypes, self.framework = trainer, dtypes, framework
         # What the plan is checked against: rules that need more do not apply.
         self.given = _given(
-            model is not None, workload is not None, cluster is not None, stack is not None, trainer, dtypes
+            model is not None, workload is not None, cluster is not None, stack is not None, trainer, dtypes, framework
         )
         self.dp = self.replicate * self.shard
         self.rest = self.tp * self.cp * self.pp  # devices of one data-parallel rank
@@ -129,12 +130,13 @@ class Case:
         stack: Stack | None = None,
         trainer: bool = False,
         dtypes: bool = False,
+        framework: bool = False,
     ) -> Case:
         """One plan."""
         fields: dict[str, Any] = {name: getattr(plan, name) for name in NUMBERS}
         fields |= {name: words.index(getattr(plan, name)) for name, words in WORDS.items()}
         fields |= _order(plan.order) | _stages(plan.layers_per_stage)
-        return cls(fields, model, workload, cluster, stack, trainer, dtypes)
+        return cls(fields, model, workload, cluster, stack, trainer, dtypes, framework)
 
     def but(self, settings: Mapping[str, Any]) -> Case:
         """The case with some settings changed, named as `--set` names them: {"plan.tp": 8, "workload.batch": 64}."""
@@ -151,7 +153,9 @@ class Case:
                 fields |= _stages(value)
             else:
                 fields[name] = value
-        return Case(fields, self._model, workload, self._cluster, self._stack, self.trainer, self.dtypes)
+        return Case(
+            fields, self._model, workload, self._cluster, self._stack, self.trainer, self.dtypes, self.framework
+        )
 
     def varied(self, columns: Mapping[str, Number]) -> Case:
         """The case with some fields as arrays: a batch of plans."""
@@ -163,6 +167,7 @@ class Case:
             self._stack,
             self.trainer,
             self.dtypes,
+            self.framework,
         )
 
     def setting(self, path: str) -> Any:
@@ -204,7 +209,7 @@ class Case:
 
 @cache
 def _given(*flags: bool) -> frozenset[str]:
-    return frozenset(compress(("model", "workload", "cluster", "stack", "trainer", "dtypes"), flags))
+    return frozenset(compress(("model", "workload", "cluster", "stack", "trainer", "dtypes", "framework"), flags))
 
 
 def lookup(table: np.ndarray, codes: Number) -> Number:

@@ -22,7 +22,7 @@ class Problem:
 class Rule:
     """An error code and two functions: `broken` for one plan or a batch, `explain` for one plan that breaks the rule.
 
-    The rule applies where everything it `needs` is given: model, workload, cluster, stack, trainer, dtypes.
+    The rule applies where everything it `needs` is given: model, workload, cluster, stack, trainer, dtypes, framework.
     """
 
     code: ClassVar[str]

@@ -8,6 +8,7 @@ from meshwright.describe.legality.model_rules import MODEL_RULES
 from meshwright.describe.legality.plan_rules import PLAN_RULES
 from meshwright.describe.legality.rule import Rule
 from meshwright.describe.legality.run_rules import RUN_RULES, DegreesMultiplyToDevices, DeviceHasPrecision
+from meshwright.describe.legality.stack_rules import STACK_RULES
 from meshwright.describe.legality.trainer_rules import TRAINER_RULES
 
 ALL_RULES: tuple[type[Rule], ...] = (
@@ -16,6 +17,7 @@ ALL_RULES: tuple[type[Rule], ...] = (
     DegreesMultiplyToDevices,
     *MODEL_RULES,
     *RUN_RULES,
+    *STACK_RULES,
     *TRAINER_RULES,
 )
 

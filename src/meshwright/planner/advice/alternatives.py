@@ -54,6 +54,12 @@ class Trial:
                 self._seen[key] = None
         return self._seen[key]
 
+    def runs(self, plan: Plan | None) -> bool:
+        """Whether the framework of the stack can run a plan."""
+        if plan is None or not self.stack.can.framework:
+            return plan is not None
+        return bool(legality.legal(Case.of(plan, self.model, stack=self.stack, framework=True)))
+
     def with_changes(
         self, plan: Plan, cluster: Cluster | None = None, workload: Workload | None = None, model: Model | None = None
     ) -> Estimate | None:
@@ -62,8 +68,8 @@ class Trial:
         return other.of(plan)
 
     def fastest(self, plans: Iterable[Plan | None], spare: float = 1.0) -> Estimate | None:
-        """The fastest legal plan that uses at most `spare` of the memory; the first of equals."""
-        fitting = [e for plan in plans if (e := self.of(plan)) is not None and fits(e, spare)]
+        """The fastest legal plan that the stack's framework can run and that uses at most `spare` of the memory; the first of equals."""
+        fitting = [e for plan in plans if self.runs(plan) and (e := self.of(plan)) is not None and fits(e, spare)]
         return min(fitting, key=step, default=None)
 
 

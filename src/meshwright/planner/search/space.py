@@ -44,6 +44,7 @@ from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.batch import OVERLAP_AXES, Batch
 from meshwright.planner.search.choices import DTYPES, Choices, free
+from meshwright.planner.search.limits import limited
 from meshwright.planner.search.table import Table, grid, grouped, join
 
 NAIVE = SCHEDULES.index("naive")
@@ -90,7 +91,7 @@ class Space:
         self.bucket = bucket  # bytes of a gradient bucket; 0: what the plan's data-parallel group needs
         self.model, self.cluster, self.workload, self.stack = model, cluster, workload, stack
         self.base = base or Plan()
-        self.choices = choices or free(self.base)
+        self.choices = limited(choices or free(self.base), stack)
         self.overlaps = list(self.choices.words["overlap"])
         self.dtypes = self.choices.dtypes
         self.units = tuple(cluster.spans[:-1])
@@ -147,7 +148,10 @@ class Space:
     def _splits(self, tp: np.ndarray) -> list[int]:
         """Tensor-parallel degrees that the model accepts."""
         case = Case.of(self.base.but(tp=1), self.model).varied({"tp": tp, "expert_tp": self._least_expert_tp(tp)})
-        return [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
+        found = [int(t) for t in tp[np.broadcast_to(legality.legal(case), len(tp))]]
+        if self.stack.can.tensor_divides_kv and self.model.kind == "transformer" and self.model.attention == "gqa":
+            return [t for t in found if self.model.kv_groups % t == 0]
+        return found
 
     def _least_expert_tp(self, tp: np.ndarray) -> np.ndarray:
         """The least demanding expert_tp: 1, or 0 for a model without experts."""
@@ -286,12 +290,18 @@ class Space:
         """replicate, shard, zero, reshard, reduce_each of `dp` ranks; `repeated`: context-parallel ranks
         repeat the weights, so ZeRO can shard over them even if shard = 1. `piped`: the stages of a pipeline gather weights and reduce
         gradients once per step, so reshard and reduce have no effect and ZeRO-2 is ZeRO-1."""
-        c = self.choices
+        c, can = self.choices, self.stack.can
         stages = c.numbers("zero", c.words["zero"])
+        if piped and can.zero_in_pipeline:
+            stages = [z for z in stages if z in can.zero_in_pipeline]
+        if repeated and can.shards_context:
+            stages = [z for z in stages if z == 3]
         found = []
         for zero in [z for z in stages if z != 2 or not piped or 1 not in stages]:
             for shard in c.numbers("shard", divisors(dp) if zero else [1]):
                 replicate = dp // shard
+                if zero and replicate > 1 and "hsdp" in can.without:
+                    continue
                 shards_nothing = zero and shard == 1 and not repeated
                 if shards_nothing or not c.allows("replicate", replicate) or (not c.hybrid and zero and 1 < shard < dp):
                     continue

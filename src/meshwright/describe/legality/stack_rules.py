@@ -1,0 +1,228 @@
+"""Rules of a training framework: what the stack's `can` says it cannot run.
+
+`needs = ("stack", "framework")`: they apply where the plan is meant to run in that framework (the planner's answer, `lint`). A plan that breaks one
+can still be estimated: what would it cost if the framework had it?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from meshwright.describe.legality.case import Case, Flag
+from meshwright.describe.legality.fixes import divisors, values
+from meshwright.describe.legality.rule import Problem, Rule
+from meshwright.describe.plan_fields import CP_KINDS, RECOMPUTES
+from meshwright.describe.schedules import SCHEDULES
+
+NEEDS = ("stack", "framework")
+CODE = "MW-PLAN-023"
+
+
+def outside(code: Flag, words: tuple[str, ...], allowed: Sequence[str]) -> Flag:
+    """Whether the word of a code is not among the allowed ones; no word is allowed by an empty list only if nothing is limited."""
+    if not allowed:
+        return False
+    table = np.array([word not in allowed for word in words])
+    return table[code] if isinstance(code, np.ndarray) else bool(table[code])
+
+
+def refusal(p: Case, what: str, field: str, allowed: Sequence[object]) -> Problem:
+    can = p.stack.can
+    return Problem(
+        f"{can.framework or p.stack.name} does not run {what}",
+        why=can.source,
+        valid=[f"{field}={value}" for value in allowed],
+        fixes=[{f"plan.{field}": value} for value in allowed],
+    )
+
+
+class StackHasSchedule(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.pp > 1) & outside(p.schedule, SCHEDULES, p.stack.can.schedules)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        found = refusal(p, f"the schedule {p.word('schedule')}", "schedule", p.stack.can.schedules)
+        plain = {"plan.schedule": "1f1b", "plan.virtual": 1}
+        return Problem(found.what, found.why, found.valid, [*found.fixes, plain])
+
+
+class StackHasZero(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def allowed(p: Case) -> tuple[int, ...]:
+        can = p.stack.can
+        return can.zero or (0, 1, 2, 3)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        can = p.stack.can
+        out: Flag = False
+        for stage in (0, 1, 2, 3):
+            if can.zero and stage not in can.zero:
+                out = out | ((p.zero == stage) & (p.dp * p.cp > 1))
+            if can.zero_in_pipeline and stage not in can.zero_in_pipeline:
+                out = out | ((p.zero == stage) & (p.pp > 1))
+        return out
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        can = p.stack.can
+        stages = can.zero_in_pipeline if p.pp > 1 and can.zero_in_pipeline else can.zero
+        beside = " beside a pipeline" if p.pp > 1 and p.zero in (can.zero or (0, 1, 2, 3)) else ""
+        found = refusal(p, f"ZeRO-{p.zero}{beside}", "zero", stages)
+        replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}
+        return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])
+
+
+class StackHasContextKind(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return (p.cp > 1) & outside(p.cp_kind, CP_KINDS, p.stack.can.cp_kinds)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return refusal(p, f"{p.word('cp_kind')} context parallelism", "cp_kind", p.stack.can.cp_kinds)
+
+
+class StackHasRecompute(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return outside(p.recompute, RECOMPUTES, p.stack.can.recomputes)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return refusal(p, f"recompute={p.word('recompute')}", "recompute", p.stack.can.recomputes)
+
+
+class StackHasAxis(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        out: Flag = False
+        for axis in p.stack.can.without:
+            if axis in ("tp", "cp", "pp", "ep"):
+                out = out | (getattr(p, axis) > 1)
+            elif axis == "sp":
+                out = out | (p.sp & (p.tp > 1))
+            elif axis == "expert_tp" and "model" in p.given:
+                out = out | ((p.model.experts > 0) & (p.etp > 1))
+            elif axis == "hsdp":
+                out = out | ((p.replicate > 1) & (p.zero > 0))
+        return out
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        present = {
+            "tp": p.tp > 1,
+            "cp": p.cp > 1,
+            "pp": p.pp > 1,
+            "ep": p.ep > 1,
+            "sp": p.sp and p.tp > 1,
+            "expert_tp": p.etp > 1,
+            "hsdp": p.replicate > 1 and p.zero > 0,
+        }
+        axis = next(name for name in p.stack.can.without if present.get(name))
+        if axis == "hsdp":
+            fixes = [{"plan.replicate": 1, "plan.shard": p.dp}]
+            return Problem(
+                f"{p.stack.can.framework} does not run replicas of sharded groups", p.stack.can.source, [], fixes
+            )
+        off = False if axis == "sp" else 1
+        return refusal(p, f"{axis}={p.setting(f'plan.{axis}')}", axis, [off])
+
+
+class StackDividesKvHeads(Rule):
+    code, needs = CODE, ("model", *NEEDS)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        m = p.model
+        return (
+            p.stack.can.tensor_divides_kv
+            & (m.kind == "transformer" and m.attention == "gqa")
+            & (m.kv_groups % p.tp != 0)
+        )
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        legal = [d for d in divisors(p.model.kv_groups) if p.model.heads % d == 0]
+        return Problem(
+            f"tp={p.tp} does not divide the {p.model.kv_groups} KV heads of {p.model.name}",
+            why=f"{p.stack.can.framework} gives every rank whole KV heads",
+            valid=legal,
+            fixes=values("plan.tp", legal, p.tp),
+        )
+
+
+class StackHasEvenStages(Rule):
+    code, needs = CODE, ("model", *NEEDS)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        if not p.stack.can.even_stages or p.model.kind == "counts":
+            return False
+        return (p.pp > 1) & (p.stage_entries == 0) & (p.model.layers % p.stages != 0)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        layers = p.model.layers
+        fitting = [v for v in divisors(layers) if layers % (p.pp * v) == 0]
+        return Problem(
+            f"{layers} layers of {p.model.name} do not divide over pp × virtual = {p.pp} × {p.virtual} stages",
+            why=f"{p.stack.can.framework} gives every stage the same number of layers",
+            valid=[f"virtual={v}" for v in fitting] or [f"pp={d}" for d in divisors(layers)],
+            fixes=[
+                *values("plan.virtual", [v for v in fitting if v > 1], p.virtual),
+                {"plan.virtual": 1, "plan.schedule": "1f1b"},
+                *values("plan.pp", divisors(layers), p.pp),
+            ],
+        )
+
+
+class StackPairsTensorAndSequence(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.stack.can.sequence_parallel_with_tensor & (p.tp > 1) & (p.sp == False)  # noqa: E712
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return refusal(p, "tp without sequence parallelism by default", "sp", [True])
+
+
+class StackShardsOverContext(Rule):
+    code, needs = CODE, NEEDS
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        return p.stack.can.shards_context & (p.cp > 1) & (p.zero != 3)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        return refusal(p, f"cp={p.cp} with ZeRO-{p.zero}: context-parallel ranks shard the weights", "zero", [3])
+
+
+STACK_RULES: tuple[type[Rule], ...] = (
+    StackHasAxis,
+    StackHasSchedule,
+    StackHasZero,
+    StackHasContextKind,
+    StackHasRecompute,
+    StackDividesKvHeads,
+    StackHasEvenStages,
+    StackPairsTensorAndSequence,
+    StackShardsOverContext,
+)

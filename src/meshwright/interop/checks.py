@@ -1,0 +1,130 @@
+"""Rules of frameworks about their settings, beyond those of a plan: what they refuse, and what they take in silence.
+
+Each rule reads facts that settings state; a fact that is missing never breaks a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.interop.assemble import Assembled
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.keys import Facts
+from meshwright.interop.problems import Problem
+from meshwright.interop.shapes import Shape
+
+NODE = 8  # GPUs of one NVLink domain of a server
+BEYOND_NODE = re.compile(r"^b[23]00", re.IGNORECASE)  # servers whose expert dispatchers fail across nodes
+
+
+def check_facts(
+    facts: Facts, framework: Framework, made: Assembled, shape: Shape, hardware: str, settings: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """What is wrong with the facts of settings."""
+    yield from _precision(facts)
+    yield from _unfilled(facts)
+    yield from _sequence(facts, framework)
+    yield from _local_batch(facts, framework)
+    yield from _experts_on_nvlink(facts, made, hardware)
+    yield from _zero_in_pipeline(facts, framework)
+    yield from _two_lengths(settings)
+
+
+def _precision(facts: Facts) -> Iterator[Problem]:
+    if facts.get("half_alternative") and facts.get("half") in ("bf16", "fp16"):
+        yield Problem(
+            "MW-SET-005",
+            "bf16 and fp16 are both set",
+            why="The two precisions exclude each other",
+            fix="drop the block of the precision that is not used",
+        )
+
+
+def _unfilled(facts: Facts) -> Iterator[Problem]:
+    for key in facts.get("unfilled") or ():
+        yield Problem(
+            "MW-SET-006",
+            f"{key} = auto",
+            why="The caller fills `auto` only under the names that start with stage3_; the framework cannot parse it here",
+            fix=f"{key.rpartition('.')[0]}.stage3_{key.rpartition('.')[2]} = auto, or a number",
+        )
+
+
+def _sequence(facts: Facts, framework: Framework) -> Iterator[Problem]:
+    if framework.splits_evenly and facts.get("stated_sp") and facts.get("tp", 1) == 1:
+        yield Problem(
+            "MW-SET-009",
+            "sequence parallelism with tensor parallelism 1",
+            why="It has no effect and is switched off",
+            severity="note",
+        )
+
+
+def _local_batch(facts: Facts, framework: Framework) -> Iterator[Problem]:
+    local, micro, pp = facts.get("local_batch"), facts.get("pipeline_microbatch"), facts.get("pp", 1)
+    if not local or not micro or pp == 1:
+        return
+    if local % micro:
+        yield Problem(
+            "MW-SET-007",
+            f"a local batch of {local} does not divide into micro-batches of {micro}",
+            why="The pipeline takes whole micro-batches",
+        )
+    elif local // micro < pp:
+        refuses = framework.name == "automodel"
+        yield Problem(
+            "MW-SET-007",
+            f"{local // micro} micro-batch{'es' * (local // micro > 1)} for a pipeline of {pp} stages",
+            why="The framework needs at least one micro-batch per stage"
+            if refuses
+            else "Stages are idle: micro-batches are fewer than stages",
+            fix=f"a local batch of {pp * micro}",
+            severity="error" if refuses else "warning",
+        )
+
+
+def _experts_on_nvlink(facts: Facts, made: Assembled, hardware: str) -> Iterator[Problem]:
+    """Fast expert dispatchers on servers with 8 GPUs: reports of failures when a group of experts spans servers."""
+    kind, ep = facts.get("dispatcher"), facts.get("ep", 1)
+    if kind not in ("deepep", "hybridep") or facts.get("dispatcher_type") in ("alltoall", "allgather"):
+        return
+    domain = facts.get("nvlink_domain") or NODE
+    ranks = ep * (facts.get("expert_tp") or 1)
+    if ranks > domain and BEYOND_NODE.match(hardware.strip()):
+        yield Problem(
+            "MW-SET-008",
+            f"ep = {ep} with the {kind} dispatcher spans {ranks} GPUs, beyond the NVLink domain of {domain} on {hardware}",
+            why="Runs with it failed there: an error about the topology, or an illegal memory access",
+            fix=f"ep = {domain}, or the all-to-all dispatcher",
+        )
+
+
+def _zero_in_pipeline(facts: Facts, framework: Framework) -> Iterator[Problem]:
+    stage = facts.get("zero_config", facts.get("zero"))
+    if (
+        framework.name == "deepspeed"
+        and facts.get("pp", 1) > 1
+        and facts.get("pipeline_engine", True)
+        and stage in (2, 3)
+    ):
+        yield Problem(
+            "MW-SET-009",
+            f"ZeRO stage {stage} with a pipeline of {facts['pp']} stages",
+            why="The pipeline engine accumulates gradients over micro-batches and refuses to shard them",
+            fix="stage 1, or --no-pipeline-parallel",
+        )
+
+
+def _two_lengths(settings: Mapping[str, Any]) -> Iterator[Problem]:
+    found = {
+        key: settings[key] for key in ("model.seq_length", "dataset.seq_length") if isinstance(settings.get(key), int)
+    }
+    if len(set(found.values())) > 1:
+        yield Problem(
+            "MW-SET-009",
+            " and ".join(f"{key} = {value}" for key, value in found.items()),
+            why="The model and its data have different sequence lengths",
+            severity="warning",
+        )

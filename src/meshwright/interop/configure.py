@@ -1,0 +1,98 @@
+"""A configuration of the arguments of a command, where a settings file of another framework may stand for a plan file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.config import Config, load_cluster
+from meshwright.describe.config import configure as configure_plan_file
+from meshwright.describe.plan import Plan
+from meshwright.errors import MeshwrightError
+from meshwright.interop.files import is_settings_file, read_settings
+from meshwright.interop.names import catalog_cluster
+from meshwright.interop.reading import Reading
+
+
+def configure(
+    model: Any = "",
+    cluster: Any = "",
+    *,
+    plan: Any = None,
+    stack: Any = "",
+    workload: Any = None,
+    nodes: int = 0,
+    gpus: int = 0,
+    batch: int = 0,
+    seq: int = 0,
+    tokens: str | float = "",
+    overrides: Sequence[str] = (),
+) -> Config:
+    """As `describe.config.configure`; `model` or `plan` may be a settings file too, whose keys then give model, plan, workload and stack."""
+    sizes: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "batch": batch, "seq": seq, "tokens": tokens}
+    source = plan if is_settings_file(plan) else model if is_settings_file(model) else None
+    if source is None:
+        return configure_plan_file(
+            model, cluster, plan=plan, stack=stack, workload=workload, overrides=overrides, **sizes
+        )
+    named = "" if model is source else model
+    reading = read_settings(source, gpus=gpus or nodes * _node(cluster) or _gpus_of(cluster))
+    raise_first(reading)
+    cluster = cluster or catalog_cluster(reading.hardware)
+    if reading.gpus and not nodes and not gpus and cluster and not _gpus_of(cluster):
+        sizes["gpus"] = reading.gpus
+    return configure_plan_file(
+        named or model_part(reading, source),
+        cluster,
+        plan=reading.assembled.plan,
+        stack=stack or reading.framework.stack,
+        workload=reading.assembled.workload | (workload if isinstance(workload, dict) else {}),
+        overrides=overrides,
+        **sizes,
+    )
+
+
+def load_user_plan(path: str | Path, gpus: int) -> Plan:
+    """The plan of a settings file, for a number of GPUs."""
+    reading = read_settings(path, gpus=gpus)
+    raise_first(reading)
+    return reading.plan
+
+
+def raise_first(reading: Reading) -> None:
+    """Raise the first error among the problems of settings."""
+    for problem in reading.errors:
+        raise MeshwrightError(problem.code, problem.what, why=problem.why, fix=problem.fix)
+
+
+def model_part(reading: Reading, source: object) -> str | dict[str, Any]:
+    """The model of settings as a plan file has it."""
+    shape = reading.shape
+    if not shape.complete:
+        raise MeshwrightError(
+            "MW-SET-013",
+            f"'{source}' does not give the shape of its model",
+            why=f"{reading.facts.get('model') or 'The model'} is not in the catalog, and the settings do not state all of its shape",
+            fix=f"meshwright estimate MODEL --plan {source}",
+        )
+    entry = shape.source.removeprefix("catalog ")
+    return (
+        entry
+        if shape.source.startswith("catalog ") and shape.model.name == entry and not shape.changed
+        else shape.model.as_dict()
+    )
+
+
+def _node(cluster: Any) -> int:
+    return (
+        load_cluster(cluster).node_size
+        if isinstance(cluster, str | Path) and cluster
+        else getattr(cluster, "node_size", 0)
+    )
+
+
+def _gpus_of(cluster: Any) -> int:
+    if isinstance(cluster, str | Path) and cluster:
+        return load_cluster(cluster).gpus
+    return int(getattr(cluster, "gpus", 0) or 0)

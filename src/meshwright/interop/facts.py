@@ -1,0 +1,133 @@
+"""The facts that settings state, under neutral names.
+
+Frameworks state the same thing in different quantities: a batch per step or per rank, virtual stages or layers per virtual stage. Each
+quantity is a fact of its own here; `assemble` makes a plan of any sufficient set of facts, and `express` gives all of them for a plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+FACTS: dict[str, str] = {
+    # Degrees
+    "tp": "tensor-parallel degree",
+    "sp": "sequence parallelism",
+    "cp": "context-parallel degree",
+    "cp_kind": "kind of context parallelism",
+    "pp": "pipeline-parallel degree",
+    "ep": "expert-parallel degree",
+    "expert_tp": "tensor-parallel degree inside experts",
+    "replicate": "data-parallel groups with a full copy",
+    "shard": "data-parallel ranks that parameters are sharded over; -1: those that are left",
+    "shard_with_cp": "the same, where context-parallel ranks count too",
+    "dp": "data-parallel degree",
+    "gpus": "number of GPUs",
+    "nodes": "number of nodes",
+    "gpus_per_node": "GPUs of a node",
+    # The pipeline
+    "virtual": "pipeline stages per rank",
+    "schedule": "pipeline schedule",
+    "layers_per_chunk": "layers of one pipeline stage",
+    "first_layers": "layers of the first pipeline rank",
+    "last_layers": "layers of the last pipeline rank",
+    "stage_layers": "layers of every stage",
+    "layout": "the parts of every stage, by name",
+    "counts_embedding": "the embedding counts as a layer of the pipeline split",
+    "counts_loss": "the loss counts as a layer of the pipeline split",
+    "round_stages": "number of stages is rounded to a multiple of pp",
+    "pipeline_engine": "the pipeline engine runs the stages; without it the pipeline degree has no effect",
+    "sequence_ranks": "ranks that share a sequence by all-to-all (Ulysses)",
+    "stated_sp": "sequence parallelism as it was stated",
+    "microbatch_group": "micro-batches that an interleaved schedule takes together",
+    # Batch and sequence
+    "batch": "sequences of a step",
+    "microbatch": "sequences of a micro-batch",
+    "local_batch": "sequences of a data-parallel rank in one forward pass or pipeline run",
+    "pipeline_microbatch": "sequences of a micro-batch of the pipeline",
+    "pipeline_microbatches": "micro-batches of one pipeline run",
+    "accumulation": "forward and backward passes before an update",
+    "microbatch_tokens": "tokens of a micro-batch",
+    "batch_tokens": "tokens of a step",
+    "seq": "sequence length",
+    "packed_seq": "length of packed sequences",
+    "decoder_seq": "sequence length of the decoder of an encoder-decoder",
+    # Memory and numerics
+    "zero": "ZeRO stage",
+    "sharding": "how data parallelism shards: none, optimizer, gradients, parameters",
+    "fsdp": "parameters are sharded by FSDP",
+    "moe_reshard": "the same, where the model has experts",
+    "reshard": "gathered weights are freed after forward",
+    "recompute": "activations recomputed in backward: none, selective or full",
+    "recompute_every": "every n-th layer is recomputed",
+    "recompute_layers": "number of layers that are recomputed",
+    "recompute_method": "which layers full recompute takes",
+    "recompute_modules": "modules that selective recompute takes",
+    "half": "16-bit dtype of parameters and products",
+    "half_alternative": "a second 16-bit dtype, which excludes the first",
+    "eight": "8- or 4-bit precision of products",
+    "param_dtype": "dtype of the stored parameters",
+    "grad_dtype": "dtype of gradients",
+    "state_dtype": "dtype of optimizer states",
+    "master_dtype": "dtype of master weights",
+    "converters": "replacements of modules, such as products in fp8",
+    "optimizer": "optimizer",
+    "clip": "largest gradient norm",
+    "offload_states": "optimizer states in host memory",
+    "offload_parameters": "parameters in host memory",
+    "offload_activations": "activations in host memory",
+    "bucket": "bytes of a gradient bucket",
+    "bucket_elements": "elements of a gradient bucket",
+    "bucket_mb": "millions of bytes of a gradient bucket",
+    "overlap": "gradients are reduced during backward",
+    "fused_loss": "the loss is computed without full logits",
+    "adapters": "rank of low-rank adapters; only they are trained",
+    "adapter_kind": "kind of adapters",
+    "quantised": "bits of frozen weights",
+    # Experts
+    "dispatcher": "how tokens reach their experts",
+    "dispatcher_type": "kind of token dispatcher",
+    "nvlink_domain": "GPUs that one NVLink domain connects",
+    # Contradictions of frameworks that fill values in
+    "unfilled": "keys whose value `auto` nobody fills",
+    # The model
+    "model": "name of the model",
+    "flavor": "size of the model",
+    "mtp": "layers that predict further tokens",
+    "pattern": "kinds of the layers of a hybrid model",
+    "encoder_layers": "layers of an encoder",
+    "gated": "the FFN has a gate",
+    "ffn_multiple": "the FFN width is a multiple of this",
+    "ffn_factor": "factor of the FFN width",
+    "moe_layout": "which layers have experts",
+    "grouped": "several heads share KV heads",
+    "without_bias": "products have no bias",
+    "state_space": "the model has state-space layers",
+    "untied": "input embedding and output projection are separate",
+    **{f"model.{name}": f"model.{name}" for name in (
+        "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "tied", "max_positions", "experts", "top_k",
+        "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every", "attention", "q_rank", "kv_rank", "rope_dim", "nope_dim",
+        "value_dim", "activation", "norm", "positions", "qk_norm", "qkv_bias",
+    )},
+}  # fmt: skip
+NUMBERS = {
+    "tp", "cp", "pp", "ep", "expert_tp", "replicate", "dp", "gpus", "nodes", "gpus_per_node", "virtual", "layers_per_chunk",
+    "first_layers", "last_layers", "microbatch_group", "batch", "microbatch", "local_batch", "pipeline_microbatch",
+    "pipeline_microbatches", "accumulation", "microbatch_tokens", "batch_tokens", "seq", "packed_seq", "decoder_seq",
+    "bucket", "bucket_elements", "bucket_mb", "model.hidden", "model.layers", "model.heads", "model.kv_heads", "model.head_dim",
+    "model.ffn", "model.vocab", "model.experts", "model.top_k",
+}  # fmt: skip
+MOST = 2**40
+
+
+def valid_fact(fact: str, value: Any) -> bool:
+    """Whether a value can be that fact: numbers of `NUMBERS` are whole and from 1 up."""
+    if fact in NUMBERS:
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value == int(value)
+            and 1 <= value <= MOST
+        )
+    if fact == "shard":
+        return isinstance(value, int) and (value == -1 or 1 <= value <= MOST)
+    return True

@@ -1,0 +1,144 @@
+"""Settings files: TOML, JSON, YAML, or a script with command-line flags; and which framework wrote them.
+
+YAML needs PyYAML (`pip install "meshwright[interop]"`), with its safe loader only. In a script, variables that the script itself assigns are replaced
+by their values, and everything but flags is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.base import SECTIONS
+from meshwright.describe.files import parse_toml, read_text
+from meshwright.errors import MeshwrightError
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.keys import flags, flattened
+from meshwright.interop.reading import Reading, understand
+
+YAML, SCRIPTS = (".yaml", ".yml"), (".sh", ".args", ".txt", ".slurm", ".sbatch", ".bash")
+LEAST_KEYS = 2  # of a framework, to recognise a file as its settings
+ASSIGNED = re.compile(
+    r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s()\"'`]+)\s*(?:#.*)?$", re.MULTILINE
+)
+WRAPPERS = ("MODEL_ARGS.", "ENV_VARS.")
+
+
+def is_settings_file(path: object) -> bool:
+    """Whether an argument names a settings file of another framework: by its ending, and TOML and JSON by their content."""
+    if not isinstance(path, str | Path) or not str(path):
+        return False
+    place = Path(path)
+    if place.suffix in (*YAML, *SCRIPTS):
+        return True
+    if place.suffix not in (".toml", ".json") or not place.is_file():
+        return False
+    try:
+        document = parse(place)[0]
+    except MeshwrightError:
+        return False
+    if place.suffix == ".toml" and {name.partition(".")[0] for name in document} <= {*SECTIONS, "extends"}:
+        return False
+    return not {"model_type", "architectures"} & set(document) and detect(document) is not None
+
+
+def parse(path: str | Path, text: str | None = None) -> tuple[dict[str, Any], list[str]]:
+    """The flat settings and the flags of a file; `text` is its content where it is known already."""
+    place = Path(path)
+    text = read_text(place) if text is None else text
+    if place.suffix == ".toml":
+        return flattened(parse_toml(text, str(path))), []
+    if place.suffix == ".json":
+        return flattened(_table(_json(text, path), path)), []
+    if place.suffix in YAML:
+        found = flattened(_table(_yaml(text, path), path))
+        for prefix in WRAPPERS:
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+        return found, []
+    return {}, script_flags(text)
+
+
+def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework | None:
+    """The framework that has the most of these keys; None if no framework has two of them."""
+    given = set(settings) | set(flags(args or []))
+    bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
+    hits = {f.name: len(f.table.names() & (given | bare)) for f in FRAMEWORKS.values()}
+    best = max(hits, key=lambda name: hits[name])
+    return FRAMEWORKS[best] if hits[best] >= LEAST_KEYS else None
+
+
+def read_settings(
+    path: str | Path, *, gpus: int = 0, hardware: str = "", model: str = "", text: str | None = None
+) -> Reading:
+    """The reading of a settings file."""
+    settings, args = parse(path, text)
+    framework = detect(settings, args)
+    if framework is None:
+        raise MeshwrightError(
+            "MW-SET-010",
+            f"'{path}' has no settings that are known",
+            why="Fewer than two of its keys belong to one framework",
+            valid=[f.title for f in FRAMEWORKS.values()],
+        )
+    return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
+
+
+def script_flags(text: str) -> list[str]:
+    """The flags of a shell script or of a file of arguments, with the script's own variables replaced."""
+    values = {name: value.strip("\"'") for name, value in ASSIGNED.findall(text)}
+
+    def replaced(found: re.Match[str]) -> str:
+        name = found[1] or found[3]
+        return values.get(name) or found[2] or ""
+
+    for _ in range(3):
+        text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", replaced, text)
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
+        words = text.split()
+    out: list[str] = []
+    for word in words:
+        if (word.startswith("--") and len(word) > 2 and word[2].isalpha()) or (
+            (out and re.fullmatch(r"[^()&|;<>$`=]+", word) and not word.startswith("-"))
+            or (out and re.fullmatch(r"-\d+(\.\d+)?", word))
+        ):
+            out.append(word)
+        elif word in (")", "&&", ";", "|"):
+            out.append("--")  # the end of a list of flags: what follows is no value of the last flag
+    return out
+
+
+def _json(text: str, path: object) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MeshwrightError("MW-SET-010", f"'{path}' is not valid JSON", why=str(error)[:200]) from None
+
+
+def _yaml(text: str, path: object) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        raise MeshwrightError(
+            "MW-SET-011",
+            "YAML settings need PyYAML",
+            why="It is an optional dependency",
+            fix='pip install "meshwright[interop]"',
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise MeshwrightError(
+            "MW-SET-010", f"'{path}' is not valid YAML", why=str(error).replace("\n", " ")[:200]
+        ) from None
+
+
+def _table(value: Any, path: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise MeshwrightError("MW-SET-010", f"'{path}' has no keys and values at its top")
+    return {str(name): inner for name, inner in value.items()}

@@ -1,0 +1,36 @@
+"""The frameworks whose settings are read and written, one file each."""
+
+from __future__ import annotations
+
+from meshwright.errors import unknown
+from meshwright.interop.frameworks.accelerate import ACCELERATE
+from meshwright.interop.frameworks.automodel import AUTOMODEL
+from meshwright.interop.frameworks.axolotl import AXOLOTL
+from meshwright.interop.frameworks.bridge import BRIDGE
+from meshwright.interop.frameworks.deepspeed import DEEPSPEED
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.frameworks.megatron import MEGATRON
+from meshwright.interop.frameworks.nanotron import NANOTRON
+from meshwright.interop.frameworks.torchtitan import TORCHTITAN
+
+FRAMEWORKS: dict[str, Framework] = {
+    f.name: f for f in (TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE)
+}
+
+
+def framework_named(name: str) -> Framework:
+    """The framework of a name, as on the command line or as its makers write it."""
+    found = find(name)
+    if found is None:
+        raise unknown("MW-SET-012", "framework", str(name), FRAMEWORKS, "--for {}")
+    return found
+
+
+def find(name: object) -> Framework | None:
+    """The framework of a name; None if there is none."""
+    text = str(name).strip().lower()
+    for framework in FRAMEWORKS.values():
+        if text in (framework.name, framework.title.lower(), *(n.lower() for n in framework.names)):
+            return framework
+    inside = [f for f in FRAMEWORKS.values() if any(f"({n.lower()})" in text for n in (f.title, *f.names))]
+    return inside[0] if inside else None

@@ -1,0 +1,130 @@
+"""NeMo Automodel: YAML with `distributed`, `step_scheduler` and a Hugging Face model.
+
+Data parallelism is FSDP2 over the GPUs that tp, cp and pp leave. The local batch is a data-parallel rank's; a pipeline divides it into micro-batches
+of `pp_microbatch_size`. Gathered weights stay after forward unless `reshard_after_forward` is true.
+"""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.keys import Facts, Key, Table, flag
+
+D, S = "distributed.", "step_scheduler."
+SCHEDULES = {"1f1b": "1f1b", "interleaved1f1b": "interleaved", "gpipe": "gpipe", "zbvzerobubble": "zbv", "interleavedzerobubble": "interleaved-zb",
+             "loopedbfs": "looped-bfs", "dualpipev": "dualpipev"}  # fmt: skip
+CONFIG = "model.config."
+
+
+def _derive(facts: Facts) -> None:
+    facts["cp_kind"] = "all-gather"
+    facts["sharding"] = {"fsdp2": "parameters", "megatron_fsdp": "parameters", "ddp": "none"}[
+        str(facts.pop("fsdp", "fsdp2"))
+    ]
+    experts = facts.pop("moe_reshard", None)
+    facts["reshard"] = bool(facts.get("reshard") if experts is None else experts)  # weights stay gathered by default
+    if facts.get("replicate") is None:
+        facts["replicate"] = 1
+    if facts.get("offload_states"):
+        facts["offload_parameters"] = True
+    seq = facts.get("packed_seq")
+    if seq:
+        facts["seq"] = seq
+    else:
+        facts.pop("packed_seq", None)
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = False
+    if facts.get("model.kv_rank") and facts.get("model.nope_dim"):
+        facts["model.attention"] = "mla"
+    if facts.get("quantised") == 32:
+        facts.pop("quantised")
+
+
+def _restate(facts: Facts) -> None:
+    facts["fsdp"] = "ddp" if facts.pop("sharding", "none") == "none" else "fsdp2"
+    facts["dp"] = None
+    if facts.get("fsdp") == "ddp":
+        facts["replicate"] = None
+    if facts.get("pp", 1) == 1:
+        for name in ("schedule", "pipeline_microbatch", "layers_per_chunk"):
+            facts.pop(name, None)
+    if facts.get("ep") is not None:
+        facts["moe_reshard"] = facts.pop("reshard", None)
+    facts.pop("layers_per_chunk", None)
+    if facts.get("schedule") in ("interleaved", "looped-bfs", "interleaved-zb") and facts.get("model.layers"):
+        facts["layers_per_chunk"] = -(-facts["model.layers"] // (facts["pp"] * facts["virtual"]))
+        facts["round_stages"] = "up"
+
+
+TABLE = Table(
+    keys=(
+        Key("model.pretrained_model_name_or_path", "model", read_only=True,
+            was=("model.config.pretrained_model_name_or_path", "model.config.name_or_path")),
+        Key(CONFIG + "num_hidden_layers", "model.layers", read_only=True), Key(CONFIG + "hidden_size", "model.hidden", read_only=True),
+        Key(CONFIG + "num_attention_heads", "model.heads", read_only=True), Key(CONFIG + "num_key_value_heads", "model.kv_heads", read_only=True),
+        Key(CONFIG + "intermediate_size", "model.ffn", read_only=True), Key(CONFIG + "vocab_size", "model.vocab", read_only=True),
+        Key(CONFIG + "n_routed_experts", "model.experts", was=(CONFIG + "num_experts",), read_only=True),
+        Key(CONFIG + "num_experts_per_tok", "model.top_k", read_only=True), Key(CONFIG + "moe_intermediate_size", "model.expert_ffn", read_only=True),
+        Key(CONFIG + "n_shared_experts", "model.shared_experts", read_only=True), Key(CONFIG + "first_k_dense_replace", "model.dense_layers", read_only=True),
+        Key(CONFIG + "q_lora_rank", "model.q_rank", read_only=True), Key(CONFIG + "kv_lora_rank", "model.kv_rank", read_only=True),
+        Key(CONFIG + "qk_nope_head_dim", "model.nope_dim", read_only=True), Key(CONFIG + "qk_rope_head_dim", "model.rope_dim", read_only=True),
+        Key(CONFIG + "v_head_dim", "model.value_dim", read_only=True), Key(CONFIG + "tie_word_embeddings", "model.tied", read_only=True),
+        Key(D + "strategy", "fsdp", words={"fsdp2": "fsdp2", "megatron_fsdp": "megatron_fsdp", "ddp": "ddp"}, default="fsdp2", always=True),
+        Key(D + "tp_size", "tp", words=None, default=1, always=True),
+        Key(D + "cp_size", "cp", default=1, always=True),
+        Key(D + "pp_size", "pp", default=1, always=True),
+        Key(D + "ep_size", "ep", default=1, always=True),
+        Key(D + "dp_size", "dp", unset=("none",), read_only=True),
+        Key(D + "dp_replicate_size", "replicate", unset=("none",)),
+        flag("sp", D + "sequence_parallel", always=True),
+        Key(D + "pipeline.pp_schedule", "schedule", words=SCHEDULES, was=("autopipeline.pp_schedule", D + "pp_schedule")),
+        Key(D + "pipeline.pp_microbatch_size", "pipeline_microbatch", was=("autopipeline.pp_microbatch_size",), default=1),
+        Key(D + "pipeline.layers_per_stage", "layers_per_chunk", was=("autopipeline.layers_per_stage",)),
+        Key(D + "pipeline.round_virtual_stages_to_pp_multiple", "round_stages", was=("autopipeline.round_virtual_stages_to_pp_multiple",),
+            words={"down": "down", "up": "up", None: None}),
+        Key(D + "activation_checkpointing", "recompute", words={True: "full", False: "none", "full": "full", "selective": "selective"},
+            was=("parallelizer.activation_checkpointing", "model.base_activation_checkpointing"), default="none"),
+        Key(D + "reshard_after_forward", "reshard", words={True: True, False: False, None: None}),
+        Key(D + "moe.reshard_after_forward", "moe_reshard", words={True: True, False: False}, was=("parallelizer.reshard_after_forward",)),
+        Key(S + "global_batch_size", "batch", always=True),
+        Key(S + "local_batch_size", "local_batch", always=True),
+        Key("dataset.seq_len", "seq", was=("dataset.seq_length", "dataset.max_length", "autopipeline.pp_seq_len"), always=True),
+        Key("packed_sequence.packed_sequence_size", "packed_seq", was=("packed_sequence.pack_size",), unset=(0,), read_only=True),
+        Key("model.torch_dtype", "half", match=(("bf16|bfloat16", "bf16"), ("fp16|float16", "fp16"), ("float32|fp32", "fp32"), ("auto", "bf16"))),
+        Key("fp8.enabled", "eight", words={True: "fp8", False: None}),
+        Key("model.backend.te_fp8.recipe", "eight", words={"mxfp8": "mxfp8", "current": "fp8", "block": "fp8", "delayed": "fp8"}, read_only=True),
+        Key(D + "mp_policy.reduce_dtype", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
+        Key("optimizer._target_", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
+        Key(D + "offload_policy", "offload_states", match=((".", True),)),
+        Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),
+        Key("peft.dim", "adapters", read_only=True),
+        Key("quantization.load_in_4bit", "quantised", words={True: 4, False: 32}, read_only=True),
+        Key("quantization.load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
+        Key("model.backend.dispatcher", "dispatcher", read_only=True),
+        Key("ci.nodes", "nodes", was=("benchmark.num_nodes", "skypilot.num_nodes"), read_only=True),
+        Key("ci.nproc_per_node", "gpus_per_node", read_only=True),
+    ),
+    no_effect=(
+        r"^recipe$|^model\._target_$|^distributed\._target_$|^(autopipeline|parallelizer)\._target_$|^ci\.|^benchmark\.|^skypilot\.|^autocast\.|^wandb",
+        r"^(dataset|validation|checkpoint|dataloader|tokenizer|rng|lr_scheduler|dist_env)\.?", r"pipeline\.(patch|scale|dtype)|autopipeline\.(patch|scale)",
+        r"^packed_sequence\.", r"^optimizer\.(foreach|fused|compress|master|store|lr|betas|weight|eps|exp_avg_sq)", r"^peft\.", r"^quantization\.", r"^qat\.",
+        r"^teacher_|max_steps|ckpt_every|val_every|num_epochs", r"^freeze_config|^freeze", r"model\.(use_liger|output_hidden|num_nextn|trust|text_config|force_hf)",
+        r"^model\.config\.", r"^loss_fn\.", r"^fp8\.",
+    ),
+    not_modelled=(
+        r"^compile\.|^model\.backend|^model\.attn_implementation|attn_implementation|^distributed\.moe|multimodal|mp_policy|async_tensor|enable_compile|prefetch",
+        r"defer_fsdp|patch_is_packed|enable_fsdp2",
+    ),
+    derive=_derive,
+    restate=_restate,
+)  # fmt: skip
+
+AUTOMODEL = Framework(
+    name="automodel",
+    title="Automodel",
+    stack="automodel",
+    form="yaml",
+    table=TABLE,
+    names=("NeMo Automodel", "NeMo-Automodel"),
+    comment="NeMo Automodel settings: the sections that follow from the plan",
+)

@@ -1,0 +1,105 @@
+"""axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a JSON of its own)."""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.deepspeed import BLOCK, NO_EFFECT, derive_block
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.keys import Facts, Key, Table
+
+F = "fsdp_config."
+STRATEGIES = {
+    "FULL_SHARD": "parameters",
+    "SHARD_GRAD_OP": "gradients",
+    "NO_SHARD": "none",
+    "HYBRID_SHARD": "parameters",
+    "_HYBRID_SHARD_ZERO2": "gradients",
+}
+
+
+def derive_fsdp(facts: Facts) -> None:
+    """ZeRO of FSDP: 3 if weights are freed after forward, else 2."""
+    if facts.get("sharding") is None and (
+        facts.get("fsdp") or facts.get("reshard") is not None or facts.get("shard", -1) > 0
+    ):
+        facts["sharding"] = "parameters"
+    facts.setdefault("sharding", "none")
+    if facts.get("offload_parameters"):
+        facts["offload_states"] = True
+
+
+def restate_fsdp(facts: Facts) -> None:
+    zero = facts.pop("sharding", "none")
+    facts["fsdp"] = 2 if zero != "none" else None
+    facts["reshard"] = None if zero == "none" else facts.get("reshard")
+    if zero == "none":
+        facts["shard"] = None
+    facts["offload_parameters"] = bool(facts.get("offload_states"))
+    facts["zero"] = None
+
+
+def _derive(facts: Facts) -> None:
+    facts["cp_kind"] = "all-gather"
+    stage = facts.get("zero")
+    if isinstance(stage, int):
+        derive_block(facts)
+    else:
+        facts["unfilled"] = []
+        facts.pop("half_alternative", None)
+        derive_fsdp(facts)
+    facts["half"] = facts.get("half") if facts.get("half") in ("bf16", "fp16", "fp32") else "bf16"
+    if not facts.get("adapters") and facts.get("adapter_kind") in ("lora", "qlora"):
+        facts["adapters"] = 32
+    if facts.get("adapter_kind") is None:
+        facts.pop("adapters", None)
+
+
+TABLE = Table(
+    keys=(
+        Key("base_model", "model", read_only=True),
+        Key("tensor_parallel_size", "tp", default=1),
+        Key("context_parallel_size", "cp", was=("sequence_parallel_degree",), default=1),
+        Key("expert_parallel_size", "ep", default=1),
+        Key("dp_shard_size", "shard"),
+        Key("dp_replicate_size", "replicate", default=1),
+        Key("fsdp_version", "fsdp", words={1: 1, 2: 2}, was=(F + "fsdp_version",)),
+        Key("fsdp", "fsdp", match=((".", 1),)),
+        Key(F + "reshard_after_forward", "reshard", words={True: True, False: False}, was=(F + "fsdp_reshard_after_forward",), always=True),
+        Key(F + "sharding_strategy", "sharding", words=STRATEGIES, was=(F + "fsdp_sharding_strategy",), read_only=True),
+        Key(F + "offload_params", "offload_parameters", words={True: True, False: False}, was=(F + "fsdp_offload_params",), default=False),
+        Key("gradient_checkpointing", "recompute", words={True: "full", False: "none", None: "none", "offload": "full", "unsloth": "full"}, default="none",
+            always=True),
+        Key(F + "activation_checkpointing", "recompute", words={True: "full", False: None}, was=(F + "fsdp_activation_checkpointing",), read_only=True),
+        Key("micro_batch_size", "microbatch", always=True),
+        Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
+        Key("sequence_len", "seq", always=True),
+        Key("fp16", "half", words={True: "fp16", False: None}),
+        Key("bf16", "half", words={True: "bf16", "auto": "bf16", False: "fp32", "full": "bf16"}, always=True),
+        Key("fp8", "eight", words={True: "fp8", False: None}),
+        Key("optimizer", "optimizer", words={"adamw_torch_fused": "adamw", "muon": "muon", "sgd": "sgd"}, match=(*OPTIMIZERS, (".", "adamw")), always=True),
+        Key("adapter", "adapter_kind", words={"lora": "lora", "qlora": "qlora", None: None}, read_only=True),
+        Key("lora_r", "adapters", read_only=True),
+        Key("load_in_4bit", "quantised", words={True: 4, False: None}, read_only=True),
+        Key("load_in_8bit", "quantised", words={True: 8, False: None}, read_only=True),
+        Key("deepspeed", "sharding", match=(("zero1", "optimizer"), ("zero2", "gradients"), ("zero3", "parameters"))),
+        Key("ray_num_workers", "gpus", read_only=True),
+        *(Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset) for k in BLOCK if k.fact not in ("accumulation", "offload_parameters")),
+        Key("zero_optimization.offload_param.device", "offload_parameters", words={"cpu": True, "nvme": True, "none": False}, read_only=True),
+    ),
+    no_effect=(
+        *NO_EFFECT, r"^fsdp_config\.", r"^(sample_packing|pad_to|pad_|tf32|use_ray|model_type|resize|qat|plugins|lora_|experts_impl|quantize_moe|use_reentrant)",
+        r"gradient_checkpointing_kwargs|max_steps|num_epochs|^special_tokens|^datasets|^wandb|_proc|^eval|^save|^val|^learning|^lr_|^warmup|^weight|^dataset",
+        r"expert_parallel_(num|token)", r"^flash_attention$|attn_implementation|^fp8_enable|^trust|^tokenizer|^cosine|^strict|^shuffle|^output_dir|^seed",
+    ),
+    not_modelled=(r"liger|compile|tiled_mlp|activation_offloading|flex_attn|^xformers|^sdp|^flash",),
+    derive=_derive,
+    restate=restate_fsdp,
+)  # fmt: skip
+
+AXOLOTL = Framework(
+    name="axolotl",
+    title="axolotl",
+    stack="axolotl",
+    form="yaml",
+    table=TABLE,
+    comment="axolotl settings: the keys that follow from the plan",
+)

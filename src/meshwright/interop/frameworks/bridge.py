@@ -1,0 +1,145 @@
+"""Megatron-Bridge: fields of a Python config by dotted path (`model.tensor_model_parallel_size`), also as overrides on its command line.
+
+Its performance recipes name some of the same fields without their section; NeMo's table of performance settings shortens them further. All
+run on Megatron-Core, whose rules apply.
+"""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, PRECISIONS, Framework
+from meshwright.interop.frameworks.megatron import (
+    CP_KINDS,
+    STRATEGIES,
+    derive_recompute,
+    derive_schedule,
+    derive_sharding,
+    restate_recompute,
+    restate_schedule,
+    restate_sharding,
+)
+from meshwright.interop.keys import Facts, Key, Table, flag
+
+DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.uint8": "fp8",
+    "fp32": "fp32",
+    "bf16": "bf16",
+}
+MIXED = {
+    "bf16_mixed": "none", "bf16_with_fp8_current_scaling_mixed": "fp8", "bf16_with_fp8_delayed_scaling_mixed": "fp8", "bf16_with_mxfp8_mixed": "mxfp8",
+    "bf16_with_fp8_subchannel_scaling_mixed": "fp8", "bf16_with_nvfp4_mixed": "fp4",
+}  # fmt: skip
+
+
+def _derive(facts: Facts) -> None:
+    derive_sharding(facts)
+    derive_recompute(facts)
+    if facts.get("virtual") == 0:
+        facts.pop("virtual")
+    derive_schedule(facts)
+    if facts.get("eight") == "none":
+        facts.pop("eight")
+    facts["half"] = "fp16" if "fp16" in str(facts.get("half")) else "bf16"
+    if facts.get("recompute_layers") and not facts.get("recompute"):
+        facts["recompute"] = "full"
+    if facts.get("recompute_modules") and not facts.get("recompute"):
+        facts["recompute"] = "selective"
+    facts["stated_sp"] = facts.get("sp")
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = False
+    if facts.get("adapter_kind") in (None, "none") and not facts.get("adapters"):
+        facts.pop("adapters", None)
+    elif not facts.get("adapters"):
+        facts["adapters"] = 32  # the default of its LoRA
+
+
+def _restate(facts: Facts) -> None:
+    restate_sharding(facts)
+    restate_recompute(facts)
+    restate_schedule(facts)
+    facts["eight"] = facts.get("eight") or "none"
+
+
+M = "model."
+TABLE = Table(
+    keys=(
+        Key(M + "num_layers", "model.layers"), Key(M + "hidden_size", "model.hidden"), Key(M + "ffn_hidden_size", "model.ffn"),
+        Key(M + "num_attention_heads", "model.heads"), Key(M + "num_query_groups", "model.kv_heads"), Key(M + "kv_channels", "model.head_dim"),
+        Key(M + "vocab_size", "model.vocab"), Key(M + "num_moe_experts", "model.experts"), Key(M + "moe_router_topk", "model.top_k"),
+        Key(M + "moe_ffn_hidden_size", "model.expert_ffn"), Key(M + "moe_shared_expert_intermediate_size", "model.shared_ffn"),
+        Key(M + "mtp_num_layers", "mtp", read_only=True), Key(M + "hybrid_layer_pattern", "pattern", read_only=True),
+        Key(M + "hf_model_id", "model", read_only=True), Key("size", "flavor", read_only=True),
+        Key(M + "tensor_model_parallel_size", "tp", was=("tensor_model_parallel_size", "tp_size"), default=1, always=True),
+        flag("sp", M + "sequence_parallel", was=("sequence_parallel",)),
+        Key(M + "pipeline_model_parallel_size", "pp", was=("pipeline_model_parallel_size", "pp_size"), default=1, always=True),
+        Key(M + "virtual_pipeline_model_parallel_size", "virtual", was=("virtual_pipeline_model_parallel_size", "vp_size")),
+        Key(M + "pipeline_model_parallel_layout", "layout", was=("pp_layout", "pipeline_model_parallel_layout"), read_only=True),
+        Key(M + "num_layers_in_first_pipeline_stage", "first_layers", was=("num_layers_in_first_pipeline_stage",), read_only=True),
+        Key(M + "num_layers_in_last_pipeline_stage", "last_layers", was=("num_layers_in_last_pipeline_stage",), read_only=True),
+        flag("counts_embedding", M + "account_for_embedding_in_pipeline_split", read_only=True),
+        flag("counts_loss", M + "account_for_loss_in_pipeline_split", read_only=True),
+        Key(M + "microbatch_group_size_per_vp_stage", "microbatch_group", read_only=True),
+        Key(M + "context_parallel_size", "cp", was=("context_parallel_size", "cp_size"), default=1, always=True),
+        Key(M + "cp_comm_type", "cp_kind", words=CP_KINDS, default="ring"),
+        Key(M + "expert_model_parallel_size", "ep", was=("expert_model_parallel_size", "ep_size"), default=1),
+        Key(M + "expert_tensor_parallel_size", "expert_tp", was=("expert_tensor_parallel_size", "etp_size")),
+        Key("ddp.use_distributed_optimizer", "zero", words={True: 1, False: 0}, was=("optimizer.use_distributed_optimizer",), default=1),
+        Key("ddp.use_megatron_fsdp", "fsdp", words={True: True, False: False}, default=False,
+            was=("dist.use_megatron_fsdp", "use_megatron_fsdp", "use_mcore_fsdp")),
+        Key("ddp.data_parallel_sharding_strategy", "sharding", words=STRATEGIES),
+        Key("ddp.num_distributed_optimizer_instances", "replicate", default=1),
+        Key("train.micro_batch_size", "microbatch", was=("micro_batch_size", "mbs"), always=True),
+        Key("train.global_batch_size", "batch", was=("global_batch_size", "gbs"), always=True),
+        Key(M + "seq_length", "seq", was=("seq_length", "seq_len", "dataset.seq_length"), always=True),
+        Key("dataset.offline_packing_specs.packed_sequence_size", "packed_seq", read_only=True),
+        Key(M + "recompute_granularity", "recompute", words={"selective": "selective", "full": "full", None: "none"}, was=("recompute_granularity",),
+            default="none"),
+        Key(M + "recompute_method", "recompute_method", was=("recompute_method",)),
+        Key(M + "recompute_num_layers", "recompute_layers", was=("recompute_num_layers",)),
+        Key(M + "recompute_modules", "recompute_modules", was=("recompute_modules",), read_only=True),
+        Key("mixed_precision", "eight", words=MIXED, match=(*PRECISIONS, (".", None)), always=True),
+        Key("compute_dtype", "eight", match=(*PRECISIONS, (".", None)), was=("dtype",)),
+        Key("ddp.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, default="fp32",
+            was=("mixed_precision.grad_reduce_in_fp32",)),
+        Key("optimizer.exp_avg_dtype", "state_dtype", words=DTYPES, default="fp32"),
+        Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.optimizer_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+        Key(M + "cpu_offloading", "offload_activations", words={True: True, False: False}, default=False, read_only=True),
+        flag("overlap", "ddp.overlap_grad_reduce", read_only=True),
+        Key("ddp.bucket_size", "bucket_elements", read_only=True),
+        Key(M + "cross_entropy_fusion_impl", "fused_loss", words={"te": True, "native": False}, read_only=True),
+        Key("peft", "adapter_kind", match=(("lora|dora", "lora"), ("none|null", None)), was=("task",)),
+        Key("peft.dim", "adapters", was=("lora_rank", "peft_dim"), read_only=True),
+        Key(M + "moe_flex_dispatcher_backend", "dispatcher", was=("moe_flex_dispatcher_backend",), read_only=True),
+        Key(M + "moe_token_dispatcher_type", "dispatcher_type", was=("moe_token_dispatcher_type",), read_only=True),
+        Key("env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "nvlink_domain", read_only=True),
+        Key("num_gpus", "gpus", read_only=True),
+    ),
+    no_effect=(
+        r"^env_vars\.", r"^tokenizer\.", r"pad_cu_seqlens|pad_seq_to_mult|tokenizer_model|enable_offline_packing|offline_packing_specs$",
+        r"(router|dropout|layer_scale|rope|position_embedding|normalization|window_size|make_vocab|share_embeddings|gated_linear|activation_func$|mamba)",
+        r"pipeline_dtype|params_dtype|main_(grads|params)_dtype|exp_avg_sq_dtype|grad_comm_dtype|use_precision_aware", r"^optimizer\.(bf16|fp16)$",
+        r"^peft\.|^lora|^model$|^system$|^model\.(init|fp8_|tp_only|use_mamba|mtp_|quant_recipe|use_fused_mhc|dsa|apply_)|^domain", r"empty_unused",
+        r"^mixed_precision\.", r"^(use_sharp|use_user_buffer)", r"^max_steps|^num_nodes$",
+    ),
+    not_modelled=(
+        r"^comm_overlap", r"overlap|cuda_graph|attention_backend|grouped_gemm|deallocate|batch_p2p|offload|paged_stash|hybridep|double_buffer|moe_a2a",
+        r"nccl_ub|num_buckets|communication_unit|outer_dp|manual_registration|fsdp_|megatron_fsdp|transpose_cache|reuse_grad|moe_|cp_partition|cutedsl",
+    ),
+    derive=_derive,
+    restate=_restate,
+)  # fmt: skip
+
+BRIDGE = Framework(
+    name="megatron-bridge",
+    title="Megatron-Bridge",
+    stack="nemo-megatron",
+    form="yaml",
+    table=TABLE,
+    names=("NeMo",),
+    splits_evenly=True,
+    expert_tp="tp",
+    comment="Megatron-Bridge settings; on its command line: model.tensor_model_parallel_size=8",
+)

@@ -1,0 +1,129 @@
+"""DeepSpeed: a JSON file, and the arguments of launch scripts; with Megatron-DeepSpeed, Megatron's arguments beside them.
+
+train_batch_size = micro-batch × accumulation × data-parallel ranks; of the three, two suffice. `"auto"` is filled in by the caller, so it states nothing.
+The pipeline engine takes ZeRO 0 and 1 only.
+"""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.frameworks.megatron import TABLE as MEGATRON_TABLE
+from meshwright.interop.frameworks.megatron import derive_recompute, derive_schedule
+from meshwright.interop.keys import Facts, Key, Table, flag
+
+STAGES = ("none", "optimizer", "gradients", "parameters")
+Z = "zero_optimization."
+SWITCH = {True: True, False: False, "auto": "auto"}
+OFFLOAD = {"cpu": True, "nvme": True, "none": False}
+# The keys of a DeepSpeed block, which other frameworks hold too.
+BLOCK = (
+    Key("train_batch_size", "batch", unset=("auto",), always=True),
+    Key("train_micro_batch_size_per_gpu", "microbatch", unset=("auto",), always=True),
+    Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
+    Key(Z + "stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, always=True),
+    Key(Z + "offload_optimizer.device", "offload_states", words=OFFLOAD, default=False),
+    Key(Z + "cpu_offload", "offload_states", words={True: True, False: False}, read_only=True),
+    Key(Z + "offload_param.device", "offload_parameters", words=OFFLOAD, read_only=True),
+    Key(Z + "reduce_bucket_size", "bucket_elements", unset=("auto",)),
+    Key(Z + "prefetch_bucket_size", "unfilled", words={"auto": ("prefetch_bucket_size",)}, match=((r"\d", None),), read_only=True),
+    Key(Z + "param_persistence_threshold", "unfilled", words={"auto": ("param_persistence_threshold",)}, match=((r"\d", None),), read_only=True),
+    Key("bf16.enabled", "half", words={True: "bf16", False: None}, unset=("auto",)),
+    Key("fp16.enabled", "half_alternative", words={True: "fp16", "auto": "auto", False: None}, read_only=True),
+    Key("optimizer.type", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Muon": "muon"}, match=OPTIMIZERS),
+)  # fmt: skip
+NO_EFFECT = (
+    r"^fp16\.|^bf16\.|^comms_config|^prescale|^gradient_(predivide|clipping)|^zero_allow|^zero_force|steps_per_print|wall_clock|^aio\.|^curriculum|^data_",
+    r"^zero_optimization\.(stage3_|sub_group|contiguous|gather|allgather|reduce_scatter|overlap|round_robin|max_|ignore|elastic|load_from|offload_|zenflow)",
+    r"^gradient_|^optimizer\.|^scheduler|^activation_checkpointing\.|^flops_profiler|^tensorboard|^wandb|^compression_training|^torch_autocast",
+)
+
+
+def derive_block(facts: Facts) -> None:
+    """The ZeRO stage and the precision of a DeepSpeed block."""
+    stage = facts.get("zero")
+    facts["sharding"] = STAGES[stage] if isinstance(stage, int) else facts.get("sharding", "none")
+    other = facts.pop("half_alternative", None)
+    if other and facts.get("half") == "bf16":
+        facts["half_alternative"] = other
+    elif other == "fp16":
+        facts["half"] = "fp16"
+    facts["unfilled"] = [Z + name for name in facts.get("unfilled") or ()]
+
+
+def _derive(facts: Facts) -> None:
+    derive_block(facts)
+    derive_recompute(facts)
+    derive_schedule(facts)
+    if facts.get("pipeline_engine") is False:
+        facts["pp"] = 1
+    if facts.get("sequence_ranks"):
+        facts["cp"], facts["cp_kind"] = facts["sequence_ranks"], "ulysses"
+    if facts.get("gated") is not None:
+        facts["model.activation"] = "swiglu" if facts["gated"] else "gelu"
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = False
+    if facts.get("adapters") in (0, None):
+        facts.pop("adapters", None)
+
+
+def _restate(facts: Facts) -> None:
+    facts["zero"] = STAGES.index(facts.pop("sharding", "none"))
+    facts["half_alternative"] = None
+
+
+MEGATRON_KEYS = tuple(
+    Key(k.name, k.fact, k.words, k.match, k.was, None, False, True, k.unset)
+    for k in MEGATRON_TABLE.keys
+    if k.fact not in ("zero", "fsdp", "sharding", "half", "batch", "microbatch", "optimizer", "offload_states")
+)
+TABLE = Table(
+    keys=(
+        *MEGATRON_KEYS,
+        Key("--model_name_or_path", "model", was=("--model_name", "--actor_model_name_or_path"), unset=("", True), read_only=True),
+        Key("--zero_stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, was=("--zero-stage", "--actor_zero_stage"), read_only=True),
+        Key("--per_device_train_batch_size", "microbatch", was=("--per_device_training_batch_size", "--micro-batch-size"), read_only=True),
+        Key("--global-batch-size", "batch", was=("--batch_size",), read_only=True),
+        Key("--gradient_accumulation_steps", "accumulation", read_only=True),
+        Key("--max_seq_len", "seq", was=("--max_length", "--seq_length", "--seq-length"), read_only=True),
+        Key("--gradient_checkpointing", "recompute", words={True: "full", False: "none"}, was=("--activation_checkpointing", "--actor_gradient_checkpointing"),
+            read_only=True),
+        Key("--deepspeed-activation-checkpointing", "recompute", words={True: "full"}, read_only=True),
+        Key("--lora_dim", "adapters", was=("--actor_lora_dim",), read_only=True),
+        Key("--offload", "offload_parameters", words={True: True, False: False}, read_only=True),
+        Key("--num_layers", "model.layers", was=("--nlayers",), read_only=True),
+        Key("--hidden_dim", "model.hidden", read_only=True),
+        Key("--fp16", "half", words={True: "fp16", False: None}, read_only=True),
+        Key("--bf16", "half", words={True: "bf16", False: None}, read_only=True),
+        Key("--optimizer", "optimizer", match=OPTIMIZERS),
+        flag("offload_states", "--cpu-optimizer", read_only=True),
+        Key("--no-pipeline-parallel", "pipeline_engine", words={True: False}, read_only=True),
+        Key("--ds-sequence-parallel-size", "sequence_ranks", was=("--sp-size", "--sp_size", "sequence_parallel_size"), read_only=True),
+        Key("--dp-size", "dp", was=("--dp_size",), read_only=True),
+        Key("--moe-expert-parallel-size", "ep", read_only=True),
+        Key("--num-key-value-heads", "model.kv_heads", read_only=True),
+        Key("--num_processes", "gpus", read_only=True),
+        *BLOCK,
+        Key("tensor_parallel.autotp_size", "tp", default=1),
+        Key("sequence_parallel_size", "sequence_ranks", read_only=True),
+        Key("torch_autocast.dtype", "half", match=(("bfloat16", "bf16"), ("float16", "fp16"))),
+        Key("data_types.grad_accum_dtype", "grad_dtype", words={"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"}),
+    ),
+    no_effect=(
+        *NO_EFFECT, *MEGATRON_TABLE.no_effect, r"machine|padding|generation|ppo|answer|prompt|eval|module_name|leaf_module|iteration|steps|reference_model|verbose",
+        r"critic|hybrid_engine|mixed_precision_lora|repeated-dataloader|topk_ratio|update_interval|overlap_step|non_blocking|pin_memory|--tf32|attn_impl",
+    ),
+    not_modelled=(*MEGATRON_TABLE.not_modelled, r"compile|backend|super_offload|^--compile|zenflow"),
+    derive=_derive,
+    restate=_restate,
+)  # fmt: skip
+
+DEEPSPEED = Framework(
+    name="deepspeed",
+    title="DeepSpeed",
+    stack="deepspeed",
+    form="json",
+    table=TABLE,
+    names=("Megatron-DeepSpeed",),
+    flag_prefix="",
+    comment="",
+)

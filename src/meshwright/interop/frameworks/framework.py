@@ -1,0 +1,33 @@
+"""What the commands need to know of a framework: its names, its table of keys, its training stack and the form of its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.interop.keys import Table
+
+Form = Literal["toml", "yaml", "json", "args"]
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One framework. `stack` is the entry of the catalog with its behaviour and its abilities."""
+
+    name: str  # as on the command line
+    title: str  # as its makers write it
+    stack: str
+    form: Form
+    table: Table
+    names: tuple[str, ...] = ()  # further names in collections of recipes
+    flag_prefix: str = (
+        "--"  # flags name keys with this prefix removed; "": the keys of the table have the prefix themselves
+    )
+    splits_evenly: bool = False  # every stage has the same number of layers unless the settings name them
+    ends_are_layers: bool = False  # the embedding and the head may have a pipeline stage of their own
+    expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
+    comment: str = ""  # the first line of a written file
+
+
+OPTIMIZERS = (("muon", "muon"), ("adamw", "adamw"), ("adam|optimizers|lamb|lion", "adamw"), ("sgd", "sgd"))
+PRECISIONS = (("nvfp4|fp4", "fp4"), ("mxfp8|fp8_mx|fp8mx", "mxfp8"), ("fp8|float8", "fp8"))  # in names of recipes

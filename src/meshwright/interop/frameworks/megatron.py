@@ -1,0 +1,189 @@
+"""Megatron-LM: command-line arguments, also as keys of its test cases (`MODEL_ARGS:` in YAML).
+
+Data parallelism takes the GPUs that tensor, pipeline and context parallelism leave. `--use-distributed-optimizer` is ZeRO-1;
+`--use-megatron-fsdp` with `--data-parallel-sharding-strategy` is ZeRO-1 to 3. Layers must divide by pp × virtual stages unless a layout or
+the layers of the first and last stage are given.
+"""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.keys import Facts, Key, Table, flag, rows
+from meshwright.interop.stages import layout_text
+
+STRATEGIES = {"no_shard": "none", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "parameters"}
+CP_KINDS = {"p2p": "ring", "a2a": "ulysses", "allgather": "all-gather", "all_gather": "all-gather", "a2a+p2p": "ring"}
+DTYPES = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+SHAPE = rows((
+    ("--num-layers", "model.layers"), ("--hidden-size", "model.hidden"), ("--num-attention-heads", "model.heads"),
+    ("--ffn-hidden-size", "model.ffn"), ("--kv-channels", "model.head_dim"), ("--vocab-size", "model.vocab"),
+    ("--make-vocab-size-divisible-by", "model.vocab_multiple"), ("--max-position-embeddings", "model.max_positions"),
+    ("--num-experts", "model.experts"), ("--moe-router-topk", "model.top_k"), ("--moe-ffn-hidden-size", "model.expert_ffn"),
+    ("--moe-shared-expert-intermediate-size", "model.shared_ffn"), ("--moe-layer-freq", "moe_layout"),
+    ("--q-lora-rank", "model.q_rank"), ("--kv-lora-rank", "model.kv_rank"), ("--qk-head-dim", "model.nope_dim"),
+    ("--qk-pos-emb-head-dim", "model.rope_dim"), ("--v-head-dim", "model.value_dim"), ("--mtp-num-layers", "mtp"),
+    ))  # fmt: skip
+
+
+def derive_sharding(facts: Facts) -> None:
+    """ZeRO from the distributed optimizer, or from the strategy of Megatron-FSDP."""
+    strategy = facts.pop("sharding", None)
+    facts["sharding"] = (strategy or "none") if facts.get("fsdp") else "optimizer" if facts.get("zero") == 1 else "none"
+    facts.pop("zero", None)
+
+
+def restate_sharding(facts: Facts) -> None:
+    """The flags of a ZeRO stage: 2 and 3 need Megatron-FSDP."""
+    stage = ("none", "optimizer", "gradients", "parameters").index(facts.pop("sharding", "none"))
+    facts["zero"] = 1 if stage else 0
+    facts["fsdp"] = stage > 1
+    facts["sharding"] = {2: "gradients", 3: "parameters"}.get(stage)
+    if not stage:
+        facts["replicate"] = None
+
+
+def derive_recompute(facts: Facts) -> None:
+    """Full recompute names layers: `uniform` recomputes all of them, `block` the first n of a stage."""
+    if facts.get("recompute") != "full" or facts.get("recompute_method") != "block":
+        facts.pop("recompute_layers", None)
+
+
+def restate_recompute(facts: Facts) -> None:
+    if facts.get("recompute") == "full":
+        facts["recompute_method"] = "block" if facts.get("recompute_layers") else "uniform"
+        facts["recompute_layers"] = facts.get("recompute_layers") or 1
+    else:
+        facts.pop("recompute_layers", None)
+
+
+def derive_schedule(facts: Facts) -> None:
+    """Virtual stages make the schedule interleaved."""
+    if facts.get("virtual", 1) > 1 or facts.get("layers_per_chunk"):
+        facts["schedule"] = "interleaved"
+
+
+def restate_schedule(facts: Facts) -> None:
+    if (
+        facts.get("schedule") != "interleaved" or facts.get("pp", 1) == 1 or facts.get("stage_layers")
+    ):  # a layout implies it
+        facts.pop("virtual", None)
+
+
+def _derive(facts: Facts) -> None:
+    derive_sharding(facts)
+    derive_recompute(facts)
+    derive_schedule(facts)
+    if facts.pop("grad_half", False):
+        facts["grad_dtype"] = "bf16"
+    if facts.get("gated") is not None and "model.activation" not in facts:
+        facts["model.activation"] = "swiglu" if facts["gated"] else "gelu"
+    if "untied" in facts:
+        facts["model.tied"] = not facts["untied"]
+    if facts.get("model.q_rank") and facts.get("model.kv_rank"):
+        facts["model.attention"] = "mla"
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = False
+
+
+def _restate(facts: Facts) -> None:
+    restate_sharding(facts)
+    restate_recompute(facts)
+    restate_schedule(facts)
+    facts.pop("layers_per_chunk", None)
+    facts["grouped"] = bool(facts.get("model.kv_heads"))
+    if facts.get("stage_layers"):
+        facts["layout"] = layout_text(facts["stage_layers"])
+
+
+TABLE = Table(
+    keys=(
+        *SHAPE,
+        Key("--decoder-num-layers", "model.layers", read_only=True),
+        Key("--encoder-num-layers", "encoder_layers", read_only=True),
+        Key("--decoder-seq-length", "decoder_seq", read_only=True),
+        Key("--num-query-groups", "model.kv_heads", was=("--num-key-value-heads",)),
+        flag("grouped", "--group-query-attention"),
+        flag("without_bias", "--disable-bias-linear"),
+        flag("gated", "--swiglu"),
+        flag("untied", "--untie-embeddings-and-output-weights"),
+        flag("model.qk_norm", "--qk-layernorm"),
+        flag("model.qkv_bias", "--add-qkv-bias", read_only=True),
+        Key("--normalization", "model.norm", words={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm", "rmsnorm": "rmsnorm"}, default="layernorm"),
+        Key("--position-embedding-type", "model.positions",
+            words={"rope": "rope", "learned_absolute": "learned", "none": "none", "mrope": "rope", "yarn": "rope"}, default="learned"),
+        Key("--use-rotary-position-embeddings", "model.positions", words={True: "rope"}, read_only=True),
+        Key("--hybrid-layer-pattern", "pattern", was=("--hybrid-override-pattern",), read_only=True),
+        Key("--tensor-model-parallel-size", "tp", default=1, always=True),
+        flag("sp", "--sequence-parallel"),
+        Key("--pipeline-model-parallel-size", "pp", default=1, always=True),
+        Key("--num-virtual-stages-per-pipeline-rank", "virtual", was=("--virtual-pipeline-model-parallel-size",)),
+        Key("--num-layers-per-virtual-pipeline-stage", "layers_per_chunk"),
+        Key("--pipeline-model-parallel-layout", "layout"),
+        Key("--decoder-first-pipeline-num-layers", "first_layers", read_only=True),
+        Key("--decoder-last-pipeline-num-layers", "last_layers", read_only=True),
+        flag("counts_embedding", "--account-for-embedding-in-pipeline-split", read_only=True),
+        flag("counts_loss", "--account-for-loss-in-pipeline-split", read_only=True),
+        Key("--microbatch-group-size-per-virtual-pipeline-stage", "microbatch_group", read_only=True),
+        Key("--context-parallel-size", "cp", default=1, always=True),
+        Key("--cp-comm-type", "cp_kind", words=CP_KINDS, default="ring"),
+        Key("--expert-model-parallel-size", "ep", default=1),
+        Key("--expert-tensor-parallel-size", "expert_tp"),
+        Key("--use-distributed-optimizer", "zero", words={True: 1, False: 0}, default=0),
+        flag("fsdp", "--use-megatron-fsdp", was=("--use-custom-fsdp",)),
+        Key("--data-parallel-sharding-strategy", "sharding", words=STRATEGIES),
+        Key("--num-distributed-optimizer-instances", "replicate", default=1),
+        Key("--micro-batch-size", "microbatch", always=True),
+        Key("--global-batch-size", "batch", always=True),
+        Key("--seq-length", "seq", was=("--encoder-seq-length",), always=True),
+        Key("--recompute-granularity", "recompute", words={"selective": "selective", "full": "full"}, default="none"),
+        Key("--recompute-activations", "recompute", words={True: "selective"}, read_only=True),
+        Key("--activations-checkpoint-method", "recompute", words={"uniform": "full", "block": "full"}, read_only=True),
+        Key("--checkpoint-activations", "recompute", words={True: "full"}, read_only=True),
+        Key("--recompute-method", "recompute_method"),
+        Key("--recompute-num-layers", "recompute_layers"),
+        Key("--recompute-modules", "recompute_modules", read_only=True),
+        Key("--fp16", "half", words={True: "fp16", False: None}),
+        Key("--bf16", "half", words={True: "bf16", False: None}, default="fp32"),
+        Key("--fp8-format", "eight", words={"hybrid": "fp8", "e4m3": "fp8"}),
+        Key("--fp8-recipe", "eight", words={"mxfp8": "mxfp8", "tensorwise": "fp8", "delayed": "fp8", "blockwise": "fp8"}, read_only=True),
+        Key("--fp4-format", "eight", words={"e2m1": "fp4"}, read_only=True),
+        Key("--grad-reduce-in-bf16", "grad_dtype", words={True: "bf16"}, default="fp32"),
+        Key("--accumulate-allreduce-grads-in-fp32", "grad_dtype", words={True: "fp32"}, read_only=True),
+        Key("--exp-avg-dtype", "state_dtype", words=DTYPES, default="fp32"),
+        Key("--optimizer", "optimizer", match=OPTIMIZERS),
+        flag("offload_states", "--optimizer-cpu-offload", was=("--cpu-optimizer",)),
+        flag("overlap", "--overlap-grad-reduce"),
+        flag("fused_loss", "--cross-entropy-loss-fusion"),
+        Key("--moe-flex-dispatcher-backend", "dispatcher", read_only=True),
+        Key("--moe-token-dispatcher-type", "dispatcher_type", read_only=True),
+    ),
+    no_effect=(
+        r"router-(dtype|group|num-groups|load|pre-softmax|enable-expert|fusion|std|beta|gbs|inter)", r"^--test-mode$", r"ckpt", r"--vocab-extra-ids",
+        r"^--(apply-layernorm-1p|attention-softmax-in-fp32|transformer-impl|use-mcore-models|multi-latent-attention)$",
+        r"gloo|straggler|experimental|--export|--budget|--slice|--soft-mask|--binary-mask|int-list|tau-|linear-scaler|hard-sample|loss-alpha|temperature",
+        r"original-model-sample|flextron|enable-router|is-hybrid-model|--use-mup|mamba", r"^(CUDA_|NCCL_|PYTORCH_|NVTE_)", r"--DDP-impl|--ddp-average",
+        r"--use-tp-pp-dp-mapping|--squared-relu|meta-device|use-tokenizer|layer-wise-param-layout|step-batch-size|rotary-|--rope",
+        r"--(main|megatron-fsdp-main)-(grads|params)-dtype|exp-avg-sq-dtype|grad-comm-dtype|outer-dp|fp8-(amax|interval|margin|param|wgrad)|mtp-use",
+        r"moe-(aux|z-loss|loss|router-(score|topk-scaling|bias)|eval|min|train-capacity|expert-capacity|pad|input-jitter)|create-moe|mlp-type",
+        r"curriculum|rampup|teacher|dropout|init-method|hidden-dropout|no-(masked|bias|rope)|tokenizer|--num-workers|--seed|--log|--save|--load|--train-|--lr",
+    ),
+    not_modelled=(
+        r"overlap|cuda-graph|use-flash|flash-attn|attention-backend|fusion|fuser|fused|wgrad|tp-comm|grouped-gemm|first-last-layers|bf16$|offload|hierarchical",
+        r"double-buffer|manual-registration|nccl-ub|num-buckets|shared-expert|async-tensor|zbh1|sequence-parallel-fpdt",
+    ),
+    derive=_derive,
+    restate=_restate,
+)  # fmt: skip
+
+MEGATRON = Framework(
+    name="megatron-lm",
+    title="Megatron-LM",
+    stack="megatron-core",
+    form="args",
+    table=TABLE,
+    names=("Megatron-LM", "Megatron-Core"),
+    flag_prefix="",
+    splits_evenly=True,
+    expert_tp="tp",
+    comment="Megatron-LM arguments",
+)

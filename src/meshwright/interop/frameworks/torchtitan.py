@@ -1,0 +1,134 @@
+"""torchtitan: sections of a TOML file until February 2026, the same names as flags and as fields of a Python config after.
+
+Data parallelism is FSDP2 (ZeRO-3) over `data_parallel_shard_degree` ranks, and DDP where that is 1; -1 takes the GPUs that are left. With a
+pipeline the local batch is divided into micro-batches of `pipeline_parallel_microbatch_size`.
+"""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.keys import Facts, Key, Table
+
+SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved",
+    "LoopedBFS": "looped-bfs",
+    "InterleavedZeroBubble": "interleaved-zb",
+    "ZBVZeroBubble": "zbv",
+    "DualPipeV": "dualpipev",
+    "PipelineScheduleSingle": "1f1b",  # read from a file of actions
+    "PipelineScheduleMulti": "interleaved",
+}
+RECOMPUTE = {
+    "none": "none", "selective": "selective", "full": "full", "memory_budget": "selective",
+    None: "none", "selectiveac.config": "selective", "fullac.config": "full", "memorybudgetac.config": "selective",
+}  # fmt: skip
+LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
+CONVERTERS = (("nvfp4", "fp4"), ("mx", "mxfp8"), ("float8", "fp8"))  # words in their names
+P, T = "parallelism.", "training."
+
+
+def _derive(facts: Facts) -> None:
+    seq, tokens = facts.get("seq"), facts.get("microbatch_tokens")
+    if tokens and seq:
+        facts["microbatch"] = max(1, tokens // seq)
+    if facts.get("batch_tokens") and seq:
+        facts["batch"] = max(1, facts["batch_tokens"] // seq)
+    facts["sharding"] = "parameters"
+    every = facts.get("recompute_every")
+    if facts.get("recompute") == "selective" and isinstance(every, int):
+        facts["recompute"] = "full"  # every n-th layer
+    else:
+        facts.pop("recompute_every", None)
+    facts["eight"] = next(
+        (p for word, p in CONVERTERS if word in str(facts.get("converters", "")).lower()), facts.get("eight")
+    )
+    facts["sp"] = facts.get("sp", True) and facts.get("tp", 1) > 1
+    if facts.get("model") and facts.get("flavor"):
+        facts["model"] = f"{facts['model']} {facts['flavor']}"
+
+
+def _restate(facts: Facts) -> None:
+    if facts.get("recompute_every", 1) > 1 and facts.get("recompute") == "full":
+        facts["recompute"] = "selective"
+    elif facts.get("recompute") == "selective":
+        facts["recompute_every"] = "op"
+    else:
+        facts.pop("recompute_every", None)
+    if facts.get("tp", 1) == 1:
+        facts["sp"] = True  # without effect
+    facts["converters"] = {"fp8": ["quantize.linear.float8"], "mxfp8": ["quantize.linear.mx"]}.get(
+        str(facts.pop("eight", None))
+    )
+    pp, virtual, layers = facts.get("pp", 1), facts.get("virtual", 1), facts.get("model.layers")
+    facts.pop("layers_per_chunk", None)
+    if pp == 1:
+        facts.pop("schedule", None)
+        facts.pop("pipeline_microbatch", None)
+    elif layers and facts.get("schedule") in LOOPED and virtual != 2:  # two stages per rank are the default
+        facts["layers_per_chunk"] = -(-(layers + 2) // (pp * virtual))
+
+
+TABLE = Table(
+    keys=(
+        Key("model.name", "model", read_only=True),
+        Key("model.flavor", "flavor", read_only=True),
+        Key("hf_transformers.model", "model", was=("hf_model",), read_only=True),
+        Key(P + "data_parallel_replicate_degree", "replicate", was=(T + "data_parallel_replicate_degree",), default=1, always=True),
+        Key(P + "data_parallel_shard_degree", "shard", was=(T + "data_parallel_shard_degree", T + "data_parallel_degree"), default=-1, always=True),
+        Key(P + "tensor_parallel_degree", "tp", was=(T + "tensor_parallel_degree",), default=1, always=True),
+        Key(P + "enable_sequence_parallel", "sp", words={True: True, False: False}, default=True),
+        Key(P + "context_parallel_degree", "cp", was=("experimental.context_parallel_degree",), default=1, always=True),
+        Key(P + "context_parallel_rotate_method", "cp_kind", words={"allgather": "all-gather", "alltoall": "ring"}, default="all-gather"),
+        Key(P + "pipeline_parallel_degree", "pp",
+            was=("experimental.pipeline_parallel_degree", T + "pipeline_parallel_degree"), default=1, always=True),
+        Key(P + "pipeline_parallel_schedule", "schedule", words=SCHEDULES, was=("experimental.pipeline_parallel_schedule",), default="1f1b"),
+        Key(P + "pipeline_parallel_layers_per_stage", "layers_per_chunk"),
+        Key(P + "pipeline_parallel_microbatch_size", "pipeline_microbatch", default=1),
+        Key(P + "num_pp_microbatches", "pipeline_microbatches", read_only=True),
+        Key(P + "expert_parallel_degree", "ep", default=1, always=True),
+        Key(P + "expert_tensor_parallel_degree", "expert_tp", default=1),
+        Key(P + "fsdp_reshard_after_forward", "reshard", words={"default": None, "always": True, "never": False}),
+        Key(T + "local_batch_size", "local_batch", was=(T + "batch_size",), always=True),
+        Key(T + "num_tokens_per_microbatch_per_dp_rank", "microbatch_tokens", read_only=True),
+        Key(T + "num_tokens_per_train_step", "batch_tokens", read_only=True),
+        Key(T + "global_batch_size", "batch", always=True),
+        Key(T + "seq_len", "seq", was=(T + "max_context_length",), always=True),
+        Key(T + "mixed_precision_param", "half", words={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}, default="bf16", always=True),
+        Key(T + "mixed_precision_reduce", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
+        Key(T + "enable_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+        Key("activation_checkpoint.mode", "recompute", words=RECOMPUTE, was=("activation_checkpoint",), default="selective", always=True),
+        Key("activation_checkpoint.selective_ac_option", "recompute_every", always=True),
+        Key("quantize.linear.float8.enable_float8_linear", "eight", words={True: "fp8", False: None},
+            was=("float8.enable_float8_linear", T + "enable_float8_linear"), read_only=True),
+        Key("model.converters", "converters", was=("model_spec.converters",)),
+        Key("optimizer", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
+        Key("nproc_per_node", "gpus_per_node", read_only=True),
+        Key("NUM_NODES", "nodes", read_only=True),
+    ),
+    no_effect=(
+        r"^job\.", r"^profiling", r"^metrics", r"^checkpoint\.", r"^lr_scheduler", r"^validation", r"^comm\.", r"^debug", r"dataloader",
+        r"^training\.(steps|warmup_steps|max_norm|dataset|dataset_path|seed|deterministic|gc_)", r"^data\.", r"^fault_tolerance",
+        r"filter_fqns|\.fqns$|pad_multiple|model_compile_enabled|\.emulate$", r"^model\.(tokenizer|hf_assets|print)", r"^optimizer\.(lr|eps|beta|weight)",
+        r"context_parallel_(load_balancer|ptrr)", r"pipeline_parallel_schedule_csv", r"module_fqns", r"^override\.imports",
+        r"spmd_backend", r"^training\.fp8_linear$", r"^model\.norm_type$",
+    ),
+    not_modelled=(
+        r"compile", r"async_tensor_parallel", r"symm_mem", r"^optimizer", r"float8\.(enable_fsdp|precompute|force)", r"^float8\.", r"^quantize\.",
+        r"^model_spec", r"cuda_graphs", r"early_step_in_backward", r"^experimental\.",
+    ),
+    derive=_derive,
+    restate=_restate,
+)  # fmt: skip
+
+TORCHTITAN = Framework(
+    name="torchtitan",
+    title="torchtitan",
+    stack="torchtitan",
+    form="toml",
+    table=TABLE,
+    ends_are_layers=True,
+    comment="torchtitan settings; newer versions take the same names as flags: --parallelism.tensor_parallel_degree 8",
+)

@@ -1,0 +1,231 @@
+"""The table of a framework's settings: which key means which fact, with which words.
+
+    Key("parallelism.tensor_parallel_degree", "tp", was=("training.tensor_parallel_degree",), default=1)
+
+One table serves both directions, so reading and writing cannot disagree: `read_facts` turns settings into facts, `write_settings` turns
+facts into settings. A *fact* is a value under a neutral name (`facts.FACTS` lists them all). `words` translates values that the framework
+spells in its own way; `was` has older spellings, which are read but never written. Keys that no row of the table names are sorted by
+patterns: those that change neither time nor memory, those that change them in a way that the cost model does not have, and unknown ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.interop.facts import FACTS, valid_fact
+
+Facts = dict[str, Any]
+Settings = dict[str, Any]
+
+# A key that no table names matters if it speaks of one of these.
+MATTERS = re.compile(
+    r"para|degree|shard|replicat|pipeline|stage|virtual|micro|batch_?size|num_?tokens|seq_?len|max_length|context_len|recompute|"
+    r"checkpoint_activ|activation|offload|zero|fsdp|dtype|precision|bf16|fp16|fp8|fp4|mxfp|expert|num_layers|n_layers|hidden_size|"
+    r"num_attention_heads|kv_heads|vocab_size|lora|adapter|load_in|optimizer|nodes|gpus|world|_size$|(^|[._-])(tp|pp|cp|ep|dp|vp|sp)([._-]|$)"
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a framework and the fact that it sets."""
+
+    name: str
+    fact: str
+    words: Mapping[Any, Any] | None = None
+    match: tuple[tuple[str, Any], ...] = ()  # patterns of text and the fact they mean, for what `words` lacks
+    was: tuple[str, ...] = ()
+    default: Any = None  # the value of the fact where the key is absent; None: the fact is then unknown
+    always: bool = False  # written also where it equals the default
+    read_only: bool = False
+    unset: tuple[Any, ...] = ()  # values that state nothing, such as "auto"
+
+    def decode(self, value: Any) -> Any:
+        """The fact of a value of the framework; `INVALID` if the table has no such word."""
+        if self.words is not None:
+            spelled = [value, value.lower()] if isinstance(value, str) else [value]
+            for each in spelled:
+                if isinstance(each, str | int | float | bool | None) and each in self.words:
+                    return self.words[each]
+        if self.match:
+            text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            return next((fact for pattern, fact in self.match if re.search(pattern, text, re.IGNORECASE)), INVALID)
+        if self.words is not None:
+            return INVALID
+        return value if valid_fact(self.fact, value) else INVALID
+
+    @property
+    def writable(self) -> bool:
+        return not self.read_only and (self.words is not None or not self.match)
+
+    def encode(self, fact: Any) -> Any:
+        """The framework's value of a fact; `INVALID` if the framework has no word for it."""
+        if self.words is None:
+            return fact
+        return next((word for word, meaning in self.words.items() if meaning == fact), INVALID)
+
+
+class _Invalid:
+    def __repr__(self) -> str:
+        return "INVALID"
+
+
+INVALID = _Invalid()
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of a framework, and patterns of keys that set no fact."""
+
+    keys: tuple[Key, ...]
+    no_effect: tuple[str, ...] = ()  # neither time nor memory of a step depends on them
+    not_modelled: tuple[str, ...] = ()  # they do, in a way that the cost model does not have
+    derive: Callable[[Facts], None] = lambda facts: None  # facts that follow from several keys
+    restate: Callable[[Facts], None] = lambda facts: None  # its inverse, before writing
+
+    def __post_init__(self) -> None:
+        missing = {key.fact for key in self.keys} - set(FACTS)
+        assert not missing, f"facts without a meaning: {sorted(missing)}"
+
+    def names(self) -> set[str]:
+        return {name for key in self.keys for name in (key.name, *key.was)}
+
+    def facts(self) -> set[str]:
+        return {key.fact for key in self.keys if key.writable}
+
+    def kind_of(self, name: str) -> str:
+        """What an unlisted key is: "no effect", "not modelled", "unknown" (it could matter) or "ignored"."""
+        for kind, patterns in (("no effect", self.no_effect), ("not modelled", self.not_modelled)):
+            if any(re.search(pattern, name) for pattern in patterns):
+                return kind
+        return "unknown" if MATTERS.search(name.lower()) else "ignored"
+
+
+@dataclass
+class Understood:
+    """What was read: facts by name, the key behind each, and the keys that set no fact, by kind."""
+
+    facts: Facts = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # fact → key
+    used: dict[str, Any] = field(default_factory=dict)  # key → value, of keys that set a fact
+    others: dict[str, list[str]] = field(default_factory=dict)  # kind → keys
+
+    @property
+    def unknown(self) -> list[str]:
+        return self.others.get("unknown", [])
+
+    def note(self, kind: str, text: str) -> None:
+        self.others.setdefault(kind, []).append(text)
+
+
+def read_facts(table: Table, settings: Mapping[str, Any]) -> Understood:
+    """The facts in settings. A key later in the table overrides an earlier one of the same fact."""
+    out = Understood()
+    for key in table.keys:
+        present = next((name for name in (key.name, *key.was) if name in settings), None)
+        if present is None:
+            if key.default is not None:
+                out.facts.setdefault(key.fact, key.default)
+            continue
+        value = plain(settings[present])
+        out.used[present] = value
+        spelled = value not in key.unset and (value is not None or (key.words is not None and None in key.words))
+        fact = key.decode(value) if spelled else None
+        if fact is INVALID:
+            out.note("unknown", f"{present} = {str(value)[:60]}")
+        elif fact is not None:
+            out.facts[key.fact], out.sources[key.fact] = fact, present
+        elif key.default is not None:
+            out.facts.setdefault(key.fact, key.default)
+    for name in settings:
+        if name not in table.names():
+            out.note(table.kind_of(name), name)
+    table.derive(out.facts)
+    return out
+
+
+def write_settings(table: Table, facts: Facts) -> tuple[Settings, list[str]]:
+    """The settings that say these facts, and the names of facts that the framework has no word for."""
+    facts = dict(facts)
+    table.restate(facts)
+    out: Settings = {}
+    unsaid: list[str] = []
+    for key in table.keys:
+        fact = facts.get(key.fact)
+        if not key.writable or fact is None or key.name in out or (fact == key.default and not key.always):
+            continue
+        value = key.encode(fact)
+        if value is not INVALID:
+            out[key.name] = value
+        elif not any(k.encode(fact) is not INVALID for k in table.keys if k.fact == key.fact and k is not key):
+            unsaid.append(key.fact)
+    return out, unsaid
+
+
+def plain(value: Any) -> Any:
+    """A number or a flag that a file has as text becomes a number or a flag."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(\.\d+)?[eE][+-]?\d{1,3})", text):
+        number = float(text)
+        return int(number) if number.is_integer() else number
+    return text
+
+
+def flags(args: Sequence[str]) -> Settings:
+    """Command-line flags as settings: `--name value`, `--name=value`, `--name` alone is true; the last one wins."""
+    out: Settings = {}
+    name = ""
+    for word in args:
+        if word.startswith("--"):
+            name, sign, value = word.partition("=")
+            if len(name) == 2:  # the end of a list of flags
+                name = ""
+            else:
+                out[name] = value if sign else True
+        elif name:
+            held = out[name]
+            out[name] = word if held is True else [*held, word] if isinstance(held, list) else [held, word]
+    return out
+
+
+def flattened(tables: Mapping[str, Any], prefix: str = "") -> Settings:
+    """Nested tables as flat keys joined with dots."""
+    out: Settings = {}
+    for name, value in tables.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            out |= flattened(value, f"{path}.")
+        else:
+            out[path] = value
+    return out
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat keys joined with dots as nested tables."""
+    out: dict[str, Any] = {}
+    for path, value in settings.items():
+        *folders, name = path.split(".")
+        node = out
+        for folder in folders:
+            inner = node.setdefault(folder, {})
+            node = inner if isinstance(inner, dict) else node
+        node[name] = value
+    return out
+
+
+def flag(fact: str, name: str, default: bool = False, **more: Any) -> Key:
+    """A key that is true or false."""
+    return Key(name, fact, words={True: True, False: False}, default=default, **more)
+
+
+def rows(pairs: Iterable[tuple[str, str]]) -> tuple[Key, ...]:
+    """Keys without words, defaults or older spellings."""
+    return tuple(Key(name, fact) for name, fact in pairs)

@@ -1,0 +1,20 @@
+"""What is wrong with settings, as far as it can be said before there is a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One contradiction in settings. `error`: the framework refuses them, or trains something else; `note`: worth knowing."""
+
+    code: str
+    what: str
+    why: str = ""
+    fix: str = ""
+    severity: Literal["error", "warning", "note"] = "error"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "severity": self.severity, "what": self.what, "why": self.why, "fix": self.fix}

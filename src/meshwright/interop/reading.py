@@ -1,0 +1,120 @@
+"""Settings understood: the plan, the workload and the model that they describe, and what is wrong, unknown or without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.describe import catalog, legality
+from meshwright.describe.legality import Case
+from meshwright.describe.plan import Plan
+from meshwright.describe.stack import Stack
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.interop.assemble import Assembled, assemble
+from meshwright.interop.checks import check_facts
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.keys import Facts, Understood, flags, read_facts
+from meshwright.interop.problems import Problem
+from meshwright.interop.shapes import Shape, shape_of
+
+
+@dataclass
+class Reading:
+    """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not told."""
+
+    framework: Framework
+    understood: Understood
+    assembled: Assembled
+    shape: Shape
+    hardware: str = ""
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def facts(self) -> Facts:
+        return self.understood.facts
+
+    @property
+    def gpus(self) -> int:
+        return max(0, self.assembled.gpus)
+
+    @property
+    def plan(self) -> Plan:
+        return self.assembled.plan_object()
+
+    @property
+    def workload(self) -> Workload:
+        return self.assembled.workload_object()
+
+    @property
+    def stack(self) -> Stack:
+        stack: Stack = catalog.load("stacks", self.framework.stack)
+        return stack
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [p for p in self.problems if p.severity == "error"]
+
+
+def understand(
+    framework: Framework,
+    settings: Mapping[str, Any],
+    args: Sequence[str] = (),
+    *,
+    gpus: int = 0,
+    hardware: str = "",
+    model: str = "",
+    shape: Mapping[str, Any] | None = None,
+) -> Reading:
+    """The reading of settings and flags; flags win. `gpus`, `hardware`, `model` and `shape` are known from elsewhere."""
+    merged = {**_dashed(framework, settings), **_named(framework, flags(args))}
+    understood = read_facts(framework.table, merged)
+    facts = understood.facts
+    name = str(facts.get("model") or model or "")
+    found = shape_of(facts, _better_name(name, model), shape)
+    assembled = assemble(facts, framework, gpus, found.layers, found.experts)
+    reading = Reading(framework, understood, assembled, found, hardware)
+    reading.problems = [*assembled.problems, *check_facts(reading.facts, framework, assembled, found, hardware, merged)]
+    if not reading.errors:
+        reading.problems += _illegal(reading)
+    return reading
+
+
+def _better_name(name: str, model: str) -> str:
+    """The name of the model in the settings, or the one that is known from elsewhere if it says more."""
+    return model if model and len(model) > len(name) else name or model
+
+
+def _dashed(framework: Framework, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a framework of flags: `model_parallel.tensor_model_parallel_size` in a file is the flag --tensor-model-parallel-size."""
+    if framework.flag_prefix or framework.form != "args":
+        return dict(settings)
+    return {
+        name if name.startswith("--") or name.isupper() else _as_flag(name): value for name, value in settings.items()
+    }
+
+
+def _as_flag(name: str) -> str:
+    return "--" + name.rpartition(".")[2].replace("_", "-")
+
+
+def _named(framework: Framework, given: dict[str, Any]) -> dict[str, Any]:
+    """Flags under the names of the table's keys."""
+    prefix = framework.flag_prefix
+    if not prefix:
+        return given
+    return {name.removeprefix(prefix).replace("-", "_"): value for name, value in given.items()}
+
+
+def _illegal(reading: Reading) -> list[Problem]:
+    """The first rule of `describe.legality` that the plan breaks on this model, workload and stack."""
+    try:
+        plan, workload = reading.plan, reading.workload
+        stack = reading.stack
+        if reading.facts.get("microbatch_group"):
+            stack = stack.but(interleaved_rounds=False)
+        error = legality.problem(Case.of(plan, reading.shape.model, workload, None, stack))
+    except MeshwrightError as failure:
+        error = failure
+    return [] if error is None else [Problem(error.code, error.what, error.why, error.fix)]

@@ -1,0 +1,112 @@
+"""Recipes in a JSON Lines file: each row understood, checked, and, where GPUs and hardware are told, its memory computed.
+
+A row has `framework`, `settings` (flat keys), perhaps `args`, `shape`, `model`, `gpus` and `hardware`. A row with `before` and `after` is a
+published mistake and its correction: both are checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.files import read_text
+from meshwright.errors import MeshwrightError
+from meshwright.interop.fit import Fit, fit
+from meshwright.interop.frameworks import find
+from meshwright.interop.problems import Problem
+from meshwright.interop.reading import Reading, understand
+
+MOST_ROWS, MOST_BYTES = 100_000, 100_000_000
+
+
+@dataclass
+class Verdict:
+    """What `lint --recipes` prints of one recipe."""
+
+    id: str
+    framework: str
+    read: bool
+    unknown: list[str] = field(default_factory=list)
+    legal: bool | None = None
+    fits: bool | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    memory_gib: float | None = None
+    reading: Reading | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "read": self.read,
+            "unknown": self.unknown,
+            "legal": self.legal,
+            "fits": self.fits,
+            "findings": self.findings,
+        }
+
+
+def rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The recipes of a file, one by one, with an `id` each."""
+    for number, line in enumerate(read_text(Path(path), MOST_BYTES).splitlines(), 1):
+        if not line.strip():
+            continue
+        if number > MOST_ROWS:
+            raise MeshwrightError("MW-SET-010", f"{path} has more than {MOST_ROWS:,} lines")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict):
+            raise MeshwrightError(
+                "MW-SET-010", f"line {number} of {path} is not a JSON object", fix="one recipe per line"
+            )
+        if "before" in row:
+            name = f"{(row.get('mistake') or {}).get('n', number)}.{number}"
+            for kind in ("before", "after"):
+                if isinstance(row.get(kind), dict):
+                    yield {**row[kind], "id": f"{name} {kind}"}
+        else:
+            yield {**row, "id": str(row.get("id", number))}
+
+
+def check(row: dict[str, Any]) -> Verdict:
+    """The verdict on one recipe. A recipe that cannot be read has `read` false, and the reason among its findings."""
+    identity, name = str(row["id"]), str(row.get("framework", ""))
+    framework = find(name)
+    if framework is None:
+        problem = Problem("MW-SET-012", f"settings of {name or 'no framework'} are not read", severity="note")
+        return Verdict(identity, name, False, findings=[problem.as_dict()])
+    settings, args = row.get("settings") or {}, row.get("args") or []
+    try:
+        reading = understand(
+            framework,
+            settings if isinstance(settings, dict) else {},
+            [str(a) for a in args] if isinstance(args, list) else [],
+            gpus=row["gpus"] if isinstance(row.get("gpus"), int) else 0,
+            hardware=str(row.get("hardware") or ""),
+            model=str(row.get("model") or ""),
+            shape=row.get("shape") if isinstance(row.get("shape"), dict) else None,
+        )
+    except MeshwrightError as error:
+        return Verdict(
+            identity,
+            name,
+            False,
+            [error.what],
+            findings=[Problem(error.code, error.what, error.why, error.fix).as_dict()],
+        )
+    memory = fit(reading) if not reading.errors else Fit()
+    problems = [*reading.problems, *memory.problems]
+    return Verdict(
+        identity,
+        name,
+        not reading.understood.unknown,
+        reading.understood.unknown,
+        not reading.errors,
+        memory.fits,
+        [p.as_dict() for p in problems],
+        memory.gib,
+        reading,
+    )

@@ -1,0 +1,185 @@
+"""The model of settings: a catalog entry by name, changed by the numbers that the settings state, or those numbers alone.
+
+Where a number is missing, it takes a value that every degree divides, so that the rules about it cannot be broken; `Shape.complete` is then false
+and the memory of such a model is not judged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.describe import catalog
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.interop.keys import Facts, Key, Table, read_facts
+from meshwright.interop.names import catalog_model
+from meshwright.interop.stages import pattern_layers
+
+HYBRID = re.compile(
+    r"nemotron.?h|nemotron.{0,3}3|nemotron.?nano|jamba|falcon.?h1|qwen3.?next|qwen3[._]?5|qwen3\.[68]|kimi.?linear|mamba|granite.?4|minimax.?m1|ling.?2\.5"
+)
+DIVISIBLE = 2**7 * 3 * 5 * 7  # a multiple of the usual degrees
+# Names of a shape in torchtitan's model packages, in Hugging Face configs, and plain ones.
+PLAIN = Table(
+    keys=(
+        Key("num_layers", "model.layers", was=("n_layers", "num_hidden_layers", "nlayers")),
+        Key("hidden_size", "model.hidden", was=("dim", "hidden_dim_model", "d_model")),
+        Key("num_attention_heads", "model.heads", was=("n_heads", "num_heads")),
+        Key("num_kv_heads", "model.kv_heads", was=("n_kv_heads", "num_key_value_heads", "num_query_groups")),
+        Key("head_dim", "model.head_dim", was=("kv_channels",)),
+        Key("ffn_hidden_size", "model.ffn", was=("hidden_dim", "inter_dim", "dense_hidden_dim", "intermediate_size")),
+        Key("vocab_size", "model.vocab"),
+        Key("num_experts", "model.experts", was=("moe_args.num_experts", "n_routed_experts", "num_local_experts", "num_moe_experts")),
+        Key("top_k", "model.top_k", was=("moe_args.top_k", "num_experts_per_tok", "moe_router_topk")),
+        Key("moe_ffn_hidden_size", "model.expert_ffn", was=("moe_inter_dim", "moe_hidden_dim", "moe_intermediate_size")),
+        Key("num_shared_experts", "model.shared_experts", was=("moe_args.num_shared_experts", "n_shared_experts")),
+        Key("shared_expert_ffn_hidden_size", "model.shared_ffn"),
+        Key("num_dense_layers", "model.dense_layers", was=("n_dense_layers", "first_k_dense_replace")),
+        Key("interleave_moe_layer_step", "model.moe_every"),
+        Key("q_lora_rank", "model.q_rank"),
+        Key("kv_lora_rank", "model.kv_rank"),
+        Key("qk_nope_head_dim", "model.nope_dim"),
+        Key("qk_rope_head_dim", "model.rope_dim", was=("rope_dim",)),
+        Key("v_head_dim", "model.value_dim"),
+        Key("tie_word_embeddings", "model.tied", was=("enable_weight_tying",), words={True: True, False: False}),
+        Key("qk_norm", "model.qk_norm", words={True: True, False: False}),
+        Key("multiple_of", "ffn_multiple"),
+        Key("ffn_dim_multiplier", "ffn_factor"),
+        Key("hybrid_layer_pattern", "pattern"),
+        Key("mtp_num_layers", "mtp"),
+        Key("vision_layers", "encoder_layers", was=("encoder.n_layers",)),
+    ),
+)  # fmt: skip
+
+
+@dataclass
+class Shape:
+    """A model, which of its numbers were stated, and whether they suffice to compute memory and time."""
+
+    model: Model
+    stated: set[str] = field(default_factory=set)
+    complete: bool = False
+    source: str = ""
+    changed: bool = False  # the settings change numbers of the catalog's entry
+
+    @property
+    def layers(self) -> int | None:
+        return self.model.layers if "layers" in self.stated else None
+
+    @property
+    def experts(self) -> bool | None:
+        """Whether the model has experts; None: not known."""
+        return bool(self.model.experts) if "experts" in self.stated else None
+
+
+def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) -> Shape:
+    """The model that a name, a table of its numbers and facts of the settings describe; settings win over the table, both over the name."""
+    given = {
+        **_table_facts(shape or {}),
+        **{k: v for k, v in facts.items() if k.startswith("model.") or k in SHAPE_FACTS},
+    }
+    fields = {k.removeprefix("model."): v for k, v in given.items() if k.startswith("model.") and v is not None}
+    if given.get("pattern"):
+        fields["layers"] = pattern_layers(given["pattern"])
+    entry = "" if {"layers", "hidden", "heads"} <= set(fields) else catalog_model(name)
+    hybrid = bool(given.get("pattern") or facts.get("state_space")) or (not entry and bool(HYBRID.search(name.lower())))
+    if entry:
+        return _of_catalog(entry, fields, facts)
+    _llama_width(given, fields)
+    _moe_layers(given, fields)
+    stated = set(fields)
+    enough = {"layers", "hidden", "heads", "vocab"} <= stated and bool({"ffn", "expert_ffn"} & stated)
+    if fields.get("layers") and "experts" not in fields and enough and fields.get("ffn"):
+        stated.add("experts")
+        fields["experts"] = 0
+    if fields.get("experts") and not fields.get("top_k"):
+        enough = False
+    side_towers = bool(given.get("encoder_layers"))
+    if facts.get("ep", 1) > 1 and not fields.get("experts"):
+        fields["experts"], enough = DIVISIBLE * facts["ep"], False
+    try:
+        model = Model(**_filled(fields), name=_short(name))
+    except MeshwrightError:
+        return Shape(
+            Model(**_filled({"layers": fields.get("layers", 0)}), name=_short(name)),
+            stated & {"layers"},
+            False,
+            "settings",
+        )
+    return Shape(model, stated, enough and not hybrid and not side_towers, "settings")
+
+
+SHAPE_FACTS = ("pattern", "ffn_multiple", "ffn_factor", "moe_layout", "mtp", "encoder_layers")
+
+
+def _table_facts(shape: Mapping[str, Any]) -> Facts:
+    return {k: v for k, v in read_facts(PLAIN, shape).facts.items() if v is not None}
+
+
+def _of_catalog(entry: str, fields: Facts, facts: Facts) -> Shape:
+    model: Model = catalog.load("models", entry)
+    changes = {k: v for k, v in fields.items() if k in ("layers", "vocab_multiple") and getattr(model, k) != v}
+    if "layers" in changes:
+        changes["dense_layers"] = min(model.dense_layers, changes["layers"])
+    return Shape(
+        model.but(**changes) if changes else model, set(Model.model_fields), True, f"catalog {entry}", bool(changes)
+    )
+
+
+def _llama_width(given: Facts, fields: Facts) -> None:
+    """Llama's FFN width: two thirds of 4 × hidden, times a factor, up to a multiple."""
+    if "ffn" in fields or not fields.get("hidden") or not (given.get("ffn_multiple") or given.get("ffn_factor")):
+        return
+    width = int(given.get("ffn_factor") or 1) if not given.get("ffn_factor") else None
+    base = int(2 * 4 * fields["hidden"] / 3)
+    width = int(given["ffn_factor"] * base) if given.get("ffn_factor") else base
+    unit = int(given.get("ffn_multiple") or 1)
+    fields["ffn"] = -(-width // unit) * unit
+
+
+def _moe_layers(given: Facts, fields: Facts) -> None:
+    """Megatron's `([0]*3+[1]*58)`: dense layers first; a number n: every n-th layer has experts."""
+    layout = str(given.get("moe_layout") or "")
+    if found := re.fullmatch(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?", layout):
+        fields["dense_layers"] = int(found[1])
+    elif layout.isdecimal() and int(layout) > 1:
+        fields["moe_every"] = int(layout)
+
+
+def _filled(fields: Facts) -> dict[str, Any]:
+    """The fields of a model; what is missing takes a value that every degree divides."""
+    out = {k: v for k, v in fields.items() if v is not None}
+    out["layers"] = out.get("layers") or DIVISIBLE
+    out["heads"] = out.get("heads") or DIVISIBLE
+    if out.get("kv_heads") and "heads" not in fields:
+        out["heads"] = out["kv_heads"] * DIVISIBLE
+    out["hidden"] = out.get("hidden") or out["heads"] * 8
+    if out["hidden"] % out["heads"] and not out.get("head_dim"):
+        out["head_dim"] = max(1, out["hidden"] // out["heads"])
+    if out.get("kv_rank") and out.get("nope_dim"):
+        out |= {"attention": "mla", "kv_heads": 0, "value_dim": out.get("value_dim") or out["nope_dim"]}
+    else:
+        for name in ("q_rank", "kv_rank", "nope_dim", "value_dim", "attention"):
+            out.pop(name, None)
+        out.pop("rope_dim", None)
+    out["vocab"] = out.get("vocab") or DIVISIBLE * 8
+    if out.get("experts"):
+        out["top_k"] = min(out.get("top_k") or 1, out["experts"])
+        out["expert_ffn"] = out.get("expert_ffn") or out.get("ffn") or DIVISIBLE
+        out["dense_layers"] = min(out.get("dense_layers") or 0, out["layers"])
+        if out.get("shared_ffn") and not out.get("shared_experts"):
+            out["shared_experts"] = 1
+    else:
+        for name in ("experts", "top_k", "expert_ffn", "shared_experts", "shared_ffn", "dense_layers", "moe_every"):
+            out.pop(name, None)
+    out["ffn"] = out.get("ffn") or (out.get("expert_ffn") if out.get("experts") else 4 * out["hidden"]) or DIVISIBLE
+    if out.get("vocab_multiple", 1) is None:
+        out.pop("vocab_multiple")
+    return out
+
+
+def _short(name: str) -> str:
+    return re.sub(r"[^\w.+-]", "-", name.rstrip("/").rsplit("/", 1)[-1])[:60] or "custom"

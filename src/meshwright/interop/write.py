@@ -1,0 +1,153 @@
+"""A plan as settings of a framework, in the form of its files; and what of the plan they cannot say.
+
+What cannot be said is found by reading the settings back: a field of the plan that comes back with another value.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.describe.config import Config
+from meshwright.describe.files import write_text
+from meshwright.errors import MeshwrightError
+from meshwright.interop.express import express
+from meshwright.interop.files import SCRIPTS, YAML
+from meshwright.interop.frameworks.framework import Form, Framework
+from meshwright.interop.keys import Settings, nested, write_settings
+from meshwright.interop.reading import understand
+
+ENDINGS: dict[str, Form] = {
+    ".toml": "toml",
+    ".json": "json",
+    **dict.fromkeys(YAML, "yaml"),
+    **dict.fromkeys(SCRIPTS, "args"),
+}
+# Fields that decide nothing a framework could be told: how our own trainer and the cost model do it.
+OWN = (
+    "prefetch",
+    "wrap",
+    "reduce",
+    "bucket",
+    "overlap",
+    "comm_dtype",
+    "state_dtype",
+    "grad_dtype",
+    "order",
+    "layers_per_stage",
+)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Settings, their text, and the fields of plan and workload that they do not say, with the value that a reader gets."""
+
+    framework: Framework
+    settings: Settings
+    text: str
+    unsaid: dict[str, tuple[Any, Any]]
+
+
+def settings_of(config: Config, framework: Framework, form: Form | None = None) -> Written:
+    """The settings of a framework that say a configuration's plan."""
+    settings, _ = write_settings(framework.table, express(config.plan, config.workload, config.model))
+    unsaid = difference(config, framework, settings)
+    return Written(framework, settings, text_of(settings, framework, form or framework.form, unsaid), unsaid)
+
+
+def difference(config: Config, framework: Framework, settings: Settings) -> dict[str, tuple[Any, Any]]:
+    """Fields of plan and workload that another value is read back for: ours and the one read."""
+    back = understand(framework, settings, gpus=config.plan.world, model=config.model.name, shape=None)
+    out: dict[str, tuple[Any, Any]] = {}
+    for section, ours, theirs in (("plan", config.plan, back.plan), ("workload", config.workload, back.workload)):
+        for name in type(ours).model_fields:
+            a, b = getattr(ours, name), getattr(theirs, name)
+            if (
+                a != b
+                and not (name in OWN and name not in ("order", "layers_per_stage"))
+                and not _same(name, config, b)
+            ):
+                out[f"{section}.{name}"] = (a, b)
+    return out
+
+
+def _same(name: str, config: Config, other: Any) -> bool:
+    """Whether a difference has no effect: a spelled-out default, or a field that the plan does not use."""
+    plan = config.plan
+    unused = {
+        "expert_tp": not config.model.experts or (other or plan.tp) == plan.etp,
+        "schedule": plan.pp == 1,
+        "virtual": plan.pp == 1,
+        "cp_kind": plan.cp == 1,
+        "reshard": plan.zero != 3 or plan.pp > 1,
+        "order": tuple(plan.order) in ((), tuple(config.stack.order)),
+        "tokens": True,
+        "imbalance": True,
+        "clip": True,
+        "optimizer": {config.workload.optimizer, other} <= {"adam", "adamw"},
+    }
+    return unused.get(name, False)
+
+
+def write_file(config: Config, framework: Framework, path: str | Path) -> Written:
+    """Write the settings to a file, whose ending may choose another form than the framework's usual one."""
+    ending = Path(path).suffix
+    form = ENDINGS.get(ending, framework.form)
+    if form == "args" and framework.form in ("yaml", "json"):
+        raise MeshwrightError(
+            "MW-SET-014",
+            f"{framework.title} takes no settings as flags",
+            valid=[".yaml" if framework.form == "yaml" else ".json"],
+        )
+    written = settings_of(config, framework, form)
+    write_text(path, written.text)
+    return written
+
+
+def text_of(settings: Settings, framework: Framework, form: Form, unsaid: dict[str, tuple[Any, Any]]) -> str:
+    """The text of a file: comments, then the settings."""
+    lost = [
+        f"{framework.title} cannot say {name} = {_shown(ours)}: it is {_shown(theirs)} here"
+        for name, (ours, theirs) in unsaid.items()
+    ]
+    comments = "".join(f"# {line}\n" for line in (framework.comment, *lost) if line)
+    if form == "json":  # has no comments
+        return json.dumps(nested(settings), indent=2) + "\n"
+    if form == "toml":
+        import tomli_w
+
+        return comments + tomli_w.dumps(nested(settings))
+    if form == "yaml":
+        return comments + yaml_text(nested(settings))
+    words = [_flag(framework, name, value) for name, value in settings.items()]
+    return comments + " \\\n".join(word for word in words if word) + "\n"
+
+
+def yaml_text(tables: dict[str, Any], indent: str = "") -> str:
+    """Nested tables of plain values as YAML; a value is written as in JSON, which YAML reads."""
+    out = ""
+    for name, value in tables.items():
+        if isinstance(value, dict) and value:
+            out += f"{indent}{name}:\n{yaml_text(value, indent + '  ')}"
+        else:
+            out += f"{indent}{name}: {json.dumps(value)}\n"
+    return out
+
+
+def _flag(framework: Framework, name: str, value: Any) -> str:
+    word = name if name.startswith("--") else f"{framework.flag_prefix or '--'}{name}"
+    if value is True and framework.flag_prefix == "":
+        return word
+    if value is False and framework.flag_prefix == "":
+        return ""
+    if isinstance(value, list):
+        return f"{word} {' '.join(map(str, value))}"
+    return f"{word} {str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "-".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

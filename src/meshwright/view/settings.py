@@ -1,0 +1,87 @@
+"""Settings of another framework in the terminal: what was understood, what is ignored, what does not matter; and recipes, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.interop.reading import Reading
+from meshwright.interop.recipes import Verdict
+
+MOST = 12  # keys of a kind in a line
+KINDS = {
+    "unknown": ("not known, and could matter", "bold red"),
+    "not modelled": ("changes time or memory, but the cost model has no such thing", "yellow"),
+    "ignored": ("not known; its name suggests that it does not matter", "dim"),
+    "no effect": ("has no effect on time or memory", "dim"),
+}
+
+
+def page(reading: Reading, name: str) -> RenderableType:
+    """Return what was read of a settings file: facts with the keys they came from, and the other keys by kind."""
+    facts = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("understood", "value", "key"):
+        facts.add_column(column)
+    for fact, key in reading.understood.sources.items():
+        facts.add_row(fact, _shown(reading.understood.used.get(key)), Text(key, "dim"))
+    lines: list[RenderableType] = [Text.assemble((f"{name}: settings of {reading.framework.title}", "bold")), facts]
+    for kind, (words, style) in KINDS.items():
+        keys = reading.understood.others.get(kind, [])
+        if keys:
+            more = f" and {len(keys) - MOST} more" if len(keys) > MOST else ""
+            lines.append(
+                Text.assemble((f"{kind}: ", style), f"{', '.join(keys[:MOST])}{more}", (f"  ({words})", "dim"))
+            )
+    if reading.assembled.assumed:
+        lines.append(Text.assemble(("assumed: ", "dim"), ", ".join(reading.assembled.assumed)))
+    return Group(*lines, Text())
+
+
+def as_dict(reading: Reading) -> dict[str, Any]:
+    """Return the same for `--json`."""
+    return {
+        "framework": reading.framework.title,
+        "understood": dict(reading.understood.used.items()),
+        **{kind.replace(" ", "_"): reading.understood.others.get(kind, []) for kind in KINDS},
+        "assumed": reading.assembled.assumed,
+    }
+
+
+def recipes(verdicts: Sequence[Verdict]) -> RenderableType:
+    """Return a row per framework, then the findings."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("framework", "recipes", "read", "illegal", "fits", "does not fit", "cannot be said"):
+        table.add_column(column, justify="left" if column == "framework" else "right")
+    for framework in sorted({v.framework for v in verdicts}):
+        rows = [v for v in verdicts if v.framework == framework]
+        fits = Counter(v.fits for v in rows)
+        counts = (
+            len(rows),
+            sum(v.read for v in rows),
+            sum(v.legal is False for v in rows),
+            fits[True],
+            fits[False],
+            fits[None],
+        )
+        table.add_row(framework, *map(str, counts))
+    lines: list[RenderableType] = [table, Text()]
+    for verdict in verdicts:
+        for finding in verdict.findings:
+            if finding["severity"] == "error":
+                fix = f"  Fix: {finding['fix']}" if finding["fix"] else ""
+                lines.append(
+                    Text.assemble(
+                        (f"{verdict.id}  ", "bold"), (f"{finding['code']}  ", "red"), finding["what"], (fix, "green")
+                    )
+                )
+    return Group(*lines)
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

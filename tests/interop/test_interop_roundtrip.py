@@ -1,0 +1,111 @@
+"""Plan → settings → plan is the identity on what a framework can say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from meshwright.describe import catalog, legality
+from meshwright.describe.config import Config
+from meshwright.describe.legality import Case
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+from meshwright.errors import MeshwrightError
+from meshwright.interop.files import detect, parse, read_settings
+from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.frameworks.framework import Framework
+from meshwright.interop.write import settings_of, write_file
+
+PLANS = 40  # random legal plans of each framework and model
+MODELS = ("llama3-8b", "qwen3-30b-a3b")
+# What settings of a framework leave to the script that calls it, or cannot say at all.
+LEFT_OUT = {
+    "accelerate": {
+        "plan.microbatch",
+        "workload.batch",
+        "workload.seq",
+        "plan.recompute_every",
+        "plan.recompute_layers",
+        "plan.virtual",
+    },
+    "deepspeed": {"workload.seq", "plan.reshard", "plan.recompute"},
+}
+DEGREES = (1, 1, 2, 4, 8)
+
+
+def random_config(framework: Framework, model: str, rng: random.Random) -> Config | None:
+    """A random plan that the framework can run; None if the dice made an illegal one."""
+    stack, shape = catalog.load("stacks", framework.stack), catalog.load("models", model)
+    can = stack.can
+    degrees = {axis: 1 if axis in can.without else rng.choice(DEGREES) for axis in ("tp", "cp", "pp")}
+    zero = rng.choice(can.zero)
+    dp = rng.choice(DEGREES)
+    replicate = dp if zero == 0 else rng.choice([d for d in (1, 2) if dp % d == 0])
+    schedule = rng.choice(can.schedules) if degrees["pp"] > 1 else "1f1b"
+    virtual = {"interleaved": 2, "looped-bfs": 2, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
+    fields = {
+        **degrees,
+        "sp": degrees["tp"] > 1
+        and "sp" not in can.without
+        and (can.sequence_parallel_with_tensor or rng.random() < 0.5),
+        "replicate": replicate,
+        "shard": dp // replicate,
+        "zero": zero if dp // replicate * degrees["cp"] > 1 else 0,
+        "schedule": schedule,
+        "virtual": virtual,
+        "microbatch": rng.choice((1, 2, 4)),
+        "recompute": rng.choice(can.recomputes),
+        "cp_kind": rng.choice(can.cp_kinds or ("ring",)),
+    }
+    if shape.experts:
+        fields |= {"ep": 1 if "ep" in can.without else rng.choice(DEGREES), "expert_tp": 1}
+    if zero == 3 and "reshard" not in can.without:
+        fields["reshard"] = rng.random() < 0.5
+    try:
+        plan = Plan(**fields)
+    except MeshwrightError:
+        return None
+    work = Workload(
+        batch=plan.dp * plan.microbatch * plan.pp * rng.choice((2, 4)), seq=4096, precision=rng.choice(("bf16", "fp8"))
+    )
+    if framework.name == "deepspeed":  # its file has no fp8
+        work = work.but(precision="bf16")
+    case = Case.of(plan, shape, work, None, stack, framework=True)
+    if legality.problem(case) is not None:
+        return None
+    return Config(shape, catalog.load("clusters", "dgx-h100").with_gpus(plan.world), stack, work, plan)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", list(FRAMEWORKS))
+def test_settings_say_the_plan(name: str, model: str) -> None:
+    framework, rng, seen = FRAMEWORKS[name], random.Random(f"{name} {model}"), 0
+    for _ in range(PLANS * 60):
+        config = random_config(framework, model, rng)
+        if config is None:
+            continue
+        written = settings_of(config, framework)
+        lost = {key: pair for key, pair in written.unsaid.items() if key not in LEFT_OUT.get(name, set())}
+        assert not lost, f"{config.plan.title()}: {lost}\n{written.text}"
+        seen += 1
+        if seen == PLANS:
+            return
+    assert seen > 5, f"only {seen} legal plans of {name} were found"
+
+
+@pytest.mark.parametrize("name", list(FRAMEWORKS))
+def test_a_written_file_is_read_back(name: str, tmp_path) -> None:
+    """The text of the file says what its settings say, and its framework is recognised."""
+    framework, rng = FRAMEWORKS[name], random.Random(name)
+    config = next(c for _ in range(1000) if (c := random_config(framework, "llama3-8b", rng)) is not None)
+    ending = {"toml": ".toml", "yaml": ".yaml", "json": ".json", "args": ".sh"}[framework.form]
+    path = tmp_path / f"settings{ending}"
+    written = write_file(config, framework, path)
+    settings, args = parse(path)
+    found = detect(settings, args)
+    assert found is not None
+    assert found.name == name
+    assert read_settings(path, gpus=config.plan.world, model="llama3-8b").plan.tp == config.plan.tp
+    if not args:
+        assert settings == written.settings
