@@ -174,6 +174,27 @@ EXAMPLES = {
     "TokensDivideOverTensorRanks": ({"tp": 8}, MIXTRAL, {"seq": 100}),
     "ParametersAreTrained": ({"tp": 8, "param_dtype": "fp8"}, LLAMA, {}),
     "ProductsAreTrained": ({"tp": 8, "param_dtype": "fp32"}, LLAMA, {}),
+    "StackHasAxis": ({"cp": 8}, LLAMA, {}),
+    "StackHasSchedule": ({"pp": 8, "virtual": 2, "schedule": "dualpipev"}, LLAMA, {}),
+    "StackHasZero": ({"shard": 8, "zero": 2}, LLAMA, {}),
+    "StackHasContextKind": ({"cp": 8, "cp_kind": "ring"}, LLAMA, {}),
+    "StackHasRecompute": ({"replicate": 8, "recompute": "selective"}, LLAMA, {}),
+    "StackDividesKvHeads": ({"tp": 8, "sp": True}, LLAMA.but(kv_heads=2), {}),
+    "StackHasEvenStages": ({"pp": 8}, LLAMA.but(layers=30), {}),
+    "StackPairsTensorAndSequence": ({"tp": 8}, LLAMA, {}),
+    "StackShardsOverContext": ({"cp": 8, "cp_kind": "all-gather"}, LLAMA, {}),
+}
+# What a framework can run, where it decides: each rule of a stack is broken by its example and by no other limit.
+LIMITS = {
+    "StackHasAxis": {"without": ["cp"]},
+    "StackHasSchedule": {"schedules": ["1f1b"]},
+    "StackHasZero": {"zero": [0, 3]},
+    "StackHasContextKind": {"cp_kinds": ["all-gather"]},
+    "StackHasRecompute": {"recomputes": ["none", "full"]},
+    "StackDividesKvHeads": {"tensor_divides_kv": True},
+    "StackHasEvenStages": {"even_stages": True},
+    "StackPairsTensorAndSequence": {"sequence_parallel_with_tensor": True},
+    "StackShardsOverContext": {"shards_context": True},
 }
 
 
@@ -186,8 +207,9 @@ def test_each_rule_is_broken_and_explained(rule) -> None:
         else ()
     )
     trains = "trainer" in rule.needs or "dtypes" in rule.needs
-    stack = (Stack(interleaved_rounds=True),) if model is not None else ()
-    case = Case.of(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains)
+    limits = LIMITS.get(rule.__name__, {})
+    stack = (Stack(interleaved_rounds=True, can=limits),) if model is not None else ()
+    case = Case.of(PlanFields(**plan), *surroundings, *stack, trainer=trains, dtypes=trains, framework=bool(limits))
     first = next(r for r in ALL_RULES if set(r.needs) <= case.given and r.broken(case))
     assert first is rule
     error = legality.problem(case)

@@ -86,7 +86,7 @@ def test_settings_say_the_plan(name: str, model: str) -> None:
         if config is None:
             continue
         written = settings_of(config, framework)
-        lost = {key: pair for key, pair in written.unsaid.items() if key not in LEFT_OUT.get(name, set())}
+        lost = {key: pair for key, pair in written.inexpressible.items() if key not in LEFT_OUT.get(name, set())}
         assert not lost, f"{config.plan.title()}: {lost}\n{written.text}"
         seen += 1
         if seen == PLANS:

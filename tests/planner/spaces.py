@@ -48,7 +48,7 @@ def space(
     memory: str = "",
     **fields: list[str],
 ) -> Space:
-    kit: Stack = catalog.load("stacks", stack)
+    kit: Stack = catalog.load("stacks", stack).but(can={})  # the costs of the stack, without its framework's limits
     base = Plan()
     options = chosen.choices(base, chosen.read(**fields), tuple(kit.order))
     return Space(model, cluster(gpus, memory), Workload(batch=batch, seq=seq), kit, options, base, bucket=25e6)

@@ -1,7 +1,7 @@
 """From facts to a plan and a workload, with what contradicts it.
 
-    data parallelism   dp = GPUs / (tp · cp · pp); where the GPUs are not told, the fewest that the degrees need
-    ZeRO               shard = dp / replicate where it is not told
+    data parallelism   dp = GPUs / (tp · cp · pp); where their number is not given, the fewest that the degrees need
+    ZeRO               shard = dp / replicate where it is not given
     batch              batch = micro-batch × accumulation × dp, from any two of them
 
 A quantity that no key states takes a value that breaks no rule, so that the rules of `describe.legality` judge only what was stated; `assumed`
@@ -28,7 +28,7 @@ MOST_GPUS = 10**9
 
 @dataclass
 class Assembled:
-    """A plan and a workload made of facts, the number of GPUs (0: not told), and what was assumed or is wrong."""
+    """A plan and a workload made of facts, the number of GPUs (0: not given), and what was assumed or is wrong."""
 
     plan: dict[str, Any] = field(default_factory=dict)
     workload: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def assemble(
     facts: Facts, framework: Framework, gpus: int = 0, layers: int | None = None, experts: bool | None = None
 ) -> Assembled:
     """The plan and the workload that facts state; `layers` and `experts` are the model's where it is known."""
-    out = Assembled(gpus=gpus or _told_gpus(facts))
+    out = Assembled(gpus=gpus or _given_gpus(facts))
     degrees = _degrees(facts, framework, out, experts)
     _data_parallel(facts, degrees, out)
     _pipeline(facts, framework, layers, out)
@@ -58,7 +58,7 @@ def assemble(
     return out
 
 
-def _told_gpus(facts: Facts) -> int:
+def _given_gpus(facts: Facts) -> int:
     if facts.get("gpus"):
         return int(facts["gpus"])
     nodes, each = facts.get("nodes"), facts.get("gpus_per_node")
@@ -68,20 +68,20 @@ def _told_gpus(facts: Facts) -> int:
 def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool | None) -> dict[str, int]:
     found = {axis: int(facts.get(axis) or 1) for axis in ("tp", "cp", "pp", "ep")}
     rest = found["tp"] * found["cp"] * found["pp"]
-    told = facts.get("expert_tp")
-    etp = int(told) if told else found["tp"] if framework.expert_tp == "tp" else 1
+    given = facts.get("expert_tp")
+    etp = int(given) if given else found["tp"] if framework.expert_tp == "tp" else 1
     grid = etp * found["ep"] * found["pp"]
     if not out.gpus:
         explicit = facts.get("dp") or (facts.get("shard", -1) > 0 and facts.get("replicate", 1) * facts["shard"])
         least = math.lcm(rest, grid) // rest if found["ep"] > 1 else 1
-        out.gpus = -(rest * int(explicit or least))  # negative: not told
+        out.gpus = -(rest * int(explicit or least))  # negative: not given
         out.assumed.append(f"GPUs: {-out.gpus}")
     world = abs(out.gpus)
     if world % rest:
         out.problems.append(_world(found, world))
     elif found["ep"] > 1 and world % grid:
         named = f"expert tp × ep × pp = {etp} × {found['ep']} × {found['pp']} = {grid}"
-        unset = "" if told else f" (expert tp is not set, which means {etp})"
+        unset = "" if given else f" (expert tp is not set, which means {etp})"
         out.problems.append(
             Problem(
                 "MW-SET-002",
@@ -99,7 +99,7 @@ def _degrees(facts: Facts, framework: Framework, out: Assembled, experts: bool |
         return found
     ranks = found["tp"] * found["cp"] * max(1, world // rest)
     if found["tp"] % etp or ranks % (etp * found["ep"]):
-        out.fit_is_known = out.fit_is_known and found["ep"] == 1 and not told
+        out.fit_is_known = out.fit_is_known and found["ep"] == 1 and not given
         return found  # legal in the framework perhaps, but not a plan of ours
     plan["ep"] = found["ep"]
     if etp != found["tp"]:
@@ -175,7 +175,7 @@ def _pipeline(facts: Facts, framework: Framework, layers: int | None, out: Assem
     ends = 2 if framework.ends_are_layers or facts.get("counts_embedding") else 0
     if (
         layers is not None and layers < virtual * out.plan["pp"] <= layers + ends
-    ):  # the embedding or the head has a stage of its own
+    ):  # the embedding or the head fills a stage alone
         virtual, schedule, out.fit_is_known = 1, "1f1b", False
     out.plan |= {"virtual": virtual, "schedule": schedule}
     if each and len(each) == virtual * out.plan["pp"]:

@@ -1,4 +1,4 @@
-"""Rules of frameworks about their settings, beyond those of a plan: what they refuse, and what they take in silence.
+"""Rules of frameworks about their settings, beyond those of a plan: what they refuse, and what they accept without a warning.
 
 Each rule reads facts that settings state; a fact that is missing never breaks a rule.
 """

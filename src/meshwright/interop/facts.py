@@ -88,7 +88,7 @@ FACTS: dict[str, str] = {
     "dispatcher_type": "kind of token dispatcher",
     "nvlink_domain": "GPUs that one NVLink domain connects",
     # Contradictions of frameworks that fill values in
-    "unfilled": "keys whose value `auto` nobody fills",
+    "unfilled": "keys whose value `auto` is never filled in",
     # The model
     "model": "name of the model",
     "flavor": "size of the model",

@@ -1,4 +1,4 @@
-"""Whether the memory of a reading fits: the cost model's peak, where GPUs, hardware and shape are told.
+"""Whether the memory of a reading fits: the cost model's peak, where GPUs, hardware and shape are given.
 
 With low-rank adapters only the adapters have gradients and optimizer states: those parts of the estimate are replaced by the adapters' own,
 12 bytes for each of their parameters (16-bit weight and gradient, two fp32 moments).
@@ -23,7 +23,7 @@ UNITS = ("gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether it fits (None: cannot be said), the peak memory, and what is to say about it."""
+    """Whether it fits (None: unknown fit), the peak memory, and what is to say about it."""
 
     fits: bool | None = None
     gib: float | None = None

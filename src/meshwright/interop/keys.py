@@ -151,7 +151,7 @@ def write_settings(table: Table, facts: Facts) -> tuple[Settings, list[str]]:
     facts = dict(facts)
     table.restate(facts)
     out: Settings = {}
-    unsaid: list[str] = []
+    inexpressible: list[str] = []
     for key in table.keys:
         fact = facts.get(key.fact)
         if not key.writable or fact is None or key.name in out or (fact == key.default and not key.always):
@@ -160,8 +160,8 @@ def write_settings(table: Table, facts: Facts) -> tuple[Settings, list[str]]:
         if value is not INVALID:
             out[key.name] = value
         elif not any(k.encode(fact) is not INVALID for k in table.keys if k.fact == key.fact and k is not key):
-            unsaid.append(key.fact)
-    return out, unsaid
+            inexpressible.append(key.fact)
+    return out, inexpressible
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What is wrong with settings, as far as it can be said before there is a plan."""
+"""What is wrong with settings, found before a plan is made of them."""
 
 from __future__ import annotations
 

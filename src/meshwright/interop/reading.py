@@ -22,7 +22,7 @@ from meshwright.interop.shapes import Shape, shape_of
 
 @dataclass
 class Reading:
-    """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not told."""
+    """One file or recipe, understood. `gpus` and `hardware` are 0 and "" where they are not given."""
 
     framework: Framework
     understood: Understood

@@ -1,4 +1,4 @@
-"""Recipes in a JSON Lines file: each row understood, checked, and, where GPUs and hardware are told, its memory computed.
+"""Recipes in a JSON Lines file: each row understood, checked, and, where GPUs and hardware are given, its memory computed.
 
 A row has `framework`, `settings` (flat keys), perhaps `args`, `shape`, `model`, `gpus` and `hardware`. A row with `before` and `after` is a
 published mistake and its correction: both are checked.

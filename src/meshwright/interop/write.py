@@ -1,6 +1,6 @@
 """A plan as settings of a framework, in the form of its files; and what of the plan they cannot say.
 
-What cannot be said is found by reading the settings back: a field of the plan that comes back with another value.
+What unknown fit is found by reading the settings back: a field of the plan that comes back with another value.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENDINGS: dict[str, Form] = {
     **dict.fromkeys(YAML, "yaml"),
     **dict.fromkeys(SCRIPTS, "args"),
 }
-# Fields that decide nothing a framework could be told: how our own trainer and the cost model do it.
+# Fields that no framework has: they belong to our own trainer and to the cost model.
 OWN = (
     "prefetch",
     "wrap",
@@ -47,14 +47,16 @@ class Written:
     framework: Framework
     settings: Settings
     text: str
-    unsaid: dict[str, tuple[Any, Any]]
+    inexpressible: dict[str, tuple[Any, Any]]
 
 
 def settings_of(config: Config, framework: Framework, form: Form | None = None) -> Written:
     """The settings of a framework that say a configuration's plan."""
     settings, _ = write_settings(framework.table, express(config.plan, config.workload, config.model))
-    unsaid = difference(config, framework, settings)
-    return Written(framework, settings, text_of(settings, framework, form or framework.form, unsaid), unsaid)
+    inexpressible = difference(config, framework, settings)
+    return Written(
+        framework, settings, text_of(settings, framework, form or framework.form, inexpressible), inexpressible
+    )
 
 
 def difference(config: Config, framework: Framework, settings: Settings) -> dict[str, tuple[Any, Any]]:
@@ -106,11 +108,11 @@ def write_file(config: Config, framework: Framework, path: str | Path) -> Writte
     return written
 
 
-def text_of(settings: Settings, framework: Framework, form: Form, unsaid: dict[str, tuple[Any, Any]]) -> str:
+def text_of(settings: Settings, framework: Framework, form: Form, inexpressible: dict[str, tuple[Any, Any]]) -> str:
     """The text of a file: comments, then the settings."""
     lost = [
         f"{framework.title} cannot say {name} = {_shown(ours)}: it is {_shown(theirs)} here"
-        for name, (ours, theirs) in unsaid.items()
+        for name, (ours, theirs) in inexpressible.items()
     ]
     comments = "".join(f"# {line}\n" for line in (framework.comment, *lost) if line)
     if form == "json":  # has no comments

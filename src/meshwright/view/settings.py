@@ -55,7 +55,7 @@ def as_dict(reading: Reading) -> dict[str, Any]:
 def recipes(verdicts: Sequence[Verdict]) -> RenderableType:
     """Return a row per framework, then the findings."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("framework", "recipes", "read", "illegal", "fits", "does not fit", "cannot be said"):
+    for column in ("framework", "recipes", "read", "illegal", "fits", "does not fit", "unknown fit"):
         table.add_column(column, justify="left" if column == "framework" else "right")
     for framework in sorted({v.framework for v in verdicts}):
         rows = [v for v in verdicts if v.framework == framework]

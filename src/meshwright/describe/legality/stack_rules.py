@@ -75,8 +75,8 @@ class StackHasZero(Rule):
     def explain(p: Case) -> Problem:
         can = p.stack.can
         stages = can.zero_in_pipeline if p.pp > 1 and can.zero_in_pipeline else can.zero
-        beside = " beside a pipeline" if p.pp > 1 and p.zero in (can.zero or (0, 1, 2, 3)) else ""
-        found = refusal(p, f"ZeRO-{p.zero}{beside}", "zero", stages)
+        where = " in a pipeline" if p.pp > 1 and p.zero in (can.zero or (0, 1, 2, 3)) else ""
+        found = refusal(p, f"ZeRO-{p.zero}{where}", "zero", stages)
         replicas = {"plan.zero": 0, "plan.shard": 1, "plan.replicate": p.dp}
         return Problem(found.what, found.why, found.valid, [*found.fixes, replicas])
 

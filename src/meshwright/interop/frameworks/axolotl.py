@@ -1,4 +1,4 @@
-"""axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a JSON of its own)."""
+"""axolotl: flat YAML; data parallelism is DDP, FSDP (`fsdp_config`) or DeepSpeed (a file that `deepspeed` names, or a separate JSON file)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: a JSON file, and the arguments of launch scripts; with Megatron-DeepSpeed, Megatron's arguments beside them.
+"""DeepSpeed: a JSON file, and the arguments of launch scripts; with Megatron-DeepSpeed, together with Megatron's arguments.
 
 train_batch_size = micro-batch × accumulation × data-parallel ranks; of the three, two suffice. `"auto"` is filled in by the caller, so it states nothing.
 The pipeline engine takes ZeRO 0 and 1 only.

@@ -24,7 +24,7 @@ class Framework:
         "--"  # flags name keys with this prefix removed; "": the keys of the table have the prefix themselves
     )
     splits_evenly: bool = False  # every stage has the same number of layers unless the settings name them
-    ends_are_layers: bool = False  # the embedding and the head may have a pipeline stage of their own
+    ends_are_layers: bool = False  # the embedding and the head may fill a pipeline stage alone
     expert_tp: Literal["tp", "one"] = "one"  # inside experts where it is not set
     comment: str = ""  # the first line of a written file
 
