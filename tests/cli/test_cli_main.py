@@ -71,7 +71,8 @@ def test_only_the_named_command_is_imported() -> None:
 
 
 def test_version(capsys) -> None:
-    assert run(capsys, "--version") == (0, f"meshwright {__version__}\n", "")
+    code, out, err = run(capsys, "--version")
+    assert (code, out.splitlines()[0], err) == (0, f"meshwright {__version__}", "")
 
 
 def test_no_arguments_show_the_help(capsys) -> None:

@@ -30,8 +30,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from meshwright import __version__
 from meshwright.errors import MeshwrightError, cannot_write, unknown
+from meshwright.version import report
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
@@ -59,6 +59,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("Compare predictions with published training runs."),
     "verify": Command("Prove on local processes that a plan trains the same model as one device.", LEAD),
     "train": Command("Train a plan on local processes and compare the run with its prediction.", LEAD),
+    "launch": Command("Write the file that starts a plan under Slurm, Kubernetes, SkyPilot, torchrun or Ray."),
     "data": Command("Make token files from text, JSON lines, Parquet or a dataset folder; show what is in them."),
     "checkpoint": Command("List, verify, convert and delete the checkpoints of runs."),
     "bench": Command("Measure collectives, links and the device; alone, under torchrun or Slurm."),
@@ -71,6 +72,8 @@ COMMANDS: dict[str, Command] = {
     "config": Command(
         "Show a resolved configuration and the origin of each value; print its schema; compare two files."
     ),
+    "doctor": Command("Check versions, devices, interfaces and rights: what works here, and why not."),
+    "completion": Command("Print a script that completes commands and options in bash, zsh or fish."),
 }
 
 
@@ -147,7 +150,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         print(overview())
         raise SystemExit(0 if first else USAGE)
     if first == "--version":
-        print(f"meshwright {__version__}")
+        print(report())
         return
     if first not in COMMANDS:
         raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")

@@ -45,24 +45,12 @@ def command(
         from meshwright.view.page.subject import Subject
 
         write_text(html, document(Subject.of_estimate(result), first="timeline"))
-    closed = result.prediction.step_time_s
     if as_json:
         print(json.dumps(simulation.as_dict() | {"detail": detail or choose_detail(result, walked)}))
         return
-    from meshwright.units import format_seconds
-    from meshwright.view.pipelines import show_pipelines
-    from meshwright.view.tables import console as standard_output
+    from meshwright.view.tables import show
 
-    console = standard_output()
-    console.print(
-        f"[bold]{result.model.name}[/] on {result.plan.world} × {result.cluster.accelerator.name}: {result.plan.title()}"
-    )
-    show_pipelines([walked.walk], console, seconds=True)
-    closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
-    console.print(
-        f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}"
-    )
-    console.print(f"[dim]closed form {format_seconds(closed)} ({100 * (closed / walked.time - 1):+.1f}%)[/]")
+    show(simulation)
     for what, where in (("trace", trace), ("page", html)):
         if where:
-            console.print(f"[dim]{what} written to {where}[/]")
+            show(f"[dim]{what} written to {where}[/]")

@@ -25,6 +25,7 @@ from meshwright.describe.cluster import Cluster
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.result import Prediction
+from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.lower.op import StepProgram
@@ -49,8 +50,13 @@ class Latency:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
+    """The prediction of one configuration, and what it was computed from."""
+
+    shown_by = "meshwright.view.estimate:page"
+    drawn_by = "meshwright.view.notebook:estimate_html"
+
     model: Model
     cluster: Cluster
     plan: Plan
@@ -89,6 +95,10 @@ class Estimate:
         """The collectives of the step, those that take longest first."""
         return messages(self.program, self.cost, self.cluster)
 
+    def __repr__(self) -> str:
+        p = self.prediction
+        return f"Estimate({self.model.name}, {self.plan.title()}, step {p.step_time_s:.4g} s, {p.memory_gib:.4g} GiB)"
+
     def as_dict(self) -> dict[str, Any]:
         roof = self.roofline
         return {
@@ -115,12 +125,17 @@ class Estimate:
         }
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Shown):
     """An estimate and its walked step."""
 
+    shown_by = "meshwright.view.simulate:page"
+    drawn_by = "meshwright.view.notebook:simulation_html"
     estimate: Estimate
     walked: WalkedStep
+
+    def __repr__(self) -> str:
+        return f"Simulation({self.estimate.model.name}, {self.estimate.plan.title()}, step {self.walked.time:.4g} s)"
 
     def as_dict(self) -> dict[str, Any]:
         ranks = self.walked.walk

@@ -40,6 +40,7 @@ from meshwright.describe.model import Model
 from meshwright.describe.optimizer import Optimizer
 from meshwright.describe.plan import Plan
 from meshwright.describe.run import Run
+from meshwright.describe.shown import Shown
 from meshwright.describe.stack import Stack
 from meshwright.describe.workload import Workload
 from meshwright.errors import MeshwrightError
@@ -60,8 +61,11 @@ Part = str | dict[str, Any] | Described
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Shown):
     """The described objects, and the origin of every value that is not a default (by dotted path)."""
+
+    shown_by = "meshwright.view.config:page"
+    drawn_by = "meshwright.view.notebook:config_html"
 
     model: Model
     cluster: Cluster

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from meshwright.describe.shown import Shown
 from meshwright.proof.compare import Agreement
 from meshwright.proof.records import Row, Trace
 from meshwright.proof.small import SmallCopy
@@ -88,13 +89,19 @@ class CopyProof:
         }
 
 
-@dataclass
-class Proof:
+@dataclass(repr=False)
+class Proof(Shown):
     """The proof of a plan: of all its copies, until one fails. The first copy has every axis and every dtype."""
+
+    shown_by = "meshwright.proof.page:page"
+    drawn_by = "meshwright.view.notebook:proof_html"
 
     title: str  # the plan that was asked for
     copies: list[CopyProof]
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"Proof({self.title}, {'passed' if self.passed else 'failed'})"
 
     @property
     def passed(self) -> bool:

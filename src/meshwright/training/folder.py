@@ -29,7 +29,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +54,7 @@ from meshwright.describe.run_folder import (
 from meshwright.errors import MeshwrightError, cannot_write
 from meshwright.training.hooks import Hook
 from meshwright.training.records import StepRecord
+from meshwright.version import installed_versions
 
 PACKAGES = (
     "meshwright",
@@ -320,12 +320,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def environment() -> dict[str, Any]:
     """What a run depends on and a plan does not contain: versions, git state, command line, host, start time."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
     return {
         "started": time.time(),
         "command": sys.argv,

@@ -20,6 +20,7 @@ from meshwright.cost.predict import predict, samples_per_step, seconds_at_peak
 from meshwright.describe.config import Config
 from meshwright.describe.result import GIB, Difference, Measurement, Prediction
 from meshwright.describe.run_folder import RUN, read_steps
+from meshwright.describe.shown import Shown
 from meshwright.training import communication, timeline
 from meshwright.training.calibration import Interference, with_this_machine
 from meshwright.training.folder import RunFolder
@@ -28,9 +29,12 @@ from meshwright.units import format_flops, format_seconds
 from meshwright.view.timeline import both_steps
 
 
-@dataclass
-class Training:
+@dataclass(repr=False)
+class Training(Shown):
     """The result of a run: its steps, its measurement and its prediction."""
+
+    shown_by = "meshwright.training.page:page"
+    drawn_by = "meshwright.view.notebook:training_html"
 
     config: Config
     steps: list[StepRecord]
@@ -40,6 +44,9 @@ class Training:
     interference: Interference | None = None  # unknown without a calibration of this machine
     communication: dict[str, Any] | None = None  # by rank; unknown after an interruption
     timeline: dict[str, Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"Training({self.config.plan.title()}, {len(self.steps)} steps, {self.measurement.step_time_s:.4g} s per step)"
 
     @property
     def differences(self) -> list[Difference]:

@@ -23,7 +23,7 @@ PART_NAMES = {axis: f"{axis}: {name}" for axis, name in COMMUNICATION.items()} |
 }
 
 
-def page(training: Training, folder: str) -> RenderableType:
+def page(training: Training, folder: str = "") -> RenderableType:
     """The result of a run: loss, step time, expert balance, and the table of predicted and measured values."""
     m, p = training.measurement, training.prediction
     low, high = format_seconds(m.step_time_low_s), format_seconds(m.step_time_high_s)
@@ -59,7 +59,7 @@ def page(training: Training, folder: str) -> RenderableType:
         ]
     lines += compression_savings(training)
     tables = [difference_table(training.differences), *parts_table(training)]
-    return Group(*lines, *tables, Text(f"written to {folder}", "dim"))
+    return Group(*lines, *tables, *([Text(f"written to {folder}", "dim")] if folder else []))
 
 
 def compression_savings(training: Training) -> list[Text]:

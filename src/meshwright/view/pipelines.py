@@ -159,14 +159,20 @@ def messages(walked: Walked) -> float:
     return float(sent.max() * p.microbatches)
 
 
+def explained_timeline(walked: Walked, console: Console, seconds: bool = False) -> Group:
+    """One timeline, as wide as the console, and the rule of its schedule."""
+    coloured = console.color_system is not None and not console.no_color
+    about = RULES.get(walked.program.schedule)
+    rule = Text(about.about, "dim") if about else Text("")
+    return Group(timeline(walked, min(console.width, 200), coloured=coloured, seconds=seconds), rule)
+
+
 def show_pipelines(several: Sequence[Walked], console: Console, seconds: bool = False) -> None:
     """Draw one timeline, or several at one scale with a table that compares them; `seconds`: the times are in seconds."""
     coloured = console.color_system is not None and not console.no_color
     width = min(console.width, 200)
     if len(several) == 1:
-        console.print(timeline(several[0], width, coloured=coloured, seconds=seconds))
-        about = RULES.get(several[0].program.schedule)
-        console.print(Text(about.about, "dim") if about else "")
+        console.print(explained_timeline(several[0], console, seconds))
         return
     scale, unit = best_scale(several, width), unit_of(several, seconds)
     for walked in several:

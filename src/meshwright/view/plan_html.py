@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from meshwright.cost.estimate import Estimate
 from meshwright.cost.predict import COMMUNICATION
+from meshwright.describe.result import Prediction
 from meshwright.planner.advice import explain as why
 from meshwright.planner.result import Result
 from meshwright.units import format_count, format_seconds
@@ -41,8 +43,8 @@ def fragment(r: Result) -> str:
     parts = [
         head(r),
         leaders(r),
-        step(r),
-        memory(r),
+        step(r.prediction),
+        memory(r.prediction),
         reasons(r),
         near_misses(r),
         strategies(r),
@@ -51,7 +53,7 @@ def fragment(r: Result) -> str:
         sensitivities(r),
         "</div>",
     ]
-    return f'<div class="mw"><style>{STYLE}</style>{"".join(parts)}</div>'
+    return element(*parts)
 
 
 def section(title: str, *inner: str) -> str:
@@ -74,35 +76,42 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def head(r: Result) -> str:
-    e, p = r.estimate, r.prediction
-    cards = [
-        (
-            "step",
-            format_seconds(p.step_time_s),
-            f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}",
-        ),
-        ("MFU", f"{100 * (p.mfu or 0):.1f}%", p.mfu_denominator),
-        (
-            "memory",
-            f"{p.memory_gib:.1f} GiB",
-            f"of {p.memory_limit_gib:.1f}; {r.explanation.memory_band[0]:.0f} to {r.explanation.memory_band[1]:.0f} in published runs",
-        ),
-        (
-            "tokens/s" if e.model.kind == "transformer" else "samples/s",
-            format_count(p.tokens_per_s or 0),
-            f"batch {e.workload.batch:,}",
-        ),
-    ]
+    low, high = r.explanation.memory_band
+    below = f"<div class=soft>{escape(searched(r))}</div><div class=soft>{escape(r.choice)}</div>"
+    return predicted(r.estimate, f"; {low:.0f} to {high:.0f} in published runs", below)
+
+
+def element(*sections: str) -> str:
+    """One HTML element with its style."""
+    return f'<div class="mw"><style>{STYLE}</style>{"".join(sections)}</div>'
+
+
+def cards(*rows: tuple[str, str, str]) -> str:
+    """Large numbers: (name, value, aside) each."""
     shown = "".join(
-        f"<div><span class=soft>{name}</span><b>{escape(value)}</b><span class=soft>{escape(aside)}</span></div>"
-        for name, value, aside in cards
+        f"<div><span class=soft>{escape(name)}</span><b>{escape(value)}</b><span class=soft>{escape(aside)}</span></div>"
+        for name, value, aside in rows
+    )
+    return f"<div class=cards>{shown}</div>"
+
+
+def predicted(e: Estimate, memory_aside: str = "", below: str = "") -> str:
+    """The head of a page: the model, the devices, the plan, and the four numbers people ask for."""
+    p = e.prediction
+    band = f"{format_seconds(p.step_time_low_s)} to {format_seconds(p.step_time_high_s)}"
+    rate = "tokens/s" if e.model.kind == "transformer" else "samples/s"
+    shown = cards(
+        ("step", format_seconds(p.step_time_s), band),
+        ("MFU", f"{100 * (p.mfu or 0):.1f}%", p.mfu_denominator),
+        ("memory", f"{p.memory_gib:.1f} GiB", f"of {p.memory_limit_gib:.1f}{memory_aside}"),
+        (rate, format_count(p.tokens_per_s or 0), f"batch {e.workload.batch:,}"),
     )
     where = f"{e.model.name} ({format_count(e.model.total)}) on {e.plan.world:,} × {e.cluster.accelerator.name}"
     how = f"{e.cluster.name}, stack {e.stack.name}, sequence {e.workload.seq:,}, {e.workload.precision}"
     warning = "".join(f"<div class=bad>{escape(line.plain)}</div>" for line in uncalibrated(e))
     return (
-        f"<section><h2>{escape(where)}</h2><div class=soft>{escape(how)}</div><div class=title>{escape(r.plan.title())}</div>"
-        f"<div class=cards>{shown}</div>{warning}<div class=soft>{escape(searched(r))}</div><div class=soft>{escape(r.choice)}</div></section>"
+        f"<section><h2>{escape(where)}</h2><div class=soft>{escape(how)}</div><div class=title>{escape(e.plan.title())}</div>"
+        f"{shown}{warning}{below}</section>"
     )
 
 
@@ -145,8 +154,7 @@ def bar(pieces: Iterable[tuple[str, float, str]], whole: float) -> str:
     return f"<div class=bar>{inner}</div>"
 
 
-def step(r: Result) -> str:
-    p = r.prediction
+def step(p: Prediction) -> str:
     parts = sorted(why.grouped(p).items(), key=lambda item: -item[1])
     key = "".join(
         f'<span><i style="background:{colour(name)}"></i>{escape(name)} {format_seconds(s)} ({100 * s / p.step_time_s:.1f}%)</span> '
@@ -160,8 +168,8 @@ def step(r: Result) -> str:
     )
 
 
-def memory(r: Result) -> str:
-    stages, limit = r.prediction.memory_by_stage, r.prediction.memory_limit_gib
+def memory(p: Prediction) -> str:
+    stages, limit = p.memory_by_stage, p.memory_limit_gib
     parts = [part for part in PARTS if any(s.get(part, 0) >= 0.005 for s in stages)]
     whole = max(limit, *(sum(s.values()) for s in stages))
     rows = []

@@ -11,16 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from rich.console import Console, ConsoleOptions, RenderResult
 
 from meshwright.cost import compute
 from meshwright.cost.collective import Network
-from meshwright.cost.estimate import Estimate
+from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.cost.phase import AXIS_OF, HIDEABLE
 from meshwright.cost.walked import WalkedStep
 from meshwright.lower.offload import TO_HOST
 from meshwright.lower.op import Op
 from meshwright.lower.stages import stage_blocks
 from meshwright.programs.pipelines import KINDS
+from meshwright.units import format_seconds
+from meshwright.view.pipelines import explained_timeline
 from meshwright.view.trace import Span
 
 DETAILS = ("operations", "layers", "actions")
@@ -44,6 +47,26 @@ class Piece:
     start: float
     duration: float
     part: str
+
+
+@dataclass(frozen=True)
+class SimulationPage:
+    """The simulated step in the terminal, as wide as the console."""
+
+    simulation: Simulation
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        e, walked = self.simulation.estimate, self.simulation.walked
+        yield f"[bold]{e.model.name}[/] on {e.plan.world} × {e.cluster.accelerator.name}: {e.plan.title()}"
+        yield explained_timeline(walked.walk, console, seconds=True)
+        closing = ", ".join(f"{name} {format_seconds(s)}" for name, s in walked.closing.items() if s > 0)
+        yield f"step {format_seconds(walked.time)}: schedule {format_seconds(walked.walk.makespan)}, then {closing}"
+        closed = e.prediction.step_time_s
+        yield f"[dim]closed form {format_seconds(closed)} ({100 * (closed / walked.time - 1):+.1f}%)[/]"
+
+
+def page(simulation: Simulation) -> SimulationPage:
+    return SimulationPage(simulation)
 
 
 def one(value: object) -> float:

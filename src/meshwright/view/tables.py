@@ -24,6 +24,14 @@ def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
+def as_text(thing: RenderableType) -> str:
+    """A page as plain text, as wide as in a file."""
+    out = Console(highlight=False, width=PIPED_WIDTH, no_color=True)
+    with out.capture() as captured:
+        out.print(thing)
+    return captured.get().rstrip()
+
+
 def show(*things: RenderableType) -> None:
     out = console()
     for thing in things:

@@ -1,0 +1,119 @@
+"""The code blocks of README.md and the pages under docs/: each is executed or parsed by a test, and its output is that of the commands.
+
+    console     `$ meshwright …` and the output under it. `| head -20` keeps the first lines, as a shell would; empty lines are left out
+    python      executed; the blocks of a page share their names
+    toml        a plan file or a part of one: sections and keys exist
+    bash json yaml     parsed
+
+A block whose commands train, need other machines or need rights has a comment on the line before it:
+
+    <!-- slow -->                    it runs in `make soak`
+    <!-- not run: needs Slurm -->    it is only checked: the commands exist and their files are legal
+
+Outputs are compared after `masked`: times that depend on the machine, and white space. `make pages` writes the outputs of all blocks that run daily.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+# Commands whose output is the same on every machine. The others need a label.
+REPEATABLE = ("estimate", "plan", "config", "catalog", "show", "simulate", "lint", "launch", "validate")
+BLOCK = re.compile(r"(?:^<!-- (slow|not run: [^\n]+) -->\n)?^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TIMING = re.compile(r"\bin [\d.,]+ m?s\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block of a page: its language, its text and its label (empty: it runs daily)."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """(command, output) of a console block; a command may continue over lines that end with a backslash."""
+        out: list[tuple[str, str]] = []
+        for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
+            part = part.replace("\\\n", " ")
+            command, _, output = part.partition("\n")
+            out.append((command.partition("   #")[0].strip(), output))
+        return out
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text("utf-8")
+    for m in BLOCK.finditer(text):
+        line = text.count("\n", 0, m.start()) + 1
+        yield Block(str(page.relative_to(ROOT)), line, m[2], m[3], m[1] or "")
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in pages() for block in blocks_of(page)]
+
+
+def is_repeatable(command: str) -> bool:
+    words = command.split()
+    return words[0] == "meshwright" and (len(words) < 2 or words[1] in (*REPEATABLE, "--help"))
+
+
+@cache
+def run(command: str) -> str:
+    """The output of a command, as it is piped: without colour, 120 columns wide."""
+    from meshwright.cli import dispatch
+    from meshwright.errors import MeshwrightError
+
+    typed, _, filtered = command.partition(" | ")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            dispatch(shlex.split(typed)[1:])
+        except SystemExit:
+            pass
+        except MeshwrightError as error:
+            print(error)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    limit = int(re.fullmatch(r"head -(\d+)", filtered)[1]) if filtered else len(lines)  # type: ignore[index]
+    return "\n".join(line for line in lines[:limit] if line) + "\n"
+
+
+def masked(output: str) -> str:
+    return re.sub(r"\s+", " ", TIMING.sub("in … s", output)).strip()
+
+
+def rewritten(text: str, slow: bool = False) -> str:
+    """A page with fresh outputs of its console blocks; `slow`: also of those that run in `make soak`."""
+
+    def replace(m: re.Match[str]) -> str:
+        label, language, body = m[1] or "", m[2], m[3]
+        block = Block("", 0, language, body, label)
+        if language != "console" or label.startswith("not run") or (label and not slow):
+            return m[0]
+        parts = []
+        for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
+            typed, _, old = part.partition("\n")
+            command = Block("", 0, language, f"$ {part}", label).commands[0][0]
+            fresh = run(command) if command.startswith("meshwright ") and old.strip() else old
+            parts.append(f"$ {typed}\n{fresh}")
+        head = m[0][: m[0].index("```")]
+        return f"{head}```console\n{''.join(parts)}```" if block.commands else m[0]
+
+    return BLOCK.sub(replace, text)

@@ -1,0 +1,23 @@
+"""`meshwright doctor`: what works on this machine, and why not."""
+
+from __future__ import annotations
+
+import typer
+
+
+def command(as_json: bool = typer.Option(False, "--json", help="Print the result as JSON.")) -> None:
+    """Check versions, devices, network interfaces and rights, and say which commands work here and why others do not.
+
+    Nothing is changed and nothing is sent. Exit code 1 if planning itself does not work."""
+    from meshwright.cli.output import patient
+    from meshwright.doctor import FAILS, examine
+    from meshwright.view.tables import show, show_json
+
+    with patient("looking at this machine", measurable=False):
+        checkup = examine()
+    if as_json:
+        show_json(checkup.as_dict())
+    else:
+        show(checkup)
+    if any(check.state == FAILS for check in checkup.sections["versions"] if check.what != "torch"):
+        raise typer.Exit(1)

@@ -1,0 +1,80 @@
+"""`meshwright launch`: the file that starts a plan on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from meshwright.cli.options import ClusterOption, GpusOption, NodesOption
+
+
+def command(
+    plan: str = typer.Argument(..., help="A plan file or run file."),
+    slurm: bool = typer.Option(False, "--slurm", help="A batch script for sbatch."),
+    kubernetes: bool = typer.Option(False, "--kubernetes", help="A TrainJob of the Kubeflow Trainer and its runtime."),
+    skypilot: bool = typer.Option(False, "--skypilot", help="A task for `sky jobs launch`."),
+    torchrun: bool = typer.Option(False, "--torchrun", help="A shell script, to be run on every node."),
+    ray: bool = typer.Option(False, "--ray", help="A Python file for Ray Train."),
+    out: str = typer.Option("", "--out", "-o", help="The file to write, or - to print it. Default: from the plan's name."),
+    folder: str = typer.Option("", "--run", help="The run folder, on a disk that all hosts share. Default: /shared/runs/NAME."),
+    framework: str = typer.Option(
+        "", "--for", help="The framework that trains. Default: that of the plan's stack if we can start it, else meshwright."
+    ),
+    per_node: int = typer.Option(
+        0, "--per-node", help="Devices of one host. Default: the first level of the cluster.", min=0, max=1024
+    ),
+    save_every: int = typer.Option(
+        0, "--save-every", help="Steps between checkpoints. Default: that of [checkpoint], or about 30 minutes.", min=0
+    ),
+    interface: str = typer.Option("", "--interface", help="The network interface over which ranks exchange addresses."),
+    image: str = typer.Option("", "--image", help="Kubernetes: the container image."),
+    claim: str = typer.Option("", "--claim", help="Kubernetes: the volume claim for /shared. Default: shared."),
+    time_limit: str = typer.Option("", "--time", help="Slurm: the time limit, such as 24:00:00."),
+    force: bool = typer.Option(False, "--force", help="Overwrite an existing file."),
+    cluster: ClusterOption = "",
+    nodes: NodesOption = 0,
+    gpus: GpusOption = 0,
+    settings: list[str] = typer.Option([], "--set", help="Override a field, such as --set plan.tp=2. Repeatable."),
+) -> None:
+    """Write the file that starts a plan under a launcher, with comments that give the reasons (docs/launching.md).
+
+    Nothing is started and no launcher needs to be installed here. The plan is checked first."""
+    from meshwright import api
+    from meshwright.cli.output import writable
+    from meshwright.describe.files import write_text
+    from meshwright.errors import MeshwrightError
+    from meshwright.view.launch_files import LAUNCHERS
+    from meshwright.view.launch_files.job import make_job
+    from meshwright.view.tables import show
+
+    flags = {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "torchrun": torchrun, "ray": ray}
+    chosen = [name for name, given in flags.items() if given]
+    if len(chosen) != 1:
+        what = "no launcher is given" if not chosen else f"--{chosen[0]} and --{chosen[1]} both name a launcher"
+        raise MeshwrightError("MW-CLI-003", what, valid=[f"--{name}" for name in flags], fix=f"meshwright launch {plan} --slurm")
+    launcher = LAUNCHERS[chosen[0]]
+    job = make_job(
+        api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
+        plan,
+        typed=f"meshwright launch {plan} --{chosen[0]}",
+        framework=framework,
+        folder=folder,
+        per_node=per_node,
+        save_every=save_every,
+        interface=interface,
+        image=image,
+        claim=claim,
+        time_limit=time_limit,
+    )
+    text = launcher.write(job)
+    if out == "-":
+        print(text, end="")
+        return
+    file = Path(out or job.name + launcher.suffix)
+    if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
+        raise MeshwrightError("MW-CLI-006", f"'{file}' exists and is different", why="It may hold changes of yours", fix="--force, or --out FILE")
+    writable(file)
+    write_text(file, text)
+    show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")
+    show(f"start it with: [bold]{launcher.submit.format(file)}[/]")

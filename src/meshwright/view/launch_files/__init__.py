@@ -1,0 +1,34 @@
+"""Files that start a plan on a cluster: for Slurm, Kubernetes, SkyPilot, torchrun and Ray, with comments that give the reasons.
+
+    job.py          what every launcher needs to know: nodes, ranks per node, run folder, restarts, and the program to start
+    program.py      the command line that trains: our trainer's, or that of another framework (`PROGRAMS`)
+    slurm.py  kubernetes.py  skypilot.py  torchrun.py  ray_train.py      one function each: Job → text of the file
+
+A launcher only starts processes: rendezvous, sharding and checkpoints are the trainer's. So each file answers three questions: where do
+the ranks meet, over which interface, and what happens after a failure. docs/launching.md describes the same in prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from meshwright.view.launch_files import kubernetes, ray_train, skypilot, slurm, torchrun
+from meshwright.view.launch_files.job import Job
+
+
+class Launcher(NamedTuple):
+    """How a launch file is written, named and submitted. `{}` in `submit` is the file."""
+
+    write: Callable[[Job], str]
+    suffix: str
+    submit: str
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    "slurm": Launcher(slurm.write, ".sbatch", "sbatch {}"),
+    "kubernetes": Launcher(kubernetes.write, "-trainjob.yaml", "kubectl apply -f {}"),
+    "skypilot": Launcher(skypilot.write, "-sky.yaml", "sky jobs launch {}"),
+    "torchrun": Launcher(torchrun.write, "-torchrun.sh", "HEAD=first-host bash {}   # on every node"),
+    "ray": Launcher(ray_train.write, "-ray.py", "ray job submit --working-dir . -- python {}"),
+}

@@ -1,0 +1,169 @@
+"""What every launch file is written from: the ranks and their hosts, the run folder, the restarts, and the reasons for each number."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from meshwright.cost.predict import predict
+from meshwright.describe.config import Config
+from meshwright.describe.result import Prediction
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_seconds
+from meshwright.view.launch_files.program import Program, program_for
+
+PORT = 29_500  # torchrun's default
+MOST_IN_ONE_HOST = 16  # a larger first level is an NVLink domain of many hosts …
+DOMAIN_HOST = 4  # … such as NVL72, whose hosts have 4 GPUs
+SAVE_SECONDS = 1800.0  # between checkpoints, where the plan file gives no number of steps
+SAVE_BEFORE_END = 180  # seconds before the time limit at which ranks are asked to save
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training to be started on `nodes` hosts with `per_node` processes each."""
+
+    name: str
+    config: Config
+    program: Program
+    prediction: Prediction
+    typed: str  # the command that writes the file
+    nodes: int
+    per_node: int
+    folder: str
+    save_every: int
+    save_reason: str
+    interface: str = ""
+    image: str = ""
+    claim: str = ""
+    time_limit: str = ""
+
+    @property
+    def restarts(self) -> int:
+        return self.config.run.restarts
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.config.cluster.accelerator.name != "cpu"
+
+    @property
+    def threads(self) -> int:
+        """Threads of each rank for operations on the CPU: one, since a host has a process for each device."""
+        return 1
+
+    def heading(self) -> list[str]:
+        """The lines at the top of a file, without comment signs."""
+        p, config = self.prediction, self.config
+        device = "GPUs" if self.has_gpus else "processes"
+        low, high = format_seconds(p.step_time_low_s), format_seconds(p.step_time_high_s)
+        out = [
+            f"Written by `{self.typed}`.",
+            f"{config.model.name}: {config.plan.title()}",
+            f"{config.plan.world} ranks: {self.nodes} × {self.per_node} {device} of {config.cluster.name}.",
+            f"Predicted: step {format_seconds(p.step_time_s)} ({low} to {high}), {p.memory_gib:.1f} of {p.memory_limit_gib:.1f} GiB.",
+        ]
+        if self.program.is_ours and config.stack.name not in ("default", "gloo-cpu"):
+            out.append(f"The program is Meshwright's trainer; the prediction is for the stack {config.stack.name}.")
+        return out
+
+
+def comment(lines: list[str]) -> str:
+    """Lines as comments of a shell script, YAML or Python; a name with a line break stays on its line."""
+    return "\n".join(f"# {' '.join(line.split())}" for line in lines)
+
+
+def make_job(
+    config: Config,
+    plan: str,
+    *,
+    typed: str,
+    framework: str = "",
+    folder: str = "",
+    per_node: int = 0,
+    save_every: int = 0,
+    interface: str = "",
+    image: str = "",
+    claim: str = "",
+    time_limit: str = "",
+) -> Job:
+    """Check a plan and derive its job; raises if the plan is illegal or its ranks do not fill whole hosts."""
+    config.check()
+    check_names(interface=interface, claim=claim, time=time_limit)
+    check_paths(plan, folder)
+    name = label(plan)
+    folder = folder or f"/shared/runs/{name}"
+    prediction = predict(config.model, config.cluster, config.plan, config.workload, config.stack)
+    nodes, per_node = hosts_of(config, per_node)
+    save_every, reason = interval(config, prediction, save_every)
+    program = program_for(framework, config, plan, folder, save_every)
+    return Job(
+        name,
+        config,
+        program,
+        prediction,
+        typed,
+        nodes,
+        per_node,
+        folder,
+        save_every,
+        reason,
+        interface,
+        image,
+        claim,
+        time_limit,
+    )
+
+
+def label(plan: str) -> str:
+    """A name for the job: what Kubernetes allows (letters, digits and dashes, at most 40), from the name of the plan file."""
+    stem = re.split(r"[/\\]", plan)[-1].removesuffix(".toml").lower()
+    return re.sub(r"[^a-z0-9]+", "-", stem).strip("-")[:40].strip("-") or "train"
+
+
+def hosts_of(config: Config, per_node: int) -> tuple[int, int]:
+    """Hosts, and processes on each: the first level of the cluster is a host, unless it is an NVLink domain of many hosts."""
+    world = config.plan.world
+    if not per_node:
+        size = config.cluster.node_size
+        per_node = min(world, size if size <= MOST_IN_ONE_HOST else DOMAIN_HOST)
+    if world % per_node:
+        divisors = [n for n in range(1, min(world, 16) + 1) if world % n == 0]
+        raise MeshwrightError(
+            "MW-LAUNCH-001",
+            f"{world} ranks do not fill hosts of {per_node}",
+            why="A launcher starts the same number of processes on every host",
+            valid=divisors,
+            fix=f"--per-node {divisors[-1]}",
+        )
+    return world // per_node, per_node
+
+
+def interval(config: Config, prediction: Prediction, given: int) -> tuple[int, str]:
+    """Steps between checkpoints, and why: without them a restart begins at step 0."""
+    if given:
+        return given, "as asked for"
+    if config.checkpoint.every:
+        return config.checkpoint.every, "as in [checkpoint] of the plan file"
+    steps = max(1, round(SAVE_SECONDS / prediction.step_time_s))
+    return steps, f"about {max(1, steps * prediction.step_time_s / 60):,.0f} minutes by the predicted step; --save-every changes it"
+
+
+ALLOWED = re.compile(r"[\w.:,=-]*", re.ASCII)
+
+
+def check_names(**values: str) -> None:
+    """Raise if a name that is written into the file as it is has characters that a shell or YAML would interpret."""
+    for option, value in values.items():
+        if not ALLOWED.fullmatch(value):
+            raise MeshwrightError(
+                "MW-LAUNCH-003",
+                f"--{option} '{value}' has characters that such a name does not have",
+                valid=["letters", "digits", ". : , = _ -"],
+            )
+
+
+def check_paths(*paths: str) -> None:
+    """Raise if a path has control characters, such as a line break, which would end a line of the file."""
+    for path in paths:
+        if not path.isprintable():
+            raise MeshwrightError("MW-LAUNCH-003", f"the path '{path}' has control characters", fix="rename the file")

@@ -1,0 +1,76 @@
+"""A task for SkyPilot: a cloud with the accelerators is found, and torchrun is started on every node."""
+
+from __future__ import annotations
+
+from meshwright.view.launch_files.job import PORT, Job, comment
+from meshwright.view.launch_files.torchrun import choose_words
+
+# Our catalog's accelerators under SkyPilot's names; others are written in capitals, and a comment says so.
+ACCELERATORS = {
+    "a100-40gb": "A100", "a100-80gb": "A100-80GB", "h100-sxm": "H100", "h200": "H200", "b200": "B200", "b300": "B300",
+    "gb200": "GB200", "v100-sxm2-16gb": "V100", "v100-sxm2-32gb": "V100-32GB", "l4": "L4", "l40s": "L40S", "mi300x": "MI300X",
+}  # fmt: skip
+
+
+def write(job: Job) -> str:
+    """The task. Restarts are those of a managed job (`sky jobs launch`): the nodes may be others then, so the folder is mounted."""
+    run = "\n".join(f"  {line}".rstrip() for line in run_script(job).splitlines())
+    return f"""\
+{comment(job.heading())}
+name: {job.name}
+num_nodes: {job.nodes}
+
+resources:
+{resources(job)}
+  # A managed job is started again if a node is lost, and at most {job.restarts} times if the program fails.
+  job_recovery:
+    max_restarts_on_errors: {job.restarts}
+
+# The plan file and what it refers to are copied from this folder to every node.
+workdir: .
+
+# The run folder must outlive the nodes and be shared by them: a bucket or a volume, mounted at the folder of the run.
+# file_mounts:
+#   /shared: {{source: s3://YOUR-BUCKET, mode: MOUNT}}
+
+envs:
+  OMP_NUM_THREADS: "{job.threads}"
+{interface(job)}
+setup: |
+  pip install "meshwright[train]"
+
+run: |
+{run}
+"""
+
+
+def resources(job: Job) -> str:
+    accelerator = job.config.cluster.accelerator.name
+    if not job.has_gpus:
+        return f"  cpus: {job.per_node}+"
+    name = ACCELERATORS.get(accelerator, accelerator.upper())
+    lines = [] if accelerator in ACCELERATORS else ["  # Check the name with `sky show-gpus`."]
+    lines.append(f"  accelerators: {name}:{job.per_node}")
+    if job.nodes > 1:
+        lines.append("  network_tier: best  # the fastest network of the cloud between the nodes; the prediction assumes it")
+    return "\n".join(lines)
+
+
+def interface(job: Job) -> str:
+    if not job.interface:
+        return "  # Hosts with several interfaces: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (--interface)."
+    return f'  GLOO_SOCKET_IFNAME: "{job.interface}"\n  NCCL_SOCKET_IFNAME: "{job.interface}"'
+
+
+def run_script(job: Job) -> str:
+    """What every node runs. SkyPilot gives the addresses of all nodes, the first of which is the place to meet."""
+    return "\n".join(
+        (
+            "set -euo pipefail",
+            choose_words(job),
+            "# The agents meet at the first node; SKYPILOT_NODE_RANK numbers the nodes in the same order.",
+            'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+            f"exec torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --node-rank \"$SKYPILOT_NODE_RANK\" \\",
+            f'  --master-addr "$head" --master-port {PORT} "${{words[@]}}"',
+        )
+    )

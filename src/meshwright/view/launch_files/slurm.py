@@ -1,0 +1,118 @@
+"""A batch script for Slurm.
+
+Our trainer reads Slurm's variables (`training.placement`), so one task is one rank: the address is the first host of the step, the port follows from the
+job's number, and a signal of Slurm reaches every rank. Other frameworks read torchrun's variables, so one task per node is torchrun.
+"""
+
+from __future__ import annotations
+
+from meshwright.view.launch_files.job import PORT, SAVE_BEFORE_END, Job, comment
+from meshwright.view.launch_files.torchrun import choose_words
+
+INTERFACE = """\
+# Ranks exchange their addresses over the interface by which a node reaches another node of this job. Without this, a node with several
+# interfaces may offer an address that the others cannot reach. `--interface NAME` of `meshwright launch` writes a fixed name instead.
+find_interface() {
+    local host
+    for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+        if [ "$host" != "${SLURMD_NODENAME:-}" ]; then
+            ip -o route get "$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')" | sed -n 's/.* dev \\([^ ]*\\).*/\\1/p'
+            return
+        fi
+    done
+}
+with_interface() {
+    local name
+    name=$(find_interface || true)
+    if [ -n "$name" ]; then export GLOO_SOCKET_IFNAME="$name" NCCL_SOCKET_IFNAME="$name"; fi
+    exec "$@"
+}
+export -f find_interface with_interface"""
+
+
+def write(job: Job) -> str:
+    """The script: directives, environment, the attempts, and what happens at the time limit."""
+    parts = ["#!/usr/bin/env bash", directives(job), comment(job.heading()), "set -uo pipefail", "", variables(job), ""]
+    if job.nodes > 1 and not job.interface:
+        parts += [INTERFACE, ""]
+    if not job.program.is_ours:
+        parts += [
+            "# torchrun's agents meet at the first node of the job. The port follows from the job's number, so that two jobs do not meet.",
+            'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            f"port=$(({PORT} + SLURM_JOB_ID % 10000))",
+            "",
+        ]
+    parts += [attempts(job), ""]
+    return "\n".join(parts)
+
+
+def directives(job: Job) -> str:
+    """The #SBATCH lines, each with its reason."""
+    ours = job.program.is_ours
+    tasks = job.per_node if ours else 1
+    per = "one task is one rank" if ours else "one task is one torchrun agent"
+    lines = [
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.nodes}",
+        f"#SBATCH --ntasks-per-node={tasks}    # {per}",
+    ]
+    if job.has_gpus:
+        lines.append(f"#SBATCH --gpus-per-node={job.per_node}")
+    lines += [
+        "#SBATCH --exclusive    # other jobs on a node would slow every rank, since ranks wait for the slowest",
+        "#SBATCH --requeue --open-mode=append    # the job may start again after a node failure; its log is continued",
+        "#SBATCH --output=%x-%j.log",
+    ]
+    if job.program.saves_on:
+        lines.append(
+            f"#SBATCH --signal={job.program.saves_on}@{SAVE_BEFORE_END}    # {SAVE_BEFORE_END} s before the time limit: ranks save and end"
+        )
+    if job.time_limit:
+        lines.append(f"#SBATCH --time={job.time_limit}")
+    return "\n".join(lines)
+
+
+def variables(job: Job) -> str:
+    lines = [
+        "# A process for each device: more threads per process would compete for the cores.",
+        f"export OMP_NUM_THREADS={job.threads}",
+    ]
+    if job.interface:
+        lines += [
+            "# Ranks exchange their addresses over this interface.",
+            f"export GLOO_SOCKET_IFNAME={job.interface} NCCL_SOCKET_IFNAME={job.interface}",
+        ]
+    return "\n".join(lines)
+
+
+def attempts(job: Job) -> str:
+    """The loop of attempts. A failed step ends the job, unless the script starts it again."""
+    start = "with_interface " if job.nodes > 1 and not job.interface else ""
+    shell = f"bash -c '{start}\"$@\"' rank " if start else ""
+    if job.program.is_ours:
+        body = f'srun --kill-on-bad-exit=1 {shell}python "${{words[@]}}"'
+        why = "# Each attempt starts all ranks; --kill-on-bad-exit ends the others as soon as one fails, so that none waits for it."
+    else:
+        agent = f'torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --rdzv-backend c10d --rdzv-endpoint "$head:$port"'
+        body = f'srun --kill-on-bad-exit=1 {shell}{agent} --rdzv-id "$SLURM_JOB_ID" --max-restarts 0 "${{words[@]}}"'
+        why = "# Each attempt starts the agents; torchrun restarts nothing itself, so that failures are counted here only."
+    inner = "\n".join(f"    {line}" for line in choose_words(job).splitlines())
+    lines = [
+        why,
+        f"for attempt in $(seq 0 {job.restarts}); do",
+        inner,
+        f"    {body} && break",
+        "    status=$?",
+        f'    echo "attempt $attempt ended with status $status" >&2',
+        f'    if [ "$attempt" = {job.restarts} ]; then exit "$status"; fi',
+        "done",
+    ]
+    if job.program.is_ours and job.program.saves_on:
+        lines += [
+            "",
+            "# Stopped by the signal before the time limit, not done: queue the job again; it continues in the same run folder.",
+            "if meshwright runs \"$run\" --json | grep -q '\"state\": \"stopped\"'; then",
+            '    scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,235 @@
+"""Launch files: parsed by the tools' own parsers or schemas, and the shell scripts run with stubs in place of Slurm's commands."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+import yaml
+from launch_schemas import SKY_TASK, TRAIN_JOB, TRAINING_RUNTIME
+
+from meshwright.cli import main
+from meshwright.describe.config import load
+from meshwright.errors import MeshwrightError
+from meshwright.view.launch_files import LAUNCHERS
+from meshwright.view.launch_files.job import Job, make_job
+from meshwright.view.launch_files.program import PROGRAMS, Program
+
+ROOT = Path(__file__).parents[2]
+LARGE, SMALL = "examples/llama3-70b-64xh100.toml", "examples/demo-dp2-tp2.toml"
+
+
+def job_of(plan: str = LARGE, *settings: str, **options) -> Job:
+    return make_job(load(ROOT / plan, list(settings)), plan, typed="meshwright launch", **options)
+
+
+def other_framework(config, plan, folder, save_every) -> Program:
+    return Program("other", ("train.py", "--config", "x y.toml"))
+
+
+@pytest.fixture
+def framework(monkeypatch) -> str:
+    monkeypatch.setitem(PROGRAMS, "other", other_framework)
+    return "other"
+
+
+def check_shell(script: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("plan", [LARGE, SMALL])
+@pytest.mark.parametrize("name", ["slurm", "torchrun"])
+def test_shell_scripts_parse(name, plan, framework) -> None:
+    for options in ({}, {"interface": "ib0"}, {"framework": framework}, {"folder": "/shared/it's mine; rm $x"}):
+        check_shell(LAUNCHERS[name].write(job_of(plan, **options)))
+
+
+@pytest.mark.parametrize("plan", [LARGE, SMALL])
+def test_the_kubernetes_file_is_a_runtime_and_its_train_job(plan) -> None:
+    runtime, job = yaml.safe_load_all(LAUNCHERS["kubernetes"].write(job_of(plan, interface="eth0", claim="disk")))
+    jsonschema_rs.validator_for(TRAINING_RUNTIME).validate(runtime)
+    jsonschema_rs.validator_for(TRAIN_JOB).validate(job)
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer = job["spec"]["trainer"]
+    world = load(ROOT / plan).plan.world
+    assert trainer["numNodes"] * trainer["numProcPerNode"] == world
+    assert ("limits" in trainer["resourcesPerNode"]) == (plan == LARGE)  # the small plan is for CPUs
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    check_shell(pod["containers"][0]["args"][0])
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+
+
+@pytest.mark.parametrize("plan", [LARGE, SMALL])
+def test_the_skypilot_file_is_a_task(plan) -> None:
+    task = yaml.safe_load(LAUNCHERS["skypilot"].write(job_of(plan)))
+    jsonschema_rs.validator_for(SKY_TASK).validate(task)
+    check_shell(task["run"])
+    assert ("accelerators" in task["resources"]) == (plan == LARGE)
+
+
+def test_torchrun_accepts_the_words_that_we_write(framework) -> None:
+    from torch.distributed.run import get_args_parser
+
+    script = LAUNCHERS["torchrun"].write(job_of())
+    line = script.splitlines()[-1].replace("exec torchrun", "printf '%s\\n'")
+    body = "\n".join([*script.splitlines()[:-1], line])
+    done = subprocess.run(
+        ["bash", "-c", body], env={**os.environ, "HEAD": "node0"}, text=True, capture_output=True, timeout=20, check=True
+    )
+    found = get_args_parser().parse_args(done.stdout.splitlines())
+    assert (found.nnodes, found.nproc_per_node, found.max_restarts) == ("8", "8", 3)
+    assert (found.rdzv_endpoint, found.rdzv_backend) == ("node0:29500", "c10d")
+    assert found.module
+    assert [found.training_script, *found.training_script_args][:3] == ["meshwright", "train", LARGE]
+    assert '"${words[@]}"' in LAUNCHERS["torchrun"].write(job_of(framework=framework))
+
+
+STUBS = {
+    "scontrol": 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; else echo "$*" >> "$LOG"; fi',
+    "getent": 'echo "10.0.0.9 STREAM $2"',
+    "ip": 'echo "$4 dev ib7 src 10.0.0.1 uid 0"',
+    "srun": 'shift; exec "$@"',
+    "meshwright": 'echo "{\\"state\\": \\"${STATE:-done}\\"}"',
+    "python": (
+        'echo "$* over $GLOO_SOCKET_IFNAME" >> "$LOG"; if [ ! -f "$RUN/plan.toml" ]; then mkdir -p "$RUN"; touch "$RUN/plan.toml"; exit 7; fi'
+    ),
+}
+
+
+def run_batch(tmp_path: Path, job: Job, **environment: str) -> tuple[int, list[str]]:
+    """Run a batch script with stubs of Slurm's commands; the exit code, and the calls that the stubs wrote down."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in STUBS.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    log = tmp_path / "log"
+    variables = {"LOG": str(log), "RUN": job.folder, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    path = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    script = LAUNCHERS["slurm"].write(job)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **variables, **path, **environment},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, log.read_text().splitlines()
+
+
+def test_a_failed_attempt_is_continued_from_the_run_folder(tmp_path) -> None:
+    run = str(tmp_path / "a run")
+    code, calls = run_batch(tmp_path, job_of(folder=run))
+    first, second = f"{LARGE} --out {run}", f"--resume {run}"
+    assert code == 0
+    assert calls == [f"-m meshwright train {words} --save-every 25 over ib7" for words in (first, second)]
+
+
+def test_a_run_that_the_time_limit_stopped_is_queued_again(tmp_path) -> None:
+    code, calls = run_batch(tmp_path, job_of(folder=str(tmp_path / "run")), STATE="stopped")
+    assert (code, calls[-1]) == (0, "requeue 17")
+
+
+def test_attempts_are_bounded_and_the_exit_code_is_that_of_the_ranks(tmp_path) -> None:
+    job = job_of(LARGE, "run.restarts=1", folder=str(tmp_path / "run"))
+    missing = replace(job, folder=str(tmp_path / "never"))  # the stub of python looks elsewhere, and always fails
+    (tmp_path / "never").mkdir()
+    (tmp_path / "never" / "plan.toml").mkdir()
+    code, calls = run_batch(tmp_path, missing)
+    assert (code, len(calls)) == (7, 2)
+
+
+def test_the_ray_file_calls_ray_and_our_trainer(monkeypatch, tmp_path) -> None:
+    text = LAUNCHERS["ray"].write(job_of(folder=str(tmp_path / "run")))
+    calls = {}
+
+    def keeper(name):
+        return lambda *args, **kwargs: calls.setdefault(name, (args, kwargs)) and name
+
+    class TorchTrainer:
+        def __init__(self, loop, **config):
+            calls["loop"], calls["config"] = loop, config
+
+        def fit(self):
+            calls["loop"]()
+
+    ray = types.ModuleType("ray.train")
+    ray_torch = types.ModuleType("ray.train.torch")
+    for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
+        setattr(ray, name, keeper(name))
+    ray_torch.TorchConfig, ray_torch.TorchTrainer = keeper("TorchConfig"), TorchTrainer
+    ours = types.ModuleType("meshwright")
+    ours.train = keeper("train")
+    for name, module in (("ray", types.ModuleType("ray")), ("ray.train", ray), ("ray.train.torch", ray_torch)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "meshwright", ours)
+    exec(compile(ast.parse(text), "ray.py", "exec"), {"__name__": "__main__"})
+    assert calls["ScalingConfig"][1] == {"num_workers": 64, "use_gpu": True, "placement_strategy": "PACK"}
+    assert calls["FailureConfig"][1] == {"max_failures": 3}
+    assert calls["train"] == ((LARGE,), {"out": str(tmp_path / "run"), "save_every": 25})
+    calls.clear()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "plan.toml").touch()
+    exec(compile(text, "ray.py", "exec"), {"__name__": "__main__"})
+    assert calls["train"] == ((), {"resume": str(tmp_path / "run"), "save_every": 25})
+
+
+def test_a_framework_is_started_by_torchrun_but_not_by_ray(framework) -> None:
+    job = job_of(framework=framework)
+    for name in ("slurm", "kubernetes", "skypilot", "torchrun"):
+        assert "train.py --config 'x y.toml'" in LAUNCHERS[name].write(job)
+    with pytest.raises(MeshwrightError, match="MW-LAUNCH-004"):
+        LAUNCHERS["ray"].write(job)
+    with pytest.raises(MeshwrightError, match="MW-LAUNCH-002"):
+        job_of(framework="unheard-of")
+
+
+def test_hosts_are_whole_and_an_nvlink_domain_is_many_hosts() -> None:
+    with pytest.raises(MeshwrightError, match="MW-LAUNCH-001.*--per-node 16"):
+        job_of(per_node=3)
+    job = job_of(LARGE, "cluster=gb200-nvl72", "cluster.gpus=64")
+    assert (job.nodes, job.per_node) == (16, 4)
+    assert (job_of(SMALL).nodes, job_of(SMALL).per_node) == (1, 4)
+
+
+def test_names_that_a_shell_would_interpret_are_refused() -> None:
+    for options in ({"interface": "eth0; reboot"}, {"time_limit": "1:00\n#"}, {"claim": "a b"}, {"folder": "a\nb"}):
+        with pytest.raises(MeshwrightError, match="MW-LAUNCH-003"):
+            job_of(**options)
+
+
+def test_the_interval_of_checkpoints_is_the_file_s_or_half_an_hour() -> None:
+    assert job_of(LARGE, "checkpoint.every=7").save_every == 7
+    assert job_of(save_every=9).save_every == 9
+    assert 1200 < job_of().save_every * job_of().prediction.step_time_s < 2400
+
+
+def test_the_command_writes_a_file_and_keeps_one_that_was_changed(tmp_path, monkeypatch, capsys) -> None:
+    words = ["launch", str(ROOT / LARGE), "--slurm"]
+    monkeypatch.chdir(tmp_path)
+
+    def code_of(*more: str) -> int:
+        with pytest.raises(SystemExit) as leaving:
+            main([*words, *more])
+        return leaving.value.code
+
+    assert code_of() == 0
+    assert "sbatch llama3-70b-64xh100.sbatch" in capsys.readouterr().out
+    file = tmp_path / "llama3-70b-64xh100.sbatch"
+    assert code_of() == 0  # the same again
+    file.write_text(file.read_text() + "# mine\n")
+    assert code_of() == 2
+    assert "MW-CLI-006" in capsys.readouterr().err
+    assert code_of("--force") == 0
+    assert code_of("--ray") == 2
+    assert code_of("--out", "-") == 0
+    assert capsys.readouterr().out.endswith(file.read_text())
