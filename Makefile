@@ -56,7 +56,7 @@ soak: setup
 # Pages with computed figures, after the cost model changed; tests hold them to the code.
 pages: setup
 	PYTHONPATH=docs/generate $(BIN)/python -m figures --write docs/figures.md
-	PYTHONPATH=docs/generate $(BIN)/python -m readme
+	PYTHONPATH=docs/generate $(BIN)/python -m blocks
 	$(BIN)/python -m meshwright.view.cases docs/cases
 	$(BIN)/python -m meshwright.view.goodput docs/past-one-cluster.md
 

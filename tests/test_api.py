@@ -9,12 +9,14 @@ import pkgutil
 import subprocess
 import sys
 
+import jsonschema_rs
 import pytest
 
 import meshwright
 from meshwright.cli import main
 from meshwright.describe.plan import Plan
 from meshwright.errors import MeshwrightError
+from meshwright.view.json_schema import OUTPUTS, output_schema
 
 NAMES = ("load", "estimate", "plan", "simulate", "verify", "parallelize", "train")
 PLAN_FILE = "examples/llama3-70b-64xh100.toml"
@@ -54,10 +56,21 @@ def as_json(result):
     return json.loads(json.dumps(result.as_dict()))
 
 
+def check_schema(name, document):
+    """The document has the keys that `docs/stability.md` promises; without one of them it is refused."""
+    validator = jsonschema_rs.validator_for(output_schema(name))
+    validator.validate(document)
+    for key in output_schema(name)["required"]:
+        assert not validator.is_valid({k: v for k, v in document.items() if k != key})
+
+
 def test_estimate_and_simulate_return_what_the_commands_print(capsys):
     estimated = meshwright.estimate(PLAN_FILE, set=["plan.tp=4", "plan.shard=8"])
-    assert printed(capsys, "estimate", PLAN_FILE, "--set", "plan.tp=4", "--set", "plan.shard=8") == as_json(estimated)
+    shown = printed(capsys, "estimate", PLAN_FILE, "--set", "plan.tp=4", "--set", "plan.shard=8")
+    assert shown == as_json(estimated)
+    check_schema("estimate", shown)
     simulated = printed(capsys, "simulate", PLAN_FILE)
+    check_schema("simulate", simulated)
     del simulated["detail"]  # of the drawing
     assert simulated == as_json(meshwright.simulate(PLAN_FILE))
 
@@ -65,6 +78,7 @@ def test_estimate_and_simulate_return_what_the_commands_print(capsys):
 def test_plan_returns_what_the_command_prints(capsys):
     question = ["llama3-8b", "--cluster", "dgx-h100", "--nodes", "1", "--batch", "32", "--seq", "4096"]
     data = printed(capsys, "plan", *question, "--set", "plan.tp=2")
+    check_schema("plan", data)
     result = as_json(meshwright.plan("llama3-8b", "dgx-h100", nodes=1, batch=32, seq=4096, set=["plan.tp=2"]))
     del data["seconds"], result["seconds"]  # of the search
     assert data == result
@@ -92,12 +106,14 @@ def test_a_plan_file_on_another_cluster_uses_that_cluster():
 def test_verify_and_train_return_their_objects(tmp_path):
     proof = meshwright.verify(DEMO, steps=1, ranks=2, device="cpu", set=["plan.tp=1"])
     assert proof.passed
+    check_schema("verify", as_json(proof))
     records = []
     training = meshwright.train(
         DEMO, steps=2, device="cpu", out=tmp_path / "run", set=["plan.tp=1"], listen=records.append, calibrate=False
     )
     assert [r.loss for r in records] == [r.loss for r in training.steps]
     assert (tmp_path / "run" / "measurement.json").exists()
+    check_schema("train", as_json(training))
 
 
 def test_bad_input_is_one_clear_error():
@@ -105,3 +121,17 @@ def test_bad_input_is_one_clear_error():
         meshwright.load("nano")
     with pytest.raises(MeshwrightError, match="MW-CLI-003"):
         meshwright.estimate("nano", "laptop", nodes=1, gpus=2)
+
+
+def test_other_documents_have_a_schema(capsys):
+    with pytest.raises(SystemExit):
+        main(["lint", PLAN_FILE, "--json"])
+    check_schema("lint", json.loads(capsys.readouterr().out))
+    with pytest.raises(SystemExit):
+        main(["estimate", "nothing.toml", "--json"])
+    check_schema("error", json.loads(capsys.readouterr().out))
+    for name in OUTPUTS:
+        with pytest.raises(SystemExit):
+            main(["config", "schema", "--output", name])
+        assert json.loads(capsys.readouterr().out) == output_schema(name)
+        jsonschema_rs.meta.validate(output_schema(name))

@@ -14,6 +14,8 @@ TOOLS = {
     "pytest-timeout": ("pyproject.toml", "\ntimeout ="),
     "axe-playwright-python": ("tests/web/test_page_views.py", "axe_playwright_python"),
     "pytest-xdist": ("Makefile", "pytest -n "),
+    "pyyaml": ("tests/view/test_launch_files.py", "import yaml"),
+    "mkdocs-material": ("mkdocs.yml", "name: material"),
 }
 
 

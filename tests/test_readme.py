@@ -1,14 +1,11 @@
-"""The README is true: its commands, files and targets exist, and its outputs are those of the commands."""
+"""The README is true: its commands, files and targets exist. `tests/docs/test_blocks.py` compares its outputs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 from meshwright.cli import COMMANDS
-from readme import blocks, is_repeatable, masked, run
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text("utf-8")
@@ -31,15 +28,6 @@ def test_make_targets_exist() -> None:
     named = re.findall(r"\$ make ([a-z]+)", TEXT)
     assert named[:2] == ["demo", "test"]
     assert set(named) <= targets
-
-
-@pytest.mark.parametrize(
-    ("command", "shown"), [b for b in blocks(TEXT) if is_repeatable(b[0])], ids=lambda text: text[:40]
-)
-def test_shown_outputs_equal_the_commands(command: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a change: make pages"""
-    monkeypatch.chdir(ROOT)
-    assert masked(run(command)) == masked(shown)
 
 
 def test_the_environment_and_the_license_are_named() -> None:

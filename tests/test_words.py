@@ -147,6 +147,7 @@ def test_docstrings_and_comments_are_in_plain_words() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {offence}"
         for path in python_files()
+        if PROSE.search(path.read_text("utf-8"))  # most files are not parsed
         for line, text in prose(path)
         for offence in offences(text, PROSE)
     ]

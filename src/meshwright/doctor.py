@@ -167,11 +167,20 @@ def limits() -> list[Check]:
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 <= files < FEW_FILES
-    out = [Check("open files", LIMITED if few else OK, f"{files:,}" if files >= 0 else "any", "ulimit -n 65536" if few else "")]
+    out = [
+        Check(
+            "open files",
+            LIMITED if few else OK,
+            f"{files:,}" if files >= 0 else "any",
+            "ulimit -n 65536" if few else "",
+        )
+    ]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else -1
     small = 0 <= locked < 2**26
     words = format_bytes(locked) if locked >= 0 else "any"
-    out.append(Check("locked memory", LIMITED if small else OK, words, "InfiniBand needs ulimit -l unlimited" if small else ""))
+    out.append(
+        Check("locked memory", LIMITED if small else OK, words, "InfiniBand needs ulimit -l unlimited" if small else "")
+    )
     return out
 
 
@@ -180,15 +189,16 @@ def commands(torch: Check, gpus: Check) -> list[Check]:
     trains = torch.state != FAILS and "not installed" not in torch.found
     fix = 'pip install "meshwright[train]"'
     reason = torch.found if not trains else ""
-    out = [
+    return [
         Check("plan, estimate, simulate, show, lint, validate, launch", OK, "need no torch and no GPU"),
-        Check("verify, train, bench on CPU processes", OK if trains else FAILS, reason or "gloo", "" if trains else fix),
+        Check(
+            "verify, train, bench on CPU processes", OK if trains else FAILS, reason or "gloo", "" if trains else fix
+        ),
         Check("train, bench on GPUs", gpus.state if gpus.state == OK else FAILS, gpus.found, gpus.fix),
         emulation(),
         extra("web", "web"),
         extra("data prepare, checkpoint convert, Hugging Face", "train", ("safetensors", "tokenizers", "pyarrow")),
     ]
-    return out
 
 
 def emulation() -> Check:
@@ -224,7 +234,9 @@ def page(checkup: Checkup) -> Any:
         filled(("", name, "", "~fix"), [(Text(*marks[c.state]), c.what, c.found, c.fix) for c in checks])
         for name, checks in checkup.sections.items()
     ]
-    return Group(Text(f"meshwright {VERSION}", "bold"), *tables, Text("✓ works   · limited   ✗ does not work here", "dim"))
+    return Group(
+        Text(f"meshwright {VERSION}", "bold"), *tables, Text("✓ works   · limited   ✗ does not work here", "dim")
+    )
 
 
 def html(checkup: Checkup) -> str:
@@ -235,7 +247,12 @@ def html(checkup: Checkup) -> str:
 
     return element(
         *(
-            section(name, table(["", "", "found", "fix"], [[escape(x) for x in (c.state, c.what, c.found, c.fix)] for c in checks]))
+            section(
+                name,
+                table(
+                    ["", "", "found", "fix"], [[escape(x) for x in (c.state, c.what, c.found, c.fix)] for c in checks]
+                ),
+            )
             for name, checks in checkup.sections.items()
         )
     )

@@ -84,7 +84,9 @@ def words() -> dict[str, list[str]]:
 def complete(script: str, *typed: str) -> set[str]:
     """The completions of bash for these words."""
     line = " ".join(f"'{word}'" for word in typed)
-    code = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(typed) - 1}; _meshwright; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    code = (
+        f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(typed) - 1}; _meshwright; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=20, check=True)
     return set(done.stdout.split())
 

@@ -1,34 +1,13 @@
-"""Commands in the documentation are legal: the commands, their files and the resulting plans exist."""
+"""Names in the documentation exist: fields of a plan, building blocks, commands and keys in the generated reference."""
 
 import re
-import shlex
-from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from meshwright.cli import COMMANDS
-from meshwright.describe.config import load
+from meshwright.describe.config import CLASSES
+from reference import PAGES
 
 ROOT = Path(__file__).parents[2]
-TYPED = [
-    (page.name, line.removeprefix("$ ").partition("   #")[0])
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-    for line in page.read_text("utf-8").splitlines()
-    if line.startswith("$ meshwright ")
-]
-
-
-@pytest.mark.parametrize(("page", "line"), TYPED)
-def test_documented_commands_are_legal(page, line, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    _, command, *words = shlex.split(line)
-    assert command in COMMANDS
-    settings = [value for word, value in pairwise(words) if word == "--set"]
-    for file in (word for word in words if word.endswith(".toml")):
-        config = load(file, settings)
-        if command in ("verify", "train"):
-            config.check()
 
 
 def test_plan_fields_in_the_documentation_exist():
@@ -48,3 +27,28 @@ def test_building_blocks_in_the_documentation_exist():
     assert len(called) >= 8
     for module, name in called:
         assert re.search(rf"^(?:def |class )?{name}\b", sources[module], re.MULTILINE), f"{module}.{name}"
+
+
+def test_the_reference_lists_every_command_key_and_function():
+    commands, keys, python = (PAGES[name]() for name in ("commands.md", "keys.md", "python.md"))
+    assert re.findall(r"^## (\S+)$", commands, re.MULTILINE) == list(COMMANDS)
+    assert "| `--slurm` |  | A batch script for sbatch. |" in commands
+    assert "### config show" in commands
+    for section, cls in CLASSES.items():
+        part = keys.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        assert [name for name in cls.model_fields if f"| `{name}` |" not in part] == []
+    assert "| `tp` | whole number | `1` |" in keys
+    import meshwright
+
+    assert [name for name in meshwright.__all__ if name[0] != "_" and f"### mw.{name}\n" not in python] == []
+
+
+def test_the_site_lists_every_page():
+    import yaml
+
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    nav = str(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), loader)["nav"])
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert [
+        page for page in sorted(pages) if f"'{page}'" not in nav and "cases/" not in page and "reference/" not in page
+    ] == []

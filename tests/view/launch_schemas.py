@@ -1,7 +1,7 @@
 """JSON schemas of what `launch` writes for Kubernetes and SkyPilot, from the public descriptions of their APIs.
 
-`TRAIN_JOB` and `TRAINING_RUNTIME`: trainer.kubeflow.org/v1alpha1 of the Kubeflow Trainer 2.x and jobset.x-k8s.io/v1alpha2, as far as our files use them. Unknown keys are
-refused, since the API server would drop them. `SKY_TASK`: the keys of a SkyPilot task (0.14).
+`TRAIN_JOB` and `TRAINING_RUNTIME`: trainer.kubeflow.org/v1alpha1 of the Kubeflow Trainer 2.x and jobset.x-k8s.io/v1alpha2, as far as our
+files use them. Unknown keys are refused, since the API server would drop them. `SKY_TASK`: the keys of a SkyPilot task (0.14).
 """
 
 from __future__ import annotations

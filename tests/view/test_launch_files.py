@@ -82,7 +82,12 @@ def test_torchrun_accepts_the_words_that_we_write(framework) -> None:
     line = script.splitlines()[-1].replace("exec torchrun", "printf '%s\\n'")
     body = "\n".join([*script.splitlines()[:-1], line])
     done = subprocess.run(
-        ["bash", "-c", body], env={**os.environ, "HEAD": "node0"}, text=True, capture_output=True, timeout=20, check=True
+        ["bash", "-c", body],
+        env={**os.environ, "HEAD": "node0"},
+        text=True,
+        capture_output=True,
+        timeout=20,
+        check=True,
     )
     found = get_args_parser().parse_args(done.stdout.splitlines())
     assert (found.nnodes, found.nproc_per_node, found.max_restarts) == ("8", "8", 3)
@@ -112,7 +117,13 @@ def run_batch(tmp_path: Path, job: Job, **environment: str) -> tuple[int, list[s
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     log = tmp_path / "log"
-    variables = {"LOG": str(log), "RUN": job.folder, "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
+    variables = {
+        "LOG": str(log),
+        "RUN": job.folder,
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+    }
     path = {"PATH": f"{folder}:{os.environ['PATH']}"}
     script = LAUNCHERS["slurm"].write(job)
     done = subprocess.run(
@@ -194,7 +205,7 @@ def test_a_framework_is_started_by_torchrun_but_not_by_ray(framework) -> None:
 
 
 def test_hosts_are_whole_and_an_nvlink_domain_is_many_hosts() -> None:
-    with pytest.raises(MeshwrightError, match="MW-LAUNCH-001.*--per-node 16"):
+    with pytest.raises(MeshwrightError, match=r"MW-LAUNCH-001.*--per-node 16"):
         job_of(per_node=3)
     job = job_of(LARGE, "cluster=gb200-nvl72", "cluster.gpus=64")
     assert (job.nodes, job.per_node) == (16, 4)

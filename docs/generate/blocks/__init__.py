@@ -51,7 +51,10 @@ class Block:
         for part in re.split(r"^\$ ", self.text, flags=re.MULTILINE)[1:]:
             part = part.replace("\\\n", " ")
             command, _, output = part.partition("\n")
-            out.append((command.partition("   #")[0].strip(), output))
+            while command.count("'") % 2:  # a quoted text over several lines
+                more, _, output = output.partition("\n")
+                command += f" {more}"
+            out.append((re.split(r"\s{2,}#", command)[0].strip(), output))
         return out
 
 
@@ -75,24 +78,29 @@ def is_repeatable(command: str) -> bool:
     return words[0] == "meshwright" and (len(words) < 2 or words[1] in (*REPEATABLE, "--help"))
 
 
-@cache
 def run(command: str) -> str:
     """The output of a command, as it is piped: without colour, 120 columns wide."""
+    typed, _, filtered = command.partition(" | ")
+    lines = printed(typed)
+    limit = int(re.fullmatch(r"head -(\d+)", filtered)[1]) if filtered else len(lines)  # type: ignore[index]
+    return "\n".join(line for line in lines[:limit] if line) + "\n"
+
+
+@cache
+def printed(typed: str) -> list[str]:
+    """The lines that a command prints; computed once, since several pages show parts of the same output."""
     from meshwright.cli import dispatch
     from meshwright.errors import MeshwrightError
 
-    typed, _, filtered = command.partition(" | ")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
-            dispatch(shlex.split(typed)[1:])
+            dispatch(shlex.split(typed, comments=True)[1:])
         except SystemExit:
             pass
         except MeshwrightError as error:
             print(error)
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    limit = int(re.fullmatch(r"head -(\d+)", filtered)[1]) if filtered else len(lines)  # type: ignore[index]
-    return "\n".join(line for line in lines[:limit] if line) + "\n"
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def masked(output: str) -> str:
@@ -112,6 +120,7 @@ def rewritten(text: str, slow: bool = False) -> str:
             typed, _, old = part.partition("\n")
             command = Block("", 0, language, f"$ {part}", label).commands[0][0]
             fresh = run(command) if command.startswith("meshwright ") and old.strip() else old
+            fresh = old if masked(fresh) == masked(old) else fresh  # a page changes only where an output did
             parts.append(f"$ {typed}\n{fresh}")
         head = m[0][: m[0].index("```")]
         return f"{head}```console\n{''.join(parts)}```" if block.commands else m[0]

@@ -75,7 +75,10 @@ def keys() -> str:
     from meshwright.describe.config import CLASSES
 
     lines = ["# Keys of a plan file", NOTE, ""]
-    lines += ["`meshwright config schema` prints the same as a JSON Schema, for editors. Sections may be names of catalog entries.", ""]
+    lines += [
+        "`meshwright config schema` prints the same as a JSON Schema, for editors. Sections may be names of catalog entries.",
+        "",
+    ]
     done: set[type] = set()
     for section, cls in CLASSES.items():
         lines += [f"## [{section}]", "", first_paragraph(cls.__doc__), "", *key_table(cls, done), ""]
@@ -118,7 +121,7 @@ def tables_in(annotation: Any) -> Iterator[Any]:
 
 
 def type_name(annotation: Any) -> str:
-    """A type in words of a plan file: number, text, list, table, or the allowed values."""
+    """A type, as a reader of a plan file would name it: number, text, list, table, or the allowed values."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(f"`{part}`" for part in parts)
@@ -156,17 +159,26 @@ def python() -> str:
     lines += [plain((api.__doc__ or "").partition("\n\n")[2].partition("\n\n")[2]), "", "## Functions", ""]
     for name in ("load", "estimate", "plan", "simulate", "verify", "train", "parallelize"):
         lines += [*function_entry(f"mw.{name}", getattr(api, name)), ""]
-    lines += ["## Results", "", "A result shows itself: a page in the terminal (`print(result)`), tables and figures in a notebook.", ""]
+    lines += [
+        "## Results",
+        "",
+        "A result shows itself: a page in the terminal (`print(result)`), tables and figures in a notebook.",
+        "",
+    ]
     for cls in (Config, Estimate, Prediction, Simulation, Result, Measurement):
         lines += [*class_entry(cls), ""]
-    lines += ["`Proof` (of `verify`), `Training` (of `train`) and `ParallelModule` (of `parallelize`) need torch; they have `as_dict()` too.", ""]
+    lines += [
+        "`Proof` (of `verify`), `Training` (of `train`) and `ParallelModule` (of `parallelize`) need torch; they have `as_dict()` too.",
+        "",
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def function_entry(name: str, function: Callable[..., Any]) -> Iterator[str]:
     signature = inspect.signature(function)
     arguments = ", ".join(
-        {"KEYWORD_ONLY": f"{p.name}=…", "VAR_KEYWORD": f"**{p.name}"}.get(p.kind.name, p.name) for p in signature.parameters.values()
+        {"KEYWORD_ONLY": f"{p.name}=…", "VAR_KEYWORD": f"**{p.name}"}.get(p.kind.name, p.name)
+        for p in signature.parameters.values()
     )
     yield f"### {name}"
     yield ""
@@ -186,7 +198,11 @@ def class_entry(cls: type) -> Iterator[str]:
     fields = [name for name in getattr(cls, "__dataclass_fields__", {}) if not name.startswith("_")]
     yield f"| fields | {', '.join(f'`{name}`' for name in fields)} |"
     for name, member in vars(cls).items():
-        if name.startswith("_") or name in fields or not (callable(member) or isinstance(member, property) or hasattr(member, "func")):
+        if (
+            name.startswith("_")
+            or name in fields
+            or not (callable(member) or isinstance(member, property) or hasattr(member, "func"))
+        ):
             continue
         function = getattr(member, "fget", None) or getattr(member, "func", None) or member
         call = "()" if inspect.isfunction(member) else ""

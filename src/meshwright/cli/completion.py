@@ -48,8 +48,12 @@ def vocabulary() -> dict[str, list[str]]:
 
 def bash_script(words: dict[str, list[str]], zsh: bool = False) -> str:
     """A function for `complete`. zsh runs it through bashcompinit."""
-    cases = "\n".join(f"        '{path}') words='{' '.join(found)}' ;;" for path, found in words.items() if not path.startswith("--"))
-    values = "\n".join(f"        {option}) words='{' '.join(found)}' ;;" for option, found in words.items() if option.startswith("--"))
+    cases = "\n".join(
+        f"        '{path}') words='{' '.join(found)}' ;;" for path, found in words.items() if not path.startswith("--")
+    )
+    values = "\n".join(
+        f"        {option}) words='{' '.join(found)}' ;;" for option, found in words.items() if option.startswith("--")
+    )
     start = "autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit\n" if zsh else ""
     return f"""{start}_meshwright() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" path='' words=''
@@ -72,7 +76,9 @@ complete -o default -o bashdefault -F _meshwright meshwright"""
 
 def fish_script(words: dict[str, list[str]]) -> str:
     """One line for each word, with the condition under which fish offers it."""
-    lines = ["complete -c meshwright -n __fish_use_subcommand -a '" + " ".join(w for w in words[""] if w[0] != "-") + "'"]
+    lines = [
+        "complete -c meshwright -n __fish_use_subcommand -a '" + " ".join(w for w in words[""] if w[0] != "-") + "'"
+    ]
     for path, found in words.items():
         parts = path.split()
         if not parts or path.startswith("--"):

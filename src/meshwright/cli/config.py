@@ -68,10 +68,23 @@ def diff_command(
 @command.command("schema")
 def schema_command(
     section: Annotated[str, typer.Argument(help="A section. Default: the whole file.")] = "",
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", help="The schema of what a command prints with --json instead: estimate, plan, …, or error."
+        ),
+    ] = "",
 ) -> None:
-    """Print the JSON Schema of a plan file."""
+    """Print the JSON Schema of a plan file, or of what a command prints with --json."""
     from meshwright.describe.schema import schema
 
+    if output:
+        from meshwright.view.json_schema import OUTPUTS, output_schema
+
+        if output not in OUTPUTS:
+            raise unknown("MW-CONF-010", "output", output, OUTPUTS, "meshwright config schema --output {}")
+        show_json(output_schema(output))
+        return
     if section and section not in CLASSES:
         raise unknown("MW-CONF-010", "section", section, CLASSES, "meshwright config schema {}")
     show_json(schema(section))

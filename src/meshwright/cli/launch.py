@@ -16,10 +16,16 @@ def command(
     skypilot: bool = typer.Option(False, "--skypilot", help="A task for `sky jobs launch`."),
     torchrun: bool = typer.Option(False, "--torchrun", help="A shell script, to be run on every node."),
     ray: bool = typer.Option(False, "--ray", help="A Python file for Ray Train."),
-    out: str = typer.Option("", "--out", "-o", help="The file to write, or - to print it. Default: from the plan's name."),
-    folder: str = typer.Option("", "--run", help="The run folder, on a disk that all hosts share. Default: /shared/runs/NAME."),
+    out: str = typer.Option(
+        "", "--out", "-o", help="The file to write, or - to print it. Default: from the plan's name."
+    ),
+    folder: str = typer.Option(
+        "", "--run", help="The run folder, on a disk that all hosts share. Default: /shared/runs/NAME."
+    ),
     framework: str = typer.Option(
-        "", "--for", help="The framework that trains. Default: that of the plan's stack if we can start it, else meshwright."
+        "",
+        "--for",
+        help="The framework that trains. Default: that of the plan's stack if we can start it, else meshwright.",
     ),
     per_node: int = typer.Option(
         0, "--per-node", help="Devices of one host. Default: the first level of the cluster.", min=0, max=1024
@@ -52,7 +58,9 @@ def command(
     chosen = [name for name, given in flags.items() if given]
     if len(chosen) != 1:
         what = "no launcher is given" if not chosen else f"--{chosen[0]} and --{chosen[1]} both name a launcher"
-        raise MeshwrightError("MW-CLI-003", what, valid=[f"--{name}" for name in flags], fix=f"meshwright launch {plan} --slurm")
+        raise MeshwrightError(
+            "MW-CLI-003", what, valid=[f"--{name}" for name in flags], fix=f"meshwright launch {plan} --slurm"
+        )
     launcher = LAUNCHERS[chosen[0]]
     job = make_job(
         api.load(plan, cluster=cluster, nodes=nodes, gpus=gpus, set=settings),
@@ -73,7 +81,12 @@ def command(
         return
     file = Path(out or job.name + launcher.suffix)
     if not force and file.is_file() and file.read_text("utf-8", errors="replace") != text:
-        raise MeshwrightError("MW-CLI-006", f"'{file}' exists and is different", why="It may hold changes of yours", fix="--force, or --out FILE")
+        raise MeshwrightError(
+            "MW-CLI-006",
+            f"'{file}' exists and is different",
+            why="It may hold changes of yours",
+            fix="--force, or --out FILE",
+        )
     writable(file)
     write_text(file, text)
     show(f"{file}: {job.config.plan.world} ranks on {job.nodes} × {job.per_node} devices, run folder {job.folder}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.cost.estimate import Estimate, Simulation
 from meshwright.describe.config import Config
+from meshwright.programs.pipelines.program import KIND_NAMES
 from meshwright.units import format_bytes, format_count, format_decimal_bytes, format_seconds
 from meshwright.view import plan_html
 from meshwright.view.config import values
@@ -22,18 +23,23 @@ from meshwright.view.plan_html import cards, element, section, table
 WIDTH, ROW = 1060, 18  # of figures, in pixels
 MOST_RANKS = 16  # drawn of a simulation
 MOST_CELLS = 4000
-KINDS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 def config_html(config: Config) -> str:
     """The values of a configuration that are not defaults, by section, with their origin."""
     rows = [
-        (f"<b>[{name}]</b> {escape(path.partition('.')[2])}", escape(text), f"<span class=soft>{escape(config.origin(path))}</span>")
+        (
+            f"<b>[{name}]</b> {escape(path.partition('.')[2])}",
+            escape(text),
+            f"<span class=soft>{escape(config.origin(path))}</span>",
+        )
         for name, part in config.parts().items()
         for path, text in values(part, name)
         if config.origin(path) != "default" and not path.endswith(".source")
     ]
-    title = f"{config.model.name} on {config.cluster.world:,} × {config.cluster.accelerator.name}: {config.plan.title()}"
+    title = (
+        f"{config.model.name} on {config.cluster.world:,} × {config.cluster.accelerator.name}: {config.plan.title()}"
+    )
     return element(section(title, table(["value", "", "from"], rows)))
 
 
@@ -41,13 +47,24 @@ def estimate_html(e: Estimate) -> str:
     """Step time, memory, traffic and verdicts of one plan."""
     p = e.prediction
     sent = [
-        (axis, f"{e.program.batch.size(axis)[0]:g}", format_decimal_bytes(size), escape(e.levels.get(axis, "")), seconds_or_dash(p.exposed_s.get(axis)))
+        (
+            axis,
+            f"{e.program.batch.size(axis)[0]:g}",
+            format_decimal_bytes(size),
+            escape(e.levels.get(axis, "")),
+            seconds_or_dash(p.exposed_s.get(axis)),
+        )
         for axis, size in p.traffic_bytes.items()
         if size
     ]
-    traffic = table(["axis", ">degree", ">bytes", "over", ">exposed"], sent) if sent else "<p class=soft>one device sends nothing</p>"
+    traffic = (
+        table(["axis", ">degree", ">bytes", "over", ">exposed"], sent)
+        if sent
+        else "<p class=soft>one device sends nothing</p>"
+    )
     judged = [
-        (escape(v.name), f"{100 * v.value:.1f}%", escape(v.target), "✓" if v.good else "<span class=bad>✗</span>") for v in e.verdicts
+        (escape(v.name), f"{100 * v.value:.1f}%", escape(v.target), "✓" if v.good else "<span class=bad>✗</span>")
+        for v in e.verdicts
     ]
     verdicts = table(["", ">value", "target", ""], judged)
     two = f'<div class="two">{section("Traffic, sent per GPU and step", traffic)}{section("Targets", verdicts)}</div>'
@@ -85,8 +102,7 @@ def timeline_svg(s: Simulation) -> str:
     cells = []
     for i in order:
         action = flow.action(i)
-        kind = str(action)[0]
-        fill = "rgb({},{},{})".format(*colour(kind, action.stage // flow.ranks, flow.virtual, action.microbatch))
+        fill = "rgb({},{},{})".format(*colour(action.kind, action.stage // flow.ranks, flow.virtual, action.microbatch))
         x, width = 56 + scale * float(walk.start[i]), scale * float(walk.end[i] - walk.start[i])
         y = ROW * int(flow.rank[i])
         cells.append(
@@ -94,9 +110,8 @@ def timeline_svg(s: Simulation) -> str:
         )
     labels = "".join(f'<text x="0" y="{ROW * r + 12}">rank {r}</text>' for r in range(ranks))
     height = ROW * ranks + 4
-    notes = [
-        f"{name} {what}" for name, what in KINDS.items() if any(str(flow.action(i))[0] == name for i in order[:200])
-    ]
+    present = {flow.action(i).kind for i in order[:200]}
+    notes = [f"{name} {what}" for name, what in KIND_NAMES.items() if name in present]
     if walk.program.ranks > ranks or len(order) == MOST_CELLS:
         notes.append(f"the first {ranks} ranks and {len(order):,} actions of {len(flow):,} are drawn")
     key = " · ".join(notes)
@@ -114,7 +129,7 @@ def proof_html(proof: Any) -> str:
         (escape(dtype), *(("–" if error is None else f"{error:.1e}") for error in errors.values()))
         for dtype, errors in found["errors"].items()
     ]
-    first = next(iter(found["errors"].values()), {})
+    first: dict[str, Any] = next(iter(found["errors"].values()), {})
     columns = ["dtype", *(f">{name}" for name in first)]
     head = f'<section><h2 class="{"" if passed else "bad"}">{mark} {escape(verdict)}</h2><div class=title>{escape(found["plan"])}</div></section>'
     compared = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
@@ -135,7 +150,12 @@ def training_html(training: Any) -> str:
         ("predicted", format_seconds(p.step_time_s), f"{100 * (p.step_time_s / m.step_time_s - 1):+.0f}%"),
     )
     rows = [
-        (escape(d.what), value_in(d.predicted, d.unit), value_in(d.measured, d.unit), f"{100 * d.error:+.0f}%" if isfinite(d.error) else "–")
+        (
+            escape(d.what),
+            value_in(d.predicted, d.unit),
+            value_in(d.measured, d.unit),
+            f"{100 * d.error:+.0f}%" if isfinite(d.error) else "–",
+        )
         for d in training.differences
     ]
     head = f"<section><h2>{escape(training.config.model.name)}</h2><div class=title>{escape(training.config.plan.title())}</div>{shown}</section>"
@@ -164,7 +184,9 @@ def curve_svg(numbers: Sequence[float], height: int = 160) -> str:
     low, high = min(x for _, x in points), max(x for _, x in points)
     spread = (high - low) or 1.0
     last = max(1, len(numbers) - 1)
-    line = " ".join(f"{56 + (WIDTH - 66) * i / last:.1f},{6 + (height - 24) * (high - x) / spread:.1f}" for i, x in points)
+    line = " ".join(
+        f"{56 + (WIDTH - 66) * i / last:.1f},{6 + (height - 24) * (high - x) / spread:.1f}" for i, x in points
+    )
     texts = f'<text x="0" y="14">{high:.3g}</text><text x="0" y="{height - 14}">{low:.3g}</text>'
     path = f'<polyline points="{line}" fill="none" stroke="var(--compute)" stroke-width="2"/>'
     return f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="loss by step">{texts}{path}</svg>'

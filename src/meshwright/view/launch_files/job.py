@@ -145,7 +145,10 @@ def interval(config: Config, prediction: Prediction, given: int) -> tuple[int, s
     if config.checkpoint.every:
         return config.checkpoint.every, "as in [checkpoint] of the plan file"
     steps = max(1, round(SAVE_SECONDS / prediction.step_time_s))
-    return steps, f"about {max(1, steps * prediction.step_time_s / 60):,.0f} minutes by the predicted step; --save-every changes it"
+    return (
+        steps,
+        f"about {max(1, steps * prediction.step_time_s / 60):,.0f} minutes by the predicted step; --save-every changes it",
+    )
 
 
 ALLOWED = re.compile(r"[\w.:,=-]*", re.ASCII)

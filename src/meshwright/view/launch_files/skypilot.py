@@ -52,7 +52,9 @@ def resources(job: Job) -> str:
     lines = [] if accelerator in ACCELERATORS else ["  # Check the name with `sky show-gpus`."]
     lines.append(f"  accelerators: {name}:{job.per_node}")
     if job.nodes > 1:
-        lines.append("  network_tier: best  # the fastest network of the cloud between the nodes; the prediction assumes it")
+        lines.append(
+            "  network_tier: best  # the fastest network of the cloud between the nodes; the prediction assumes it"
+        )
     return "\n".join(lines)
 
 
@@ -70,7 +72,7 @@ def run_script(job: Job) -> str:
             choose_words(job),
             "# The agents meet at the first node; SKYPILOT_NODE_RANK numbers the nodes in the same order.",
             'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-            f"exec torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --node-rank \"$SKYPILOT_NODE_RANK\" \\",
+            f'exec torchrun --nnodes {job.nodes} --nproc-per-node {job.per_node} --node-rank "$SKYPILOT_NODE_RANK" \\',
             f'  --master-addr "$head" --master-port {PORT} "${{words[@]}}"',
         )
     )

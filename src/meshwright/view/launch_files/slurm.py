@@ -1,7 +1,8 @@
 """A batch script for Slurm.
 
-Our trainer reads Slurm's variables (`training.placement`), so one task is one rank: the address is the first host of the step, the port follows from the
-job's number, and a signal of Slurm reaches every rank. Other frameworks read torchrun's variables, so one task per node is torchrun.
+Our trainer reads Slurm's variables (`training.placement`), so one task is one rank: the address is the first host of the step, the
+port follows from the job's number, and a signal of Slurm reaches every rank. Other frameworks read torchrun's variables, so one task per node is
+torchrun.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def attempts(job: Job) -> str:
         inner,
         f"    {body} && break",
         "    status=$?",
-        f'    echo "attempt $attempt ended with status $status" >&2',
+        '    echo "attempt $attempt ended with status $status" >&2',
         f'    if [ "$attempt" = {job.restarts} ]; then exit "$status"; fi',
         "done",
     ]
@@ -111,7 +112,7 @@ def attempts(job: Job) -> str:
         lines += [
             "",
             "# Stopped by the signal before the time limit, not done: queue the job again; it continues in the same run folder.",
-            "if meshwright runs \"$run\" --json | grep -q '\"state\": \"stopped\"'; then",
+            'if meshwright runs "$run" --json | grep -q \'"state": "stopped"\'; then',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",
         ]

@@ -50,7 +50,7 @@ def crosses(seen: Seen, axis: str) -> int:
 
 
 def level_words(cluster: Cluster, level: int) -> str:
-    return f"{cluster.levels[level].name} ({format_rate(cluster.device_bandwidth(level))} a device)"
+    return f"{cluster.levels[level].name} ({format_rate(cluster.device_bandwidth(level))} per device)"
 
 
 def as_one_node(cluster: Cluster, size: int) -> Cluster:
