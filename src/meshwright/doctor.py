@@ -197,6 +197,7 @@ def commands(torch: Check, gpus: Check) -> list[Check]:
         Check("train, bench on GPUs", gpus.state if gpus.state == OK else FAILS, gpus.found, gpus.fix),
         emulation(),
         extra("web", "web"),
+        extra("settings of other frameworks in YAML", "interop"),
         extra("data prepare, checkpoint convert, Hugging Face", "train", ("safetensors", "tokenizers", "pyarrow")),
     ]
 

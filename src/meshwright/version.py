@@ -9,6 +9,7 @@ NEEDED = ("numpy", "pydantic", "typer", "rich", "tomli-w")
 EXTRAS = {
     "train": ("torch", "safetensors", "tokenizers", "pyarrow"),
     "web": ("starlette", "uvicorn"),
+    "interop": ("pyyaml",),
 }
 
 
