@@ -26,7 +26,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def report() -> str:
+def version_report() -> str:
     """What `meshwright --version` prints: the first line is the version, the others are for a bug report."""
     import platform
 

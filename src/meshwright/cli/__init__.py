@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from meshwright.errors import MeshwrightError, cannot_write, unknown
-from meshwright.version import report
+from meshwright.version import version_report
 
 TRACEBACK = "MESHWRIGHT_TRACEBACK"  # set to 1: an internal error prints its traceback
 USAGE, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
@@ -150,7 +150,7 @@ def dispatch(arguments: Sequence[str]) -> None:
         print(overview())
         raise SystemExit(0 if first else USAGE)
     if first == "--version":
-        print(report())
+        print(version_report())
         return
     if first not in COMMANDS:
         raise unknown("MW-CLI-002", "command", first, COMMANDS, "meshwright {}")
