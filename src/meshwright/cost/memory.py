@@ -29,6 +29,7 @@ from meshwright.lower.op import Array, StepProgram
 from meshwright.lower.stages import StageBlocks, bounding_ranks, in_flight
 from meshwright.lower.sync import average_bytes
 
+AFTER_LAYERS = ("head", "mtp")  # blocks that run backward directly after forward
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "working", "context", "slack")
 
 
@@ -74,7 +75,7 @@ def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
     b = program.batch
     one = np.zeros(b.n)
     for block, parts in program.saved.items():
-        if block != "head":
+        if block not in AFTER_LAYERS:
             one = one + held.counts[block] * sum(parts.values())
     if held.recomputed is not None:  # the layers that are not recomputed save everything
         for block, saving in program.recompute_savings.items():
@@ -82,7 +83,7 @@ def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
     two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
     kept = np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
     # The logits are freed after each micro-batch: the head's backward directly follows its forward.
-    head = held.counts["head"] * sum(program.saved.get("head", {"": 0.0}).values())
+    head = sum(held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved)
     return kept + head + _recomputed_layer(program)
 
 
@@ -98,7 +99,8 @@ def working_memory(program: StepProgram, held: StageBlocks) -> Array:
     if m.kind == "counts":
         return b.bucket * (b.dp > 1)
     e = program.element
-    widest = max(m.ffn * (2 if m.gated else 1), m.top_k * m.expert_width * (2 if m.gated else 1), 3 * m.hidden)
+    columns = 2 if m.gated else 1
+    widest = max(m.ffn * columns, m.top_k * m.expert_width * columns, 3 * m.hidden, m.linear.projected)
     flow = b.tokens * (2 * m.hidden * e + 2 * widest / b.tp * e)
     logits = b.tokens * m.padded_vocab / b.tp
     loss = held.counts["head"] * logits * (e if "loss" in b.stack.fused else 4 + e)

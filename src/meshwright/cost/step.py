@@ -29,7 +29,6 @@ from meshwright.lower.stages import StageBlocks, average_blocks, bounding_ranks
 from meshwright.lower.traffic import boundary_messages, boundary_ops
 
 TRAFFIC_AXIS = {"stage": "dp"}  # bytes between all ranks of a stage count as dp traffic; their time counts as ep
-LAYERS = ("dense", "moe")  # blocks whose weights can be gathered behind the previous block
 
 
 @dataclass
@@ -117,7 +116,7 @@ def step_cost(program: StepProgram, cluster: Cluster, every_rank: bool = False) 
         (
             some.get(phase, counts)[block] * t.parts["dp"]
             for (block, phase), t in times.items()
-            if block in LAYERS and "dp" in t.parts
+            if block in b.model.kinds and "dp" in t.parts  # a layer's weights can be gathered behind the previous block
         ),
         np.zeros(b.n),
     )

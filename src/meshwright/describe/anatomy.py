@@ -3,12 +3,15 @@
 There is one table per block, and everything is counted from it: parameters and FLOPs in `model`, the sharding table in `sharding`, the
 operations and the memory of a training step in `lower`. A block is one of
 
-    embedding · dense (a layer with one FFN) · moe (a layer with experts) · head (final norm, output projection, loss)
+    embedding · a layer, of one of the kinds of `layers` · head (final norm, output projection, loss) · mtp (multi-token prediction)
+
+A layer is put together from its mixer (attention, or a linear mixer: `linear.linear_part`) and its channel part (FFN or experts). A module of
+multi-token prediction is one more layer, in front of it a product that joins its input with the embedding of the next token, behind it one
+more product with the head's weights.
 
 Legend: h hidden, N heads, K KV heads, D head dim, f FFN width, E experts, k experts a token, s sequence, V vocabulary.
 
-`style` names the rule by which tensor and expert parallelism cut a parameter (`sharding.rules`): `column` cuts d_out, `row` cuts d_in,
-`between` and `inside` keep it whole on every rank. A saved tensor is split by `tensor` parallelism, or only along the `sequence`
+A saved tensor is split by `tensor` parallelism, or only along the `sequence`
 (the regions between the products, which plain tensor parallelism leaves whole and sequence parallelism shards).
 
 With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU layer add up to s·b·h·(34 + 5·N·s/h)
@@ -17,93 +20,13 @@ With 16-bit values, stored softmax and dropout masks, the saved bytes of a GELU 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
+from meshwright.describe.linear import linear_part
 from meshwright.describe.shape import ModelShape
-
-BLOCKS = ("embedding", "dense", "moe", "head")
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A weight matrix. `copies` of it exist (experts) and `uses` of them act on each token."""
-
-    name: str
-    part: str
-    d_in: int
-    d_out: int
-    style: str
-    bias: bool = False
-    copies: int = 1
-    uses: float = 1
-    saves_input: bool = True
-
-    @property
-    def parameters(self) -> int:
-        return self.copies * (self.d_in * self.d_out + (self.d_out if self.bias else 0))
-
-    @property
-    def flops(self) -> float:
-        """Forward, per token."""
-        return 2.0 * self.uses * self.d_in * self.d_out
-
-
-@dataclass(frozen=True)
-class Vector:
-    """Parameters that no product multiplies by: norm weights, embeddings, attention sinks, balancing biases of a router."""
-
-    name: str
-    part: str
-    size: int
-    style: str = "between"
-
-    @property
-    def parameters(self) -> int:
-        return self.size
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A tensor kept from forward to backward: `width` elements per token of `bytes_` each (0: the compute dtype)."""
-
-    name: str
-    part: str
-    width: float
-    split: Literal["tensor", "sequence", "expert"]
-    bytes_: float = 0.0
-    per_position: float = 0.0  # elements per token and per attended position: the softmax, quadratic in s
-    condition: Literal["", "dropout", "stored-softmax", "flash", "unfused-norm", "unfused-activation"] = ""
-
-
-@dataclass(frozen=True)
-class AttentionCore:
-    """softmax(QKᵀ)V: `heads` of query width `qk` and value width `v`."""
-
-    heads: int
-    kv_heads: int
-    qk: int
-    v: int
-
-    def flops(self, positions: float) -> float:
-        """Forward, per token that attends to `positions` others: QKᵀ and PV."""
-        return 2.0 * self.heads * (self.qk + self.v) * positions
-
-
-@dataclass(frozen=True)
-class Block:
-    kind: str
-    linears: tuple[Linear, ...]
-    vectors: tuple[Vector, ...] = ()
-    saved: tuple[Saved, ...] = ()
-    attention: AttentionCore | None = None
-
-    def parameters(self) -> dict[str, int]:
-        out: dict[str, int] = {}
-        items: list[Linear | Vector] = [*self.linears, *self.vectors]
-        for item in items:
-            out[item.part] = out.get(item.part, 0) + item.parameters
-        return out
+from meshwright.describe.tensors import AttentionCore, Block, Linear, Saved, Vector, joined
 
 
 def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
@@ -113,23 +36,43 @@ def norm(model: ModelShape, name: str, width: int = 0) -> Vector:
 
 def attention_linears(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
     """The projections around attention: grouped-query (MHA and MQA are its ends) or multi-head latent (MLA)."""
-    if m.attention == "mla":
-        qk, v = m.nope_dim + m.rope_dim, m.value_dim
-        q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
-        query = (
-            [
-                Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
-                Linear("q_b", "attention", m.q_rank, q_out, "column"),
-            ]
-            if m.q_rank
-            else [Linear("q", "attention", m.hidden, q_out, "column")]
-        )
-        latent = [
-            Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
-            Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
+    linears, core = _latent_attention(m) if m.attention == "mla" else _grouped_attention(m)
+    if m.output_gate:
+        linears.append(Linear("gate", "attention", m.hidden, linears[-1].d_in, "column", saves_input=False))
+    if m.index_heads:
+        queries = m.q_rank if m.attention == "mla" and m.q_rank else m.hidden
+        linears += [
+            Linear("index_q", "attention", queries, m.index_heads * m.index_dim, "between", saves_input=False),
+            Linear("index_k", "attention", m.hidden, m.index_dim, "between", saves_input=False),
+            Linear("index_weights", "attention", m.hidden, m.index_heads, "between", saves_input=False),
         ]
-        out = Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias)
-        return [*query, *latent, out], AttentionCore(m.heads, m.heads, qk, v)
+    return linears, core
+
+
+def _latent_attention(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
+    """MLA. Sparse attention reads the latents themselves: one KV head that all queries share, with the width of the latent."""
+    qk, v = m.nope_dim + m.rope_dim, m.value_dim
+    q_out, kv_out = m.heads * qk, m.heads * (m.nope_dim + v)
+    query = (
+        [
+            Linear("q_a", "attention", m.hidden, m.q_rank, "between", m.qkv_bias),
+            Linear("q_b", "attention", m.q_rank, q_out, "column"),
+        ]
+        if m.q_rank
+        else [Linear("q", "attention", m.hidden, q_out, "column")]
+    )
+    latent = [
+        Linear("kv_a", "attention", m.hidden, m.kv_rank + m.rope_dim, "between", m.qkv_bias, saves_input=False),
+        Linear("kv_b", "attention", m.kv_rank, kv_out, "column"),
+    ]
+    out = Linear("o", "attention", m.heads * v, m.hidden, "row", m.out_bias)
+    core = AttentionCore(m.heads, m.heads, qk, v)
+    if m.index_heads:
+        core = AttentionCore(m.heads, 1, m.kv_rank + m.rope_dim, m.kv_rank, m.index_heads * m.index_dim)
+    return [*query, *latent, out], core
+
+
+def _grouped_attention(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
     q_out, kv_out = m.heads * m.head_width, m.kv_groups * m.head_width
     linears = [
         Linear("q", "attention", m.hidden, q_out, "column", m.qkv_bias),
@@ -137,7 +80,7 @@ def attention_linears(m: ModelShape) -> tuple[list[Linear], AttentionCore]:
         Linear("v", "attention", m.hidden, kv_out, "keys", m.qkv_bias, saves_input=False),
         Linear("o", "attention", q_out, m.hidden, "row", m.out_bias),
     ]
-    return linears, AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width)
+    return linears, AttentionCore(m.heads, m.kv_groups, m.head_width, m.head_width, m.index_heads * m.index_dim)
 
 
 def attention_saved(m: ModelShape, core: AttentionCore) -> list[Saved]:
@@ -158,6 +101,16 @@ def attention_saved(m: ModelShape, core: AttentionCore) -> list[Saved]:
         saved += [Saved("latent-norms", "attention", m.q_rank + m.kv_rank, "sequence")]
     if m.qk_norm:
         saved.append(Saved("qk-norm-in", "attention", (core.heads + core.kv_heads) * core.qk, "tensor"))
+    if m.output_gate:  # the gate, and the output that it scales
+        saved.append(Saved("output-gate", "attention", 2 * core.heads * core.v, "tensor"))
+    if m.index_heads:  # queries, keys and weights of the indexer, the selected positions, and the output in the width of the latents
+        width = core.index + m.index_dim + m.index_heads
+        saved += [
+            Saved("index", "attention", width, "sequence"),
+            Saved("selected", "attention", m.index_top_k, "sequence", 4),
+        ]
+        if m.attention == "mla":
+            saved.append(Saved("latent-out", "attention", core.heads * core.v, "tensor"))
     return saved
 
 
@@ -167,11 +120,12 @@ def ffn_linears(
     """GELU: up, down. Gated (SwiGLU, GeGLU): gate, up, down. Shared experts read the input the router already keeps."""
     common: dict[str, Any] = {"bias": m.ffn_bias, "copies": copies, "uses": uses}
     column, row = ("experts", "experts-row") if part == "experts" else ("column", "row")
-    gate = [Linear(f"{part}-gate", part, m.hidden, width, column, saves_input=False, **common)] if m.gated else []
+    d_in = m.routed_width if part == "experts" else m.hidden
+    gate = [Linear(f"{part}-gate", part, d_in, width, column, saves_input=False, **common)] if m.gated else []
     return [
         *gate,
-        Linear(f"{part}-up", part, m.hidden, width, column, saves_input=saves_input, **common),
-        Linear(f"{part}-down", part, width, m.hidden, row, **common),
+        Linear(f"{part}-up", part, d_in, width, column, saves_input=saves_input, **common),
+        Linear(f"{part}-down", part, width, d_in, row, **common),
     ]
 
 
@@ -191,33 +145,70 @@ def norm_saved(m: ModelShape, name: str) -> list[Saved]:
     ]
 
 
-def dense_block(m: ModelShape) -> Block:
+def layer_block(m: ModelShape, kind: str) -> Block:
+    """A layer of a kind: its mixer, then its channel part, then its norms."""
     if m.kind == "mlp":
         layer = Linear("linear", "ffn", m.hidden, m.hidden, "column", m.ffn_bias)
         return Block("dense", (layer,), (), (Saved("activation-in", "ffn", m.hidden, "tensor"),))
-    attention, core = attention_linears(m)
-    ffn = ffn_linears(m, "ffn", m.ffn)
-    saved = attention_saved(m, core) + ffn_saved(m, "ffn", m.ffn) + _norms_saved(m)
-    saved.append(Saved("ffn-mask", "ffn", m.hidden, "sequence", 1, condition="dropout"))
-    return Block("dense", (*attention, *ffn), tuple(_layer_vectors(m)), tuple(saved), core)
+    mixer, channel = m.parts_of(kind)
+    parts = [MIXERS[mixer](m)] if mixer else []
+    parts += [CHANNELS[channel](m)] if channel else []
+    names = layer_norms(m, kind)
+    norms = Block(
+        kind, (), tuple(norm(m, name) for name in names), tuple(s for name in names for s in norm_saved(m, name))
+    )
+    return joined(kind, [norms, *parts])
 
 
-def moe_block(m: ModelShape) -> Block:
-    attention, core = attention_linears(m)
-    router = Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)
-    experts = ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
-    shared = ffn_linears(m, "shared", m.shared_width, saves_input=False) if m.shared_experts else []
-    if m.shared_gate:
-        shared.append(Linear("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
-    saved = attention_saved(m, core) + _norms_saved(m)
-    saved += [Saved("router-scores", "router", m.experts, "sequence", 4)]
+def layer_norms(m: ModelShape, kind: str) -> tuple[str, ...]:
+    """The norms of a layer: before the mixer, before the channel part, and with four per layer one after each. A layer of one part has its half."""
+    names = ("norm-1", "norm-2", "norm-3", "norm-4")[: m.norms_per_layer]
+    mixer, channel = m.parts_of(kind)
+    return names if mixer and channel else names[::2] if mixer else names[1::2]
+
+
+def attention_part(m: ModelShape) -> Block:
+    linears, core = attention_linears(m)
+    vectors = []
+    if m.qk_norm:
+        heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
+        vectors.append(Vector("qk-norm", "norm", heads * m.head_width, "inside"))
+    if m.attention == "mla":
+        vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
+        vectors.append(norm(m, "kv-norm", m.kv_rank))
+    if m.sinks:
+        vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
+    if m.index_heads:  # a layer norm with a bias
+        vectors.append(Vector("index-norm", "norm", 2 * m.index_dim))
+    return Block("", tuple(linears), tuple(vectors), tuple(attention_saved(m, core)), core)
+
+
+def ffn_part(m: ModelShape) -> Block:
+    mask = Saved("ffn-mask", "ffn", m.hidden, "sequence", 1, condition="dropout")
+    return Block("", tuple(ffn_linears(m, "ffn", m.ffn)), (), (*ffn_saved(m, "ffn", m.ffn), mask))
+
+
+def experts_part(m: ModelShape) -> Block:
+    linears = [Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
+    if m.expert_hidden:  # latent experts: one projection before dispatch, one after the results are combined
+        linears += [
+            Linear("latent-down", "experts", m.hidden, m.expert_hidden, "between", saves_input=False),
+            Linear("latent-up", "experts", m.expert_hidden, m.hidden, "between"),
+        ]
+    linears += ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
+    saved = [Saved("router-scores", "router", m.experts, "sequence", 4)]
     saved += ffn_saved(m, "experts", m.top_k * m.expert_width, "expert")
     if m.shared_experts:
+        linears += ffn_linears(m, "shared", m.shared_width, saves_input=False)
         saved += ffn_saved(m, "shared", m.shared_width)
-    vectors = _layer_vectors(m)
-    if m.balance_bias:
-        vectors.append(Vector("balance-bias", "router", m.experts, "inside"))
-    return Block("moe", (*attention, router, *experts, *shared), tuple(vectors), tuple(saved), core)
+    if m.shared_gate:
+        linears.append(Linear("shared-scale", "shared", m.hidden, 1, "between", saves_input=False))
+    vectors = [Vector("balance-bias", "router", m.experts, "inside")] if m.balance_bias else []
+    return Block("", tuple(linears), tuple(vectors), tuple(saved))
+
+
+MIXERS: dict[str, Callable[[ModelShape], Block]] = {"attention": attention_part, "linear": lambda m: linear_part(m.linear, m.hidden)}
+CHANNELS: dict[str, Callable[[ModelShape], Block]] = {"ffn": ffn_part, "experts": experts_part}
 
 
 def embedding_block(m: ModelShape) -> Block:
@@ -241,26 +232,18 @@ def head_block(m: ModelShape) -> Block:
     return Block("head", (project,), tuple(vectors), tuple(saved))
 
 
-def _layer_vectors(m: ModelShape) -> list[Vector]:
-    vectors = [norm(m, f"norm-{i + 1}") for i in range(m.norms_per_layer)]
-    if m.qk_norm:
-        heads = m.heads + m.kv_groups if m.qk_norm_width == "projection" else 2
-        vectors.append(Vector("qk-norm", "norm", heads * m.head_width, "inside"))
-    if m.attention == "mla":
-        vectors += [norm(m, "q-norm", m.q_rank)] if m.q_rank else []
-        vectors.append(norm(m, "kv-norm", m.kv_rank))
-    if m.sinks:
-        vectors.append(Vector("sinks", "attention", m.heads, "per-head"))
-    return vectors
-
-
-def _norms_saved(m: ModelShape) -> list[Saved]:
-    return [s for i in range(m.norms_per_layer) for s in norm_saved(m, f"norm-{i + 1}")]
+def mtp_block(m: ModelShape) -> Block:
+    """A module of multi-token prediction: norms of both inputs and their joint projection, a layer, a norm, and the head's product again."""
+    join = Linear("mtp-join", "mtp", 2 * m.hidden, m.hidden, "column")
+    head = replace(head_block(m).linears[0], copies=0)
+    norms = tuple(norm(m, name) for name in ("mtp-norm-1", "mtp-norm-2", "mtp-norm-3"))
+    saved = (*norm_saved(m, "mtp-norm-1"), *norm_saved(m, "mtp-norm-2"), *head_block(m).saved)
+    return joined("mtp", [Block("mtp", (join, head), norms, saved), layer_block(m, "mtp")])
 
 
 def blocks(m: ModelShape) -> dict[str, Block]:
     """Every block the model has, by kind."""
-    out = {"embedding": embedding_block(m), "dense": dense_block(m), "head": head_block(m)}
-    if m.experts:
-        out["moe"] = moe_block(m)
-    return out
+    out = {"embedding": embedding_block(m)}
+    out |= {kind: layer_block(m, kind) for kind in m.kinds}
+    out["head"] = head_block(m)
+    return out | {kind: mtp_block(m) for kind in m.mtp_kinds}

@@ -13,8 +13,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from meshwright.describe import anatomy
-from meshwright.describe.shape import MOST_LAYERS, ModelShape, Published
+from meshwright.describe.shape import ModelShape, Published
+from meshwright.describe.shape_checks import MOST_LAYERS
 
 __all__ = ["MOST_LAYERS", "Model", "Published"]
 
@@ -27,20 +30,35 @@ class Model(ModelShape):
         return anatomy.blocks(self)
 
     def attended(self, seq: float, halve_causal: bool = True) -> float:
-        """Mean positions a token attends to, over all layers."""
-        full = seq / 2 if self.causal and halve_causal else seq
-        if not self.window or self.window >= seq:
+        """Mean positions a token attends to, over all layers with attention: those in its window, or that an indexer selects."""
+        full = self.candidates(seq, halve_causal)
+        width = self.index_top_k or self.window
+        if not width or width >= seq:
             return full
         # Token t sees min(t, w): the average over s is w − w²/2s.
-        near = self.window - self.window**2 / (2 * seq) if self.causal and halve_causal else float(self.window)
-        seeing_all = self.full_count / self.layers
+        near = width - width**2 / (2 * seq) if self.causal and halve_causal else float(width)
+        seeing_all = 0.0 if self.index_top_k else self.full_count / max(self.attention_count, 1)
         return full * seeing_all + near * (1 - seeing_all)
+
+    def candidates(self, seq: float, halve_causal: bool = True) -> float:
+        """Mean positions that a token may attend to: those before it in a causal model."""
+        return seq / 2 if self.causal and halve_causal else seq
+
+    def layers_before(self, kind: str) -> np.ndarray:
+        """For each layer, and for the end, the number of layers of a kind before it."""
+        if kind not in self._layers_before:
+            self._layers_before[kind] = np.cumsum([0, *(found == kind for found in self.layer_kinds)])
+        return self._layers_before[kind]
+
+    @cached_property
+    def _layers_before(self) -> dict[str, np.ndarray]:
+        return {}
 
     # Counts
 
     def _over_blocks(self) -> list[tuple[int, anatomy.Block]]:
-        times = {"embedding": 1, "head": 1, "dense": self.layer_count("dense"), "moe": self.layer_count("moe")}
-        return [(times[kind], block) for kind, block in self.blocks.items() if times[kind]]
+        times = {"embedding": 1, "head": 1, "mtp": self.mtp_layers}
+        return [(times.get(kind) or self.layer_count(kind), block) for kind, block in self.blocks.items()]
 
     def parameters(self) -> dict[str, float]:
         """Parameters by part."""
@@ -72,7 +90,10 @@ class Model(ModelShape):
             for linear in block.linears:
                 out[linear.part] = out.get(linear.part, 0.0) + times * linear.flops
             if block.attention:
-                out["attention-core"] = out.get("attention-core", 0.0) + times * block.attention.flops(positions)
+                core = block.attention.flops(positions, self.candidates(seq, halve_causal))
+                out["attention-core"] = out.get("attention-core", 0.0) + times * core
+            if block.linear:
+                out["linear-core"] = out.get("linear-core", 0.0) + times * block.linear.flops
         return out
 
     def model_flops(self, seq: float, halve_causal: bool = True) -> float:
@@ -105,16 +126,30 @@ class Model(ModelShape):
             return f"counts only: {self.given_parameters:,.0f} parameters"
         if self.kind == "mlp":
             return f"{self.layers} square layers of {self.hidden}"
-        text = f"{self.layers} layers, hidden {self.hidden}, {self.heads} heads"
-        if self.attention == "mla":
-            text += f" (MLA, latent {self.kv_rank})"
-        elif self.kv_groups != self.heads:
-            text += f" ({self.kv_groups} KV)"
+        text = f"{self.layers} layers{self._describe_kinds()}, hidden {self.hidden}"
+        if self.has_part("attention"):
+            text += f", {self.heads} heads"
+            if self.attention == "mla":
+                text += f" (MLA, latent {self.kv_rank})"
+            elif self.kv_groups != self.heads:
+                text += f" ({self.kv_groups} KV)"
+        if self.index_heads:
+            text += f", {self.index_top_k} positions selected"
+        if self.linear.kind:
+            text += f", {self.linear.kind} {self.linear.heads} × {self.linear.head_dim}, state {self.linear.state}"
         text += f", FFN {self.ffn} {self.activation}" if self.ffn else f", {self.activation}"
         if self.experts:
-            text += f", {self.experts} experts of {self.expert_width}, top {self.top_k}"
+            latent = f" (latent {self.expert_hidden})" if self.expert_hidden else ""
+            text += f", {self.experts} experts of {self.expert_width}{latent}, top {self.top_k}"
             text += f", {self.shared_experts} shared" if self.shared_experts else ""
+        text += f", {self.mtp_layers} more predicted" if self.mtp_layers else ""
         return text + f", vocabulary {self.vocab}"
+
+    def _describe_kinds(self) -> str:
+        """The number of layers of each kind, for a model with a pattern."""
+        if not self.pattern:
+            return ""
+        return " (" + ", ".join(f"{self.layer_count(kind)} {kind}" for kind in self.kinds) + ")"
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, **super().as_dict()}

@@ -1,8 +1,8 @@
 """The shape of a model: its fields, their checks, and what follows from them.
 
-Three kinds. `transformer`: decoders (and encoders, with `causal = false`), dense or mixture of experts, with
-grouped-query or multi-head latent attention. `mlp`: L square layers, the lecture's. `counts`: only totals are known
-(ResNet-50). `anatomy` lists the tensors of a shape; `model` counts them.
+Three kinds. `transformer`: decoders (and encoders, with `causal = false`) whose layers are of the kinds of `layers`: attention (grouped-query or
+multi-head latent) or a linear mixer, with an FFN or a mixture of experts. `mlp`: L square layers, the lecture's. `counts`: only totals are
+known (ResNet-50). `anatomy` lists the tensors of a shape; `model` counts them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from meshwright.describe import layers as layer_patterns
+from meshwright.describe import shape_checks
 from meshwright.describe.base import Bytes, Count, Described, Norms, Size, Whole
+from meshwright.describe.linear import LinearOptions
 from meshwright.describe.rope import RopeOptions
 from meshwright.describe.router import RouterOptions
-from meshwright.errors import MeshwrightError, nearest_number
-
-MOST_LAYERS = 100_000  # layers are counted one by one
 
 
 class Published(Described):
@@ -43,9 +43,9 @@ class ModelShape(Described):
     kv_heads: Whole = 0
     head_dim: Whole = 0
     ffn: Whole = 0
-    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "swiglu", "geglu", "geglu-tanh"] = Field(
+    activation: Literal["gelu", "gelu-tanh", "quick-gelu", "relu", "relu2", "swiglu", "geglu", "geglu-tanh"] = Field(
         default="swiglu",
-        description="of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x)",
+        description="of the FFN; -tanh: the tanh approximation of GELU (GPT-2), quick: x·sigmoid(1.702·x), relu2: relu(x)²",
     )
     swiglu_limit: float = Field(
         default=0.0,
@@ -110,9 +110,29 @@ class ModelShape(Described):
     )
     nope_dim: Whole = 0
     value_dim: Whole = 0
+    output_gate: bool = Field(
+        default=False, description="a learned sigmoid scales the output of attention, element by element (Qwen3-Next)"
+    )
+    index_heads: Whole = Field(
+        default=0, description="sparse attention: heads of the indexer that selects positions (DeepSeek-V3.2); 0: none"
+    )
+    index_dim: Whole = Field(default=0, description="sparse attention: width of an indexer head")
+    index_top_k: Whole = Field(default=0, description="sparse attention: positions that each query attends to")
+    pattern: str = Field(
+        default="",
+        description="kinds of the layers, repeated: * attention, M linear mixer, - FFN, E experts; every letter is a "
+        'layer ("M-M*-"), with spaces every word ("ME ME *E"); default: attention with FFN or experts in every layer',
+    )
+    linear: LinearOptions = LinearOptions()
+    mtp_layers: Whole = Field(
+        default=0, description="multi-token prediction: modules of one layer and a second loss after the last layer"
+    )
     experts: Whole = 0
     top_k: Whole = 0
     expert_ffn: Whole = 0
+    expert_hidden: Whole = Field(
+        default=0, description="latent experts: tokens are projected to this width before dispatch; 0: hidden"
+    )
     shared_experts: Whole = 0
     shared_ffn: Whole = Field(default=0, description="width of all shared experts; 0: shared_experts × expert_ffn")
     shared_gate: bool = Field(default=False, description="Qwen2-MoE: a learned sigmoid scales the shared experts")
@@ -134,94 +154,8 @@ class ModelShape(Described):
 
     @model_validator(mode="after")
     def _legal(self) -> ModelShape:
-        if self.kind == "counts":
-            if self.given_parameters <= 0 or self.given_flops <= 0:
-                raise MeshwrightError("MW-MODEL-001", f"{self.name}: 'counts' needs given_parameters and given_flops")
-            return self
-        need = ("hidden", "layers") if self.kind == "mlp" else ("hidden", "layers", "vocab")
-        for field in need:
-            if not getattr(self, field):
-                raise MeshwrightError("MW-MODEL-001", f"{self.name}: a {self.kind} needs '{field}' above 0")
-        if self.layers > MOST_LAYERS:
-            raise MeshwrightError(
-                "MW-MODEL-007",
-                f"{self.name}: {self.layers} layers",
-                valid=[f"1 to {MOST_LAYERS}"],
-                fix=f"--set model.layers={MOST_LAYERS}",
-            )
-        return self if self.kind == "mlp" else self._legal_transformer()
-
-    def _legal_transformer(self) -> ModelShape:
-        if self.attention == "gqa" and not self.head_dim and self.hidden % self.heads:
-            legal = [n for n in range(1, 257) if self.hidden % n == 0]
-            grouped = [n for n in legal if not self.kv_heads or n % self.kv_heads == 0]
-            raise MeshwrightError(
-                "MW-MODEL-002",
-                f"{self.heads} heads do not divide hidden {self.hidden}",
-                valid=legal,
-                fix=f"--set model.heads={nearest_number(self.heads, grouped)}" if grouped else "",
-            )
-        if self.heads % self.kv_groups:
-            legal = [n for n in range(1, min(self.heads, 4096) + 1) if self.heads % n == 0]
-            near = nearest_number(self.kv_groups, legal)
-            raise MeshwrightError(
-                "MW-MODEL-003",
-                f"{self.kv_groups} KV heads do not divide {self.heads} heads",
-                valid=legal,
-                fix=f"--set model.kv_heads={near}",
-            )
-        self._check_rotation_and_activation()
-        if self.attention == "mla" and not (self.kv_rank and self.nope_dim and self.value_dim):
-            raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
-        if self.experts and not 1 <= self.top_k <= self.experts:
-            raise MeshwrightError(
-                "MW-MODEL-005",
-                f"top_k={self.top_k} of {self.experts} experts is impossible",
-                valid=[f"1 to {self.experts}"],
-                fix="--set model.top_k=1",
-            )
-        if not self.experts and (self.top_k or self.shared_experts):
-            raise MeshwrightError("MW-MODEL-005", "top_k or shared experts without experts", fix=self._some_experts())
-        if not self.experts and self.router != RouterOptions():
-            raise MeshwrightError("MW-MODEL-005", "a router without experts", fix=self._some_experts())
-        if self.experts:
-            self.router.check(self.experts, self.top_k)
-        if self.dense_layers > self.layers:
-            raise MeshwrightError("MW-MODEL-006", f"{self.dense_layers} dense layers of {self.layers} layers")
-        if not self.ffn and (self.layer_count("dense") or not self.expert_ffn):
-            raise MeshwrightError("MW-MODEL-001", f"{self.name}: a transformer needs 'ffn' above 0")
+        shape_checks.check(self)
         return self
-
-    def _check_rotation_and_activation(self) -> None:
-        """Raise for options of rotary positions or of SwiGLU that do not fit the model or would have no effect."""
-        if self.attention == "gqa" and self.rope_dim > self.head_width:
-            raise MeshwrightError(
-                "MW-MODEL-009",
-                f"rope_dim={self.rope_dim} exceeds the head width {self.head_width}",
-                why="It is the number of elements of each head that are rotated",
-                fix="--set model.rope_dim=0",
-            )
-        if self.positions == "rope":
-            self.rope.check(self.rotated_width, self.max_positions)
-        elif self.rope != RopeOptions():
-            raise MeshwrightError(
-                "MW-MODEL-009", f"[model.rope] with positions={self.positions}", fix="--set model.positions=rope"
-            )
-        if self.activation != "swiglu" and (self.swiglu_limit, self.swiglu_alpha, self.swiglu_shift) != (0, 1, 0):
-            raise MeshwrightError(
-                "MW-MODEL-009",
-                f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={self.activation}",
-                fix="--set model.activation=swiglu",
-            )
-
-    def _some_experts(self) -> str:
-        """Settings that give a model experts, where its router accepts them."""
-        experts, top_k = max(8, self.top_k), self.top_k or 2
-        try:
-            self.router.check(experts, top_k)
-        except MeshwrightError:
-            return ""
-        return f"--set model.experts={experts}" + ("" if self.top_k else f" --set model.top_k={top_k}")
 
     # Derived shape
 
@@ -268,15 +202,45 @@ class ModelShape(Described):
     def shared_width(self) -> int:
         return self.shared_ffn or self.shared_experts * self.expert_width
 
+    @property
+    def routed_width(self) -> int:
+        """Width of the tokens that are dispatched to experts."""
+        return self.expert_hidden or self.hidden
+
     @cached_property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer: "dense" or "moe"."""
+        """The kind of each layer, a key of `layers.KINDS`."""
+        if self.pattern:
+            return layer_patterns.layer_kinds(self.pattern, self.layers)
         every = self.moe_every
         after = (
             "moe" if self.experts and i % every == every - 1 else "dense"
             for i in range(self.layers - self.dense_layers)
         )
         return ("dense",) * self.dense_layers + tuple(after)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of layers that the model has, each once."""
+        return tuple(kind for kind in layer_patterns.KINDS if kind in self.layer_kinds) if self.layers else ("dense",)
+
+    @cached_property
+    def expert_kinds(self) -> tuple[str, ...]:
+        """The kinds of blocks that have routed experts."""
+        return tuple(kind for kind in (*self.kinds, *self.mtp_kinds) if self.parts_of(kind).channel == "experts")
+
+    @property
+    def mtp_kinds(self) -> tuple[str, ...]:
+        """The block of multi-token prediction, if the model has it."""
+        return ("mtp",) if self.mtp_layers else ()
+
+    def parts_of(self, kind: str) -> layer_patterns.LayerKind:
+        """Mixer and channel part of a kind of layer; a module of multi-token prediction has attention, and experts if the model has them."""
+        return layer_patterns.KINDS[("moe" if self.experts else "dense") if kind == "mtp" else kind]
+
+    def has_part(self, part: str) -> bool:
+        """Whether some layer has this mixer or channel part."""
+        return any(part in self.parts_of(kind) for kind in self.kinds)
 
     def sees_all(self, layer: int) -> bool:
         """Whether the queries of a layer, counted from 0, see all positions."""
@@ -289,12 +253,16 @@ class ModelShape(Described):
 
     @cached_property
     def full_count(self) -> int:
-        """The number of layers that see all positions."""
-        return sum(map(self.sees_all, range(self.layers)))
+        """The number of layers with attention that sees all positions."""
+        return sum(self.has_attention(i) and self.sees_all(i) for i in range(self.layers))
+
+    @cached_property
+    def attention_count(self) -> int:
+        """The number of layers with attention."""
+        return sum(map(self.has_attention, range(self.layers)))
+
+    def has_attention(self, layer: int) -> bool:
+        return layer_patterns.KINDS[self.layer_kinds[layer]].mixer == "attention"
 
     def layer_count(self, kind: str) -> int:
         return self.layer_kinds.count(kind)
-
-    @property
-    def has_dense_layers(self) -> bool:
-        return "dense" in self.layer_kinds

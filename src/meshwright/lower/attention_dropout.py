@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.describe.anatomy import AttentionCore
+from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import NARROW, Array, Op
 

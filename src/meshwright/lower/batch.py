@@ -206,9 +206,9 @@ class Batch:
 
     @property
     def layer_tensors(self) -> float:
-        """Parameter tensors of a dense layer."""
-        block = self.model.blocks["dense"]
-        return float(len(block.linears) + len(block.vectors))
+        """Parameter tensors of the mean layer."""
+        blocks = [(self.model.layer_count(kind), self.model.blocks[kind]) for kind in self.model.kinds]
+        return sum(n * (len(block.linears) + len(block.vectors)) for n, block in blocks) / self.model.layers
 
     @property
     def parameter_tensors(self) -> Any:

@@ -1,4 +1,4 @@
-"""The two ends of the model: the embedding, and the head with its loss.
+"""The two ends of the model: the embedding, and the head with its loss; and multi-token prediction, which follows the last layer.
 
 Both are split over the vocabulary. The embedding looks up the rows that this rank holds, and an all-reduce (a reduce-scatter with
 sequence parallelism) adds the ranks' results up. The head computes the logits of its part of the vocabulary, and the loss needs only
@@ -8,6 +8,7 @@ their maximum and sum over the ranks. The logits are the largest tensor of many 
 from __future__ import annotations
 
 from meshwright.lower.layer import LayerLowering
+from meshwright.lower.layer_kinds import CHANNELS, MIXERS
 from meshwright.lower.op import Op
 
 SPLIT_LOSS_LAUNCHES = (
@@ -57,4 +58,25 @@ def head(low: LayerLowering) -> dict[str, list[Op]]:
     low.collective(
         "F", "loss-sums", "head", "all_reduce", "tp", 2 * wide, low.with_tp
     )  # of exponentials, and the target's logit
+    return low.phases
+
+
+def multi_token_prediction(low: LayerLowering) -> dict[str, list[Op]]:
+    """The operations of one module of multi-token prediction: it joins its input with the embedding of the next token, runs a layer and computes
+    the logits and the loss of one token more. Its backward directly follows its forward, so that recompute leaves it alone."""
+    b, m = low.b, low.m
+    low.norm("mtp-norm-1")
+    low.norm("mtp-norm-2")
+    low.memory("F", "mtp-lookup", "embedding", low.message(m.hidden), 2, 3)
+    low.memory("W", "mtp-scatter-add", "embedding", low.message(m.hidden), 3, 3)
+    low.enter_columns("mtp", 2 * m.hidden)
+    low.gemm("mtp-join", "mtp", b.tokens, m.hidden / b.tp, 2 * m.hidden)
+    low.collective("F", "mtp-out", "mtp", "all_gather", "tp", low.message(m.hidden), low.with_tp * ~b.sp)
+    low.collective("F", "mtp-out", "mtp", "all_to_all", "tp", low.message(m.hidden), low.with_sp)
+    mixer, channel = m.parts_of("mtp")
+    MIXERS[mixer](low)
+    CHANNELS[channel](low)
+    low.shared_scales()
+    head(low)
+    low.phases["R"] = []
     return low.phases

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.anatomy import Block, Saved
+from meshwright.describe.tensors import Block, Saved
 from meshwright.describe.sharding import (
     DATA_AXES,
     RULES,
@@ -63,7 +63,8 @@ def tensors(b: Batch, block: Block) -> list[Tensor]:
     """Every parameter of a block."""
     model, d = b.model, degrees(b)
     found: list[tuple[Parameter, Array]] = [(p, 1.0) for p in block_parameters(model, block)]
-    if block.kind == "head" and model.tied and model.kind == "transformer":  # a stage without the embedding has a copy
+    # A stage without the embedding has a copy of it, if the head or multi-token prediction uses it.
+    if block.kind == "head" and (model.tied or model.mtp_layers) and model.kind == "transformer":
         found.append((tied_copy(model), b.pp > 1))
     out = []
     for p, on in found:
@@ -163,11 +164,11 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     for linear in block.linears:
         if linear.saves_input:
             copies = b.tp / b.model.router.travelling
-            split = copies if linear.part == "experts" else row_split if linear.style == "row" else b.seq_split
+            split = copies if linear.style.startswith("experts") else row_split if linear.style == "row" else b.seq_split
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)
-    if block.kind in ("dense", "moe") and recompute:
+    if block.kind in b.model.kinds and recompute:
         full = b.recompute == 2
         out = {part: np.where(full, 0.0, size) for part, size in out.items()}
         add("input", np.where(full, b.tokens * b.model.hidden * element / b.seq_split, 0.0))

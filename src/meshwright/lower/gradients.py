@@ -35,7 +35,7 @@ from meshwright.lower.compressed import FEW_OPERATORS, LINEAR, OPERATORS, PASSES
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.stages import StageBlocks, blocks_by_stage, stage_ranges
 
-LAYERS, ENDS = ("dense", "moe"), ("embedding", "head")
+ENDS = ("embedding", "head")
 
 
 class Load(NamedTuple):
@@ -235,12 +235,13 @@ def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Mess
     b, counts = program.batch, held.counts
     loads = {block: groups[group] for block, groups in program.loads.items()}
     if group == "expert":
-        yield Message(counts["moe"], loads["moe"], unit=True)
+        for block in b.model.expert_kinds:
+            yield Message(counts[block], loads[block], unit=True)
         return
     yield from _ends(program, held, loads)
     by_layer = b.wrap == 1.0 if b.wraps else np.True_
-    for block in LAYERS:
-        if block in loads and present(counts[block]):
+    for block in b.model.kinds:
+        if present(counts[block]):
             yield Message(counts[block] * by_layer, loads[block], unit=True)
     for i in np.flatnonzero(~by_layer).tolist() if b.wraps else ():  # rare: unit by unit
         kinds: Counter[tuple[int, ...]] = Counter()
@@ -249,10 +250,10 @@ def _units(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Mess
             for start in range(layers.start, layers.stop, run):
                 inside = b.model.layer_kinds[start : min(start + run, layers.stop)]
                 ends = (layers.start == 0, layers.stop == b.model.layers) if b.one_unit[i] else (0, 0)
-                kinds[*(inside.count(block) for block in LAYERS), *ends] += 1
+                kinds[*(inside.count(block) for block in b.model.kinds), *ends] += 1
         at = np.arange(b.n) == i
         for numbers, count in kinds.items():
-            parts = [(n, loads[block]) for n, block in zip(numbers, (*LAYERS, *ENDS), strict=True) if n]
+            parts = [(n, loads[block]) for n, block in zip(numbers, (*b.model.kinds, *ENDS), strict=True) if n]
             yield Message(at * float(count), combined(parts), unit=True)
 
 
@@ -263,6 +264,8 @@ def _ends(program: StepProgram, held: StageBlocks, loads: dict[str, Load]) -> It
     both = combined([(1.0, loads["embedding"]), (1.0 * together, loads["head"])])
     yield Message(first, both, unit=True)
     yield Message(last * ~together, loads["head"], unit=True)
+    for block in b.model.mtp_kinds:
+        yield Message(held.counts[block] * np.logical_not(b.one_unit), loads[block], unit=True)
 
 
 def _buckets(program: StepProgram, held: StageBlocks, group: str) -> Iterator[Message]:
@@ -325,7 +328,7 @@ def _in_order(program: StepProgram, group: str, layers: range, i: int) -> list[t
     blocks = (
         [ENDS[0]] * (layers.start == 0)
         + [model.layer_kinds[k] for k in layers]
-        + [ENDS[1]] * (layers.stop == model.layers)
+        + [ENDS[1], *model.mtp_kinds * model.mtp_layers] * (layers.stop == model.layers)
     )
     columns: dict[str, list[tuple[float, float, float]]] = {}
     for block in dict.fromkeys(blocks):

@@ -1,4 +1,4 @@
-"""One transformer layer under tensor, sequence, context and expert parallelism, for one micro-batch.
+"""The parts of a layer under tensor, sequence, context and expert parallelism, for one micro-batch.
 
 Tensor parallelism (Megatron's form): a column-split product needs no communication forward and an all-reduce of its input's
 gradient backward; a row-split product is the reverse. So a layer has four all-reduces of T·h a micro-batch: after attention
@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.anatomy import Block, Linear
+from meshwright.describe.tensors import Block, Linear
 from meshwright.describe.sharding import local_shape
-from meshwright.lower import attention_dropout, attention_tiles
+from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
 from meshwright.lower.op import NARROW, Array, Op, present
@@ -204,16 +204,28 @@ class LayerLowering:
                     self.gemm(name, "attention", t, self.columns(linears[name]), linears[name].d_in)
         else:
             self.enter_columns("attention", m.hidden)
-            width = sum(self.columns(linears[name]) for name in ("q", "k", "v"))
-            self.gemm("qkv", "attention", t, width, m.hidden, launches=3 if b.stack.separate_projections else 1)
+            names = [name for name in ("q", "k", "v", "gate") if name in linears]
+            width = sum(self.columns(linears[name]) for name in names)
+            self.gemm("qkv", "attention", t, width, m.hidden, launches=len(names) if b.stack.separate_projections else 1)
         self.rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
+        if core.index:
+            sparse_attention.select_positions(self, core)
         self.core(heads)
-        self.gemm("o", "attention", t, m.hidden, heads * core.v)
-        self.leave_rows("attention", m.hidden, core.heads * core.v)
+        inner = linears["o"].d_in
+        if m.output_gate:
+            self.gate("output-gate", "attention", t * inner / b.tp * self.element)
+        self.gemm("o", "attention", t, m.hidden, inner / b.tp)
+        self.leave_rows("attention", m.hidden, inner)
         if m.norms_per_layer == 4:
             self.norm("norm-3")
         self.residual("attention-residual")
+
+    def gate(self, name: str, part: str, size: Array) -> None:
+        """A sigmoid or SiLU of one tensor times another."""
+        fused = "activation" in self.fused
+        self.memory("F", name, part, size, 3 if fused else 5, 1 if fused else 2, exponentials=size / self.element)
+        self.memory("I", f"{name}-grad", part, size, 5 if fused else 8, 1 if fused else 3)
 
     def rotate(self, size: Array) -> None:
         if self.m.positions == "rope":
@@ -318,7 +330,7 @@ class LayerLowering:
         """GELU reads and writes one tensor; a gated one reads two."""
         inputs = 2 if self.m.gated else 1
         fused = "activation" in self.fused
-        exponentials = 0.0 if self.m.activation == "relu" else size / self.element
+        exponentials = 0.0 if self.m.activation in ("relu", "relu2") else size / self.element
         self.memory(
             "F",
             f"{part}-activation",
@@ -351,7 +363,7 @@ class LayerLowering:
             self.collective("I", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on)
             if self.b.splits_twice:
                 self.collective("S", "fp8-gradients", "norm", "all_reduce", axis, 4.0, on * self.b.splits)
-        if self.block.kind == "moe":
+        if self.block.kind in self.m.expert_kinds:
             experts, split = self.m.experts / self.b.ep, (self.b.etp > 1) * 1.0
             rows = self.b.tokens / self.b.tp * self.m.top_k * self.m.router.travelling * self.b.etp
             self.collective(
@@ -367,19 +379,6 @@ class LayerLowering:
 
     # Whole layers
 
-    def dense(self) -> dict[str, list[Op]]:
-        if self.m.kind == "mlp":
-            return self.square()
-        self.attention()
-        self.norm("norm-2")
-        self.feed_forward("ffn", self.m.ffn)
-        if self.m.norms_per_layer == 4:
-            self.norm("norm-4")
-        self.residual("ffn-residual")
-        self.shared_scales()
-        self.recomputed()
-        return self.phases
-
     def square(self) -> dict[str, list[Op]]:
         """The square layer of the deep MLP: x ← gelu(x·W), column-split with its output gathered."""
         b, h = self.b, self.m.hidden
@@ -392,19 +391,18 @@ class LayerLowering:
         self.collective("F", "gather", "ffn", "all_gather", "tp", n, self.with_tp)
         self.collective("I", "reduce", "ffn", "reduce_scatter", "tp", n, self.with_tp)
         self.shared_scales()
-        self.recomputed()
+        self.recomputed("gather")
         return self.phases
 
-    def recomputed(self) -> None:
+    def recomputed(self, last: str) -> None:
         """Add what backward recomputes: all of forward under `full`, the attention core under `selective`.
 
         Where the stack stops early, two exchanges are not repeated. Forward is rerun only until backward has what it needs, so the
-        exchange after the last product is left out (unless a norm after it needs its result); and the input that is gathered for the
+        exchange after the `last` product is left out (unless a norm after it needs its result); and the input that is gathered for the
         rerun is the one that the gradients of the weights would have gathered.
         """
         full, selective = (self.b.recompute == 2) * 1.0, (self.b.recompute == 1) * 1.0
-        last = "gather" if self.m.kind == "mlp" else "experts-out" if self.block.kind == "moe" else "ffn-out"
-        spared = {"attention-in", "ffn-in", "shared-in"}
+        spared = {"attention-in", "linear-in", "ffn-in", "shared-in"}
         if self.m.norms_per_layer < 4 or self.m.kind == "mlp":
             spared.add(last)
         for op in self.phases["F"]:

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer: route, dispatch, compute, combine.
+"""The experts of a layer: route, dispatch, compute, combine.
 
 Each token goes to k of E experts. With ep ranks that hold E/ep experts each, dispatch is an all-to-all: a rank sends k copies of its
 tokens, t·k·h bytes in total, of which (ep−1)/ep leave it. Combine sends the results back, and backward repeats both: four all-to-alls per
@@ -8,7 +8,8 @@ Experts re-factorise the ranks of a stage: expert_tp · ep · expert_dp = tp · 
 group's tokens, and an all-gather over expert_tp completes the input of a split expert (a reduce-scatter its output). The busiest rank
 receives `imbalance` times the mean, or its capacity; a capacity below 1 drops copies before they are sent. Where experts compare
 tokens, the scores of all tokens are gathered. A router's product is priced in 16 bits, as published stacks run it; `models.router`
-multiplies in float32.
+multiplies in float32. Latent experts (`expert_hidden`) work in a narrower width than the model: one product before dispatch and one after
+combine project each token down and up, and what is sent shrinks with the width.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.op import Array, Op
+from meshwright.lower.op import Array
 
 COUNT_BYTES = 8.0
 
 
-def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
-    """The operations of one layer with experts, by phase."""
+def experts(low: LayerLowering) -> None:
+    """Add the operations of a layer's experts."""
     b, m, e = low.b, low.m, low.element
-    low.attention()
     low.norm("norm-2")
     # Tokens this rank routes: its part of the sequence under sequence parallelism, else its slice of the tp group's tokens.
     own = b.tokens / b.tp
@@ -39,7 +39,9 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     if m.router.compares:  # every rank sees the scores of all tokens in flight, to decide as one device would
         stage = b.size("stage")
         low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * wide, stage > 1)
-    copies = own * m.top_k * m.router.travelling * m.hidden * e
+    if m.expert_hidden:
+        low.gemm("latent-down", "experts", own, m.expert_hidden, m.hidden)
+    copies = own * m.top_k * m.router.travelling * m.routed_width * e
     _permute(low, copies)
     with_ep = (b.ep > 1) * 1.0
     with_etp = (b.etp > 1) * 1.0
@@ -58,6 +60,8 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
             phase, "combine" if phase == "F" else "dispatch-grad", "experts", "all_to_all", "ep", copies, with_ep
         )
     _permute(low, copies)
+    if m.expert_hidden:
+        low.gemm("latent-up", "experts", own, m.hidden, m.expert_hidden)
     if m.shared_experts:
         low.feed_forward("shared", m.shared_width)
     # Without sp the layer's output must be whole again on every tp rank.
@@ -66,9 +70,6 @@ def moe_layer(low: LayerLowering) -> dict[str, list[Op]]:
     low.collective("F", "experts-out", "experts", "all_gather", "tp", n, split_without_sp)
     low.collective("I", "experts-out-grad", "experts", "all_gather", "tp", n, split_without_sp)
     low.residual("ffn-residual")
-    low.shared_scales()
-    low.recomputed()
-    return low.phases
 
 
 def _permute(low: LayerLowering, size: Array) -> None:
@@ -83,6 +84,6 @@ def _experts(low: LayerLowering, tokens: Array) -> None:
     local = m.experts / b.ep
     each = np.maximum(tokens / local, 1.0)
     width = m.expert_width / b.etp
-    low.gemm("experts-up", "experts", each, width * (2 if m.gated else 1), m.hidden, products=local, launches=2)
+    low.gemm("experts-up", "experts", each, width * (2 if m.gated else 1), m.routed_width, products=local, launches=2)
     low.activation("experts", tokens * width * low.element)
-    low.gemm("experts-down", "experts", each, m.hidden, width, products=local, launches=2)
+    low.gemm("experts-down", "experts", each, m.routed_width, width, products=local, launches=2)

@@ -13,7 +13,6 @@ import numpy as np
 
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op, StepProgram, present
-from meshwright.lower.stages import LAYERS
 
 TO_HOST, FROM_HOST = "to-host", "from-host"
 
@@ -23,11 +22,10 @@ def add_activation_copies(program: StepProgram) -> None:
     b = program.batch
     if not present(b.offload_activations):
         return
-    for kind in LAYERS:
-        if kind in program.saved:
-            size = sum(program.saved[kind].values()) + _kept_by_some(program, kind)
-            for phase, name in (("F", TO_HOST), ("I", FROM_HOST)):
-                program.blocks[kind, phase].append(Op(name, "offload", "host", b.offload_activations * 1.0, bytes=size))
+    for kind in b.model.kinds:
+        size = sum(program.saved[kind].values()) + _kept_by_some(program, kind)
+        for phase, name in (("F", TO_HOST), ("I", FROM_HOST)):
+            program.blocks[kind, phase].append(Op(name, "offload", "host", b.offload_activations * 1.0, bytes=size))
 
 
 def _kept_by_some(program: StepProgram, kind: str) -> Array:

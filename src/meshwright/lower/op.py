@@ -1,6 +1,6 @@
 """The step program: what one rank does in one training step, as plain data.
 
-    blocks   {(block, phase): [Op]}   one micro-batch through one embedding, dense layer, MoE layer or head
+    blocks   {(block, phase): [Op]}   one micro-batch through one embedding, layer of a kind, head or multi-token prediction
     sync     {name: [Op]}             what a pipeline stage sends to the next one and back
     loads    what data parallelism gathers and reduces of each block; `sync.step_ops` turns it into the operations of one step
 
@@ -33,8 +33,8 @@ class Op:
     """One operation: compute, memory traffic or communication."""
 
     name: str
-    part: str  # attention | ffn | norm | head | embedding | router | experts | shared | optimizer
-    kind: str  # gemm | attention | tile | memory | collective | p2p | host
+    part: str  # attention | linear | ffn | norm | head | mtp | embedding | router | experts | shared | optimizer
+    kind: str  # gemm | attention | scan | tile | memory | collective | p2p | host
     count: Array = 1.0
     flops: Array = 0.0
     bytes: Array = 0.0  # moved through device memory

@@ -5,7 +5,7 @@ layer it holds that layer's S once more. With n layers in its stages, c of them 
 
     F · ((n − c)·S + c·T·h) + S·[c > 0]  ≤  budget          for the smallest c
 
-Where layers are of two kinds, the larger one counts for both, so that the budget holds for any choice of layers. All ranks recompute
+Where layers are of several kinds, the largest one counts for all, so that the budget holds for any choice of layers. All ranks recompute
 the same number of layers per stage: as many as the fullest rank needs.
 """
 
@@ -47,7 +47,7 @@ def layers_to_recompute(model: Model, plan: Plan, workload: Workload, budget: fl
     """The fewest layers of a stage to recompute so that the layers of every rank save no more than `budget` bytes."""
     plain = plan.but(recompute="none", recompute_every=1, recompute_layers=0, recompute_budget=0.0)
     batch = Batch.of([plain, plain.but(recompute="full")], model, workload, stack or Stack())
-    kinds = [block for kind, block in model.blocks.items() if kind in ("dense", "moe")]
+    kinds = [model.blocks[kind] for kind in model.kinds]
     saved = [sum(footprint.saved(batch, block, activation_bytes(workload)).values()) for block in kinds]
     whole, kept = np.max([np.broadcast_to(size, 2) for size in saved], axis=0).tolist()
     lengths = plan.stage_layers(model.layers)

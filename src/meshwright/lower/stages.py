@@ -12,13 +12,14 @@ micro-batches of the stage on the way down and P − ⌈(r+1)/2⌉ of the stage 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from meshwright.describe import stages as placement
+from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.schedules import IS_V_SHAPED, SCHEDULES
 from meshwright.lower.batch import Batch
@@ -26,7 +27,7 @@ from meshwright.lower.op import Array
 from meshwright.programs.pipelines import formulas
 
 CLOSED_FORM_OF = {"auto": "zb-h2"}  # `auto` does at least as well as the best builder under its memory limit
-LAYERS = ("dense", "moe")
+MOST_RANKS = 16  # of a pipeline of a hybrid model that are all evaluated
 DUALPIPEV = SCHEDULES.index("dualpipev")
 
 
@@ -53,7 +54,7 @@ class StageBlocks:
 
 def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     """The ranks that can be the slowest or the fullest of each plan; `every_rank`: all of them."""
-    if every_rank:
+    if every_rank or (batch.model.pattern and batch.pp.max() <= MOST_RANKS):  # any rank of a hybrid can be the slowest
         return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(int(batch.pp.max()))]
     last = batch.pp - 1
     if not np.any(last):
@@ -62,13 +63,27 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     stages = batch.pp * batch.virtual
     longest = np.mod(np.minimum(_long_stages(batch, stages)[1], stages - 1), batch.pp)
     picks = [np.zeros(batch.n), np.minimum(1.0, last), longest, last]
-    if (
-        batch.model.dense_layers and batch.model.experts
-    ):  # the first longer stage with nothing but experts is fuller still
+    if batch.model.dense_layers and batch.model.experts:  # the first longer stage with nothing but experts is fuller still
         least, first, _ = _long_stages(batch, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
     return [rank_blocks(batch, rank) for rank in picks]
+
+
+def block_counts(model: Model, first: Array, layers: Mapping[str, Array], last: Array) -> dict[str, Array]:
+    """Blocks of each kind: `layers` by kind, the embedding with the `first` layer, head and multi-token prediction with the `last`."""
+    return {
+        "embedding": first,
+        **{kind: layers.get(kind, 0.0) for kind in model.kinds},
+        "head": last,
+        **{kind: model.mtp_layers * last for kind in model.mtp_kinds},
+    }
+
+
+def one_block(model: Model, block: str, n: int) -> dict[str, Array]:
+    """The counts of a single block, for n plans."""
+    kinds = ("embedding", *model.kinds, "head", *model.mtp_kinds)
+    return {kind: np.full(n, float(kind == block)) for kind in kinds}
 
 
 def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
@@ -92,7 +107,7 @@ def rank_blocks(batch: Batch, rank: Array) -> StageBlocks:
 
 def _layers_alike(batch: Batch) -> bool:
     """Whether all layers are of one kind and distributed as evenly as possible."""
-    return batch.model.kind != "counts" and len(set(batch.model.layer_kinds)) == 1 and not batch.uneven
+    return batch.model.kind != "counts" and len(batch.model.kinds) == 1 and not batch.uneven
 
 
 def _stages_of(batch: Batch, rank: Array) -> Array:
@@ -114,19 +129,19 @@ def blocks_by_stage(batch: Batch, held: StageBlocks) -> list[tuple[Array, dict[s
         found = {kind: np.broadcast_to(count, stage.shape) for kind, count in stage_counts(batch, stage).items()}
         rows = [((stage[v] >= 0) * several, {kind: x[v] for kind, x in found.items()}) for v in range(len(stage))]
         return [(~several * 1.0, held.counts), *rows]
-    kind, stages = batch.model.layer_kinds[0], batch.pp * batch.virtual
+    model, stages = batch.model, batch.pp * batch.virtual
+    kind = model.kinds[0]
     least, start, end = _long_stages(batch, stages)
     first, last = held.counts["embedding"], held.counts["head"]
     firsts, lasts = ((start <= s) & (s < end) for s in (0, stages - 1))  # whether the ends are longer stages
     ends = [first * ~firsts + last * ~lasts, first * firsts + last * lasts]
     longer = held.counts[kind] - batch.virtual * least
-    none = dict.fromkeys(held.counts, 0.0)
     sorts = [
         (~several * 1.0, held.counts),
-        (several * (batch.virtual - longer - ends[0]), {**none, kind: least}),
-        (several * (longer - ends[1]), {**none, kind: least + 1}),
-        (several * first, {**none, kind: least + firsts, "embedding": 1.0}),
-        (several * last, {**none, kind: least + lasts, "head": 1.0}),
+        (several * (batch.virtual - longer - ends[0]), block_counts(model, 0.0, {kind: least}, 0.0)),
+        (several * (longer - ends[1]), block_counts(model, 0.0, {kind: least + 1}, 0.0)),
+        (several * first, block_counts(model, 1.0, {kind: least + firsts}, 0.0)),
+        (several * last, block_counts(model, 0.0, {kind: least + lasts}, 1.0)),
     ]
     return [(often, blocks) for often, blocks in sorts if often.any()]
 
@@ -162,7 +177,7 @@ def _with_recompute(
     layer gathers its inputs once, for the recomputation, and keeps them: a split backward does not gather them twice."""
     if held.split is not None:
         kept = batch.recompute != 2
-        held.regathered = {kind: n * kept if kind in LAYERS else n for kind, n in held.split.items()}
+        held.regathered = {kind: n * kept if kind in batch.model.kinds else n for kind, n in held.split.items()}
     if not batch.some_recomputed:
         return held
     held.recomputed = {
@@ -172,7 +187,7 @@ def _with_recompute(
     for i, plan in batch.some_recomputed.items():
         edges = [0, *accumulate(plan.stage_layers(batch.model.layers))]
         here = [s for s in stages(plan, int(places[i])) if 0 <= s < plan.stages]
-        for kind in LAYERS:
+        for kind in batch.model.kinds:
             held.recomputed[kind][i] = 0.0
             if held.regathered is not None:
                 held.regathered[kind][i] = 0.0
@@ -197,19 +212,17 @@ def _blocks_of_one_kind(batch: Batch, rank: Array, v_shaped: Array) -> StageBloc
     back = stages - 1 - rank
     folded = ((start <= rank) & (rank < end)) * 1.0 + ((start <= back) & (back < end))
     layers = batch.virtual * least + np.where(v_shaped, folded, looped)
-    first, zero = (rank == 0) * 1.0, np.zeros(batch.n)
     last = np.where(v_shaped, rank == 0, rank == pp - 1) * 1.0
-    kind = model.layer_kinds[0]
-    return StageBlocks(rank, {"embedding": first, "dense": zero, "moe": zero, kind: layers, "head": last})
+    return StageBlocks(rank, block_counts(model, (rank == 0) * 1.0, {model.kinds[0]: layers}, last))
 
 
 def average_blocks(batch: Batch) -> StageBlocks:
     """The mean of all ranks of a pipeline: fractions of blocks."""
     model, zero = batch.model, np.zeros(batch.n)
     if model.kind == "counts":
-        return StageBlocks(zero, {"embedding": zero, "dense": zero + 1, "moe": zero, "head": zero})
-    layers = {kind: model.layer_count(kind) / batch.pp for kind in ("dense", "moe")}
-    held = StageBlocks(zero, {"embedding": 1 / batch.pp, **layers, "head": 1 / batch.pp})
+        return StageBlocks(zero, block_counts(model, zero, {"dense": zero + 1}, zero))
+    layers = {kind: model.layer_count(kind) / batch.pp for kind in model.kinds}
+    held = StageBlocks(zero, block_counts(model, 1 / batch.pp, layers, 1 / batch.pp))
     if batch.splits_twice:
         held.split = _mean_split(batch, held)
     held = _with_recompute(batch, held, lambda plan, _: range(plan.stages))
@@ -248,20 +261,20 @@ def stage_blocks(batch: Batch, stage: Array, rank: Array) -> StageBlocks:
 def stage_counts(batch: Batch, stage: Array) -> dict[str, Array]:
     """How many blocks of each kind one stage of each plan has (or several stages: one row each)."""
     model = batch.model
-    zero = np.zeros(batch.n)
     exists = (stage >= 0) * 1.0
     if model.kind == "counts":
-        return {"embedding": zero, "dense": exists, "moe": zero, "head": zero}
+        zero = np.zeros(batch.n)
+        return block_counts(model, zero, {"dense": exists}, zero)
     stages = batch.pp * batch.virtual
     start, end = bounds(batch, np.maximum(stage, 0).astype(int), stages)
-    if model.experts:
-        sums = np.concatenate([[0], np.cumsum([kind == "moe" for kind in model.layer_kinds])])
-        moe = exists * (sums[end] - sums[start])
+    if len(model.kinds) == 1:
+        counts = {model.kinds[0]: exists * (end - start)}
     else:
-        moe = zero
-    counts = {"dense": exists * (end - start) - moe, "moe": moe}
-    first, last = (stage == 0) * 1.0, (stage == stages - 1) * 1.0
-    return {"embedding": first, **counts, "head": last}
+        counts = {}
+        for kind in model.kinds:
+            sums = model.layers_before(kind)
+            counts[kind] = exists * (sums[end] - sums[start])
+    return block_counts(model, (stage == 0) * 1.0, counts, (stage == stages - 1) * 1.0)
 
 
 def bounds(batch: Batch, stage: np.ndarray, stages: Array) -> tuple[np.ndarray, np.ndarray]:

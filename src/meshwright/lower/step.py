@@ -17,7 +17,7 @@ from meshwright.describe.workload import Workload
 from meshwright.lower import ends, footprint, gradients, muon, offload
 from meshwright.lower.batch import Batch
 from meshwright.lower.layer import LayerLowering
-from meshwright.lower.moe import moe_layer
+from meshwright.lower.layer_kinds import layer
 from meshwright.lower.op import Array, Op, StepProgram, present
 from meshwright.lower.recompute import activation_bytes, resolve_recompute_budget
 
@@ -44,14 +44,14 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
     if model.kind == "counts":
         _counts_only(program, element)
         return program
-    makers = {"embedding": ends.embedding, "dense": LayerLowering.dense, "moe": moe_layer, "head": ends.head}
+    makers = {"embedding": ends.embedding, "head": ends.head, "mtp": ends.multi_token_prediction}
     messages: dict[Any, Array] = {}
     for kind, block in model.blocks.items():
         low, held = LayerLowering(batch, block, element, messages), footprint.tensors(batch, block)
-        for phase, ops in makers[kind](low).items():
+        for phase, ops in makers.get(kind, layer)(low).items():
             program.blocks[kind, phase] = ops
         program.saved[kind] = footprint.saved(batch, block, element)
-        if kind in ("dense", "moe") and np.any(batch.recompute == 2):
+        if kind in model.kinds and np.any(batch.recompute == 2):
             whole = sum(footprint.saved(batch, block, element, recompute=False).values())
             program.transient = np.maximum(program.transient, whole)
             program.recompute_savings[kind] = whole - sum(program.saved[kind].values())
@@ -63,8 +63,8 @@ def lower(batch: Batch, element: float = 0.0) -> StepProgram:
         if present(batch.sends("powersgd")):
             groups = {group: [t for t in held if t.group == group] for group in footprint.GROUPS}
             program.compressed[kind] = {group: footprint.compressed(batch, mine) for group, mine in groups.items()}
-        _add_boundary(program, kind, element)
-    if model.tied and np.any(batch.pp > 1):
+    _add_boundary(program, element)
+    if (model.tied or model.mtp_layers) and np.any(batch.pp > 1):
         program.tied = footprint.own_elements(batch, footprint.tensors(batch, model.blocks["head"])[-1])
     _add_weight_gathers(program)
     offload.add_activation_copies(program)
@@ -108,17 +108,15 @@ def _share_of_unit(program: StepProgram, kind: str, load: gradients.Load) -> Arr
     longest = np.ceil(model.layers / stages)
     for i in batch.uneven:
         longest[i] = max(batch.layers_per_stage[i])
-    units = 1.0 if kind in ENDS else np.ceil(longest / batch.wrap) / longest
-    layers = [(model.layer_count(block) / stages, block) for block in ("dense", "moe") if block in program.loads]
+    units = 1.0 if kind not in model.kinds else np.ceil(longest / batch.wrap) / longest
+    layers = [(model.layer_count(block) / stages, block) for block in model.kinds]
     ends = [(1.0 / stages, end) for end in ENDS]
     stage = gradients.combined((count, program.loads[block]["dense"]) for count, block in (*layers, *ends)).held
     return np.where(batch.one_unit, load.held / stage, units)
 
 
-def _add_boundary(program: StepProgram, kind: str, element: float) -> None:
+def _add_boundary(program: StepProgram, element: float) -> None:
     """Add the messages between stages. They belong to no block: a stage sends once, for any number of layers."""
-    if kind != "dense":
-        return
     batch = program.batch
     n = batch.tokens * batch.model.hidden * element / batch.seq_split
     on = (batch.pp > 1) * 1.0

@@ -67,7 +67,7 @@ def summed(program: StepProgram, held: StageBlocks) -> dict[str, Array]:
     if present(program.tied):  # a rank with both ends, as in a V-shaped pipeline, adds its two copies locally
         out["ends"] = np.abs(held.counts["embedding"] - held.counts["head"]) * (b.pp > 1) * program.tied
     if b.model.experts:
-        out["stage"] = held.counts["moe"] * ROUTER_LOADS * b.model.experts
+        out["stage"] = sum(held.counts[kind] for kind in b.model.expert_kinds) * ROUTER_LOADS * b.model.experts
     return out
 
 

@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "quick-gelu": lambda x: x * torch.sigmoid(QUICK_GELU * x),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu-tanh": partial(F.gelu, approximate="tanh"),

@@ -144,7 +144,7 @@ def choose_detail(e: Estimate, walked: WalkedStep) -> str:
     """The finest level of detail that keeps a trace below `MOST_SPANS` spans."""
     actions = len(walked.walk.program)
     layers = e.model.layers / max(1, e.plan.stages) if e.model.layers else 1
-    ops = [op for (block, _), ops in e.program.blocks.items() if block == "dense" for op in ops]
+    ops = [op for (block, _), ops in e.program.blocks.items() if block == e.model.kinds[0] for op in ops]
     if actions * layers * len(ops) / 2 < MOST_SPANS:
         return "operations"
     collectives = sum(bool(op.axis) for op in ops)

@@ -30,19 +30,19 @@ def different_fields(a: Model, b: Model) -> dict[str, tuple[Any, Any]]:
 def canonical(model: Model) -> dict[str, Any]:
     """The fields that decide what a model computes, each written in one way."""
     fields = {name: value for name, value in model.model_dump().items() if name not in FREE}
-    for name in ("moe_every", "dense_layers", "full_every", "full_layers", "router", "rope"):
+    for name in ("moe_every", "dense_layers", "pattern", "full_every", "full_layers", "router", "rope"):
         del fields[name]
     latent, expert = model.attention == "mla", bool(model.experts)
     fields |= {
         "kv_heads": model.kv_groups,
         "head_dim": 0 if latent else model.head_width,
-        "ffn": model.ffn if model.has_dense_layers else 0,
+        "ffn": model.ffn if model.has_part("ffn") else 0,
         "expert_ffn": model.expert_width if expert else 0,
         "shared_ffn": model.shared_width if expert else 0,
         "latent_norm_epsilon": (model.latent_norm_epsilon or model.norm_epsilon) if latent else 0.0,
         "attention_scale": model.attention_scale or default_scale(model),
         "layer_kinds": model.layer_kinds,
-        "window": model.window if model.full_count < model.layers else 0,
+        "window": model.window if model.full_count < model.attention_count else 0,
         "layers with a window": tuple(i for i in range(model.layers) if not model.sees_all(i)),
     }
     return fields | routing(model) | rotation(model)

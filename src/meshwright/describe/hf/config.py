@@ -26,6 +26,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "starcoder2": {"num_key_value_heads": 2},
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+    "deepseek_v32": {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
     "gemma": {"num_key_value_heads": 16, "head_dim": 256},
     "gemma2": {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
@@ -37,6 +38,7 @@ DEFAULTS: dict[str, dict[str, int]] = {
     "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
     "qwen2_moe": {"num_key_value_heads": 16},
     "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen3_next": {"num_key_value_heads": 2, "head_dim": 256},
 }  # fmt: skip
 # Spellings of dropout rates.
 DROPOUT = {

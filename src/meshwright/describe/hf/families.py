@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.describe.hf.config import Config
+from meshwright.describe.hf.hybrids import HYBRIDS
 from meshwright.describe.hf.parts import (
     attention_bias,
     decoder,
@@ -26,7 +27,8 @@ from meshwright.errors import MeshwrightError
 
 # model_type of a file → the family whose function reads it
 ALIASES = {
-    "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral",
+    "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3", "llama4": "llama4_text", "mistral3": "mistral", "minimax_text_01": "minimax",
+    "minimax_m1": "minimax",
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
     "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3", "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
@@ -119,7 +121,17 @@ def _deepseek(c: Config) -> dict[str, Any]:
     if not experts or not any(layers):
         return fields
     fields |= router | {"experts": experts, "top_k": top_k, "expert_ffn": width, "shared_experts": shared}
-    return fields | {"balance_bias": c.family == "deepseek_v3"} | expert_layers(c, layers)
+    return fields | {"balance_bias": c.family != "deepseek_v2"} | expert_layers(c, layers)
+
+
+def _sparse_deepseek(c: Config) -> dict[str, Any]:
+    """DeepSeek-V3.2: an indexer selects the positions that a query attends to."""
+    index = {
+        "index_heads": c.number("index_n_heads", 64),
+        "index_dim": c.number("index_head_dim", 128),
+        "index_top_k": c.number("index_topk", 2048),
+    }
+    return _deepseek(c) | index
 
 
 def _gpt2(c: Config) -> dict[str, Any]:
@@ -237,5 +249,5 @@ FAMILIES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "qwen3_moe": _qwen3_moe, "mixtral": _mixtral, "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "gpt2": _gpt2,
     "gpt_neox": _gpt_neox, "gemma": _gemma, "gemma2": _gemma2, "gemma3_text": _gemma3, "gpt_oss": _gpt_oss,
     "granite": _llama, "olmo2": _olmo2, "olmo3": _olmo2, "olmoe": _olmoe, "llama4_text": _llama4, "glm4_moe": _glm4_moe,
-    "starcoder2": _starcoder2, "smollm3": _smollm3,
+    "starcoder2": _starcoder2, "smollm3": _smollm3, "deepseek_v32": _sparse_deepseek, **HYBRIDS,
 }  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.describe.hf.config import Config, shown
-from meshwright.describe.model import MOST_LAYERS
+from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 
 EXACT_GELU, TANH_GELU = ("gelu", "gelu_python"), ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh")
 GATED = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "quick_gelu": "geglu"}
 GATED |= dict.fromkeys(EXACT_GELU, "geglu") | dict.fromkeys(TANH_GELU, "geglu-tanh")
-PLAIN = {"relu": "relu", "quick_gelu": "quick-gelu"}
+PLAIN = {"relu": "relu", "relu2": "relu2", "quick_gelu": "quick-gelu"}
 PLAIN |= dict.fromkeys(EXACT_GELU, "gelu") | dict.fromkeys(TANH_GELU, "gelu-tanh")
 WITHOUT_LAYER_TYPES = ("mistral", "mixtral", "phi3", "qwen3_moe")  # their window is that of all layers
 
@@ -101,6 +101,8 @@ def expert_layers(c: Config, has_experts: list[bool]) -> dict[str, int]:
 
 
 def predicted_tokens(c: Config) -> None:
-    """Multi-token-prediction layers are not counted; the note says so."""
+    """Multi-token-prediction layers are not counted, as in published counts; the note says how to count them."""
     if layers := c.number("num_nextn_predict_layers", 0, least=0):
-        c.notes.append(f"{layers} multi-token-prediction layer{'s' * (layers > 1)} not counted")
+        c.notes.append(
+            f"{layers} multi-token-prediction layer{'s' * (layers > 1)} not counted (model.mtp_layers={layers} counts them)"
+        )

@@ -1,6 +1,6 @@
 """From a parsed config to a Model: find the family, read its fields, and note what was assumed or not understood.
 
-Encoders, encoder-decoders and state-space hybrids are refused with what to do instead: a wrong count is worse than none.
+Encoders, encoder-decoders and layers of unknown kinds are refused with what to do instead: a wrong count is worse than none.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ ENCODERS = {
     "bert", "roberta", "distilbert", "deberta-v2", "electra", "modernbert", "xlm-roberta", "t5", "mt5", "umt5", "bart", "mbart",
     "pegasus", "whisper", "vit", "clip", "siglip", "dinov2",
 }  # fmt: skip
-HYBRIDS = {
-    "mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h", "qwen3_next", "zamba", "zamba2", "bamba", "falcon_h1",
-    "granitemoehybrid", "recurrent_gemma", "rwkv", "lfm2", "minimax",
+NOT_DESCRIBED = {
+    "mamba", "falcon_mamba", "zamba", "zamba2", "falcon_h1", "granitemoehybrid", "recurrent_gemma", "rwkv", "lfm2",
 }  # fmt: skip
 
 
@@ -77,7 +76,7 @@ def _family(data: dict[str, Any]) -> str:
         for family in (*FAMILIES, *ALIASES):
             if family.replace("_", "") == stem:
                 return ALIASES.get(family, family)
-    if kind in ENCODERS or kind in HYBRIDS:
+    if kind in ENCODERS or kind in NOT_DESCRIBED:
         raise _cannot_be_described(str(kind))
     raise unknown("MW-HF-004", "model_type", str(kind or first), sorted({*FAMILIES, *ALIASES}))
 
@@ -86,7 +85,7 @@ def _cannot_be_described(kind: str) -> MeshwrightError:
     why = (
         "Only decoders are read from a config; an encoder of plain layers can be written as a [model] table"
         if kind in ENCODERS
-        else "It has state-space or linear-attention layers, which a [model] table cannot describe layer by layer"
+        else "It has layers that a [model] table cannot describe: shared, parallel, or with a mixer that is not known"
     )
     table = (
         'a [model] table with hidden, layers, heads, ffn, vocab, activation = "gelu" and causal = false'

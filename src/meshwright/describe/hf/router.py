@@ -5,7 +5,7 @@
     deepseek_v2            softmax; topk_method "greedy", or group_limited_greedy: top k among the topk_group best of
                            n_group groups; weights scaled by routed_scaling_factor. Transformers' class ignores
                            norm_topk_prob, which no released model sets; so do we, with a note
-    deepseek_v3, glm4_moe  sigmoid and a balancing bias; groups ranked by the sum of their two best; normalised, then scaled
+    deepseek_v3, glm4_moe, nemotron_h  sigmoid and a balancing bias; groups ranked by the sum of their two best; normalised, then scaled
 
 `router_aux_loss_coef` weighs E·Σ f_e P_e with f and P averaged over all layers with experts and f summing to k; ours is
 added in each layer, with f summing to one: a coefficient c becomes c·k/layers. Those classes add the loss only where
@@ -36,7 +36,9 @@ class Defaults(NamedTuple):
 DEEPSEEK = {
     "deepseek_v2": Defaults("softmax", ("greedy", "group_limited_greedy"), normalise=False),
     "deepseek_v3": Defaults("sigmoid", ("noaux_tc",), groups=8, groups_kept=4, scale=2.5),
+    "deepseek_v32": Defaults("sigmoid", ("noaux_tc",), groups=8, groups_kept=4, scale=2.5),
     "glm4_moe": Defaults("sigmoid", ("noaux_tc",)),
+    "nemotron_h": Defaults("sigmoid", ("noaux_tc",)),
 }
 
 

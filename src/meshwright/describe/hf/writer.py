@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "gelu-tanh": "gelu_new",
     "quick-gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
 }
 # Options of [model.rope] that a kind of scaling reads, by the same names in a config.
 SCALING = {

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from meshwright.describe.legality.case import Case, Flag
+from meshwright.describe.legality.expert_rules import EXPERT_RULES, MOST_DEGREE, LocalSgdNeedsDenseModel
 from meshwright.describe.legality.fixes import divisors, values
 from meshwright.describe.legality.rule import Problem, Rule
 from meshwright.describe.plan_fields import CP_KINDS
 
 RING, ULYSSES = CP_KINDS.index("ring"), CP_KINDS.index("ulysses")
-MOST_DEGREE = 4096  # larger degrees are not offered
 
 
 def neither_divides(a: Flag, b: Flag) -> Flag:
@@ -93,7 +91,8 @@ class MlpHasNoSequence(Rule):
 def tensor_degrees(p: Case) -> list[int]:
     """Tensor-parallel degrees that this model accepts, by these same rules."""
     m = p.model
-    found = np.array([d for d in divisors(m.hidden if m.kind == "mlp" else m.heads) if d <= MOST_DEGREE])
+    split = m.hidden if m.kind == "mlp" else m.heads if m.has_part("attention") else m.linear.heads
+    found = np.array([d for d in divisors(split) if d <= MOST_DEGREE])
     alone = Case({**p.fields, "tp": found, "expert_tp": p.fields["expert_tp"] * 0}, m)
     broken = np.zeros(len(found), bool)
     for each in TENSOR_RULES:
@@ -113,7 +112,9 @@ class TensorDividesHeads(Rule):
     @staticmethod
     def broken(p: Case) -> Flag:
         m = p.model
-        return (m.kind != "counts") & ((m.hidden if m.kind == "mlp" else m.heads) % p.tp != 0)
+        if m.kind == "counts" or not m.has_part("attention"):
+            return False
+        return (m.hidden if m.kind == "mlp" else m.heads) % p.tp != 0
 
     @staticmethod
     def explain(p: Case) -> Problem:
@@ -128,7 +129,8 @@ class TensorFitsKvHeads(Rule):
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.model.kind == "transformer") & neither_divides(p.model.kv_groups, p.tp)
+        m = p.model
+        return (m.kind == "transformer") & m.has_part("attention") & neither_divides(m.kv_groups, p.tp)
 
     @staticmethod
     def explain(p: Case) -> Problem:
@@ -145,34 +147,33 @@ class TensorDividesFfn(Rule):
         m = p.model
         if m.kind != "transformer":
             return False
-        return ((m.ffn % p.tp != 0) & m.has_dense_layers) | ((m.shared_width % p.tp != 0) & (m.shared_experts > 0))
+        return ((m.ffn % p.tp != 0) & m.has_part("ffn")) | ((m.shared_width % p.tp != 0) & (m.shared_experts > 0))
 
     @staticmethod
     def explain(p: Case) -> Problem:
         m = p.model
-        dense = m.has_dense_layers and m.ffn % p.tp
+        dense = m.has_part("ffn") and m.ffn % p.tp
         split = f"FFN width {m.ffn}" if dense else f"the shared experts' width {m.shared_width}"
         return cannot_split(p, f"tp={p.tp} does not divide {split} of {m.name}", "Each rank holds whole columns")
 
 
-TENSOR_RULES: tuple[type[Rule], ...] = (TensorDividesHeads, TensorFitsKvHeads, TensorDividesFfn)
-
-
-class LocalSgdNeedsDenseModel(Rule):
-    code = "MW-PLAN-015"
+class TensorDividesLinear(Rule):
+    code = "MW-PLAN-004"
     needs = ("model",)
 
     @staticmethod
     def broken(p: Case) -> Flag:
-        return (p.model.experts > 0) & (p.average_every > 0)
+        o = p.model.linear
+        return False if not o.kind else (o.heads % p.tp != 0) | (o.key_groups % p.tp != 0)
 
     @staticmethod
     def explain(p: Case) -> Problem:
-        return Problem(
-            f"average_every={p.average_every} with the {p.model.experts} experts of {p.model.name}",
-            why="Routers count the tokens of all replicas in every step",
-            fixes=[{"plan.average_every": 0}],
-        )
+        o = p.model.linear
+        split = f"{o.heads} linear heads" if o.heads % p.tp else f"{o.key_groups} groups of linear heads"
+        return cannot_split(p, f"tp={p.tp} does not divide {split} of {p.model.name}", "A state belongs to one rank")
+
+
+TENSOR_RULES: tuple[type[Rule], ...] = (TensorDividesHeads, TensorFitsKvHeads, TensorDividesFfn, TensorDividesLinear)
 
 
 class SequenceParallelDividesSequence(Rule):
@@ -236,7 +237,7 @@ class UlyssesDividesHeads(Rule):
     @staticmethod
     def broken(p: Case) -> Flag:
         m = p.model
-        if m.kind != "transformer":
+        if m.kind != "transformer" or not m.has_part("attention"):
             return False
         uneven = (m.heads // p.tp % p.cp != 0) | neither_divides(local_keys(p), p.cp)
         return (p.cp > 1) & (p.cp_kind == ULYSSES) & uneven
@@ -259,100 +260,30 @@ class UlyssesDividesHeads(Rule):
         )
 
 
+class ContextDividesLinear(Rule):
+    code = "MW-PLAN-008"
+    needs = ("model",)
+
+    @staticmethod
+    def broken(p: Case) -> Flag:
+        o = p.model.linear
+        return False if not o.kind else (p.cp > 1) & (o.heads // p.tp % p.cp != 0)
+
+    @staticmethod
+    def explain(p: Case) -> Problem:
+        local = max(1, p.model.linear.heads // p.tp)
+        legal = [d for d in divisors(local) if d <= MOST_DEGREE]
+        return Problem(
+            f"cp={p.cp} does not divide {local} local linear heads of {p.model.name}",
+            why="A state needs all positions: linear mixers trade sequence for heads, and each rank has whole heads",
+            valid=[f"cp={d}" for d in legal],
+            fixes=values("plan.cp", legal, p.cp),
+        )
+
+
 def local_keys(p: Case) -> Flag:
     """KV heads of one tensor-parallel rank: at least one, copied where there are more ranks than heads."""
     return np.maximum(p.model.kv_groups // p.tp, 1)
-
-
-class ExpertsExist(Rule):
-    code = "MW-PLAN-010"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.experts == 0) & ((p.ep > 1) | (p.expert_tp > 0))
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        named = f"ep={p.ep}" if p.ep > 1 else f"expert_tp={p.expert_tp}"
-        return Problem(f"{named} but {p.model.name} has no experts", fixes=[{"plan.ep": 1, "plan.expert_tp": 0}])
-
-
-class ExpertsDivide(Rule):
-    code = "MW-PLAN-010"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.experts > 0) & (p.model.experts % p.ep != 0)
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        legal = [d for d in divisors(p.model.experts) if d <= MOST_DEGREE]
-        return Problem(
-            f"ep={p.ep} does not divide {p.model.experts} experts of {p.model.name}",
-            valid=legal,
-            fixes=values("plan.ep", legal, p.ep),
-        )
-
-
-class ExpertTensorDividesTensor(Rule):
-    code = "MW-PLAN-010"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.experts > 0) & (p.tp % p.etp != 0)
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        legal = divisors(p.tp)
-        return Problem(
-            f"expert_tp={p.expert_tp} does not divide tp={p.tp}",
-            valid=legal,
-            fixes=[*values("plan.expert_tp", legal, p.etp), {"plan.expert_tp": 0}],
-        )
-
-
-class ExpertTensorDividesWidth(Rule):
-    code = "MW-PLAN-010"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.experts > 0) & (p.model.expert_width % p.etp != 0)
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        m = p.model
-        legal = [d for d in divisors(p.tp) if m.expert_width % d == 0]
-        named = f"expert_tp={p.etp}" if p.expert_tp else f"tp={p.tp}"
-        return Problem(
-            f"{named} does not divide the experts' width {m.expert_width} of {m.name}",
-            why="Each rank holds whole columns of an expert",
-            valid=[f"expert_tp={d}" for d in legal],
-            fixes=values("plan.expert_tp", legal, p.etp),
-        )
-
-
-class ExpertRanksDivide(Rule):
-    code = "MW-PLAN-010"
-    needs = ("model",)
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return (p.model.experts > 0) & (p.expert_ranks % p.ep != 0)
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        ranks = p.expert_ranks
-        legal: Iterable[int] = [d for d in divisors(ranks) if p.model.experts % d == 0]
-        return Problem(
-            f"ep={p.ep} does not divide tp/expert_tp × cp × replicate × shard = {ranks}",
-            why="Expert parallelism uses these ranks and adds none",
-            valid=legal,
-            fixes=values("plan.ep", legal, p.ep),
-        )
 
 
 MODEL_RULES: tuple[type[Rule], ...] = (
@@ -364,12 +295,10 @@ MODEL_RULES: tuple[type[Rule], ...] = (
     TensorFitsKvHeads,
     LocalSgdNeedsDenseModel,
     TensorDividesFfn,
+    TensorDividesLinear,
     SequenceParallelDividesSequence,
     ContextDividesSequence,
     UlyssesDividesHeads,
-    ExpertsExist,
-    ExpertsDivide,
-    ExpertTensorDividesTensor,
-    ExpertTensorDividesWidth,
-    ExpertRanksDivide,
+    ContextDividesLinear,
+    *EXPERT_RULES,
 )

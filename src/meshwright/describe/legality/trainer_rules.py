@@ -48,6 +48,12 @@ def unsupported_parts(m: Model) -> list[str]:
         "norm_position=post": m.norm_position == "post",
         "qk_norm_width=projection": m.qk_norm and m.qk_norm_width == "projection",
         f"norms_per_layer={m.norms_per_layer}": m.norms_per_layer not in (2, 4),
+        f"layers of the kinds {', '.join(m.kinds)} (pattern)": bool(m.pattern),
+        f"linear mixers ({m.linear.kind})": bool(m.linear.kind),
+        "sparse attention (index_heads)": bool(m.index_heads),
+        "an output gate of attention (output_gate)": m.output_gate,
+        "multi-token prediction (mtp_layers)": bool(m.mtp_layers),
+        "latent experts (expert_hidden)": bool(m.expert_hidden),
         f"rotary positions with the odd {field}={width}": m.positions == "rope" and width % 2 == 1,
     }
     return [part for part, present in parts.items() if present]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.describe.anatomy import Block, Linear, Vector
+from meshwright.describe.tensors import Block, Linear, Vector
 from meshwright.describe.model import Model
 
 TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
@@ -23,16 +23,30 @@ NORMS = {
     "kv-norm": "attention.kv_a_norm",
     "embedding-norm": "embedding.norm",
     "final-norm": "head.norm",
+    "mtp-norm-1": "mtp.hidden_norm",
+    "mtp-norm-2": "mtp.embedding_norm",
+    "mtp-norm-3": "mtp.norm",
+}
+FLAT = {  # vectors that are one flat parameter: convolutions and decays of linear mixers, norms that are not `Model.norm`
+    "conv": "linear.conv",
+    "decay": "linear.decay",
+    "steps-norm": "linear.steps_norm",
+    "scan-norm": "linear.norm",
+    "index-norm": "attention.index_norm",
+    "sinks": "attention.sinks",
 }
 # The modules of a block in the order in which the network registers them.
 ORDER = (
     "embedding.tokens", "embedding.positions", "embedding.norm",
-    "linear", "attention_norm", "attention.q_a", "attention.q_a_norm", "attention.kv_a", "attention.kv_a_norm",
-    "attention.q", "attention.k", "attention.v", "attention.q_norm", "attention.k_norm", "attention.sinks", "attention.o",
+    "mtp.hidden_norm", "mtp.embedding_norm", "mtp.join", "linear", "attention_norm",
+    "linear.in", "linear.conv", "linear.steps", "linear.steps_norm", "linear.rate", "linear.decay", "linear.norm", "linear.out",
+    "attention.q_a", "attention.q_a_norm", "attention.kv_a", "attention.kv_a_norm",
+    "attention.q", "attention.k", "attention.v", "attention.q_norm", "attention.k_norm", "attention.sinks",
+    "attention.index_q", "attention.index_k", "attention.index_norm", "attention.index_weights", "attention.gate", "attention.o",
     "attention.heads.q", "attention.heads.q_b", "attention.heads.kv_b", "attention.heads.o", "ffn_norm",
-    "moe.router", "moe.experts.gate", "moe.experts.up", "moe.experts.down",
-    "moe.shared.gate", "moe.shared.up", "moe.shared.down", "moe.shared_scale",
-    "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "head.norm", "head.project",
+    "moe.router", "moe.latent_down", "moe.experts.gate", "moe.experts.up", "moe.experts.down",
+    "moe.latent_up", "moe.shared.gate", "moe.shared.up", "moe.shared.down", "moe.shared_scale",
+    "ffn.gate", "ffn.up", "ffn.down", "attention_post_norm", "ffn_post_norm", "mtp.norm", "head.norm", "head.project",
 )  # fmt: skip
 
 
@@ -44,7 +58,7 @@ class Parameter:
     shape: tuple[int, ...]
     style: str
     learns: bool = True
-    block: str = ""  # embedding | dense | moe | head
+    block: str = ""  # embedding | a kind of layer | head | mtp
     layer: int = -1  # -1: in no layer
 
     @property
@@ -65,7 +79,7 @@ class Parameter:
     def multiplied_in_fp8(self) -> bool:
         """Whether an fp8 workload multiplies by it in fp8: the matrices of a layer, except its router."""
         matrix = len(self.shape) > 1 and self.name.endswith(".weight")
-        return matrix and self.block in ("dense", "moe") and not self.module.endswith("moe.router")
+        return matrix and self.block not in ("embedding", "head") and not self.module.endswith("moe.router")
 
     @property
     def module(self) -> str:
@@ -85,6 +99,9 @@ def parameters(model: Model, layers: range) -> list[Parameter]:
         out += block_parameters(model, model.blocks["head"])
         if model.tied and not first and model.kind == "transformer":
             out.append(tied_copy(model))
+        for module in range(model.mtp_layers):
+            for p in block_parameters(model, model.blocks["mtp"]):
+                out.append(replace(p, name=f"mtp.{module}.{p.name}"))
     return out
 
 
@@ -104,7 +121,7 @@ def module_styles(model: Model) -> tuple[tuple[str, str], ...]:
     """(pattern of module names, style) of all modules that have parameters; `*` is the layer index."""
     out: dict[str, str] = {}
     for kind, block in model.blocks.items():
-        prefix = "layers.*." if kind in ("dense", "moe") else ""
+        prefix = "layers.*." if kind in model.kinds else "mtp.*." if kind == "mtp" else ""
         for p in block_parameters(model, block):
             out.setdefault(prefix + p.module, p.style)
     if model.tied:
@@ -117,17 +134,19 @@ def module_of(model: Model, linear: Linear) -> str:
     if linear.part == "attention":
         in_heads = model.attention == "mla" and linear.style != "between"
         return f"attention.heads.{linear.name}" if in_heads else f"attention.{linear.name}"
-    if linear.name in ("router", "shared-scale"):
+    if linear.name in ("router", "shared-scale", "latent-down", "latent-up"):
         return f"moe.{linear.name.replace('-', '_')}"
     if linear.name == "head":
         return "head.project"
+    if linear.part in ("linear", "mtp"):
+        return linear.name.replace("-", ".")
     part, _, kind = linear.name.partition("-")
     return linear.name if not kind else f"{'' if part == 'ffn' else 'moe.'}{part}.{kind}"
 
 
 def _matrix(model: Model, linear: Linear) -> Iterator[Parameter]:
     path = module_of(model, linear)
-    experts = (linear.copies,) if linear.part == "experts" else ()
+    experts = (linear.copies,) if linear.style.startswith("experts") else ()
     yield Parameter(f"{path}.weight", (*experts, linear.d_out, linear.d_in), linear.style)
     if linear.bias:
         style = f"{linear.style}-bias" if linear.style in ("row", "experts-row") else linear.style
@@ -149,8 +168,8 @@ def _vector(model: Model, vector: Vector) -> Iterator[Parameter]:
                     yield Parameter(f"attention.{name}.weight", (model.head_width,), vector.style)
         case "balance-bias":
             yield Parameter("moe.router.balance_bias", (vector.size,), vector.style, learns=False)
-        case "sinks":
-            yield Parameter("attention.sinks.weight", (vector.size,), vector.style)
+        case name if name in FLAT:
+            yield Parameter(f"{FLAT[name]}.weight", (vector.size,), vector.style)
         case _:
             affine = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
             for name in affine:

@@ -27,7 +27,7 @@ from meshwright.cost.phase import rank_time
 from meshwright.cost.step import StepCost
 from meshwright.lower.batch import SCHEDULES
 from meshwright.lower.op import Array, StepProgram
-from meshwright.lower.stages import StageBlocks, average_blocks
+from meshwright.lower.stages import StageBlocks, average_blocks, one_block
 from meshwright.planner.search.space import Space
 from meshwright.planner.search.table import Table
 
@@ -103,9 +103,9 @@ def ends(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]:
     """Seconds of a micro-batch in embedding and head together, and in the longest kind of layer."""
     b, zero = program.batch, np.zeros(program.batch.n)
 
-    def one(*blocks: str) -> Array:
-        counts = {kind: zero + (kind in blocks) for kind in ("embedding", "dense", "moe", "head")}
-        return np.broadcast_to(rank_time(program, cost.times, StageBlocks(zero, counts), zero).total, b.n)
+    def seconds(block: str) -> Array:
+        held = StageBlocks(zero, one_block(b.model, block, b.n))
+        return np.broadcast_to(rank_time(program, cost.times, held, zero).total, b.n)
 
-    kinds = set(b.model.layer_kinds) if b.model.kind != "counts" else {"dense"}
-    return {"ends": one("embedding") + one("head"), "longest": np.maximum.reduce([one(kind) for kind in kinds])}
+    last = seconds("head") + sum((b.model.mtp_layers * seconds(kind) for kind in b.model.mtp_kinds), zero)
+    return {"ends": seconds("embedding") + last, "longest": np.maximum.reduce([seconds(k) for k in b.model.kinds])}

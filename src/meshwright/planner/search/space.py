@@ -254,8 +254,8 @@ class Space:
 
     @property
     def mixed(self) -> bool:
-        """Whether the model has dense and expert layers."""
-        return self.model.kind != "counts" and len(set(self.model.layer_kinds)) > 1
+        """Whether the model has several kinds of layers."""
+        return self.model.kind != "counts" and len(self.model.kinds) > 1
 
     def uneven(self, rows: Table) -> np.ndarray:
         """Which rows have stages with different numbers of layers."""

@@ -31,7 +31,7 @@ from meshwright.cost.walked import stage_times
 from meshwright.describe.plan import Plan
 from meshwright.describe.stages import stages_of_rank
 from meshwright.lower.op import StepProgram
-from meshwright.lower.stages import LAYERS, StageBlocks
+from meshwright.lower.stages import StageBlocks, one_block
 from meshwright.lower.step import step_program
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.pipeline_walk import fullest, walked_time
@@ -73,19 +73,22 @@ def simulated(space: Space, variants: Sequence[tuple[Candidate, Plan]], limit: f
 
 
 def block_seconds(space: Space, plans: Sequence[Plan]) -> list[Seconds]:
-    """For each plan, the seconds of a micro-batch in the embedding, in each layer and in the head."""
+    """For each plan, the seconds of a micro-batch in the embedding, in each layer and in the head (with multi-token prediction)."""
     program = step_program(space.model, plans, space.workload, space.stack)
     cost = step_cost(program, space.cluster)
-    kinds = dict.fromkeys(("embedding", *space.model.layer_kinds, "head"))
-    each = {kind: one_block(program, cost, plans, kind) for kind in kinds}
-    order = ("embedding", *space.model.layer_kinds, "head")
+    model = space.model
+    kinds = ("embedding", *model.kinds, "head", *model.mtp_kinds)
+    each = {kind: seconds_of(program, cost, plans, kind) for kind in kinds}
+    for kind in model.mtp_kinds:
+        each["head"] = each["head"] + model.mtp_layers * each[kind]
+    order = ("embedding", *model.layer_kinds, "head")
     return [tuple(float(each[kind][k]) for kind in order) for k in range(len(plans))]
 
 
-def one_block(program: StepProgram, cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
+def seconds_of(program: StepProgram, cost: StepCost, plans: Sequence[Plan], block: str) -> np.ndarray:
     """Seconds of a micro-batch in one block; of a layer that only some stages recompute, the mean."""
     n = program.batch.n
-    counts = {kind: np.full(n, float(kind == block)) for kind in ("embedding", *LAYERS, "head")}
+    counts = one_block(program.batch.model, block, n)
     layers = program.batch.model.layers
     share = np.array([min(1.0, p.recompute_layers * p.stages / layers) if p.recompute_layers else 1.0 for p in plans])
     recomputed = {kind: count * share for kind, count in counts.items()}

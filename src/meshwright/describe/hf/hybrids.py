@@ -1,0 +1,217 @@
+"""Families of Hugging Face configs whose layers are of several kinds: linear mixers between layers with attention.
+
+    nemotron_h             `hybrid_override_pattern`, a letter for each layer, or `layers_block_type`, a word for each
+    qwen3_next             `layer_types`, or every `full_attention_interval`-th layer has attention; experts in (almost) all
+    jamba                  `attn_layer_period` and `attn_layer_offset`, `expert_layer_period` and `expert_layer_offset`
+    minimax                `layer_types`, or `attn_type_list` with 1 for attention; experts in all layers
+    bamba                  `attn_layer_indices`; an FFN in all layers
+    mamba2                 linear mixers alone
+
+Each becomes a `pattern` of the Model (`describe.layers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from meshwright.describe.hf.config import Config, shown
+from meshwright.describe.hf.parts import attention_bias, decoder, plain_activation, predicted_tokens
+from meshwright.describe.hf.router import deepseek_router, softmax_router
+from meshwright.describe.shape_checks import MOST_LAYERS
+from meshwright.errors import MeshwrightError
+
+LETTERS = {
+    "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
+}  # fmt: skip
+
+
+def compact(words: Sequence[str]) -> str:
+    """The shortest pattern that repeats to these layers; every word is a layer."""
+    period = next(n for n in range(1, len(words) + 1) if all(w == words[i % n] for i, w in enumerate(words)))
+    words = words[:period] if period > 1 else [*words[:1]] * 2
+    return "".join(words) if all(len(word) == 1 for word in words) else " ".join(words)
+
+
+def _kinds_of_layers(c: Config, key: str) -> list[str] | None:
+    """One letter for each layer, from a list of words."""
+    words = c.many(key, str)
+    if words is None:
+        return None
+    if unknown := [word for word in words if word not in LETTERS]:
+        raise MeshwrightError("MW-HF-007", f"{key} has the layer {shown(unknown[0])}", valid=LETTERS)
+    return [LETTERS[word] for word in words[:MOST_LAYERS]]
+
+
+def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
+    """Mamba-2 as Nemotron-H (`mamba_num_heads`) or Bamba (`mamba_n_heads`) spell it."""
+    bamba = prefix == "mamba_n_"
+    return {
+        "kind": "mamba2",
+        "heads": c.number("mamba_n_heads" if bamba else f"{prefix}num_heads"),
+        "head_dim": c.number("mamba_d_head" if bamba else f"{prefix}head_dim"),
+        "groups": c.number("mamba_n_groups" if bamba else "n_groups", 1),
+        "state": c.number("mamba_d_state" if bamba else "ssm_state_size" if prefix else "state_size"),
+        "conv": c.number("mamba_d_conv" if bamba else "conv_kernel", 4),
+        "conv_bias": c.flag("mamba_conv_bias" if bamba else "use_conv_bias", True),
+        "chunk": c.number("mamba_chunk_size" if bamba else "chunk_size", 256),
+    }
+
+
+def nemotron_h(c: Config) -> dict[str, Any]:
+    """Every layer has one part: a Mamba-2 mixer, attention without positions, an FFN or experts."""
+    letters = c.word("hybrid_override_pattern", "")
+    pattern = list(letters) or _kinds_of_layers(c, "layers_block_type")
+    if not pattern:
+        raise MeshwrightError("MW-HF-005", "the nemotron_h config lacks 'hybrid_override_pattern'")
+    layers = c.number("num_hidden_layers", len(pattern), most=MOST_LAYERS)
+    heads = c.number("num_attention_heads")
+    fields: dict[str, Any] = {
+        "hidden": c.number("hidden_size"),
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": c.number("num_key_value_heads", heads),
+        "head_dim": c.number("head_dim", c.number("attention_head_dim", 0, least=0), least=0),
+        "ffn": c.number("intermediate_size") if "-" in pattern else 0,
+        "activation": plain_activation(c, "mlp_hidden_act", "relu2"),
+        "ffn_bias": c.flag("mlp_bias", False),
+        "vocab": c.number("vocab_size"),
+        "max_positions": c.number("max_position_embeddings", 0, least=0),
+        "tied": c.flag("tie_word_embeddings", False),
+        "positions": "none",
+        "pattern": letters or compact(pattern),
+        "linear": _mamba2(c),
+    }
+    c.covered("intermediate_size", "expand", "layers_block_type", "num_logits_to_keep", "use_mamba_kernels")
+    c.covered("mamba_hidden_act", "mamba_proj_bias", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    predicted_tokens(c)
+    if "E" not in pattern:
+        return fields | attention_bias(c)
+    top_k = c.number("num_experts_per_tok")
+    experts = {"experts": c.number("n_routed_experts"), "top_k": top_k, "balance_bias": True}
+    experts |= {"expert_ffn": c.number("moe_intermediate_size"), "expert_hidden": c.number("moe_latent_size", 0, least=0)}
+    if shared := c.number("n_shared_experts", 0, least=0):
+        width = c.number("moe_shared_expert_intermediate_size", shared * experts["expert_ffn"])
+        experts |= {"shared_experts": shared, "shared_ffn": width}
+    return fields | attention_bias(c) | experts | deepseek_router(c, top_k)
+
+
+def qwen3_next(c: Config) -> dict[str, Any]:
+    """Three of four layers with a gated delta rule, the others with gated attention; experts where the step of Qwen's MoE says."""
+    fields = decoder(c) | attention_bias(c) | {"qk_norm": True, "output_gate": True}
+    layers = fields["layers"]
+    every = c.number("full_attention_interval", 4)
+    mixers = _kinds_of_layers(c, "layer_types") or ["*" if (i + 1) % every == 0 else "M" for i in range(layers)]
+    experts = c.number("num_experts", 512, least=0)
+    step, dense = c.number("decoder_sparse_step", 1), set(c.many("mlp_only_layers", int) or [])
+    channels = ["E" if experts and i not in dense and (i + 1) % step == 0 else "-" for i in range(layers)]
+    fields |= {
+        "pattern": compact([mixer + channel for mixer, channel in zip(mixers, channels, strict=False)]),
+        "ffn": fields["ffn"] if "-" in channels else 0,
+        "linear": {
+            "kind": "gated-delta",
+            "heads": c.number("linear_num_value_heads", 32),
+            "head_dim": c.number("linear_value_head_dim", 128),
+            "groups": c.number("linear_num_key_heads", 16),
+            "state": c.number("linear_key_head_dim", 128),
+            "conv": c.number("linear_conv_kernel_dim", 4),
+            "chunk": 64,
+        },
+    }
+    predicted_tokens(c)
+    if "E" not in channels:
+        return fields
+    top_k, shared = c.number("num_experts_per_tok", 10), c.number("shared_expert_intermediate_size", 512, least=0)
+    fields |= {"experts": experts, "top_k": top_k, "expert_ffn": c.number("moe_intermediate_size", 512)}
+    fields |= {"shared_experts": 1, "shared_ffn": shared, "shared_gate": True} if shared else {}
+    return fields | softmax_router(c, top_k, channels.count("E"), c.flag("norm_topk_prob", True))
+
+
+def jamba(c: Config) -> dict[str, Any]:
+    """Mamba-1 mixers with attention in every eighth layer, and experts in every second one."""
+    fields = decoder(c) | {"positions": "none"}
+    layers, hidden = fields["layers"], fields["hidden"]
+    period, offset = c.number("attn_layer_period", 8), c.number("attn_layer_offset", 4, least=0)
+    every, first = c.number("expert_layer_period", 2), c.number("expert_layer_offset", 1, least=0)
+    experts = c.number("num_experts", 16)
+    words = [
+        ("*" if i % period == offset else "M") + ("E" if experts > 1 and i % every == first else "-")
+        for i in range(layers)
+    ]
+    rank = c.get("mamba_dt_rank")
+    fields |= {
+        "pattern": compact(words),
+        "linear": {
+            "kind": "mamba1",
+            "heads": hidden * c.number("mamba_expand", 2),
+            "state": c.number("mamba_d_state", 16),
+            "rank": -(-hidden // 16) if rank in (None, "auto") else c.number("mamba_dt_rank"),
+            "conv": c.number("mamba_d_conv", 4),
+            "conv_bias": c.flag("mamba_conv_bias", True),
+        },
+    }
+    c.covered("mamba_proj_bias", "use_mamba_kernels", "num_logits_to_keep", "mamba_inner_layernorms")
+    if not any(word.endswith("E") for word in words):
+        return fields
+    top_k = c.number("num_experts_per_tok", 2)
+    routed = {"experts": experts, "top_k": top_k}
+    return fields | routed | softmax_router(c, top_k, layers // every, normalise=False)
+
+
+def minimax(c: Config) -> dict[str, Any]:
+    """Lightning attention, with softmax attention in every eighth layer; experts in all layers."""
+    fields = decoder(c)
+    listed = c.many("attn_type_list", int)
+    mixers = ["*" if kind else "M" for kind in listed] if listed else _kinds_of_layers(c, "layer_types")
+    if not mixers:
+        raise MeshwrightError("MW-HF-005", "the minimax config lacks 'layer_types'", why="It has no default")
+    top_k = c.number("num_experts_per_tok")
+    head_dim = fields["head_dim"] or fields["hidden"] // fields["heads"]
+    fields |= {
+        "pattern": compact([f"{mixer}E" for mixer in mixers[: fields["layers"]]]),
+        "linear": {
+            "kind": "lightning",
+            "heads": fields["heads"],
+            "head_dim": head_dim,
+            "state": head_dim,
+            "chunk": c.number("block_size", 256),
+        },
+        "experts": c.number("num_local_experts"),
+        "top_k": top_k,
+        "expert_ffn": fields["ffn"],
+        "ffn": 0,
+    }
+    c.covered("postnorm", "shared_intermediate_size", "shared_moe_mode", "rotary_dim", "block_size", "layer_types")
+    c.covered(*(key for key in c.data if key.startswith(("layernorm_", "full_attn_", "linear_attn_", "mlp_"))))
+    return fields | softmax_router(c, top_k, fields["layers"], normalise=True)
+
+
+def bamba(c: Config) -> dict[str, Any]:
+    """Mamba-2 mixers with attention in a few listed layers; an FFN in all."""
+    fields = decoder(c)
+    at = set(c.many("attn_layer_indices", int) or [])
+    words = ["*-" if i in at else "M-" for i in range(fields["layers"])]
+    c.covered("mamba_expand", "mamba_proj_bias", "num_logits_to_keep", "mlp_bias")
+    return fields | attention_bias(c) | {"pattern": compact(words), "linear": _mamba2(c, "mamba_n_")}
+
+
+def mamba2(c: Config) -> dict[str, Any]:
+    """Linear mixers alone: no attention and no FFN."""
+    hidden, width = c.number("hidden_size"), c.number("head_dim", 64)
+    heads = c.number("num_heads", c.number("expand", 2) * hidden // width)
+    c.covered("residual_in_fp32", "rms_norm", "use_bias", "hidden_act")
+    return {
+        "hidden": hidden,
+        "layers": c.number("num_hidden_layers", most=MOST_LAYERS),
+        "vocab": c.number("vocab_size"),
+        "tied": c.flag("tie_word_embeddings", False),
+        "norms_per_layer": 2,
+        "positions": "none",
+        "pattern": "MM",
+        "linear": _mamba2(Config(c.family, {**c.data, "num_heads": heads, "head_dim": width}, c.notes), ""),
+    }
+
+
+HYBRIDS: dict[str, Callable[[Config], dict[str, Any]]] = {
+    "nemotron_h": nemotron_h, "qwen3_next": qwen3_next, "jamba": jamba, "minimax": minimax, "bamba": bamba, "mamba2": mamba2,
+}  # fmt: skip

@@ -1,0 +1,143 @@
+"""Checks of a model's shape: which fields it needs, which exclude each other, and what must divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.describe.rope import RopeOptions
+from meshwright.describe.router import RouterOptions
+from meshwright.errors import MeshwrightError, nearest_number
+
+MOST_LAYERS = 100_000  # layers are counted one by one
+Shape = Any  # a `shape.ModelShape`, which imports this file
+
+
+def check(m: Shape) -> None:
+    """Raise if a shape cannot be a model."""
+    if m.kind == "counts":
+        if m.given_parameters <= 0 or m.given_flops <= 0:
+            raise MeshwrightError("MW-MODEL-001", f"{m.name}: 'counts' needs given_parameters and given_flops")
+        return
+    for field in ("hidden", "layers") if m.kind == "mlp" else ("hidden", "layers", "vocab"):
+        if not getattr(m, field):
+            raise MeshwrightError("MW-MODEL-001", f"{m.name}: a {m.kind} needs '{field}' above 0")
+    if m.layers > MOST_LAYERS:
+        raise MeshwrightError(
+            "MW-MODEL-007",
+            f"{m.name}: {m.layers} layers",
+            valid=[f"1 to {MOST_LAYERS}"],
+            fix=f"--set model.layers={MOST_LAYERS}",
+        )
+    if m.kind == "transformer":
+        _check_heads(m)
+        _check_rotation_and_activation(m)
+        if m.attention == "mla" and not (m.kv_rank and m.nope_dim and m.value_dim):
+            raise MeshwrightError("MW-MODEL-004", "MLA needs kv_rank, nope_dim and value_dim above 0")
+        _check_experts(m)
+        _check_pattern(m)
+        _check_sparse_attention(m)
+
+
+def _check_heads(m: Shape) -> None:
+    """Raise if attention heads do not divide the hidden width, or KV heads the heads."""
+    if m.attention == "gqa" and not m.head_dim and m.hidden % m.heads:
+        legal = [n for n in range(1, 257) if m.hidden % n == 0]
+        grouped = [n for n in legal if not m.kv_heads or n % m.kv_heads == 0]
+        raise MeshwrightError(
+            "MW-MODEL-002",
+            f"{m.heads} heads do not divide hidden {m.hidden}",
+            valid=legal,
+            fix=f"--set model.heads={nearest_number(m.heads, grouped)}" if grouped else "",
+        )
+    if m.heads % m.kv_groups:
+        legal = [n for n in range(1, min(m.heads, 4096) + 1) if m.heads % n == 0]
+        near = nearest_number(m.kv_groups, legal)
+        raise MeshwrightError(
+            "MW-MODEL-003",
+            f"{m.kv_groups} KV heads do not divide {m.heads} heads",
+            valid=legal,
+            fix=f"--set model.kv_heads={near}",
+        )
+
+
+def _check_rotation_and_activation(m: Shape) -> None:
+    """Raise for options of rotary positions or of SwiGLU that do not fit the model or would have no effect."""
+    if m.attention == "gqa" and m.rope_dim > m.head_width:
+        raise MeshwrightError(
+            "MW-MODEL-009",
+            f"rope_dim={m.rope_dim} exceeds the head width {m.head_width}",
+            why="It is the number of elements of each head that are rotated",
+            fix="--set model.rope_dim=0",
+        )
+    if m.positions == "rope":
+        m.rope.check(m.rotated_width, m.max_positions)
+    elif m.rope != RopeOptions():
+        raise MeshwrightError(
+            "MW-MODEL-009", f"[model.rope] with positions={m.positions}", fix="--set model.positions=rope"
+        )
+    if m.activation != "swiglu" and (m.swiglu_limit, m.swiglu_alpha, m.swiglu_shift) != (0, 1, 0):
+        raise MeshwrightError(
+            "MW-MODEL-009",
+            f"swiglu_limit, swiglu_alpha or swiglu_shift with activation={m.activation}",
+            fix="--set model.activation=swiglu",
+        )
+
+
+def _check_experts(m: Shape) -> None:
+    """Raise for experts that no token can choose, and for fields of experts without experts."""
+    if m.experts:
+        if not 1 <= m.top_k <= m.experts:
+            raise MeshwrightError(
+                "MW-MODEL-005",
+                f"top_k={m.top_k} of {m.experts} experts is impossible",
+                valid=[f"1 to {m.experts}"],
+                fix="--set model.top_k=1",
+            )
+        m.router.check(m.experts, m.top_k)
+    elif m.top_k or m.shared_experts:
+        raise MeshwrightError("MW-MODEL-005", "top_k or shared experts without experts", fix=_some_experts(m))
+    elif m.router != RouterOptions():
+        raise MeshwrightError("MW-MODEL-005", "a router without experts", fix=_some_experts(m))
+    elif m.expert_hidden:
+        raise MeshwrightError("MW-MODEL-005", "expert_hidden without experts", fix="--set model.expert_hidden=0")
+    if m.dense_layers > m.layers:
+        raise MeshwrightError("MW-MODEL-006", f"{m.dense_layers} dense layers of {m.layers} layers")
+
+
+def _some_experts(m: Shape) -> str:
+    """Settings that give a model experts, where its router accepts them."""
+    experts, top_k = max(8, m.top_k), m.top_k or 2
+    try:
+        m.router.check(experts, top_k)
+    except MeshwrightError:
+        return ""
+    return f"--set model.experts={experts}" + ("" if m.top_k else f" --set model.top_k={top_k}")
+
+
+def _check_pattern(m: Shape) -> None:
+    """Raise for a pattern of layers that contradicts other fields, and for fields of parts that no layer has."""
+    if m.pattern and (m.dense_layers or m.moe_every > 1):
+        raise MeshwrightError(
+            "MW-MODEL-010",
+            "pattern with dense_layers or moe_every",
+            why="The pattern already says which layers have experts",
+            fix="--set model.dense_layers=0 --set model.moe_every=1",
+        )
+    for part, present, field in (("experts", m.experts, "experts"), ("linear", m.linear.kind, "linear.kind")):
+        if m.has_part(part) and not present:
+            raise MeshwrightError("MW-MODEL-010", f"pattern {m.pattern[:60]!r} needs model.{field}")
+        if present and not m.has_part(part) and (m.pattern or part == "linear"):
+            raise MeshwrightError("MW-MODEL-010", f"model.{field} is set, but no layer of the pattern has it")
+    if m.linear.kind:
+        m.linear.check()
+    if not m.ffn and (m.has_part("ffn") or (m.experts and not m.expert_ffn)):
+        raise MeshwrightError("MW-MODEL-001", f"{m.name}: a transformer needs 'ffn' above 0")
+
+
+def _check_sparse_attention(m: Shape) -> None:
+    """Raise for an indexer without a size, or together with a window."""
+    sizes = (m.index_heads, m.index_dim, m.index_top_k)
+    if any(sizes) and not all(sizes):
+        raise MeshwrightError("MW-MODEL-010", "sparse attention needs index_heads, index_dim and index_top_k above 0")
+    if m.index_heads and m.window:
+        raise MeshwrightError("MW-MODEL-010", "sparse attention with a window", fix="--set model.window=0")
