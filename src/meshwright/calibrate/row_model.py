@@ -1,0 +1,252 @@
+"""The model of a published run: a catalog entry, or a shape built from the row's own numbers.
+
+The name of the row is compared with the names of the catalog. A variant ("layers reduced", other experts) keeps the entry's architecture and
+takes the row's numbers. A name that the catalog does not have becomes a transformer of the row's layers, hidden width, heads and FFN. What a row
+leaves open (SwiGLU or GELU, tied embeddings, learned positions, FFN width, vocabulary) is chosen so that the shape has the published number of
+parameters: the usual choice first, then others. If no choice comes within 2% of it, the row is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+from meshwright.calibrate.case import Case, integer, number, refusal
+from meshwright.describe import catalog
+from meshwright.describe.model import Model
+from meshwright.errors import MeshwrightError
+from meshwright.units import format_count
+
+TOLERANCE = 0.02  # of the published number of parameters
+EXACT = 0.001  # a choice this close to the published number is taken before the usual one
+ALIASES = (  # canonical name → catalog entry, where the two are written differently
+    (r"opt175b", "gpt3-175b"),
+    (r"llama3\|405b", "llama3.1-405b"),
+    (r"nemotron3(\|5)?(nano|lightning)", "nemotron-3-nano"),
+    (r"minimax(text)?01|minimaxtext", "minimax-text-01"),
+    (r"jamba1\.5mini|jambamini", "jamba-1.5-mini"),
+    (r"jamba1\.5large|jambalarge", "jamba-1.5-large"),
+)
+GATED = (
+    r"llama|qwen|mixtral|deepseek|grok|gpt.?oss|mistral|gemma|olmo|phi.?[34]|\byi\b|glm|internlm|baichuan|smollm|granite|"
+    r"minimax|kimi|dbrx|command.?r|falcon.?3"
+)
+HYBRID = r"hybrid|mamba|jamba|nemotron.?h"
+VOCABULARIES = (50304, 32000, 128256, 151936)
+
+
+def read_model(c: Case) -> Model:
+    """The model of a row, with the assumptions added to the case."""
+    r, name = c.row, c.row["model"].lower()
+    published = {key: integer(r[key]) for key in ("layers", "hidden", "heads", "vocab") if integer(r[key])}
+    told = _parameters(r["params"])
+    base = catalog_entry(name)
+    if base:
+        shape: Model = catalog.load("models", base)
+        if published.get("hidden", shape.hidden) == shape.hidden:
+            found = _variant(c, shape, published)
+            if told is None or abs(found.total / told - 1) <= TOLERANCE:
+                if not published:
+                    c.assumed.append(f"shape: catalog {base}")
+                return found
+            if not {"layers", "hidden"} <= set(published):
+                raise _other_count(found, told)
+    if not {"layers", "hidden"} <= set(published):
+        raise refusal("the shape of the model is not published")
+    if re.search(HYBRID, name) or (base and shape.pattern):
+        raise refusal(f"the pattern of layer kinds of {r['model']} is not published")
+    return _built(c, published, name, told)
+
+
+def canonical(name: str) -> str:
+    """A name without case, parentheses and separators; a separator between two numbers is a bar: "Llama-3 70B" is llama3|70b."""
+    name = re.sub(r"\(.*?\)", " ", name.lower())
+    name = re.sub(r"[^a-z0-9.]+", " ", name)
+    return re.sub(r"(?<=\d) (?=\d)", "|", name.strip()).replace(" ", "")
+
+
+@cache
+def _catalog_names() -> dict[str, str]:
+    """Canonical name → catalog entry, of the models that somebody published."""
+    entries = [n for n in catalog.names("models") if catalog.load("models", n).published.source]
+    return {canonical(n): n for n in entries}
+
+
+@cache
+def catalog_entry(name: str) -> str | None:
+    """The catalog entry that a row's name contains (the longest), or that it begins (only one)."""
+    text, names = canonical(name), _catalog_names()
+    for pattern, entry in ALIASES:
+        if re.search(pattern, text):
+            return entry
+    inside = [known for known in names if re.search(_whole(known), text)]
+    if inside:
+        return names[max(inside, key=len)]
+    begun = [known for known in names if text and re.match(_whole(text), known)]
+    return names[begun[0]] if len(begun) == 1 and re.search(r"\d", text) else None
+
+
+def _whole(name: str) -> str:
+    """The pattern of a name whose last number, if it ends with one, goes no further."""
+    return re.escape(name) + (r"(?![\d.])" if name[-1:].isdigit() else "")
+
+
+def _parameters(text: str) -> float | None:
+    """A published number of parameters: "8.03e9", "8.03B", "671e9 total / 37e9 active"."""
+    value = number(text.replace(",", ""))
+    unit = re.search(r"\d\s*([kmbt])\b", text.lower())
+    return None if not value else value * {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[unit[1]] if unit else value
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What a cell of FFN widths says: "18432 dense (3 layers) / 2048 per expert + 2048 shared; MoE every 2nd layer"."""
+
+    plain: int = 0
+    expert: int = 0
+    dense: int = 0
+    dense_layers: int = 0
+    shared: int = 0  # a width, or a number of experts if it is small
+    every: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> Widths:
+        def first(*patterns: str) -> int:
+            found = (re.search(pattern, text) for pattern in patterns)
+            return next((int(m[1]) for m in found if m), 0)
+
+        return cls(
+            integer(text),
+            first(r"(\d+) per expert"),
+            first(r"(\d+) dense", r"dense (\d+)"),
+            first(r"dense \((\d+) layers"),
+            first(r"\+ (\d+) shared"),
+            first(r"every (\d+)(?:nd|rd|th)"),
+        )
+
+
+def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
+    """A catalog model with the numbers of the row."""
+    r = c.row
+    keep: dict[str, Any] = {k: v for k, v in published.items() if k != "heads" or shape.attention == "gqa"}
+    if r["kv_heads"].isdigit() and shape.attention == "gqa":
+        keep["kv_heads"] = integer(r["kv_heads"])
+    if "layers" in keep and shape.dense_layers:
+        keep["dense_layers"] = min(shape.dense_layers, keep["layers"])
+    widths = Widths.of(r["ffn_hidden"])
+    if shape.experts:
+        experts = integer(r["experts"]) or shape.experts
+        keep |= {"experts": experts, "top_k": min(integer(r["topk"]) or shape.top_k, experts)}
+        if experts % shape.router.groups:
+            keep["router"] = shape.router.but(groups=1, groups_kept=0)
+        if widths.expert or (widths.plain and not shape.has_part("ffn")):
+            keep["expert_ffn"] = widths.expert or widths.plain
+    elif widths.plain:
+        keep["ffn"] = widths.plain
+    return shape.but(name=r["model"], **keep)
+
+
+def _built(c: Case, published: dict[str, int], name: str, told: float | None) -> Model:
+    """A transformer of the row's numbers: of the choices that the row leaves open, the usual one, or one that meets the published count."""
+    found: list[tuple[float, Model, list[str]]] = []
+    for fields, assumed in _choices(c, published, name, told is not None):
+        try:
+            model = Model(**fields)
+        except MeshwrightError:
+            if told is None:
+                raise
+            continue
+        error = abs(model.total / told - 1) if told else 0.0
+        found.append((error, model, assumed))
+        if error <= EXACT:
+            break
+    if not found:
+        raise refusal("no shape of the row's numbers is a transformer")
+    near = [choice for choice in found if choice[0] <= EXACT] or [choice for choice in found if choice[0] <= TOLERANCE]
+    if not near:
+        assert told is not None
+        raise _other_count(min(found, key=lambda choice: choice[0])[1], told)
+    _, model, assumed = near[0]
+    c.assumed += assumed
+    return model
+
+
+def _other_count(model: Model, told: float) -> MeshwrightError:
+    return refusal(
+        f"the shape of the row has {format_count(model.total)} parameters, and {format_count(told)} are published"
+    )
+
+
+def _choices(c: Case, published: dict[str, int], name: str, counted: bool) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """The fields of the shapes that fit the row, the usual one first, each with what it assumes; one only if the row has no parameter count."""
+    r, hidden = c.row, published["hidden"]
+    heads = published.get("heads") or max(1, hidden // 128)
+    kv_heads = [integer(r["kv_heads"]) or heads]
+    kv_heads = [k if heads % k == 0 else heads for k in kv_heads]
+    if not integer(r["kv_heads"]) and heads % 8 == 0 and heads > 8:
+        kv_heads.append(8)
+    widths = Widths.of(r["ffn_hidden"])
+    plain = [widths.plain] if widths.plain else [4 * hidden, 256 * -(-8 * hidden // (3 * 256))]
+    vocabularies = [published["vocab"]] if "vocab" in published else list(VOCABULARIES)
+    gated = bool(re.search(GATED, name))
+    kinds = [gated, not gated] if counted else [gated]
+    options = product(vocabularies, plain, kv_heads, kinds, (False, True), (False, True))
+    for vocab, ffn, kv, is_gated, other_tie, other_positions in options:
+        fields: dict[str, Any] = {
+            "name": r["model"],
+            "layers": published["layers"],
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": kv,
+            "vocab": vocab,
+            "ffn": ffn,
+            "max_positions": integer(r["seq_len"], 2048),
+            **_experts(r, widths, ffn),
+            **_architecture(c, name, is_gated),
+        }
+        if other_tie:
+            fields["tied"] = not fields.get("tied", False)
+        if other_positions:
+            fields["positions"] = "learned" if fields.get("positions", "rope") != "learned" else "rope"
+        assumed = [] if "heads" in published else [f"heads: hidden / 128 = {heads}"]
+        assumed += [] if "vocab" in published else [f"vocabulary: {vocab}"]
+        assumed += [] if widths.plain else [f"FFN: {ffn}"]
+        assumed += [] if is_gated == gated else [f"activation: {fields['activation']}, to meet the parameters"]
+        yield fields, assumed
+        if not counted:
+            return
+
+
+def _experts(r: dict[str, str], widths: Widths, ffn: int) -> dict[str, Any]:
+    """Experts, and which layers have them."""
+    experts = integer(r["experts"])
+    if not experts:
+        return {}
+    width = widths.expert or ffn
+    fields: dict[str, Any] = {"experts": experts, "top_k": integer(r["topk"], 2), "expert_ffn": width}
+    fields["ffn"] = widths.dense or width
+    if widths.shared:
+        count, wide = (widths.shared, widths.shared * width) if widths.shared < 64 else (1, widths.shared)
+        fields |= {"shared_experts": count, "shared_ffn": wide}
+    if widths.dense_layers:
+        fields["dense_layers"] = min(widths.dense_layers, integer(r["layers"]))
+    if widths.every > 1:
+        fields["moe_every"] = widths.every
+    return fields
+
+
+def _architecture(c: Case, name: str, gated: bool) -> dict[str, Any]:
+    """What the name and the source of a run say about norms, positions, biases and the activation."""
+    if gated:
+        return {"activation": "swiglu"}
+    if "nemotron" in name:
+        return {"activation": "relu2", "norm": "layernorm", "vocab_multiple": 128}
+    gpt: dict[str, Any] = {"activation": "gelu", "norm": "layernorm", "tied": True, "vocab_multiple": 128}
+    if "mpt" in name:
+        return gpt | {"positions": "alibi"}
+    gpt |= {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "positions": "learned", "dropout": True}
+    return gpt | ({"positions": "alibi", "embedding_norm": True, "dropout": False} if "bloom" in c.row["file"] else {})

@@ -1,0 +1,140 @@
+"""The plan and the workload of a published run. What the row does not state is assumed, and the assumption is listed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.calibrate.case import Case, integer, refusal
+from meshwright.describe.plan import Plan
+from meshwright.describe.workload import Workload
+
+SCHEDULES = {
+    "": "1f1b",
+    "none": "1f1b",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "1f1b-i": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-h2",
+}
+PRECISIONS = {"bf16": "bf16", "16bit": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "mxfp8", "fp4": "fp4", "": "bf16"}
+
+
+@dataclass(frozen=True)
+class Degrees:
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+
+
+def read_plan(c: Case) -> None:
+    """Set the plan and the workload of a case whose model, cluster and stack are known."""
+    assert c.cluster is not None
+    assert c.model is not None
+    d = _degrees(c, c.cluster.world)
+    c.workload = _workload(c)
+    fields: dict[str, Any] = {"tp": d.tp, "cp": d.cp, "pp": d.pp, "microbatch": _microbatch(c, d, c.workload.batch)}
+    fields |= _stages(c, d.pp, c.model.layers) | _sequence_parallel(c, d.tp) | _sharding(c, d)
+    if c.model.experts:
+        fields |= _experts(c, d)
+    mode = c.row["recompute_mode"]
+    c.plan = Plan(**fields, recompute=mode or "none")
+    if not mode:
+        c.assumed.append("recompute: the least that fits")
+
+
+def _degrees(c: Case, gpus: int) -> Degrees:
+    r = c.row
+    tp, pp, cp = integer(r["tp"], 0), integer(r["pp"], 0), integer(r["cp"], 1) or 1
+    if not tp or not pp:
+        raise refusal("the parallel degrees are not published")
+    if gpus % (tp * pp * cp):
+        raise refusal(f"tp × cp × pp = {tp} × {cp} × {pp} does not divide {gpus} GPUs")
+    dp = gpus // (tp * pp * cp)
+    if r["dp"] and integer(r["dp"]) != dp:
+        c.assumed.append(f"dp: {dp} by arithmetic (the table says {r['dp']})")
+    return Degrees(tp, cp, pp, dp)
+
+
+def _workload(c: Case) -> Workload:
+    r = c.row
+    batch, seq = integer(r["global_batch"]), integer(r["seq_len"])
+    if not batch or not seq or "token" in r["global_batch"]:
+        raise refusal("the batch or the sequence length is not published")
+    return Workload(batch=batch, seq=seq, precision=PRECISIONS.get(r["dtype"], "bf16"))
+
+
+def _microbatch(c: Case, d: Degrees, batch: int) -> int:
+    """The published micro-batch; else by gradient accumulation, one in a pipeline, or up to eight. It must divide the batch."""
+    r = c.row
+    micro = integer(r["micro_batch"])
+    if not micro:
+        local, steps = max(1, batch // d.dp), integer(r["grad_accum"])
+        micro = max(1, local // steps) if steps else 1 if d.pp > 1 else min(local, 8)
+        c.assumed.append(f"micro-batch: {micro}")
+    while micro > 1 and batch % (micro * d.dp):
+        micro -= 1
+    return micro
+
+
+def _stages(c: Case, pp: int, layers: int) -> dict[str, Any]:
+    """The schedule, and the virtual stages of an interleaved one."""
+    r = c.row
+    schedule = SCHEDULES.get(r["schedule"], "1f1b")
+    if pp == 1 or schedule != "interleaved":
+        return {"schedule": "1f1b" if pp == 1 else schedule, "virtual": 1}
+    virtual = max(1, integer(r["vpp"], 1))
+    if virtual == 1:
+        virtual = max(2, next((v for v in (2, 3, 4, 5) if layers % (pp * v) == 0), 2))
+        c.assumed.append(f"virtual stages: {virtual}")
+    while virtual > 1 and pp * virtual > layers:
+        virtual -= 1
+    return {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual": virtual}
+
+
+def _sequence_parallel(c: Case, tp: int) -> dict[str, bool]:
+    if c.row["sp"]:
+        return {"sp": integer(c.row["sp"]) > 0 and tp > 1}
+    c.assumed.append(f"sequence parallel: {'on' if tp > 1 else 'off'}")
+    return {"sp": tp > 1}
+
+
+def _sharding(c: Case, d: Degrees) -> dict[str, Any]:
+    """ZeRO, and the dtypes and buckets of gradients, which follow from the stack."""
+    r, stack = c.row, c.stack
+    zero = integer(r["zero"]) if r["zero"] else 1
+    if not r["zero"]:
+        c.assumed.append("ZeRO: 1 (distributed optimizer)")
+    sharded = zero > 0 and d.dp > 1
+    pure = stack.name == "composer-fsdp" and "pure" in r["zero_fsdp"].lower()
+    fields: dict[str, Any] = {
+        "replicate": 1 if sharded else d.dp,
+        "shard": d.dp if sharded else 1,
+        "zero": zero if sharded else 0,
+        "grad_dtype": stack.gradient_dtype,
+        "comm_dtype": stack.gradient_dtype,
+        "bucket": _bucket(c),
+        "reduce": "step" if zero == 2 and d.pp > 1 else "auto",
+        "master": not pure,
+    }
+    if stack.name == "composer-fsdp":
+        fields |= {"param_dtype": "bf16", "grad_dtype": "bf16" if pure else "fp32", "comm_dtype": "bf16"}
+    if zero == 3:  # ZeRO-3 prefetches its all-gathers even if the stack has no other overlap
+        fields["overlap"] = tuple(dict.fromkeys(("dp", *stack.overlap)))
+    return fields
+
+
+def _experts(c: Case, d: Degrees) -> dict[str, int]:
+    """Expert parallelism; tensor parallelism inside experts only where the ranks divide."""
+    ep, etp = max(1, integer(c.row["ep"], 1)), integer(c.row["etp"])
+    etp = etp or (1 if ep > 1 else 0)
+    if d.tp * d.cp * d.dp % (ep * max(1, etp or d.tp)):
+        etp = 1
+    return {"ep": ep, "expert_tp": etp}
+
+
+def _bucket(c: Case) -> float:
+    """The bucket size: Megatron reduces in large buckets (at least 40M elements), DDP in buckets of 25 MB."""
+    return 160e6 if c.stack.name.startswith(("megatron", "nemo")) else 25e6

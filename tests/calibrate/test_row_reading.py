@@ -1,0 +1,147 @@
+"""Rows of other sources than those we know: names, cards and shapes as people write them. All rows are invented."""
+
+import pytest
+
+from meshwright.calibrate import rows
+from meshwright.calibrate.row_model import Widths, catalog_entry
+from meshwright.describe import catalog
+from meshwright.describe.cards import accelerator_of
+
+BASE = {
+    "file": "invented", "row_id": "r", "model": "Corvus 7B", "layers": "32", "hidden": "4096", "ffn_hidden": "11008", "heads": "32",
+    "kv_heads": "32", "vocab": "32000", "seq_len": "4096", "gpu_type": "H100 SXM5 80GB", "gpus": "64", "gpus_per_node": "8", "tp": "2", "pp": "2",
+    "cp": "1", "dp": "16", "sp": "1", "zero": "1", "micro_batch": "1", "global_batch": "256", "recompute_mode": "none", "dtype": "bf16",
+    "flash_attn": "1", "schedule": "1f1b", "stack": "", "step_time_s": "3.0", "params": "", "experts": "", "topk": "",
+}  # fmt: skip
+
+
+SMALL = {"model": "Llama-like", "vocab": "131072", "layers": "16", "hidden": "2048", "ffn_hidden": "8192"}
+UNITS = {"B": 1e9, "M": 1e6}
+
+
+def case(**changes):
+    return rows.case({**BASE, **changes})
+
+
+def model(**changes):
+    found = case(**changes)
+    assert not found.refused, found.refused
+    return found.model
+
+
+# Names that the catalog does not have
+
+
+def test_the_published_count_decides_between_swiglu_and_gelu():
+    assert model(params="6.74e9").activation == "swiglu"
+    gelu = model(params="6.67e9", ffn_hidden="16384")
+    assert gelu.activation == "gelu"
+    for found in (model(params="6.74e9"), gelu):
+        assert found.name == "Corvus 7B"
+    assert model().activation == "gelu"  # no count, and the name says nothing
+    assert model(model="Corvus-Llama 7B").activation == "swiglu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (SMALL | {"params": "1.34e9"}, {"tied": True, "activation": "swiglu"}),
+        (SMALL | {"params": "1.61e9"}, {"tied": False, "activation": "swiglu"}),
+        ({"ffn_hidden": "", "params": "6.74 B"}, {"ffn": 11008, "activation": "swiglu"}),
+        ({"vocab": "", "params": "8.03e9", "kv_heads": "8", "ffn_hidden": "14336"}, {"vocab": 128256}),
+        ({"kv_heads": "", "vocab": "128256", "params": "8030M", "ffn_hidden": "14336"}, {"kv_heads": 8}),
+    ],
+)
+def test_what_a_row_leaves_open_is_chosen_by_the_published_count(changes, expected):
+    found = model(**changes)
+    assert {key: getattr(found, key) for key in expected} == expected
+    told = rows.number(changes["params"]) * UNITS.get(changes["params"][-1], 1)
+    assert found.total == pytest.approx(told, rel=0.02)
+
+
+def test_a_shape_that_misses_the_published_count_is_refused_with_both_numbers():
+    found = case(params="13e9")
+    assert "13B are published" in found.refused
+    assert "6.9" in found.refused or "6.7" in found.refused
+    assert case(model="Llama-3-8B", params="70e9", ffn_hidden="14336", kv_heads="8", vocab="128256").refused
+
+
+def test_experts_of_a_row_are_built():
+    mixture = {
+        "ffn_hidden": "9216 dense (2 layers) / 1536 per expert + 3072 shared", "experts": "48", "topk": "4", "layers": "24",
+        "params": "22.87e9", "model": "Corvus MoE",
+    }  # fmt: skip
+    found = model(**mixture)
+    assert (found.experts, found.top_k, found.expert_ffn, found.ffn, found.dense_layers) == (48, 4, 1536, 9216, 2)
+    assert (found.shared_experts, found.shared_width, found.activation) == (1, 3072, "swiglu")
+    assert Widths.of("8192 per expert + 2 shared; MoE every 3rd layer") == Widths(8192, 8192, shared=2, every=3)
+
+
+# Variants of catalog models
+
+
+def test_a_reduced_variant_has_the_layers_and_experts_of_the_row():
+    row = {
+        "model": "DeepSeek-V3 (layers reduced)", "layers": "8", "hidden": "7168", "heads": "128", "kv_heads": "MLA", "vocab": "129280",
+        "experts": "64", "topk": "8", "ffn_hidden": "18432 dense / 2048 per expert + 2048 shared", "tp": "1", "ep": "8", "dp": "32",
+    }  # fmt: skip
+    found = model(**row)
+    assert (found.layers, found.experts, found.top_k, found.attention, found.dense_layers) == (8, 64, 8, "mla", 3)
+    whole = catalog.load("models", "deepseek-v3")
+    assert found.total < 0.04 * whole.total
+    assert model(**row, params=f"{found.total:.0f}").total == found.total
+    assert case(**row, params="671e9").refused
+    fewer = model(**row | {"experts": "12", "topk": "3", "ep": "4"})  # 8 groups do not divide 12 experts
+    assert (fewer.experts, fewer.top_k, fewer.router.groups) == (12, 3, 1)
+
+
+def test_a_hybrid_variant_keeps_its_pattern_and_an_unknown_one_is_refused():
+    row = {"model": "Nemotron_3_Nano", "hidden": "2688", "ffn_hidden": "1856 per expert", "tp": "1", "dp": "32", "ep": "8"}
+    found = model(**row | {"layers": "12", "heads": "", "kv_heads": "", "vocab": "", "experts": "32"})
+    assert (found.layers, found.layer_count("linear"), found.layer_count("experts"), found.experts) == (12, 6, 5, 32)
+    other = case(**row | {"hidden": "1024"})
+    assert "pattern of layer kinds" in other.refused
+    assert "pattern of layer kinds" in case(model="Corvus hybrid 8B").refused
+
+
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("Llama 3.1 405B", "llama3.1-405b"), ("meta-llama/Llama-3-8B", "llama3-8b"), ("LLaMA2-70b (SFT)", "llama2-70b"), ("llama 3 405B", "llama3.1-405b"),
+        ("Qwen3_30B_A3B", "qwen3-30b-a3b"), ("Qwen3-30B", "qwen3-30b-a3b"), ("Qwen3-Next 80B", "qwen3-next-80b-a3b"), ("deepseek v3 671B", "deepseek-v3"),
+        ("DeepSeek-V3.2-Exp", "deepseek-v3.2"), ("DeepSeek V3 256 experts", "deepseek-v3"), ("Kimi K2", "kimi-k2"), ("GPT-3 175B", "gpt3-175b"),
+        ("Nemotron-H 47B", "nemotron-h-47b"), ("NVIDIA Nemotron 3 Super 120B", "nemotron-3-super"), ("MiniMax-Text-01", "minimax-text-01"),
+        ("Jamba 1.5 Large", "jamba-1.5-large"), ("Mixtral-8x22B-v0.1", "mixtral-8x22b"), ("GLM-4.5-Air", "glm-4.5-air"), ("gpt_oss_20b", "gpt-oss-20b"),
+        ("GPT 8B", None), ("Mixtral", None), ("nano model", None), ("Llama-3-80B", None), ("", None),
+    ],
+)  # fmt: skip
+def test_names_are_found_in_the_catalog(name, entry):
+    assert catalog_entry(name) == entry
+
+
+# Cards
+
+
+@pytest.mark.parametrize(
+    ("text", "card"),
+    [
+        ("H200 SXM", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"), ("H100 SXM5 80GB", "h100-sxm"), ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100 PCIe 80GB", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100-SXM4-40GB", "a100-40gb"), ("a100_40gb", "a100-40gb"),
+        ("A100 80GB PCIe", "a100-80gb-pcie"), ("A100 (80 GB; a second table says 40GB)", "a100-80gb"), ("GB200 NVL72", "gb200"), ("DGX-B200", "b200"),
+        ("dgx_gb300", "gb300"), ("HGX B300", "b300"), ("MI300X", "mi300x"), ("AMD Instinct MI300X OAM", "mi300x"), ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+        ("8x V100", "v100-sxm2-16gb"), ("GeForce RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("H800", "h800"), ("TPU v5p", None), ("H20", None), ("abacus", None),
+    ],
+)  # fmt: skip
+def test_cards_are_understood_however_they_are_written(text, card):
+    assert accelerator_of(text) == card
+    assert card is None or card in catalog.names("accelerators")
+
+
+def test_a_row_gets_the_cluster_of_its_card_and_network():
+    assert case(gpu_type="H200 SXM").cluster.accelerator.name == "h200"
+    assert case(gpu_type="H200 SXM", interconnect="EFAv3").cluster.name.startswith("aws-p5e")
+    assert case(gpu_type="Tesla V100-SXM2-32GB", dtype="fp16").cluster.accelerator.name == "v100-sxm2-32gb"
+    assert case(gpu_type="A100 80GB PCIe").cluster.accelerator.name == "a100-80gb-pcie"
+    assert case(gpu_type="H100", gpus_per_node="4").cluster.levels[0].size == 4
+    assert case(gpu_type="GB200 NVL72", gpus_per_node="4").cluster.levels[0].size == 72
+    assert "catalog" in case(gpu_type="TPU v5p").refused
