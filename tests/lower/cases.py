@@ -10,6 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from meshwright.describe import catalog
+from meshwright.describe.linear import LinearOptions
 from meshwright.describe.model import Model
 from meshwright.describe.plan import Plan
 from meshwright.describe.stack import Stack
@@ -35,7 +36,29 @@ MOE = catalog.load("models", "tiny-moe").but(layers=8)
 MLA = catalog.load("models", "tiny-mla").but(layers=8)
 MLP = catalog.load("models", "lecture-mlp").but(layers=8)
 COUNTS = catalog.load("models", "resnet-50")
-MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP}
+# Every kind of layer once: Mamba-2 mixers, gated attention, latent experts.
+HYBRID = Model(
+    name="hybrid",
+    hidden=256,
+    layers=8,
+    heads=8,
+    kv_heads=4,
+    ffn=704,
+    activation="relu2",
+    vocab=4096,
+    positions="none",
+    output_gate=True,
+    pattern="M- *E M - ME * E *-",
+    linear=LinearOptions(
+        kind="mamba2", heads=16, head_dim=32, groups=8, state=64, conv=4, conv_bias=True, chunk=64
+    ),
+    experts=8,
+    top_k=2,
+    expert_ffn=352,
+    expert_hidden=128,
+    shared_experts=1,
+)
+MODELS = {"gpt": GPT, "gqa": GQA, "moe": MOE, "mla": MLA, "mlp": MLP, "hybrid": HYBRID}
 STORED = Stack(name="stored", attention="stored")
 WORK = Workload(batch=64, seq=512)
 

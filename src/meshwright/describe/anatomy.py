@@ -192,8 +192,8 @@ def experts_part(m: ModelShape) -> Block:
     linears = [Linear("router", "router", m.hidden, m.experts, "inside", m.router_bias)]
     if m.expert_hidden:  # latent experts: one projection before dispatch, one after the results are combined
         linears += [
-            Linear("latent-down", "experts", m.hidden, m.expert_hidden, "between", saves_input=False),
-            Linear("latent-up", "experts", m.expert_hidden, m.hidden, "between"),
+            Linear("latent-down", "latent", m.hidden, m.expert_hidden, "between", saves_input=False),
+            Linear("latent-up", "latent", m.expert_hidden, m.hidden, "between"),
         ]
     linears += ffn_linears(m, "experts", m.expert_width, copies=m.experts, uses=m.top_k)
     saved = [Saved("router-scores", "router", m.experts, "sequence", 4)]

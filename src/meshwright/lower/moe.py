@@ -40,7 +40,7 @@ def experts(low: LayerLowering) -> None:
         stage = b.size("stage")
         low.collective("F", "gather-scores", "router", "all_gather", "stage", own * stage * m.experts * wide, stage > 1)
     if m.expert_hidden:
-        low.gemm("latent-down", "experts", own, m.expert_hidden, m.hidden)
+        low.gemm("latent-down", "latent", own, m.expert_hidden, m.hidden)
     copies = own * m.top_k * m.router.travelling * m.routed_width * e
     _permute(low, copies)
     with_ep = (b.ep > 1) * 1.0
@@ -61,7 +61,7 @@ def experts(low: LayerLowering) -> None:
         )
     _permute(low, copies)
     if m.expert_hidden:
-        low.gemm("latent-up", "experts", own, m.hidden, m.expert_hidden)
+        low.gemm("latent-up", "latent", own, m.hidden, m.expert_hidden)
     if m.shared_experts:
         low.feed_forward("shared", m.shared_width)
     # Without sp the layer's output must be whole again on every tp rank.

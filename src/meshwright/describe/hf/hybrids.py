@@ -180,8 +180,9 @@ def minimax(c: Config) -> dict[str, Any]:
         "top_k": top_k,
         "expert_ffn": fields["ffn"],
         "ffn": 0,
+        "rope_dim": c.number("rotary_dim", 0, least=0),
     }
-    c.covered("postnorm", "shared_intermediate_size", "shared_moe_mode", "rotary_dim", "block_size", "layer_types")
+    c.covered("postnorm", "shared_intermediate_size", "shared_moe_mode", "block_size", "layer_types")
     c.covered(*(key for key in c.data if key.startswith(("layernorm_", "full_attn_", "linear_attn_", "mlp_"))))
     return fields | softmax_router(c, top_k, fields["layers"], normalise=True)
 
