@@ -96,7 +96,14 @@ def test_a_reduced_variant_has_the_layers_and_experts_of_the_row():
 
 
 def test_a_hybrid_variant_keeps_its_pattern_and_an_unknown_one_is_refused():
-    row = {"model": "Nemotron_3_Nano", "hidden": "2688", "ffn_hidden": "1856 per expert", "tp": "1", "dp": "32", "ep": "8"}
+    row = {
+        "model": "Nemotron_3_Nano",
+        "hidden": "2688",
+        "ffn_hidden": "1856 per expert",
+        "tp": "1",
+        "dp": "32",
+        "ep": "8",
+    }
     found = model(**row | {"layers": "12", "heads": "", "kv_heads": "", "vocab": "", "experts": "32"})
     assert (found.layers, found.layer_count("linear"), found.layer_count("experts"), found.experts) == (12, 6, 5, 32)
     other = case(**row | {"hidden": "1024"})
@@ -107,11 +114,14 @@ def test_a_hybrid_variant_keeps_its_pattern_and_an_unknown_one_is_refused():
 @pytest.mark.parametrize(
     ("name", "entry"),
     [
-        ("Llama 3.1 405B", "llama3.1-405b"), ("meta-llama/Llama-3-8B", "llama3-8b"), ("LLaMA2-70b (SFT)", "llama2-70b"), ("llama 3 405B", "llama3.1-405b"),
-        ("Qwen3_30B_A3B", "qwen3-30b-a3b"), ("Qwen3-30B", "qwen3-30b-a3b"), ("Qwen3-Next 80B", "qwen3-next-80b-a3b"), ("deepseek v3 671B", "deepseek-v3"),
+        ("Llama 3.1 405B", "llama3.1-405b"), ("meta-llama/Llama-3-8B", "llama3-8b"), ("LLaMA2-70b (SFT)", "llama2-70b"),
+        ("llama 3 405B", "llama3.1-405b"),
+        ("Qwen3_30B_A3B", "qwen3-30b-a3b"), ("Qwen3-30B", "qwen3-30b-a3b"), ("Qwen3-Next 80B", "qwen3-next-80b-a3b"),
+        ("deepseek v3 671B", "deepseek-v3"),
         ("DeepSeek-V3.2-Exp", "deepseek-v3.2"), ("DeepSeek V3 256 experts", "deepseek-v3"), ("Kimi K2", "kimi-k2"), ("GPT-3 175B", "gpt3-175b"),
         ("Nemotron-H 47B", "nemotron-h-47b"), ("NVIDIA Nemotron 3 Super 120B", "nemotron-3-super"), ("MiniMax-Text-01", "minimax-text-01"),
-        ("Jamba 1.5 Large", "jamba-1.5-large"), ("Mixtral-8x22B-v0.1", "mixtral-8x22b"), ("GLM-4.5-Air", "glm-4.5-air"), ("gpt_oss_20b", "gpt-oss-20b"),
+        ("Jamba 1.5 Large", "jamba-1.5-large"), ("Mixtral-8x22B-v0.1", "mixtral-8x22b"), ("GLM-4.5-Air", "glm-4.5-air"),
+        ("gpt_oss_20b", "gpt-oss-20b"),
         ("GPT 8B", None), ("Mixtral", None), ("nano model", None), ("Llama-3-80B", None), ("", None),
     ],
 )  # fmt: skip
@@ -127,9 +137,12 @@ def test_names_are_found_in_the_catalog(name, entry):
     [
         ("H200 SXM", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"), ("H100 SXM5 80GB", "h100-sxm"), ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("H100 PCIe 80GB", "h100-pcie"), ("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("A100-SXM4-40GB", "a100-40gb"), ("a100_40gb", "a100-40gb"),
-        ("A100 80GB PCIe", "a100-80gb-pcie"), ("A100 (80 GB; a second table says 40GB)", "a100-80gb"), ("GB200 NVL72", "gb200"), ("DGX-B200", "b200"),
-        ("dgx_gb300", "gb300"), ("HGX B300", "b300"), ("MI300X", "mi300x"), ("AMD Instinct MI300X OAM", "mi300x"), ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
-        ("8x V100", "v100-sxm2-16gb"), ("GeForce RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("H800", "h800"), ("TPU v5p", None), ("H20", None), ("abacus", None),
+        ("A100 80GB PCIe", "a100-80gb-pcie"), ("A100 (80 GB; a second table says 40GB)", "a100-80gb"), ("GB200 NVL72", "gb200"),
+        ("DGX-B200", "b200"),
+        ("dgx_gb300", "gb300"), ("HGX B300", "b300"), ("MI300X", "mi300x"), ("AMD Instinct MI300X OAM", "mi300x"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+        ("8x V100", "v100-sxm2-16gb"), ("GeForce RTX 4090", "rtx-4090"), ("L40S", "l40s"), ("H800", "h800"), ("TPU v5p", None), ("H20", None),
+        ("abacus", None),
     ],
 )  # fmt: skip
 def test_cards_are_understood_however_they_are_written(text, card):

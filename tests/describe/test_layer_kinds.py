@@ -19,7 +19,14 @@ from meshwright.errors import MeshwrightError
 MAMBA = LinearOptions(kind="mamba2", heads=8, head_dim=16, groups=4, state=32, conv=4, conv_bias=True)
 PLAIN = Model(hidden=64, layers=6, heads=8, ffn=128, vocab=256)
 HYBRID = PLAIN.but(pattern="M-M*-", linear=MAMBA)
-NAMES = ("nemotron-h-8b", "nemotron-3-super", "qwen3-next-80b-a3b", "jamba-1.5-mini", "minimax-text-01", "deepseek-v3.2")
+NAMES = (
+    "nemotron-h-8b",
+    "nemotron-3-super",
+    "qwen3-next-80b-a3b",
+    "jamba-1.5-mini",
+    "minimax-text-01",
+    "deepseek-v3.2",
+)
 
 
 def test_a_pattern_is_letters_or_words_and_repeats():
@@ -73,7 +80,9 @@ def test_multi_token_prediction_counts_one_layer_and_a_projection():
     assert more.total - model.total == pytest.approx(684.49e9 - model.total - 2 * 129280 * 7168, rel=0.001)
     assert more.flops(4096)["head"] == 2 * model.flops(4096)["head"]
     nano = load("models", "nemotron-3-super")
-    assert nano.but(mtp_layers=1).total - nano.total == 2_942_324_736 + 512  # the checkpoint leaves out balancing biases
+    assert (
+        nano.but(mtp_layers=1).total - nano.total == 2_942_324_736 + 512
+    )  # the checkpoint leaves out balancing biases
 
 
 def test_linear_mixers_cost_the_same_at_any_length_and_sparse_attention_its_selection():
@@ -95,7 +104,7 @@ def test_latent_experts_are_always_active_outside_the_latent():
 @pytest.mark.parametrize("name", NAMES)
 def test_train_and_verify_refuse_what_our_transformer_lacks(name):
     model = load("models", name)
-    with pytest.raises(MeshwrightError, match="MW-BUILD-002.*planned and costed, not trained"):
+    with pytest.raises(MeshwrightError, match=r"MW-BUILD-002.*planned and costed, not trained"):
         check(Plan(), model, Workload(batch=1, seq=1024), trainer=True)
 
 
@@ -119,20 +128,25 @@ def test_linear_heads_and_groups_limit_tensor_and_context_parallelism(changes, c
 SHARED = {"num_key_value_heads": 8, "vocab_size": 131072, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 CONFIGS = {
     "nemotron-h-8b": SHARED | {
-        "model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 52, "num_attention_heads": 32, "attention_head_dim": 128, "intermediate_size": 21504,
+        "model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 52, "num_attention_heads": 32, "attention_head_dim": 128,
+        "intermediate_size": 21504,
         "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "mlp_hidden_act": "relu2", "ssm_state_size": 128,
         "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128,
     },
     "qwen3-next-80b-a3b": {
-        "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+        "model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "head_dim": 256,
         "intermediate_size": 5120, "vocab_size": 151936, "max_position_embeddings": 262144, "rope_theta": 10000000, "partial_rotary_factor": 0.25,
-        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
         "full_attention_interval": 4, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512, "decoder_sparse_step": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-6,
     },
     "jamba-1.5-mini": SHARED | {
-        "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336, "vocab_size": 65536,
-        "max_position_embeddings": 262144, "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1, "num_experts": 16, "num_experts_per_tok": 2,
+        "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336,
+        "vocab_size": 65536,
+        "max_position_embeddings": 262144, "attn_layer_period": 8, "attn_layer_offset": 4, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "num_experts": 16, "num_experts_per_tok": 2,
         "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 256, "mamba_conv_bias": True, "rms_norm_eps": 1e-6,
     },
     "minimax-text-01": SHARED | {
@@ -163,7 +177,11 @@ def test_words_for_layers_and_experts_of_nemotron_3_are_read():
         "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "chunk_size": 128, "num_nextn_predict_layers": 1,
     }  # fmt: skip
     model = hf.interpret(config)
-    assert (model.total, model.layer_kinds, model.router) == (known.total, known.layer_kinds, known.router.but(normalise=None))
+    assert (model.total, model.layer_kinds, model.router) == (
+        known.total,
+        known.layer_kinds,
+        known.router.but(normalise=None),
+    )
     assert any("mtp_layers=1" in note for note in model.notes)
     with pytest.raises(MeshwrightError, match="MW-HF-007"):
         hf.interpret(config | {"layers_block_type": ["mamba", "retention"]})

@@ -49,9 +49,7 @@ HYBRID = Model(
     positions="none",
     output_gate=True,
     pattern="M- *E M - ME * E *-",
-    linear=LinearOptions(
-        kind="mamba2", heads=16, head_dim=32, groups=8, state=64, conv=4, conv_bias=True, chunk=64
-    ),
+    linear=LinearOptions(kind="mamba2", heads=16, head_dim=32, groups=8, state=64, conv=4, conv_bias=True, chunk=64),
     experts=8,
     top_k=2,
     expert_ffn=352,

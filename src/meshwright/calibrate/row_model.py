@@ -181,7 +181,9 @@ def _other_count(model: Model, told: float) -> MeshwrightError:
     )
 
 
-def _choices(c: Case, published: dict[str, int], name: str, counted: bool) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _choices(
+    c: Case, published: dict[str, int], name: str, counted: bool
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """The fields of the shapes that fit the row, the usual one first, each with what it assumes; one only if the row has no parameter count."""
     r, hidden = c.row, published["hidden"]
     heads = published.get("heads") or max(1, hidden // 128)

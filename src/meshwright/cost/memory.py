@@ -83,7 +83,9 @@ def activation_memory(program: StepProgram, held: StageBlocks) -> Array:
     two_layers = one * 2 / np.maximum(sum(held.counts.values()), 1)  # offloaded: the running and the transferred layer
     kept = np.where(b.offload_activations, np.minimum(one, two_layers), one * in_flight(b, held.rank))
     # The logits are freed after each micro-batch: the head's backward directly follows its forward.
-    head = sum(held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved)
+    head = sum(
+        held.counts[block] * sum(program.saved[block].values()) for block in AFTER_LAYERS if block in program.saved
+    )
     return kept + head + _recomputed_layer(program)
 
 

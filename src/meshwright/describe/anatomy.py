@@ -103,7 +103,9 @@ def attention_saved(m: ModelShape, core: AttentionCore) -> list[Saved]:
         saved.append(Saved("qk-norm-in", "attention", (core.heads + core.kv_heads) * core.qk, "tensor"))
     if m.output_gate:  # the gate, and the output that it scales
         saved.append(Saved("output-gate", "attention", 2 * core.heads * core.v, "tensor"))
-    if m.index_heads:  # queries, keys and weights of the indexer, the selected positions, and the output in the width of the latents
+    if (
+        m.index_heads
+    ):  # queries, keys and weights of the indexer, the selected positions, and the output in the width of the latents
         width = core.index + m.index_dim + m.index_heads
         saved += [
             Saved("index", "attention", width, "sequence"),
@@ -207,7 +209,10 @@ def experts_part(m: ModelShape) -> Block:
     return Block("", tuple(linears), tuple(vectors), tuple(saved))
 
 
-MIXERS: dict[str, Callable[[ModelShape], Block]] = {"attention": attention_part, "linear": lambda m: linear_part(m.linear, m.hidden)}
+MIXERS: dict[str, Callable[[ModelShape], Block]] = {
+    "attention": attention_part,
+    "linear": lambda m: linear_part(m.linear, m.hidden),
+}
 CHANNELS: dict[str, Callable[[ModelShape], Block]] = {"ffn": ffn_part, "experts": experts_part}
 
 

@@ -95,9 +95,15 @@ def linear_part(o: LinearOptions, hidden: int) -> Block:
         ]
         saved += [Saved("steps", "linear", 2 * o.inner, "tensor")]
     elif o.kind == "mamba2":  # A, D and the bias of the time step; the norm of the gated output
-        vectors += [Vector("decay", "linear", 3 * o.heads, "per-head"), Vector("scan-norm", "norm", o.inner, "per-head")]
+        vectors += [
+            Vector("decay", "linear", 3 * o.heads, "per-head"),
+            Vector("scan-norm", "norm", o.inner, "per-head"),
+        ]
     elif o.kind == "gated-delta":  # A and the bias of the gate; a norm that all heads share
-        vectors += [Vector("decay", "linear", 2 * o.heads, "per-head"), Vector("scan-norm", "norm", o.head_dim, "inside")]
+        vectors += [
+            Vector("decay", "linear", 2 * o.heads, "per-head"),
+            Vector("scan-norm", "norm", o.head_dim, "inside"),
+        ]
         saved += [  # convolved values, keys and queries; keys and queries with length one; the triangular inverse of each chunk
             Saved("convolved", "linear", o.convolved, "tensor"),
             Saved("normed-keys", "linear", 2 * o.keys, "tensor"),
@@ -107,4 +113,10 @@ def linear_part(o: LinearOptions, hidden: int) -> Block:
         vectors.append(Vector("scan-norm", "norm", o.inner, "per-head"))
         saved.append(Saved("activated", "linear", o.inner + 2 * o.keys, "tensor"))
     linears.append(Linear("linear-out", "linear", o.inner, hidden, "row"))
-    return Block("", tuple(linears), tuple(vectors), tuple(saved), linear=LinearCore(o.kind, o.heads, o.key_groups, o.state, o.head_dim, o.chunk))
+    return Block(
+        "",
+        tuple(linears),
+        tuple(vectors),
+        tuple(saved),
+        linear=LinearCore(o.kind, o.heads, o.key_groups, o.state, o.head_dim, o.chunk),
+    )

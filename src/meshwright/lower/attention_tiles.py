@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.describe.tensors import AttentionCore
 from meshwright.describe.plan_fields import CP_KINDS
+from meshwright.describe.tensors import AttentionCore
 from meshwright.lower.batch import Batch
 from meshwright.lower.op import Array, Op
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.describe.tensors import Block, Saved
 from meshwright.describe.sharding import (
     DATA_AXES,
     RULES,
@@ -27,6 +26,7 @@ from meshwright.describe.sharding import (
     shard_dim,
     tied_copy,
 )
+from meshwright.describe.tensors import Block, Saved
 from meshwright.lower import attention_dropout
 from meshwright.lower.batch import Batch
 from meshwright.lower.compressed import factor_size
@@ -164,7 +164,9 @@ def saved(b: Batch, block: Block, element: float, recompute: bool = True) -> dic
     for linear in block.linears:
         if linear.saves_input:
             copies = b.tp / b.model.router.travelling
-            split = copies if linear.style.startswith("experts") else row_split if linear.style == "row" else b.seq_split
+            split = (
+                copies if linear.style.startswith("experts") else row_split if linear.style == "row" else b.seq_split
+            )
             add(linear.part, b.tokens * linear.uses * linear.d_in * element / split)
     if drops := attention_dropout.computed_masks(b, block.kind):
         add("norm", b.tokens / b.seq_split * attention_dropout.TOKEN_BYTES * drops)

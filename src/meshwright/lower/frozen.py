@@ -24,7 +24,13 @@ from meshwright.describe.sharding.parameters import ORDER, module_of
 FORWARD = [name for name in ORDER if name not in ("attention_post_norm", "moe.router")]
 FORWARD.insert(FORWARD.index("ffn_norm"), "attention_post_norm")
 FORWARD.insert(FORWARD.index("moe.shared_scale") + 1, "moe.router")
-REGIONS = {"attention": ("attention.",), "linear": ("linear.",), "ffn": ("ffn.",), "shared": ("moe.shared.",), "head": ("head.project.",)}
+REGIONS = {
+    "attention": ("attention.",),
+    "linear": ("linear.",),
+    "ffn": ("ffn.",),
+    "shared": ("moe.shared.",),
+    "head": ("head.project.",),
+}
 INTO = (
     ".q.weight",
     ".k.weight",

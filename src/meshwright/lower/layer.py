@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.describe.tensors import Block, Linear
 from meshwright.describe.sharding import local_shape
+from meshwright.describe.tensors import Block, Linear
 from meshwright.lower import attention_dropout, attention_tiles, sparse_attention
 from meshwright.lower.batch import Batch
 from meshwright.lower.footprint import degrees
@@ -206,7 +206,9 @@ class LayerLowering:
             self.enter_columns("attention", m.hidden)
             names = [name for name in ("q", "k", "v", "gate") if name in linears]
             width = sum(self.columns(linears[name]) for name in names)
-            self.gemm("qkv", "attention", t, width, m.hidden, launches=len(names) if b.stack.separate_projections else 1)
+            self.gemm(
+                "qkv", "attention", t, width, m.hidden, launches=len(names) if b.stack.separate_projections else 1
+            )
         self.rotate(t * (heads * core.qk + kv_heads * core.qk) * self.element)
         self._context(heads, kv_heads)
         if core.index:

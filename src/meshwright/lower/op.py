@@ -33,7 +33,9 @@ class Op:
     """One operation: compute, memory traffic or communication."""
 
     name: str
-    part: str  # attention | linear | ffn | norm | head | mtp | embedding | router | latent | experts | shared | optimizer
+    part: (
+        str  # attention | linear | ffn | norm | head | mtp | embedding | router | latent | experts | shared | optimizer
+    )
     kind: str  # gemm | attention | scan | tile | memory | collective | p2p | host
     count: Array = 1.0
     flops: Array = 0.0

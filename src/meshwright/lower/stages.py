@@ -63,7 +63,9 @@ def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     stages = batch.pp * batch.virtual
     longest = np.mod(np.minimum(_long_stages(batch, stages)[1], stages - 1), batch.pp)
     picks = [np.zeros(batch.n), np.minimum(1.0, last), longest, last]
-    if batch.model.dense_layers and batch.model.experts:  # the first longer stage with nothing but experts is fuller still
+    if (
+        batch.model.dense_layers and batch.model.experts
+    ):  # the first longer stage with nothing but experts is fuller still
         least, first, _ = _long_stages(batch, stages)
         skipped = np.ceil(np.maximum(batch.model.dense_layers - first * least, 0.0) / (least + 1))
         picks.append(np.mod(np.minimum(first + skipped, stages - 1), batch.pp))
@@ -76,7 +78,7 @@ def block_counts(model: Model, first: Array, layers: Mapping[str, Array], last: 
         "embedding": first,
         **{kind: layers.get(kind, 0.0) for kind in model.kinds},
         "head": last,
-        **{kind: model.mtp_layers * last for kind in model.mtp_kinds},
+        **dict.fromkeys(model.mtp_kinds, model.mtp_layers * last),
     }
 
 

@@ -89,7 +89,10 @@ def nemotron_h(c: Config) -> dict[str, Any]:
         return fields | attention_bias(c)
     top_k = c.number("num_experts_per_tok")
     experts = {"experts": c.number("n_routed_experts"), "top_k": top_k, "balance_bias": True}
-    experts |= {"expert_ffn": c.number("moe_intermediate_size"), "expert_hidden": c.number("moe_latent_size", 0, least=0)}
+    experts |= {
+        "expert_ffn": c.number("moe_intermediate_size"),
+        "expert_hidden": c.number("moe_latent_size", 0, least=0),
+    }
     if shared := c.number("n_shared_experts", 0, least=0):
         width = c.number("moe_shared_expert_intermediate_size", shared * experts["expert_ffn"])
         experts |= {"shared_experts": shared, "shared_ffn": width}

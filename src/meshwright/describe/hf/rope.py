@@ -19,7 +19,12 @@ THETA = {"mixtral": 1e6, "gpt_oss": 1.5e5, "gemma3_text": 1e6, "olmo3": 5e5, "ll
 TABLE = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
 }
-PARTIAL = {"gpt_neox": 0.25, "glm4_moe": 0.5, "phi3": 1.0, "qwen3_next": 0.25}  # families that can rotate a part of each head
+PARTIAL = {
+    "gpt_neox": 0.25,
+    "glm4_moe": 0.5,
+    "phi3": 1.0,
+    "qwen3_next": 0.25,
+}  # families that can rotate a part of each head
 INTERLEAVED = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 POSITIONS = {
     "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "qwen3_moe": 32768, "mixtral": 131072,

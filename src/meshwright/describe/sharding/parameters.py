@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.describe.tensors import Block, Linear, Vector
 from meshwright.describe.model import Model
+from meshwright.describe.tensors import Block, Linear, Vector
 
 TOKENS, PROJECT = "embedding.tokens.weight", "head.project.weight"
 NORMS = {

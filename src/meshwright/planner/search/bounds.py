@@ -88,7 +88,9 @@ def kernel(space: Space, rows: Table) -> Table:
         sum(counts[block] * groups[g] for block, groups in program.parameters.items()) * b.pp
         for g in ("dense", "expert")
     )
-    saved = sum(counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS)
+    saved = sum(
+        counts[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
+    )
     kinds = b.model.kinds
     layers = [np.broadcast_to(sum(program.saved[kind].values()), b.n) for kind in kinds]
     layer = np.maximum.reduce(layers)
@@ -301,7 +303,7 @@ def of_sharded(space: Space, rows: Table, limit: float = np.inf) -> Table:
 
 
 def regroups(space: Space, schedule: str) -> bool:
-    """Whether the ranks hold other layers than with one stage per rank: V-shaped schedules, and looped ones if the model has several kinds of layers."""
+    """Whether the ranks hold other layers than with one stage per rank: V-shaped schedules, and looped ones if layers are of several kinds."""
     rule = RULES[schedule]
     return rule.placement == "v" or (space.mixed and rule.most_virtual > 2)
 
@@ -322,7 +324,9 @@ def sampled_ranks(program: StepProgram, cost: StepCost) -> dict[str, np.ndarray]
     for k in range(SAMPLED):
         at = min(k, len(cost.stage_blocks) - 1)
         held = cost.stage_blocks[at].counts
-        saved = sum(held[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS)
+        saved = sum(
+            held[block] * sum(parts.values()) for block, parts in program.saved.items() if block not in AFTER_LAYERS
+        )
         out[f"r{k}"] = np.broadcast_to(cost.stage_blocks[at].rank, b.n).astype(np.int64)
         out[f"b{k}"] = np.add.reduce([np.broadcast_to(x, b.n) for x in cost.memory[at].values()])
         out[f"o{k}"] = np.broadcast_to((1 + b.stack.allocator_slack) * saved * ~b.offload_activations, b.n)
