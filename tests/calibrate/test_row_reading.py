@@ -55,8 +55,8 @@ def test_the_published_count_decides_between_swiglu_and_gelu():
 def test_what_a_row_leaves_open_is_chosen_by_the_published_count(changes, expected):
     found = model(**changes)
     assert {key: getattr(found, key) for key in expected} == expected
-    told = rows.number(changes["params"]) * UNITS.get(changes["params"][-1], 1)
-    assert found.total == pytest.approx(told, rel=0.02)
+    count = rows.number(changes["params"]) * UNITS.get(changes["params"][-1], 1)
+    assert found.total == pytest.approx(count, rel=0.02)
 
 
 def test_a_shape_that_misses_the_published_count_is_refused_with_both_numbers():

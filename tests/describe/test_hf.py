@@ -40,6 +40,29 @@ LATENT = COMMON | {
 ROUTED = GROUPED | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GPT2 = {"vocab_size": 300, "n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 64}
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+MAMBA2 = GROUPED | {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "head_dim": 16,
+}
+MAMBA2_ALONE = {
+    "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 512, "num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "expand": 2,
+}  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_key_head_dim": 12, "linear_num_value_heads": 4,
+    "linear_value_head_dim": 20,
+}  # fmt: skip
+JAMBA = {
+    "num_hidden_layers": 8,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "mamba_dt_rank": 6,
+    "mamba_d_state": 10,
+    "use_mamba_kernels": False,
+}
 
 ORACLE = {
     "llama": [GROUPED, COMMON | TIED | {"head_dim": 24}, GROUPED | {"attention_bias": True, "mlp_bias": True}],
@@ -99,6 +122,27 @@ ORACLE = {
     ],
     "starcoder2": [GROUPED, COMMON | UNTIED | {"use_bias": False, "num_key_value_heads": 1}],
     "smollm3": [GROUPED | {"pad_token_id": 0}, COMMON | UNTIED | {"pad_token_id": 0, "mlp_bias": True}],
+    "deepseek_v32": [LATENT | {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}],
+    "nemotron_h": [
+        MAMBA2 | {"hybrid_override_pattern": "M-M*-"},
+        MAMBA2 | {"hybrid_override_pattern": "ME*E", "moe_intermediate_size": 48, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                  "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 56, "n_group": 1, "topk_group": 1},
+    ],
+    "qwen3_next": [
+        ROUTED | DELTA | {"shared_expert_intermediate_size": 40},
+        ROUTED | DELTA | {"full_attention_interval": 2, "mlp_only_layers": [1], "shared_expert_intermediate_size": 24} | TIED,
+    ],
+    "jamba": [
+        GROUPED | JAMBA | {"num_experts": 4, "num_experts_per_tok": 2},
+        GROUPED | JAMBA | {"num_experts": 1, "mamba_conv_bias": False, "mamba_dt_rank": "auto", "mamba_d_state": 8} | TIED,
+    ],
+    "minimax": [
+        GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": [*["linear_attention"] * 2, "full_attention"]},
+    ],
+    "bamba": [
+        GROUPED | {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24},
+    ],
+    "mamba2": [MAMBA2_ALONE, MAMBA2_ALONE | TIED | {"use_conv_bias": False, "n_groups": 4}],
 }  # fmt: skip
 
 

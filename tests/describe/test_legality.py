@@ -131,6 +131,7 @@ def test_an_offered_fix_is_legal(case) -> None:
 
 LLAMA, MIXTRAL, MLP, COUNTS, _, LEARNED, ODD = MODELS
 PLAIN_MOE = ODD.but(shared_experts=0)
+LINEAR = LLAMA.but(pattern="M-M*-", linear={"kind": "mamba2", "heads": 4, "head_dim": 16, "groups": 4, "state": 16})
 # The plan, model, workload and devices with which each rule is the first to break.
 EXAMPLES = {
     "ShardNeedsZero": ({"shard": 2}, None, {}),
@@ -151,6 +152,8 @@ EXAMPLES = {
     "TensorFitsKvHeads": ({"tp": 2, "replicate": 4}, LEARNED, {}),
     "LocalSgdNeedsDenseModel": ({"replicate": 8, "average_every": 4}, PLAIN_MOE, {}),
     "TensorDividesFfn": ({"tp": 2, "replicate": 4}, ODD, {}),
+    "TensorDividesLinear": ({"tp": 8}, LINEAR, {}),
+    "ContextDividesLinear": ({"cp": 8}, LINEAR, {}),
     "SequenceParallelDividesSequence": ({"tp": 8, "sp": True}, LLAMA, {"seq": 100}),
     "ContextDividesSequence": ({"cp": 8}, LLAMA, {"seq": 8}),
     "UlyssesDividesHeads": ({"tp": 1, "cp": 8, "cp_kind": "ulysses"}, LEARNED, {}),

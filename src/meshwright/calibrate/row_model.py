@@ -43,23 +43,23 @@ def read_model(c: Case) -> Model:
     """The model of a row, with the assumptions added to the case."""
     r, name = c.row, c.row["model"].lower()
     published = {key: integer(r[key]) for key in ("layers", "hidden", "heads", "vocab") if integer(r[key])}
-    told = _parameters(r["params"])
+    count = _parameters(r["params"])
     base = catalog_entry(name)
     if base:
         shape: Model = catalog.load("models", base)
         if published.get("hidden", shape.hidden) == shape.hidden:
             found = _variant(c, shape, published)
-            if told is None or abs(found.total / told - 1) <= TOLERANCE:
+            if count is None or abs(found.total / count - 1) <= TOLERANCE:
                 if not published:
                     c.assumed.append(f"shape: catalog {base}")
                 return found
             if not {"layers", "hidden"} <= set(published):
-                raise _other_count(found, told)
+                raise _other_count(found, count)
     if not {"layers", "hidden"} <= set(published):
         raise refusal("the shape of the model is not published")
     if re.search(HYBRID, name) or (base and shape.pattern):
         raise refusal(f"the pattern of layer kinds of {r['model']} is not published")
-    return _built(c, published, name, told)
+    return _built(c, published, name, count)
 
 
 def canonical(name: str) -> str:
@@ -150,17 +150,17 @@ def _variant(c: Case, shape: Model, published: dict[str, int]) -> Model:
     return shape.but(name=r["model"], **keep)
 
 
-def _built(c: Case, published: dict[str, int], name: str, told: float | None) -> Model:
+def _built(c: Case, published: dict[str, int], name: str, count: float | None) -> Model:
     """A transformer of the row's numbers: of the choices that the row leaves open, the usual one, or one that meets the published count."""
     found: list[tuple[float, Model, list[str]]] = []
-    for fields, assumed in _choices(c, published, name, told is not None):
+    for fields, assumed in _choices(c, published, name, count is not None):
         try:
             model = Model(**fields)
         except MeshwrightError:
-            if told is None:
+            if count is None:
                 raise
             continue
-        error = abs(model.total / told - 1) if told else 0.0
+        error = abs(model.total / count - 1) if count else 0.0
         found.append((error, model, assumed))
         if error <= EXACT:
             break
@@ -168,16 +168,16 @@ def _built(c: Case, published: dict[str, int], name: str, told: float | None) ->
         raise refusal("no shape of the row's numbers is a transformer")
     near = [choice for choice in found if choice[0] <= EXACT] or [choice for choice in found if choice[0] <= TOLERANCE]
     if not near:
-        assert told is not None
-        raise _other_count(min(found, key=lambda choice: choice[0])[1], told)
+        assert count is not None
+        raise _other_count(min(found, key=lambda choice: choice[0])[1], count)
     _, model, assumed = near[0]
     c.assumed += assumed
     return model
 
 
-def _other_count(model: Model, told: float) -> MeshwrightError:
+def _other_count(model: Model, count: float) -> MeshwrightError:
     return refusal(
-        f"the shape of the row has {format_count(model.total)} parameters, and {format_count(told)} are published"
+        f"the shape of the row has {format_count(model.total)} parameters, and {format_count(count)} are published"
     )
 
 

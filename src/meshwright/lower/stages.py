@@ -54,9 +54,11 @@ class StageBlocks:
 
 def bounding_ranks(batch: Batch, every_rank: bool = False) -> list[StageBlocks]:
     """The ranks that can be the slowest or the fullest of each plan; `every_rank`: all of them."""
-    if every_rank or (batch.model.pattern and batch.pp.max() <= MOST_RANKS):  # any rank of a hybrid can be the slowest
-        return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(int(batch.pp.max()))]
-    last = batch.pp - 1
+    most, last = int(batch.pp.max()), batch.pp - 1
+    if every_rank:
+        return [rank_blocks(batch, np.full(batch.n, float(r))) for r in range(most)]
+    if batch.model.pattern and most <= MOST_RANKS:  # any rank of a hybrid can be the slowest
+        return [rank_blocks(batch, np.minimum(float(r), last)) for r in range(most)]
     if not np.any(last):
         return [rank_blocks(batch, np.zeros(batch.n))]
     # The first of the longer stages is the slowest, and of the longer ones it has most micro-batches in flight.

@@ -131,6 +131,7 @@ def _sparse_deepseek(c: Config) -> dict[str, Any]:
         "index_dim": c.number("index_head_dim", 128),
         "index_top_k": c.number("index_topk", 2048),
     }
+    c.covered("mlp_layer_types")
     return _deepseek(c) | index
 
 

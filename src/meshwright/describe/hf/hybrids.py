@@ -21,6 +21,19 @@ from meshwright.describe.hf.router import deepseek_router, softmax_router
 from meshwright.describe.shape_checks import MOST_LAYERS
 from meshwright.errors import MeshwrightError
 
+TIME_STEPS = (
+    "time_step_limit",
+    "time_step_min",
+    "time_step_max",
+    "time_step_floor",
+    "time_step_rank",
+    "rescale_prenorm_residual",
+)
+# Keys that files of models without experts have as well.
+EXPERT_KEYS = (
+    "moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group", "topk_group", "n_routed_experts", "n_shared_experts",
+    "num_experts_per_tok", "norm_topk_prob", "routed_scaling_factor", "moe_latent_size", "moe_shared_expert_overlap",
+)  # fmt: skip
 LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
@@ -54,21 +67,21 @@ def _mamba2(c: Config, prefix: str = "mamba_") -> dict[str, Any]:
         "state": c.number("mamba_d_state" if bamba else "ssm_state_size" if prefix else "state_size"),
         "conv": c.number("mamba_d_conv" if bamba else "conv_kernel", 4),
         "conv_bias": c.flag("mamba_conv_bias" if bamba else "use_conv_bias", True),
-        "chunk": c.number("mamba_chunk_size" if bamba else "chunk_size", 256),
+        "chunk": c.number("mamba_chunk_size" if bamba else "chunk_size", 128 if prefix == "mamba_" else 256),
     }
 
 
 def nemotron_h(c: Config) -> dict[str, Any]:
     """Every layer has one part: a Mamba-2 mixer, attention without positions, an FFN or experts."""
     letters = c.word("hybrid_override_pattern", "")
-    pattern = list(letters) or _kinds_of_layers(c, "layers_block_type")
+    pattern = list(letters[:MOST_LAYERS]) or _kinds_of_layers(c, "layers_block_type")
     if not pattern:
         raise MeshwrightError("MW-HF-005", "the nemotron_h config lacks 'hybrid_override_pattern'")
-    layers = c.number("num_hidden_layers", len(pattern), most=MOST_LAYERS)
+    c.covered("num_hidden_layers")
     heads = c.number("num_attention_heads")
     fields: dict[str, Any] = {
         "hidden": c.number("hidden_size"),
-        "layers": layers,
+        "layers": len(pattern),
         "heads": heads,
         "kv_heads": c.number("num_key_value_heads", heads),
         "head_dim": c.number("head_dim", c.number("attention_head_dim", 0, least=0), least=0),
@@ -84,6 +97,7 @@ def nemotron_h(c: Config) -> dict[str, Any]:
     }
     c.covered("intermediate_size", "expand", "layers_block_type", "num_logits_to_keep", "use_mamba_kernels")
     c.covered("mamba_hidden_act", "mamba_proj_bias", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    c.covered(*EXPERT_KEYS, *TIME_STEPS)
     predicted_tokens(c)
     if "E" not in pattern:
         return fields | attention_bias(c)
@@ -153,8 +167,9 @@ def jamba(c: Config) -> dict[str, Any]:
             "conv_bias": c.flag("mamba_conv_bias", True),
         },
     }
-    c.covered("mamba_proj_bias", "use_mamba_kernels", "num_logits_to_keep", "mamba_inner_layernorms")
+    c.covered("mamba_proj_bias", "use_mamba_kernels", "num_logits_to_keep", "use_associative_scan")
     if not any(word.endswith("E") for word in words):
+        c.covered("num_experts_per_tok", "router_aux_loss_coef")
         return fields
     top_k = c.number("num_experts_per_tok", 2)
     routed = {"experts": experts, "top_k": top_k}
@@ -195,7 +210,7 @@ def bamba(c: Config) -> dict[str, Any]:
     fields = decoder(c)
     at = set(c.many("attn_layer_indices", int) or [])
     words = ["*-" if i in at else "M-" for i in range(fields["layers"])]
-    c.covered("mamba_expand", "mamba_proj_bias", "num_logits_to_keep", "mlp_bias")
+    c.covered("mamba_expand", "mamba_proj_bias", "num_logits_to_keep", "mlp_bias", *TIME_STEPS)
     return fields | attention_bias(c) | {"pattern": compact(words), "linear": _mamba2(c, "mamba_n_")}
 
 
@@ -203,7 +218,8 @@ def mamba2(c: Config) -> dict[str, Any]:
     """Linear mixers alone: no attention and no FFN."""
     hidden, width = c.number("hidden_size"), c.number("head_dim", 64)
     heads = c.number("num_heads", c.number("expand", 2) * hidden // width)
-    c.covered("residual_in_fp32", "rms_norm", "use_bias", "hidden_act")
+    c.covered("residual_in_fp32", "rms_norm", "use_bias", "hidden_act", *TIME_STEPS)
+    c.covered("conv_kernel", "n_groups", "state_size", "use_conv_bias", "chunk_size")
     return {
         "hidden": hidden,
         "layers": c.number("num_hidden_layers", most=MOST_LAYERS),

@@ -15,7 +15,15 @@ from meshwright.describe.rope import NEED_ORIGINAL
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 OLD_KINDS = {"su": "longrope"}
 # Defaults of the configuration classes, where they differ from those of a Model.
-THETA = {"mixtral": 1e6, "gpt_oss": 1.5e5, "gemma3_text": 1e6, "olmo3": 5e5, "llama4_text": 5e5, "smollm3": 2e6}
+THETA = {
+    "mixtral": 1e6,
+    "minimax": 1e6,
+    "gpt_oss": 1.5e5,
+    "gemma3_text": 1e6,
+    "olmo3": 5e5,
+    "llama4_text": 5e5,
+    "smollm3": 2e6,
+}
 TABLE = {
     "gpt_oss": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
 }
