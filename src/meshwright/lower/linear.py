@@ -4,13 +4,14 @@ Tensor parallelism cuts heads and groups, as in attention: one exchange of T·h 
 projection. Context parallelism exchanges sequence for heads with two all-to-alls, as Ulysses does for attention, whatever the plan's kind of
 context parallelism for attention is: a state needs all earlier positions.
 
-The scan runs in chunks of C positions. Between the products it moves through memory
+The scan runs in chunks of C positions, in a kernel each for: states of the chunks, passing them on, scores inside the chunks, outputs. Backward
+repeats all but the outputs, and has a kernel for the gradient of each operand. Counted from the kernels of Mamba-2, they read or write
 
-    operands        values, keys, queries, gates and outputs                       once forward, twice backward
-    states          T/C states of H·N·P numbers in fp32                            written and read forward; backward recomputes them
+    values (T·H·P)                    3 times forward, 15 times backward
+    states (T/C · H·N·P, fp32)        4 times forward, 11 times backward
 
-which bounds it on recent devices: its products are small (C × C and C × N). mamba1 has a decay for each channel and state, hence no products:
-one kernel whose T·H·N exponentials and multiply-adds run on the vector units.
+which bounds the scan on recent devices: its products are small (C × C and C × N). Backward has three times the products of forward. mamba1 has
+a decay for each channel and state, hence no products: one kernel whose T·H·N exponentials and multiply-adds run on the vector units.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from meshwright.lower.layer import LayerLowering
 from meshwright.lower.op import Array, Op
 
 STATE_BYTES = 4.0
-BACKWARD = 2.5  # products of backward over those of forward: two for each, and the states are recomputed
-SCAN_LAUNCHES = {"F": 5.0, "I": 8.0}  # kernels: within chunks, states, passing states on, outputs
+PRODUCTS = {"F": 1.0, "I": 3.0}  # over those of forward
+VALUE_PASSES = {"F": 3.0, "I": 15.0}
+STATE_PASSES = {"F": 4.0, "I": 11.0}
+SCAN_LAUNCHES = {"F": 5.0, "I": 13.0}
 
 
 def linear_mixer(low: LayerLowering) -> None:
@@ -61,15 +64,14 @@ def _scan(low: LayerLowering, core: LinearCore) -> None:
     b, t, e, o = low.b, low.b.tokens, low.element, low.m.linear
     heads = core.heads / b.tp
     chunks = t / core.chunk
-    operands = t * (2 * o.inner + 2 * o.keys) / b.tp * e
-    states = 2 * chunks * heads * core.state * core.value * STATE_BYTES
+    values = t * (o.inner + o.keys) / b.tp * e
+    states = chunks * heads * core.state * core.value * STATE_BYTES
     shape = (chunks * heads, float(core.chunk), float(core.value), float(core.chunk + core.state))
     flops = t * core.flops / b.tp
-    for phase, name, times, passes in (("F", "scan", 1.0, 1.0), ("I", "scan-grad", BACKWARD, 2.0)):
-        moved = passes * operands + (1.0 if phase == "F" else 2.0) * states
-        launches = SCAN_LAUNCHES[phase]
-        op = Op(name, "linear", "scan", 1.0, times * flops, moved, shape, low.wide, launches=launches)
-        low.phases[phase].append(op)
+    for phase, name in (("F", "scan"), ("I", "scan-grad")):
+        moved = VALUE_PASSES[phase] * values + STATE_PASSES[phase] * states
+        work, launches = PRODUCTS[phase] * flops, SCAN_LAUNCHES[phase]
+        low.phases[phase].append(Op(name, "linear", "scan", 1.0, work, moved, shape, low.wide, launches=launches))
 
 
 def _selective_scan(low: LayerLowering) -> None:
