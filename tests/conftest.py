@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 BUDGET_S = {
-    "tests": 40, "describe": 40, "programs": 40, "lower": 25, "cost": 30, "docs": 18, "calibrate": 25, "planner": 100, "view": 35,
+    "tests": 40, "describe": 40, "programs": 40, "lower": 25, "cost": 30, "docs": 18, "calibrate": 25, "planner": 100, "interop": 5, "view": 35,
     "models": 20, "parallel": 185, "comm": 80, "training": 100, "proof": 305, "cli": 45, "web": 105, "gpu": 0,
 }  # fmt: skip
 

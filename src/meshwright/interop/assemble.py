@@ -251,5 +251,5 @@ def _numerics(facts: Facts, out: Assembled) -> None:
         out.plan["state_dtype"] = facts["state_dtype"]
     if facts.get("optimizer"):
         out.workload["optimizer"] = facts["optimizer"]
-    if half == "fp32":
+    if half == "fp32" or facts.get("master") is False:
         out.plan["master"] = False

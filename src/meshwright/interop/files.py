@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.describe.base import SECTIONS
 from meshwright.describe.files import parse_toml, read_text
 from meshwright.errors import MeshwrightError
-from meshwright.interop.frameworks import FRAMEWORKS
+from meshwright.interop.frameworks import READABLE
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.keys import flags, flattened
 from meshwright.interop.reading import Reading, understand
@@ -66,9 +66,9 @@ def detect(settings: dict[str, Any], args: list[str] | None = None) -> Framework
     """The framework that has the most of these keys; None if no framework has two of them."""
     given = set(settings) | set(flags(args or []))
     bare = {name.removeprefix("--").replace("-", "_") for name in flags(args or []) if "." in name}
-    hits = {f.name: len(f.table.names() & (given | bare)) for f in FRAMEWORKS.values()}
+    hits = {f.name: len(f.table.names() & (given | bare)) for f in READABLE.values()}
     best = max(hits, key=lambda name: hits[name])
-    return FRAMEWORKS[best] if hits[best] >= LEAST_KEYS else None
+    return READABLE[best] if hits[best] >= LEAST_KEYS else None
 
 
 def read_settings(
@@ -82,7 +82,7 @@ def read_settings(
             "MW-SET-010",
             f"'{path}' has no settings that are known",
             why="Fewer than two of its keys belong to one framework",
-            valid=[f.title for f in FRAMEWORKS.values()],
+            valid=[f.title for f in READABLE.values()],
         )
     return understand(framework, settings, args, gpus=gpus, hardware=hardware, model=model)
 

@@ -1,7 +1,17 @@
 """Whether the memory of a reading fits: the cost model's peak, where GPUs, hardware and shape are given.
 
-With low-rank adapters only the adapters have gradients and optimizer states: those parts of the estimate are replaced by the adapters' own,
-12 bytes for each of their parameters (16-bit weight and gradient, two fp32 moments).
+Six corrections of the estimate, for what a plan cannot express:
+
+    adapters    only low-rank adapters have gradients and optimizer states: 12 bytes for each of their parameters (16-bit weight and
+                gradient, two fp32 moments)
+    recompute   selective recompute of named modules (`kept`)
+    shards      FSDP2 keeps one fp32 shard of the parameters and casts what it gathers: no 16-bit shard
+    loss        without a fused loss, a logit takes 12 bytes instead of 4: in 16 bits with its gradient, and both in fp32
+    8 bits      Transformer Engine keeps the inputs of fp8 products in 8 bits: about half of what a layer saves
+    resharding  FSDP in a pipeline that frees weights after each forward holds those of two layers, not of the stage
+
+Where parts of the model are not counted (towers for images, other layers than attention), the peak is a lower bound: it can show that a recipe does
+not fit, never that it does. A recipe fits if 2.5% of the memory stays free.
 """
 
 from __future__ import annotations
@@ -11,19 +21,24 @@ from dataclasses import dataclass, field
 from meshwright.cost.estimate import estimate
 from meshwright.describe import catalog
 from meshwright.describe.cluster import Cluster
+from meshwright.describe.workload import FP8
 from meshwright.errors import MeshwrightError
+from meshwright.interop.kept import kept_share
 from meshwright.interop.names import catalog_cluster
 from meshwright.interop.problems import Problem
 from meshwright.interop.reading import Reading
 
 ADAPTER_BYTES = 12.0
+RESERVE = 0.025  # share of the memory that is lost to fragments and to buffers of libraries
+UNFUSED_BYTES = 8.0  # of a logit, beyond a fused loss
+EIGHT_BIT_SHARE = 0.75  # of 16-bit activations, where half of them are kept in 8 bits
 GIB = 2.0**30
-UNITS = ("gradients", "optimizer")
+DEFAULT_RANK = 16
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether it fits (None: unknown fit), the peak memory, and what is to say about it."""
+    """Whether it fits (None: unknown), the peak memory, and what is to say about it."""
 
     fits: bool | None = None
     gib: float | None = None
@@ -33,9 +48,7 @@ class Fit:
 def fit(reading: Reading) -> Fit:
     """The memory of a reading against that of its hardware."""
     entry = catalog_cluster(reading.hardware)
-    facts = reading.facts
-    unknown = not reading.shape.complete or not reading.assembled.fit_is_known or facts.get("offload_parameters")
-    if not reading.gpus or not entry or unknown or facts.get("quantised") or "seq" not in facts:
+    if not reading.gpus or not entry or not _is_known(reading):
         return Fit()
     try:
         cluster: Cluster = catalog.load("clusters", entry)
@@ -44,18 +57,54 @@ def fit(reading: Reading) -> Fit:
     except MeshwrightError as error:
         return Fit(problems=[Problem(error.code, error.what, error.why, error.fix, "note")])
     limit = result.prediction.memory_limit_gib
-    peak = max(_stage(parts, facts.get("adapters"), reading) for parts in result.prediction.memory_by_stage)
-    if peak <= limit:
-        return Fit(True, peak)
+    share = kept_share(result.program, reading.shape.model, reading.facts, reading.framework.name)
+    if reading.workload.precision in FP8 and reading.framework.splits_evenly:
+        share *= EIGHT_BIT_SHARE
+    stages = [_stage(parts, share, reading) for parts in result.prediction.memory_by_stage]
+    stages[-1] += _unfused_loss(reading)
+    peak = max(stages)
+    if peak <= (1 - RESERVE) * limit:
+        return Fit(None if reading.shape.partial else True, peak)
     what = f"{peak:.1f} GiB on {cluster.accelerator.name} of {limit:.1f} GiB"
-    return Fit(False, peak, [Problem("MW-LINT-013", what, why="It does not fit in memory")])
+    why = "It does not fit in memory" if peak > limit else "Too little memory stays free for fragments and peaks"
+    return Fit(False, peak, [Problem("MW-LINT-013", what, why=why)])
 
 
-def _stage(parts: dict[str, float], adapters: object, reading: Reading) -> float:
-    if not adapters:
-        return sum(parts.values())
-    rank = adapters if isinstance(adapters, int) and not isinstance(adapters, bool) else 16
-    model, plan = reading.shape.model, reading.plan
-    per_layer = rank * (8 * model.hidden + 3 * (model.ffn or model.expert_width))
-    count = per_layer * model.layers / (plan.pp * plan.tp)
-    return sum(size for part, size in parts.items() if part not in UNITS) + count * ADAPTER_BYTES / GIB
+def _is_known(reading: Reading) -> bool:
+    """Whether everything that decides the memory is given: shape, sequence, micro-batch and precision, and nothing that is not modelled."""
+    facts = reading.facts
+    stated = {"seq", "half"} <= set(facts) and ({"microbatch", "local_batch"} & set(facts))
+    modelled = reading.assembled.fit_is_known and not facts.get("offload_parameters") and not facts.get("quantised")
+    return bool(reading.shape.complete and stated and modelled)
+
+
+def _unfused_loss(reading: Reading) -> float:
+    """GiB of logits in the last stage beyond those of a fused loss."""
+    plan, model = reading.plan, reading.shape.model
+    if reading.facts.get("fused_loss") is not False or "loss" not in reading.stack.fused:
+        return 0.0
+    logits = plan.microbatch * reading.workload.seq / plan.cp * model.padded_vocab / plan.tp
+    return logits * UNFUSED_BYTES / GIB
+
+
+def _stage(parts: dict[str, float], share: float, reading: Reading) -> float:
+    """Peak of one stage, corrected."""
+    out = dict(parts)
+    freed = (1 - share) * out["activations"]
+    out["activations"] -= freed
+    plan, model, facts = reading.plan, reading.shape.model, reading.facts
+    if plan.zero == 3 and plan.pp > 1 and facts.get("reshard"):
+        layers = max(1, model.layers / plan.pp)
+        held = out["gathered"] * min(1.0, 2 / layers)
+        freed += out["gathered"] - held
+        out["gathered"] = held
+    if (
+        plan.zero == 3 and plan.master and reading.framework.name == "torchtitan"
+    ):  # fp32 shards are cast when they are gathered
+        out["parameters"] = 0.0
+    out["slack"] = max(0.0, out["slack"] - reading.stack.allocator_slack * freed)
+    if adapters := facts.get("adapters"):
+        rank = adapters if isinstance(adapters, int) and not isinstance(adapters, bool) else DEFAULT_RANK
+        count = rank * (8 * model.hidden + 3 * (model.ffn or model.expert_width)) * model.layers / (plan.pp * plan.tp)
+        out |= {"gradients": 0.0, "optimizer": count * ADAPTER_BYTES / GIB}
+    return sum(out.values())

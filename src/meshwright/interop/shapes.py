@@ -62,6 +62,7 @@ class Shape:
     model: Model
     stated: set[str] = field(default_factory=set)
     complete: bool = False
+    partial: bool = False  # parts of the model are not counted: what is computed is less than the truth
     source: str = ""
     changed: bool = False  # the settings change numbers of the catalog's entry
 
@@ -84,7 +85,7 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) ->
     fields = {k.removeprefix("model."): v for k, v in given.items() if k.startswith("model.") and v is not None}
     if given.get("pattern"):
         fields["layers"] = pattern_layers(given["pattern"])
-    entry = "" if {"layers", "hidden", "heads"} <= set(fields) else catalog_model(name)
+    entry = _agreeing_entry(catalog_model(name), fields)
     hybrid = bool(given.get("pattern") or facts.get("state_space")) or (not entry and bool(HYBRID.search(name.lower())))
     if entry:
         return _of_catalog(entry, fields, facts)
@@ -97,7 +98,7 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) ->
         fields["experts"] = 0
     if fields.get("experts") and not fields.get("top_k"):
         enough = False
-    side_towers = bool(given.get("encoder_layers"))
+    partial = bool(given.get("encoder_layers")) or hybrid
     if facts.get("ep", 1) > 1 and not fields.get("experts"):
         fields["experts"], enough = DIVISIBLE * facts["ep"], False
     try:
@@ -106,10 +107,18 @@ def shape_of(facts: Facts, name: str, shape: Mapping[str, Any] | None = None) ->
         return Shape(
             Model(**_filled({"layers": fields.get("layers", 0)}), name=_short(name)),
             stated & {"layers"},
-            False,
-            "settings",
+            source="settings",
         )
-    return Shape(model, stated, enough and not hybrid and not side_towers, "settings")
+    return Shape(model, stated, enough, partial, "settings")
+
+
+def _agreeing_entry(entry: str, fields: Facts) -> str:
+    """The catalog's entry of the model's name, unless the numbers that are stated are those of another model."""
+    if not entry:
+        return ""
+    model: Model = catalog.load("models", entry)
+    same = {k: v for k, v in fields.items() if k in ("hidden", "heads", "experts", "top_k", "kv_rank") and v}
+    return entry if all(getattr(model, k) == v for k, v in same.items()) else ""
 
 
 SHAPE_FACTS = ("pattern", "ffn_multiple", "ffn_factor", "moe_layout", "mtp", "encoder_layers")
@@ -125,7 +134,11 @@ def _of_catalog(entry: str, fields: Facts, facts: Facts) -> Shape:
     if "layers" in changes:
         changes["dense_layers"] = min(model.dense_layers, changes["layers"])
     return Shape(
-        model.but(**changes) if changes else model, set(Model.model_fields), True, f"catalog {entry}", bool(changes)
+        model.but(**changes) if changes else model,
+        set(Model.model_fields),
+        complete=True,
+        source=f"catalog {entry}",
+        changed=bool(changes),
     )
 
 

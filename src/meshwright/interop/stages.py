@@ -61,6 +61,8 @@ def stages(facts: Facts, layers: int | None, framework: Framework) -> tuple[int,
         return _by_ends(facts, pp, virtual, layers)
     if "|" in str(facts.get("pattern", "")):
         return virtual, (), []
+    if facts.get("scripted"):
+        return virtual, (), []
     if evenly and split % (pp * virtual):
         return virtual, (), [_uneven(facts, layers, split, pp, virtual)]
     if evenly and split != layers:

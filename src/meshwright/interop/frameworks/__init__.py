@@ -11,17 +11,19 @@ from meshwright.interop.frameworks.deepspeed import DEEPSPEED
 from meshwright.interop.frameworks.framework import Framework
 from meshwright.interop.frameworks.megatron import MEGATRON
 from meshwright.interop.frameworks.nanotron import NANOTRON
+from meshwright.interop.frameworks.read_only import GPT_NEOX, LLAMA_FACTORY, PICOTRON, TORCHTUNE
 from meshwright.interop.frameworks.torchtitan import TORCHTITAN
 
-FRAMEWORKS: dict[str, Framework] = {
-    f.name: f for f in (TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE)
-}
+WRITTEN = (TORCHTITAN, MEGATRON, BRIDGE, AUTOMODEL, DEEPSPEED, NANOTRON, AXOLOTL, ACCELERATE)  # read and written
+READ = (TORCHTUNE, LLAMA_FACTORY, PICOTRON, GPT_NEOX)  # read only
+FRAMEWORKS: dict[str, Framework] = {f.name: f for f in WRITTEN}
+READABLE: dict[str, Framework] = {f.name: f for f in (*WRITTEN, *READ)}
 
 
 def framework_named(name: str) -> Framework:
     """The framework of a name, as on the command line or as its makers write it."""
     found = find(name)
-    if found is None:
+    if found is None or found.name not in FRAMEWORKS:
         raise unknown("MW-SET-012", "framework", str(name), FRAMEWORKS, "--for {}")
     return found
 
@@ -29,8 +31,8 @@ def framework_named(name: str) -> Framework:
 def find(name: object) -> Framework | None:
     """The framework of a name; None if there is none."""
     text = str(name).strip().lower()
-    for framework in FRAMEWORKS.values():
+    for framework in READABLE.values():
         if text in (framework.name, framework.title.lower(), *(n.lower() for n in framework.names)):
             return framework
-    inside = [f for f in FRAMEWORKS.values() if any(f"({n.lower()})" in text for n in (f.title, *f.names))]
+    inside = [f for f in READABLE.values() if any(f"({n.lower()})" in text for n in (f.title, *f.names))]
     return inside[0] if inside else None

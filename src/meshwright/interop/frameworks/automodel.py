@@ -33,6 +33,11 @@ def _derive(facts: Facts) -> None:
         facts.pop("packed_seq", None)
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
+    facts.setdefault("half", "bf16")
+    if (
+        facts.get("master") is False and facts["half"] == "bf16"
+    ):  # gradients and moments have the dtype of the parameters
+        facts["grad_dtype"] = facts["state_dtype"] = "bf16"
     if facts.get("model.kv_rank") and facts.get("model.nope_dim"):
         facts["model.attention"] = "mla"
     if facts.get("quantised") == 32:
@@ -94,6 +99,8 @@ TABLE = Table(
         Key("model.backend.te_fp8.recipe", "eight", words={"mxfp8": "mxfp8", "current": "fp8", "block": "fp8", "delayed": "fp8"}, read_only=True),
         Key(D + "mp_policy.reduce_dtype", "grad_dtype", words={"float32": "fp32", "bfloat16": "bf16"}, default="fp32"),
         Key("optimizer._target_", "optimizer", match=OPTIMIZERS),
+        Key("optimizer._target_", "master", match=((r"torch\.optim", False), (".", None))),
+        Key("optimizer.master_weights", "master", words={True: True, False: False}, read_only=True),
         Key("optimizer.exp_avg_dtype", "state_dtype", words={"torch.float32": "fp32", "torch.bfloat16": "bf16"}, default="fp32"),
         Key(D + "offload_policy", "offload_states", match=((".", True),)),
         Key("loss_fn._target_", "fused_loss", match=(("linear_ce|fused", True), (".", False))),

@@ -34,18 +34,24 @@ MIXED = {
 
 
 def _derive(facts: Facts) -> None:
+    if facts.get("fsdp"):
+        facts["sharding"] = "parameters"  # whatever its strategy was: using FSDP sets it
     derive_sharding(facts)
+    if facts.get("scripted"):  # the scripts of measured runs set both
+        facts["sp"] = facts.get("tp", 1) > 1
+        facts["grad_dtype"] = "bf16"
     derive_recompute(facts)
-    if facts.get("virtual") == 0:
-        facts.pop("virtual")
     derive_schedule(facts)
+    if "eight" in facts:
+        facts["half"] = "bf16"
     if facts.get("eight") == "none":
         facts.pop("eight")
-    facts["half"] = "fp16" if "fp16" in str(facts.get("half")) else "bf16"
-    if facts.get("recompute_layers") and not facts.get("recompute"):
-        facts["recompute"] = "full"
-    if facts.get("recompute_modules") and not facts.get("recompute"):
-        facts["recompute"] = "selective"
+    if facts.get("recompute") == "none" and facts.get(
+        "scripted"
+    ):  # a script that names layers or modules turns recompute on
+        facts["recompute"] = (
+            "full" if facts.get("recompute_layers") else "selective" if facts.get("recompute_modules") else "none"
+        )
     facts["stated_sp"] = facts.get("sp")
     if facts.get("tp", 1) == 1:
         facts["sp"] = False
@@ -97,25 +103,27 @@ TABLE = Table(
         Key(M + "recompute_granularity", "recompute", words={"selective": "selective", "full": "full", None: "none"}, was=("recompute_granularity",),
             default="none"),
         Key(M + "recompute_method", "recompute_method", was=("recompute_method",)),
-        Key(M + "recompute_num_layers", "recompute_layers", was=("recompute_num_layers",)),
+        Key(M + "recompute_num_layers", "recompute_layers", was=("recompute_num_layers", "recompute_layers"), unset=(0,)),
         Key(M + "recompute_modules", "recompute_modules", was=("recompute_modules",), read_only=True),
-        Key("mixed_precision", "eight", words=MIXED, match=(*PRECISIONS, (".", None)), always=True),
-        Key("compute_dtype", "eight", match=(*PRECISIONS, (".", None)), was=("dtype",)),
+        Key("mixed_precision", "eight", words=MIXED, match=(*PRECISIONS, (".", "none")), always=True),
+        Key("compute_dtype", "eight", match=(*PRECISIONS, (".", "none")), was=("dtype",)),
         Key("ddp.grad_reduce_in_fp32", "grad_dtype", words={True: "fp32", False: "bf16"}, default="fp32",
             was=("mixed_precision.grad_reduce_in_fp32",)),
         Key("optimizer.exp_avg_dtype", "state_dtype", words=DTYPES, default="fp32"),
         Key("optimizer.optimizer", "optimizer", match=OPTIMIZERS),
+        Key("optimizer.optimizer", "zero", match=(("^dist_", 1), (".", None))),
         Key("optimizer.optimizer_cpu_offload", "offload_states", words={True: True, False: False}, default=False),
         Key(M + "cpu_offloading", "offload_activations", words={True: True, False: False}, default=False, read_only=True),
         flag("overlap", "ddp.overlap_grad_reduce", read_only=True),
         Key("ddp.bucket_size", "bucket_elements", read_only=True),
         Key(M + "cross_entropy_fusion_impl", "fused_loss", words={"te": True, "native": False}, read_only=True),
-        Key("peft", "adapter_kind", match=(("lora|dora", "lora"), ("none|null", None)), was=("task",)),
+        Key("peft", "adapter_kind", match=(("lora|dora|peft", "lora"), (".", None)), was=("task",)),
         Key("peft.dim", "adapters", was=("lora_rank", "peft_dim"), read_only=True),
         Key(M + "moe_flex_dispatcher_backend", "dispatcher", was=("moe_flex_dispatcher_backend",), read_only=True),
         Key(M + "moe_token_dispatcher_type", "dispatcher_type", was=("moe_token_dispatcher_type",), read_only=True),
         Key("env_vars.NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN", "nvlink_domain", read_only=True),
         Key("num_gpus", "gpus", read_only=True),
+        Key("pipeline_model_parallel_size", "scripted", was=("pp_size",), match=((".", True),)),
     ),
     no_effect=(
         r"^env_vars\.", r"^tokenizer\.", r"pad_cu_seqlens|pad_seq_to_mult|tokenizer_model|enable_offline_packing|offline_packing_specs$",

@@ -45,6 +45,7 @@ def _derive(facts: Facts) -> None:
         (p for word, p in CONVERTERS if word in str(facts.get("converters", "")).lower()), facts.get("eight")
     )
     facts["sp"] = facts.get("sp", True) and facts.get("tp", 1) > 1
+    facts["fused_loss"] = facts.pop("compiled", False) and "loss" in (facts.get("compiled_parts") or "loss")
     if facts.get("model") and facts.get("flavor"):
         facts["model"] = f"{facts['model']} {facts['flavor']}"
 
@@ -105,6 +106,8 @@ TABLE = Table(
         Key("model.converters", "converters", was=("model_spec.converters",)),
         Key("optimizer", "optimizer", match=OPTIMIZERS),
         Key("optimizer.name", "optimizer", words={"AdamW": "adamw", "Adam": "adam", "Muon": "muon"}, default="adamw", always=True),
+        Key("compile.enable", "compiled", words={True: True, False: False}, was=(T + "compile",), default=False, read_only=True),
+        Key("compile.components", "compiled_parts", read_only=True),
         Key("nproc_per_node", "gpus_per_node", read_only=True),
         Key("NUM_NODES", "nodes", read_only=True),
     ),

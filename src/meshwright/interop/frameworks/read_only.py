@@ -1,0 +1,179 @@
+"""torchtune, LLaMA-Factory, picotron and gpt-neox: their files are read, not written."""
+
+from __future__ import annotations
+
+from meshwright.interop.frameworks.framework import OPTIMIZERS, Framework
+from meshwright.interop.keys import Facts, Key, Table, flag
+
+SHARED = (
+    r"output_dir|checkpoint|tokenizer|dataset|seed|log|shuffle|epochs|steps|lr_|learning|warmup|device|profiler|metric|save|resume|clip|loss\.|_component_$",
+)
+
+
+def _pure_half(facts: Facts) -> None:
+    """Everything is kept in the dtype of the parameters: no master weights."""
+    if facts.get("half") == "bf16":
+        facts["master"], facts["grad_dtype"], facts["state_dtype"] = False, "bf16", "bf16"
+
+
+def _torchtune(facts: Facts) -> None:
+    facts["sharding"] = "parameters"
+    facts["model"] = str(facts.get("model", "")).rpartition(".")[2].removeprefix("lora_").removeprefix("qlora_")
+    _pure_half(facts)
+
+
+TORCHTUNE = Framework(
+    name="torchtune",
+    title="torchtune",
+    stack="accelerate",
+    form="yaml",
+    table=Table(
+        keys=(
+            Key("model._component_", "model", read_only=True),
+            Key("tensor_parallel_dim", "tp", default=1),
+            Key("data_parallel_shard_dim", "shard", default=-1),
+            Key("data_parallel_replicate_dim", "replicate", default=1),
+            Key("batch_size", "microbatch", always=True),
+            Key("gradient_accumulation_steps", "accumulation", always=True),
+            Key("tokenizer.max_seq_len", "seq", always=True),
+            Key("enable_activation_checkpointing", "recompute", words={True: "full", False: "none"}, default="none", always=True),
+            Key("ac_mode", "recompute", words={"selective": "selective", "full": "full"}, read_only=True),
+            Key("enable_activation_offloading", "offload_activations", words={True: True, False: False}, default=False),
+            Key("fsdp_cpu_offload", "offload_parameters", words={True: True, False: False}, was=("fsdp.cpu_offload",), read_only=True),
+            Key("dtype", "half", words={"bf16": "bf16", "fp32": "fp32"}, always=True),
+            Key("optimizer._component_", "optimizer", match=OPTIMIZERS),
+            Key("loss._component_", "fused_loss", match=(("Linear|Chunked", True), (".", False))),
+            Key("model.lora_rank", "adapters", read_only=True),
+        ),
+        no_effect=(*SHARED, r"^model\.", r"^optimizer", r"custom_sharded|memory_efficient|tensor_parallel_plan|ac_option", r"optimizer_in_bwd|low_cpu"),
+        not_modelled=(r"compile",),
+        derive=_torchtune,
+    ),
+)  # fmt: skip
+
+
+def _factory(facts: Facts) -> None:
+    kind = str(facts.pop("fsdp", "") or "")
+    facts["sharding"] = facts.get("sharding") or (
+        "parameters" if kind else "optimizer" if facts.get("zero") else "none"
+    )
+    if facts.get("adapter_kind") != "lora":
+        facts.pop("adapters", None)
+    facts.setdefault("half", "bf16")
+
+
+LLAMA_FACTORY = Framework(
+    name="llama-factory",
+    title="LLaMA-Factory",
+    stack="accelerate",
+    form="yaml",
+    table=Table(
+        keys=(
+            Key("model_name_or_path", "model", read_only=True),
+            Key("tensor_model_parallel_size", "tp", default=1),
+            Key("pipeline_model_parallel_size", "pp", default=1),
+            Key("expert_model_parallel_size", "ep", was=("dist_config.ep_size",), default=1),
+            Key("cp_size", "cp", default=1),
+            Key("cp_mode", "cp_kind", words={"ulysses": "ulysses", "ring": "ring"}),
+            flag("sp", "sequence_parallel"),
+            Key("use_distributed_optimizer", "zero", words={True: 1, False: 0}, default=0),
+            Key("dist_config.name", "fsdp", read_only=True),
+            Key("deepspeed", "sharding", match=(("z1", "optimizer"), ("z2", "gradients"), ("z3", "parameters"))),
+            Key("per_device_train_batch_size", "microbatch", was=("micro_batch_size",), always=True),
+            Key("gradient_accumulation_steps", "accumulation", always=True),
+            Key("cutoff_len", "seq", always=True),
+            Key("recompute_granularity", "recompute", words={"full": "full", "selective": "selective"}, default="none"),
+            Key("bf16", "half", words={True: "bf16", False: "fp32"}, always=True),
+            Key("fp8", "eight", words={True: "fp8", False: None}),
+            Key("finetuning_type", "adapter_kind", words={"lora": "lora", "full": "full", "freeze": "full"}, read_only=True),
+            Key("lora_rank", "adapters", read_only=True),
+            Key("quantization_bit", "quantised", read_only=True),
+        ),
+        no_effect=(*SHARED, r"^stage$|optim_config|kernel_config|dist_config|init_config|quant_config|packing|moe_|fusion|fp8_|lora|flash_attn|template|overlap"),
+        derive=_factory,
+    ),
+)  # fmt: skip
+
+
+def _picotron(facts: Facts) -> None:
+    facts["sharding"] = "none"
+    _pure_half(facts)
+
+
+PICOTRON = Framework(
+    name="picotron",
+    title="picotron",
+    stack="nanotron",
+    form="json",
+    table=Table(
+        keys=(
+            Key("model.name", "model", read_only=True),
+            Key("model.num_hidden_layers", "model.layers"),
+            Key("model.num_attention_heads", "model.heads"),
+            Key("model.num_key_value_heads", "model.kv_heads"),
+            Key("distributed.tp_size", "tp", default=1, always=True),
+            Key("distributed.cp_size", "cp", default=1, always=True),
+            Key("distributed.pp_size", "pp", default=1, always=True),
+            Key("distributed.dp_size", "dp", always=True),
+            Key("distributed.pp_engine", "schedule", words={"1f1b": "1f1b", "afab": "gpipe"}, default="1f1b", always=True),
+            Key("training.micro_batch_size", "microbatch", always=True),
+            Key("training.gradient_accumulation_steps", "accumulation", always=True),
+            Key("training.seq_length", "seq", always=True),
+            Key("model.dtype", "half", words={"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}, always=True),
+        ),
+        no_effect=(*SHARED, r"backend|use_cpu|use_flash|use_fused"),
+        derive=_picotron,
+    ),
+)  # fmt: skip
+
+
+def _neox(facts: Facts) -> None:
+    stage = facts.pop("zero", 0)
+    facts["sharding"] = ("none", "optimizer", "gradients", "parameters")[stage]
+    facts["half"] = facts.get("half") or "fp16"
+    facts["pp"] = facts.get("pp") or 1
+    if facts.get("gated"):
+        facts["model.activation"] = "swiglu"
+        if facts.get("model.ffn"):
+            facts["model.ffn"] //= 3  # the width of all three projections
+    else:
+        facts["model.activation"] = "gelu"
+
+
+def dashed(name: str) -> tuple[str, ...]:
+    return (name.replace("_", "-"),)
+
+
+GPT_NEOX = Framework(
+    name="gpt-neox",
+    title="gpt-neox",
+    stack="megatron-deepspeed",
+    form="yaml",
+    table=Table(
+        keys=(
+            *(Key(name, fact, was=dashed(name)) for name, fact in (
+                ("num_layers", "model.layers"), ("hidden_size", "model.hidden"), ("num_attention_heads", "model.heads"),
+                ("num_kv_heads", "model.kv_heads"), ("intermediate_size", "model.ffn"), ("seq_length", "seq"),
+                ("max_position_embeddings", "model.max_positions"), ("make_vocab_size_divisible_by", "model.vocab_multiple"),
+            )),
+            Key("activation", "gated", match=(("swiglu|geglu|silu", True), (".", False))),
+            Key("norm", "model.norm", words={"rmsnorm": "rmsnorm", "layernorm": "layernorm"}, default="layernorm"),
+            Key("pos_emb", "model.positions", words={"rotary": "rope", "learned": "learned", "none": "none", "alibi": "alibi"}, was=("pos-emb",)),
+            Key("model_parallel_size", "tp", was=dashed("model_parallel_size"), default=1, always=True),
+            Key("pipe_parallel_size", "pp", was=dashed("pipe_parallel_size"), unset=(0,), default=1, always=True),
+            Key("train_micro_batch_size_per_gpu", "microbatch", unset=("auto",), always=True),
+            Key("gradient_accumulation_steps", "accumulation", unset=("auto",), always=True),
+            Key("train_batch_size", "batch", unset=("auto",)),
+            Key("zero_optimization.stage", "zero", words={0: 0, 1: 1, 2: 2, 3: 3}, default=0, always=True),
+            Key("zero_optimization.cpu_offload", "offload_states", words={True: True, False: False}, default=False),
+            Key("checkpoint_activations", "recompute", words={True: "full", False: "none"}, was=dashed("checkpoint_activations"), default="none", always=True),
+            Key("fp16.enabled", "half", words={True: "fp16", False: None}),
+            Key("precision", "half", words={"bfloat16": "bf16", "fp16": "fp16", "fp32": "fp32"}),
+            Key("bf16.enabled", "half", words={True: "bf16", False: None}),
+            Key("optimizer.type", "optimizer", match=OPTIMIZERS),
+            Key("attention_config", "state_space", match=(("mamba|rwkv", True), (".", False)), was=("attention-config",)),
+        ),
+        no_effect=(*SHARED, r"^(?!.*(parallel|batch_size|zero_optimization\.stage|precision))",),
+        derive=_neox,
+    ),
+)  # fmt: skip
