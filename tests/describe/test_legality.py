@@ -184,7 +184,6 @@ EXAMPLES = {
     "StackHasRecompute": ({"replicate": 8, "recompute": "selective"}, LLAMA, {}),
     "StackDividesKvHeads": ({"tp": 8, "sp": True}, LLAMA.but(kv_heads=2), {}),
     "StackHasEvenStages": ({"pp": 8}, LLAMA.but(layers=30), {}),
-    "StackPairsTensorAndSequence": ({"tp": 8}, LLAMA, {}),
     "StackShardsOverContext": ({"cp": 8, "cp_kind": "all-gather"}, LLAMA, {}),
 }
 # What a framework can run, where it decides: each rule of a stack is broken by its example and by no other limit.
@@ -196,7 +195,6 @@ LIMITS = {
     "StackHasRecompute": {"recomputes": ["none", "full"]},
     "StackDividesKvHeads": {"tensor_divides_kv": True},
     "StackHasEvenStages": {"even_stages": True},
-    "StackPairsTensorAndSequence": {"sequence_parallel_with_tensor": True},
     "StackShardsOverContext": {"shards_context": True},
 }
 

@@ -46,9 +46,7 @@ def random_config(framework: Framework, model: str, rng: random.Random) -> Confi
     virtual = {"interleaved": 2, "looped-bfs": 2, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}.get(schedule, 1)
     fields = {
         **degrees,
-        "sp": degrees["tp"] > 1
-        and "sp" not in can.without
-        and (can.sequence_parallel_with_tensor or rng.random() < 0.5),
+        "sp": degrees["tp"] > 1 and "sp" not in can.without and rng.random() < 0.5,
         "replicate": replicate,
         "shard": dp // replicate,
         "zero": zero if dp // replicate * degrees["cp"] > 1 else 0,

@@ -39,6 +39,5 @@ class Abilities(Described):
         default=False, description="the framework itself divides the layers over stages, as evenly as it can"
     )
     tensor_divides_kv: bool = Field(default=False, description="tp must divide the KV heads")
-    sequence_parallel_with_tensor: bool = Field(default=False, description="tp always comes with sequence parallelism")
     shards_context: bool = Field(default=False, description="context-parallel ranks always shard the weights (ZeRO-3)")
     source: str = Field(default="", description="where these limits are stated")

@@ -112,9 +112,11 @@ def _illegal(reading: Reading) -> list[Problem]:
     try:
         plan, workload = reading.plan, reading.workload
         stack = reading.stack
+        # What people run in the framework, it can run: of its limits only divisibility counts here.
+        stack = stack.but(can={"framework": stack.can.framework, "tensor_divides_kv": stack.can.tensor_divides_kv})
         if reading.facts.get("microbatch_group"):
             stack = stack.but(interleaved_rounds=False)
-        error = legality.problem(Case.of(plan, reading.shape.model, workload, None, stack))
+        error = legality.problem(Case.of(plan, reading.shape.model, workload, None, stack, framework=True))
     except MeshwrightError as failure:
         error = failure
     return [] if error is None else [Problem(error.code, error.what, error.why, error.fix)]

@@ -191,18 +191,6 @@ class StackHasEvenStages(Rule):
         )
 
 
-class StackPairsTensorAndSequence(Rule):
-    code, needs = CODE, NEEDS
-
-    @staticmethod
-    def broken(p: Case) -> Flag:
-        return p.stack.can.sequence_parallel_with_tensor & (p.tp > 1) & (p.sp == False)  # noqa: E712
-
-    @staticmethod
-    def explain(p: Case) -> Problem:
-        return refusal(p, "tp without sequence parallelism by default", "sp", [True])
-
-
 class StackShardsOverContext(Rule):
     code, needs = CODE, NEEDS
 
@@ -223,6 +211,5 @@ STACK_RULES: tuple[type[Rule], ...] = (
     StackHasRecompute,
     StackDividesKvHeads,
     StackHasEvenStages,
-    StackPairsTensorAndSequence,
     StackShardsOverContext,
 )

@@ -17,7 +17,10 @@ STRATEGIES = {
 
 
 def derive_fsdp(facts: Facts) -> None:
-    """ZeRO of FSDP: 3 if weights are freed after forward, else 2."""
+    """FSDP is ZeRO-3. Sizes that are all 1 describe no mesh: FSDP then shards over all GPUs."""
+    if all(facts.get(name, 1) == 1 for name in ("shard", "replicate", "tp", "cp")):
+        facts.pop("shard", None)
+        facts["fsdp"] = facts.get("fsdp")
     if facts.get("sharding") is None and (
         facts.get("fsdp") or facts.get("reshard") is not None or facts.get("shard", -1) > 0
     ):

@@ -34,8 +34,8 @@ MIXED = {
 
 
 def _derive(facts: Facts) -> None:
-    if facts.get("fsdp"):
-        facts["sharding"] = "parameters"  # whatever its strategy was: using FSDP sets it
+    if facts.get("fsdp") and facts.get("sharding") in (None, "none"):
+        facts["sharding"] = "parameters"  # using FSDP sets its strategy
     derive_sharding(facts)
     if facts.get("scripted"):  # the scripts of measured runs set both
         facts["sp"] = facts.get("tp", 1) > 1

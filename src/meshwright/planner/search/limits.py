@@ -25,7 +25,6 @@ def limited(choices: Choices, stack: Stack) -> Choices:
         "zero": can.zero,
         "cp_kind": can.cp_kinds,
         "recompute": can.recomputes,
-        "sp": (True,) if can.sequence_parallel_with_tensor else (),
     }
     for word in can.without:
         if word in DEGREES:

@@ -1,0 +1,160 @@
+"""Settings of other frameworks on the command line: estimate, lint, plan --compare, plan --for --write, lint --recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+
+TITAN = """
+[job]
+dump_folder = "out"
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = "full"
+[compile]
+enable = true
+"""
+SCRIPT = """
+#!/bin/bash
+TP=2  # tensor parallelism
+ARGS=(
+    --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu
+    --group-query-attention --num-query-groups 8 --vocab-size 128256 --untie-embeddings-and-output-weights
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size ${PP:-2}
+    --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 --bf16 --use-distributed-optimizer
+)
+torchrun pretrain_gpt.py ${ARGS[@]} --log-interval 10
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as leaving:
+        main(list(words))
+    return int(leaving.value.code or 0), capsys.readouterr().out
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    code, text = run(capsys, *words, "--json")
+    assert code in (0, 1), text
+    return json.loads(text)
+
+
+@pytest.fixture
+def titan(tmp_path: Path) -> str:
+    path = tmp_path / "titan.toml"
+    path.write_text(TITAN)
+    return str(path)
+
+
+def test_estimate_reads_settings_and_lists_their_keys(capsys, titan) -> None:
+    found = document(capsys, "estimate", titan, "--cluster", "dgx-h100", "--gpus", "16")
+    assert found["plan"] == {"shard": 8, "tp": 2, "sp": True, "zero": 3, "recompute": "full"}
+    settings = found["settings"]
+    assert settings["framework"] == "torchtitan"
+    assert settings["understood"]["parallelism.tensor_parallel_degree"] == 2
+    assert settings["no_effect"] == ["job.dump_folder"]
+    assert settings["unknown"] == []
+    assert settings["assumed"] == ["batch: 8"]
+
+
+def test_a_script_of_flags_is_a_plan(capsys, tmp_path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    found = document(capsys, "estimate", "--plan", str(path), "--cluster", "dgx-h100", "--gpus", "16")
+    assert found["plan"] == {"shard": 4, "tp": 2, "pp": 2, "zero": 1}
+    assert found["settings"]["framework"] == "Megatron-LM"
+
+
+def test_lint_explains_degrees_that_do_not_multiply(capsys, titan) -> None:
+    code, text = run(capsys, "lint", titan, "--cluster", "dgx-h100", "--gpus", "9")
+    assert code == 1
+    assert "MW-SET-001" in text
+    assert "does not divide 9 GPUs" in text
+
+
+def test_estimate_of_contradictory_settings_is_an_error(capsys, titan) -> None:
+    code, text = run(capsys, "estimate", titan, "--cluster", "dgx-h100", "--gpus", "9", "--json")
+    assert code == 2
+    assert json.loads(text)["error"]["code"] == "MW-SET-001"
+
+
+def test_settings_without_a_shape_ask_for_the_model(capsys, tmp_path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    _, text = run(capsys, "estimate", str(path), "--cluster", "dgx-h100", "--gpus", "8", "--json")
+    assert json.loads(text)["error"]["code"] == "MW-SET-013"
+    found = document(capsys, "estimate", "llama3-8b", "--plan", str(path), "--cluster", "dgx-h100", "--gpus", "8")
+    assert found["plan"]["zero"] == 2
+
+
+def test_plan_for_a_framework_writes_its_settings_and_compares(capsys, titan, tmp_path) -> None:
+    out = tmp_path / "best.toml"
+    words = ("llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--batch", "64", "--seq", "8192")
+    found = document(capsys, "plan", *words, "--for", "torchtitan", "--write", str(out), "--compare", titan)
+    assert found["runs_in"] == "torchtitan"
+    assert found["compare"]["legal"]
+    best = found["plans"][0]["plan"]
+    again = document(capsys, "estimate", "llama3-8b", "--plan", str(out), "--cluster", "dgx-h100", "--gpus", "8")
+    same = {name: value for name, value in best.items() if name not in ("bucket", "grad_dtype")}
+    assert {name: value for name, value in again["plan"].items() if name in same} == same
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("plan", "llama3-8b", "--for", "nothing"), "MW-SET-012"),
+        (("plan", "llama3-8b", "--write", "x.toml"), "MW-CLI-003"),
+        (("lint",), "MW-CLI-003"),
+        (("estimate", "missing.yaml"), "MW-CONF-004"),
+    ],
+)
+def test_bad_requests(capsys, words, code) -> None:
+    _, text = run(capsys, *words, "--json")
+    assert json.loads(text)["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", "- 1"), ("a.yaml", "{"), ("b.sh", "echo hello"), ("c.yaml", "a: 1\nb: 2")]
+)
+def test_files_that_are_no_settings(capsys, tmp_path, name, text) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    _, out = run(capsys, "estimate", str(path), "--json")
+    assert json.loads(out)["error"]["code"] == "MW-SET-010"
+
+
+def test_recipes_print_one_object_per_line(capsys, tmp_path) -> None:
+    path = tmp_path / "two.jsonl"
+    good = {"id": "a", "framework": "torchtitan", "settings": {"training.seq_len": 64, "training.local_batch_size": 1}}
+    bad = {**good, "id": "b", "gpus": 6, "settings": {**good["settings"], "parallelism.tensor_parallel_degree": 4}}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    code, text = run(capsys, "lint", "--recipes", str(path), "--json")
+    first, second = map(json.loads, text.splitlines())
+    assert code == 0
+    assert list(first) == ["id", "read", "unknown", "legal", "fits", "findings"]
+    assert (first["id"], first["read"], first["legal"], first["fits"]) == ("a", True, True, None)
+    assert second["legal"] is False
+    code, text = run(capsys, "lint", "--recipes", str(path))
+    assert "torchtitan" in text
+    assert "MW-SET-001" in text
+
+
+def test_yaml_without_its_library_says_what_to_install(capsys, tmp_path, monkeypatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    path = tmp_path / "a.yaml"
+    path.write_text("parallelism:\n  tp: 2\n")
+    _, out = run(capsys, "estimate", str(path), "--json")
+    assert json.loads(out)["error"]["code"] == "MW-SET-011"

@@ -1,0 +1,150 @@
+"""A hundred public recipes and published mistakes, as facts with their source: what is read, what is flagged, and that corrections are not."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.errors import MeshwrightError
+from meshwright.interop.frameworks import FRAMEWORKS, READABLE, find
+from meshwright.interop.recipes import Verdict, check, rows
+
+HERE = Path(__file__).parent
+NAMED = {f.title for f in FRAMEWORKS.values()}
+# Recipes of the sample that are wrong as published; docs/recipes.md has them, each checked by hand.
+WRONG = {
+    "a4e8c2cb60": "MW-SET-002",  # 64 GPUs, experts need 512
+    "8f01f894a8": "MW-SET-002",  # 64 GPUs, experts need 256
+    "3c68e1f3bb": "MW-SET-002",  # expert tensor parallelism not set
+    "250dcc42a4": "MW-SET-008",  # experts beyond the NVLink domain
+    "185bde9a66": "MW-SET-001",  # 8 GPUs, degrees of 128
+    "59dfbdf8bd": "MW-SET-001",  # 8 GPUs, 16 shards
+}
+# Published mistakes that ran out of memory and that the cost model shows, with a correction that fits.
+FOUND_MEMORY = {44, 52, 53, 63}
+
+
+@cache
+def verdicts() -> dict[str, Verdict]:
+    return {row["id"]: check(row) for row in rows(HERE / "recipes.jsonl")}
+
+
+@cache
+def mistakes() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (HERE / "mistakes.jsonl").read_text("utf-8").splitlines()]
+
+
+def verdict(recipe: dict[str, Any]) -> Verdict:
+    return check({**recipe, "id": "one"})
+
+
+def test_there_are_a_hundred_recipes_with_their_source() -> None:
+    lines = [json.loads(line) for line in (HERE / "recipes.jsonl").read_text("utf-8").splitlines()]
+    assert len(lines) == 100
+    assert all("@" in line["source"] for line in lines)
+
+
+def test_recipes_are_read_without_an_unknown_that_matters() -> None:
+    named = [v for v in verdicts().values() if v.framework in NAMED]
+    assert sum(v.read for v in named) >= 0.95 * len(named)
+
+
+def test_only_the_wrong_recipes_are_illegal() -> None:
+    found = {v.id: v.findings[0]["code"] for v in verdicts().values() if v.legal is False}
+    assert found == WRONG
+
+
+def test_fit_needs_gpus_and_hardware() -> None:
+    for row in rows(HERE / "recipes.jsonl"):
+        if not row.get("gpus") or not row.get("hardware"):
+            assert verdicts()[row["id"]].fits is None
+
+
+@pytest.mark.parametrize("n", range(len(mistakes())))
+def test_mistakes_are_flagged_and_corrections_are_not(n: int) -> None:
+    pair = mistakes()[n]
+    if pair["expected"] == "illegal":
+        assert verdict(pair["before"]).legal is False
+        assert pair["after"] is None or verdict(pair["after"]).legal
+    elif pair["mistake"]["n"] in FOUND_MEMORY:
+        assert verdict(pair["before"]).fits is False
+        assert verdict(pair["after"]).fits
+
+
+def test_a_misspelt_key_is_unknown_and_matters() -> None:
+    recipe = {
+        "framework": "axolotl",
+        "settings": {"micro_batch_size": 1, "sequence_len": 512, "context_parapllel_size": 2},
+    }
+    assert verdict(recipe).unknown == ["context_parapllel_size"]
+    assert not verdict(recipe).read
+
+
+def test_a_key_without_meaning_for_cost_is_not_unknown() -> None:
+    recipe = {
+        "framework": "axolotl",
+        "settings": {"micro_batch_size": 1, "sequence_len": 512, "favourite_colour": "blue"},
+    }
+    found = verdict(recipe)
+    assert found.read
+    assert found.reading is not None
+    assert found.reading.understood.others["ignored"] == ["favourite_colour"]
+
+
+def test_a_value_without_meaning_is_unknown() -> None:
+    recipe = {
+        "framework": "torchtitan",
+        "settings": {"parallelism.tensor_parallel_degree": "many", "training.seq_len": 64},
+    }
+    assert verdict(recipe).unknown == ["parallelism.tensor_parallel_degree = many"]
+
+
+def test_settings_of_an_unread_framework_say_so() -> None:
+    found = check({"id": "1", "framework": "sockeye", "settings": {}})
+    assert not found.read
+    assert found.legal is None
+    assert found.findings[0]["code"] == "MW-SET-012"
+
+
+def test_kv_heads_must_divide_in_torchtitan() -> None:
+    """torchtitan's pull request 4016: tensor parallelism 4 with two KV heads."""
+    shape = {"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 2, "vocab_size": 1000, "hidden_dim": 8192}
+    settings = {"parallelism.tensor_parallel_degree": 4, "training.local_batch_size": 1, "training.seq_len": 4096}
+    found = verdict({"framework": "torchtitan", "settings": settings, "shape": shape, "gpus": 8})
+    assert found.legal is False
+    assert "KV heads" in found.findings[0]["what"]
+    assert verdict(
+        {
+            "framework": "torchtitan",
+            "settings": settings | {"parallelism.tensor_parallel_degree": 2},
+            "shape": shape,
+            "gpus": 8,
+        }
+    ).legal
+
+
+@pytest.mark.parametrize("line", ["[1]", "not json", "{"])
+def test_a_bad_line_is_an_error(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(line)
+    with pytest.raises(MeshwrightError) as caught:
+        list(rows(path))
+    assert caught.value.code == "MW-SET-010"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"settings": 5}, {"args": "x"}, {"gpus": "many"}, {"shape": [1]}, {"settings": {"training.seq_len": -1}}]
+)
+def test_odd_rows_do_not_raise(bad: dict[str, Any]) -> None:
+    for name in READABLE:
+        check({"id": "x", "framework": name, **bad})
+
+
+def test_names_of_frameworks() -> None:
+    assert find("ms-swift (Megatron-Core)") is FRAMEWORKS["megatron-lm"]
+    assert find("NeMo Automodel") is FRAMEWORKS["automodel"]
+    assert find("unknown") is None
